@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue import hardware_file
 from jaxtrain.plan.catalogue.hardware import (
@@ -26,6 +27,7 @@ from jaxtrain.plan.catalogue.hardware import (
     target_of,
 )
 from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
+from jaxtrain.plan.search.analyse import Terms, analyse, run_cost
 from jaxtrain.runtime.peaks import device_peaks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -258,12 +260,15 @@ OWN = """
 h300:
   title: a card of ours
   kind: gpu
+  vendor: nvidia
   memory_bytes: 100e9
   memory_bandwidth: 5e12
   peak_flops: {bf16: 1e15}
   island: 4
+  devices_per_host: 4
   link_bandwidth: 450e9
   network_bandwidth: 50e9
+  host_bandwidth: 64e9
   board_watts: 700
   on_demand_usd_hour: 0
   spot_usd_hour: null
@@ -272,7 +277,7 @@ h300:
   compiler: null
   device_kinds: []
   sources: {memory_bytes: x, memory_bandwidth: x, peak_flops: x, island: x, link_bandwidth: x, network_bandwidth: x,
-    board_watts: x, on_demand_usd_hour: x, shapes: x}
+    devices_per_host: x, host_bandwidth: x, board_watts: x, on_demand_usd_hour: x, shapes: x}
 """
 
 
@@ -303,6 +308,8 @@ MISTAKES = {
     "h101: {on_demand_usd_hour: 2}": "did you mean h100?",
     "H100: {on_demand_usd_hour: 2}": "a name is of small letters",
     OWN.replace("shapes: x}", "purchase_usd: x}"): "say where shapes is from",
+    OWN.replace("  vendor: nvidia\n", ""): "h300 is not in the catalogue, so it needs vendor too",
+    "h100: {vendor: ours}": "'ours' is not one of nvidia, amd, google, or null",
     "- h100": "mapping",
 }
 
@@ -317,12 +324,52 @@ def test_mistakes_in_a_file_of_the_user(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
+def test_kernels_go_with_the_vendor_and_not_with_the_title(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("h100: {title: our H100 SXM 80 GB}\n")
+    (ours,), (shipped,) = parse_targets("h100x8", catalogue(path)), parse_targets("h100x8")
+    assert ours.hardware.title != shipped.hardware.title
+    for policy in ("bf16", "fp8"):
+        config = load_config("llama3_8b", overrides=[f"precision.policy={policy}"]).config
+        assert analyse(config, ours).time == analyse(config, shipped).time
+    path.write_text("h100: {vendor: null}\n")
+    (other,) = parse_targets("h100x8", catalogue(path))
+    assert analyse(config, other).time.seconds > 1.2 * analyse(config, shipped).time.seconds
+
+
+# name: bytes/s to the host; PCIe 3.0 to 5.0 have 16, 32 and 64 GB/s, Grace and two Blackwells 450 between them.
+TO_HOST = {"t4": 16e9, "a100-80": 32e9, "h100": 64e9, "h100-pcie": 64e9, "mi300x": 64e9, "b200": 64e9, "gb200": 225e9}
+
+
+@pytest.mark.parametrize("name", TO_HOST)
+def test_the_host_is_behind_the_link_of_the_card(name):
+    assert CATALOGUE[name].host_bandwidth == TO_HOST[name]
+
+
+# target: machines, all of which write at once.
+SAVES = {"v3-1024": 128, "v5p-64": 16, "gb200x72": 18, "4xh100x8": 4, "h100": 1}
+
+
+@pytest.mark.parametrize("on", SAVES)
+def test_every_machine_of_a_slice_or_rack_saves_its_part(on):
+    (target,) = parse_targets(on)
+    assert math.ceil(target.num_devices / target.hardware.devices_per_host) == SAVES[on]
+    hardware = dataclasses.replace(target.hardware, spot_usd_hour=1.0)
+    terms = Terms(interruptions_per_node_hour=1.0)
+    cost = run_cost(
+        load_config("quickstart").config, dataclasses.replace(target, hardware=hardware), 10**13, 1.0, terms
+    )
+    # Young's interval is the root of twice the time of a save and that between interruptions, of slices and racks.
+    save = cost.spot.recommended_interval_seconds**2 / 2 / (3600 / target.num_hosts)
+    assert save == pytest.approx(1e13 / SAVES[on] / 1e9)
+
+
 def test_cpu_is_measured():
     shipped = CATALOGUE["cpu"]
     assert (shipped.memory_bytes, shipped.memory_bandwidth, shipped.peak_flops) == (None, None, {})
     cpu = measured_cpu({"fp32": 1e11}, memory_bandwidth=2e10, memory_bytes=2**33, num_devices=8)
     assert (cpu.name, cpu.kind, cpu.island, cpu.memory_bytes) == ("cpu", "cpu", 8, 2**33)
-    assert cpu.link_bandwidth == cpu.network_bandwidth == cpu.memory_bandwidth == 2e10
+    assert cpu.link_bandwidth == cpu.network_bandwidth == cpu.host_bandwidth == cpu.memory_bandwidth == 2e10
     assert cpu.board_watts == 65 / 8
     assert cpu.sources["board_watts"].startswith("assumed")
     assert set(cpu.sources) == {figure for figure in FIGURES if getattr(cpu, figure) is not None}

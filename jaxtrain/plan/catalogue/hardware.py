@@ -53,12 +53,15 @@ class Hardware:
         name: as in `h100`.
         title: as in "NVIDIA H100 SXM 80 GB".
         kind: `gpu`, `tpu` or `cpu`.
+        vendor: `nvidia`, `amd` or `google`; None: another.
         memory_bytes: what allocators can see, where that is known.
         memory_bandwidth: bytes/s.
         peak_flops: dense FLOP/s (int8: OP/s) by number format (`hardware_file.FORMATS`); one that it lacks is left out.
         island: devices joined by the fast link: of a node, or of the largest TPU slice.
+        devices_per_host: devices of one machine, each of which writes its part of a checkpoint.
         link_bandwidth: bytes/s of one device in one direction, over all its NVLink, ICI or PCIe links together.
         network_bandwidth: bytes/s of one device between nodes or slices, when all devices of a node send.
+        host_bandwidth: bytes/s of one device in one direction between it and its host.
         board_watts: None where it is not published.
         on_demand_usd_hour: of one device.
         spot_usd_hour: of one device.
@@ -72,12 +75,15 @@ class Hardware:
     name: str
     title: str
     kind: str
+    vendor: str | None
     memory_bytes: int
     memory_bandwidth: float
     peak_flops: dict[str, float]
     island: int
+    devices_per_host: int
     link_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float
     board_watts: float | None
     on_demand_usd_hour: float | None
     spot_usd_hour: float | None
@@ -213,7 +219,7 @@ def measured_cpu(
     measured = "measured on this machine"
     moved = f"{measured}: data between the devices of a CPU moves through its memory"
     sources = {key: measured for key in ("memory_bytes", "memory_bandwidth", "peak_flops")}
-    sources |= {"link_bandwidth": moved, "network_bandwidth": moved}
+    sources |= {"link_bandwidth": moved, "network_bandwidth": moved, "host_bandwidth": moved}
     sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
     shipped = catalogue()["cpu"]
     return dataclasses.replace(
@@ -223,7 +229,9 @@ def measured_cpu(
         memory_bytes=memory_bytes,
         link_bandwidth=memory_bandwidth,
         network_bandwidth=memory_bandwidth,
+        host_bandwidth=memory_bandwidth,
         island=num_devices,
+        devices_per_host=num_devices,
         shapes=(num_devices,),
         board_watts=65.0 / num_devices,
         sources=shipped.sources | sources,

@@ -13,6 +13,7 @@ from jaxtrain.plan.compilers.topology import GPU_TYPES, TPU_TYPES
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 KINDS = ("gpu", "tpu", "cpu")
+VENDORS = ("nvidia", "amd", "google")
 
 _COMPILERS = (*TPU_TYPES, *GPU_TYPES)
 
@@ -63,8 +64,10 @@ _FIGURES: dict[str, _Check] = {
     "memory_bandwidth": _BANDWIDTH,
     "peak_flops": (_is_peaks, f"FLOP/s by format ({', '.join(FORMATS)}), as in {{bf16: 989e12}}", False),
     "island": (_is_count, "a count of devices, as in 8", False),
+    "devices_per_host": (_is_count, "a count of devices, as in 8", False),
     "link_bandwidth": _BANDWIDTH,
     "network_bandwidth": _BANDWIDTH,
+    "host_bandwidth": _BANDWIDTH,
     "board_watts": (_is_positive, "watts, as in 700, or null", True),
     "on_demand_usd_hour": _PRICE,
     "spot_usd_hour": _PRICE,
@@ -74,13 +77,14 @@ _FIGURES: dict[str, _Check] = {
 _KEYS: dict[str, _Check] = {
     "title": (_is_text, "text", False),
     "kind": (lambda value: value in KINDS, f"one of {', '.join(KINDS)}", False),
+    "vendor": (lambda value: value in VENDORS, f"one of {', '.join(VENDORS)}, or null", True),
     **_FIGURES,
     "compiler": (lambda value: value in _COMPILERS, f"one of {', '.join(_COMPILERS)}, or null", True),
     "device_kinds": (_is_texts, "a list of text", False),
     "sources": (_is_sources, f"text by figure ({', '.join(_FIGURES)})", False),
 }
 # Not known of a cpu before it is measured.
-_MEASURED = ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
+_MEASURED = ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
 
 
 def read_entries(
@@ -132,7 +136,7 @@ def _value(key: str, value: Any, is_cpu: bool, where: str) -> Any:
         return None
     if value is None or not check(value):
         raise ConfigError(f"{where}: {key}: {value!r} is not {what}")
-    if key in ("memory_bytes", "island"):
+    if key in ("memory_bytes", "island", "devices_per_host"):
         return int(value)
     if key == "peak_flops":
         return {number_format: float(peak) for number_format, peak in value.items()}

@@ -216,6 +216,7 @@ def device_batch(
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
     """The cost of a whole run at a step time, with checkpoints of so many bytes."""
     hardware = target.hardware
+    num_machines = math.ceil(target.num_devices / hardware.devices_per_host)
     return training_cost(
         step_seconds=step_seconds,
         steps=config.train.steps,
@@ -227,7 +228,7 @@ def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: flo
         purchase_usd=hardware.purchase_usd,
         interruptions_per_node_hour=terms.interruptions_per_node_hour,
         # All hosts write at once, each its part; what is replicated is written once.
-        save_seconds=max(_LEAST_SAVE_SECONDS, saved_bytes / target.num_hosts / _SAVE_BYTES_PER_SECOND),
+        save_seconds=max(_LEAST_SAVE_SECONDS, saved_bytes / num_machines / _SAVE_BYTES_PER_SECOND),
         restart_seconds=_RESTART_SECONDS,
         checkpoint_interval_seconds=terms.checkpoint_interval_seconds,
         usd_per_kwh=terms.usd_per_kwh,

@@ -18,7 +18,6 @@ from jaxtrain.plan.work.attention import attention_forms, context_way
 from jaxtrain.plan.work.block import BlockWork, DeviceBatch
 from jaxtrain.plan.work.blocks import step_blocks
 from jaxtrain.plan.work.experts import exchanged_bytes
-from jaxtrain.plan.work.offload import host_bandwidth
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size, update_flops
 from jaxtrain.plan.workload.parameters import model_structure
 from jaxtrain.plan.workload.record import Workload
@@ -56,7 +55,7 @@ def has_fp8(target: Target) -> bool:
     Elsewhere the numbers are the same and the product is one of bf16. MI300 has other 8-bit formats; the TPU's compiler
     is given bf16.
     """
-    return target.hardware.title.startswith("NVIDIA") and "fp8" in target.hardware.peak_flops
+    return target.hardware.vendor == "nvidia" and "fp8" in target.hardware.peak_flops
 
 
 def peak_rate(target: Target, policy: str) -> float | None:
@@ -310,7 +309,7 @@ def _rate(
         kind = "fast" if fast else "network"
         rate = (hardware.link_bandwidth if fast else hardware.network_bandwidth) * rates["link"][which]
         if one.axis.startswith("host"):
-            rate, kind = host_bandwidth(hardware) * rates["link"][which], "PCIe"
+            rate, kind = hardware.host_bandwidth * rates["link"][which], "PCIe"
         seconds = one.bytes / rate if rate else math.inf
         overlap = _OVERLAP.get(one.axis, (0.0, 0.0, 0.0))[which]
         hidden = min(seconds, overlap * room)

@@ -181,7 +181,7 @@ def _whole_sequence(
 def _implementation(config: Config, model: TransformerConfig, form: AttentionForm, target: Target, length: int) -> str:
     """The kernel that the step would run on a target, by the rules of the step."""
     hardware = target.hardware
-    nvidia = hardware.title.startswith("NVIDIA")
+    nvidia = hardware.vendor == "nvidia"
     case = AttentionCase(
         # What jax calls AMD's GPUs, for which it has no kernel.
         platform="rocm" if hardware.kind == "gpu" and not nvidia else hardware.kind,
