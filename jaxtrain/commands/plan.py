@@ -354,6 +354,10 @@ def _write_config(best: Estimate | None, path: Path, loaded: Loaded) -> None:
     """
     if best is None:
         raise ConfigError(f"--config {path}: no plan fits, so there is no config to write")
+    if best.time is None and best.unknown is None:
+        print_remark(
+            f"no time is known of {best.config.precision.policy} on {best.target.name}: chosen by memory alone"
+        )
     if best.config.optimizer.schedule != loaded.config.optimizer.schedule:
         steps = best.config.train.steps
         print_remark(f"train.steps={steps}: the lengths of optimizer.schedule are in proportion to it")

@@ -177,11 +177,11 @@ def test_search_ranks_and_explains(cli):
     assert answer.out.count("NVIDIA H100 SXM 80 GB") == 2
 
 
-def test_a_search_without_a_time_says_that_it_ranks_by_memory(cli):
-    answer = cli(
-        "plan", "gpt2_124m", "--on", "t4", "--analytic", "--search", "--vary", "microbatches", "precision.policy=bf16"
-    )
+def test_a_search_without_a_time_says_that_it_ranks_by_memory(cli, tmp_path):
+    words = ("plan", "gpt2_124m", "--on", "t4", "--analytic", "precision.policy=bf16", "--search")
+    answer = cli(*words, "--vary", "microbatches", "--config", str(tmp_path / "planned.yaml"))
     assert answer.code == 0
+    assert "no time is known of bf16 on t4: chosen by memory alone\n" in answer.err
     assert re.search(r"^t4: \d of \d+ layouts fit; no time is known, so the smallest first:$", answer.out, re.MULTILINE)
 
 

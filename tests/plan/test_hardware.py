@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue import hardware_file
 from jaxtrain.plan.catalogue.hardware import (
@@ -27,7 +26,6 @@ from jaxtrain.plan.catalogue.hardware import (
     target_of,
 )
 from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
-from jaxtrain.plan.search.analyse import Terms, analyse, run_cost
 from jaxtrain.runtime.peaks import device_peaks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -322,46 +320,6 @@ def test_mistakes_in_a_file_of_the_user(tmp_path, text):
         catalogue(path)
     assert "mine.yaml" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_kernels_go_with_the_vendor_and_not_with_the_title(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("h100: {title: our H100 SXM 80 GB}\n")
-    (ours,), (shipped,) = parse_targets("h100x8", catalogue(path)), parse_targets("h100x8")
-    assert ours.hardware.title != shipped.hardware.title
-    for policy in ("bf16", "fp8"):
-        config = load_config("llama3_8b", overrides=[f"precision.policy={policy}"]).config
-        assert analyse(config, ours).time == analyse(config, shipped).time
-    path.write_text("h100: {vendor: null}\n")
-    (other,) = parse_targets("h100x8", catalogue(path))
-    assert analyse(config, other).time.seconds > 1.2 * analyse(config, shipped).time.seconds
-
-
-# name: bytes/s to the host; PCIe 3.0 to 5.0 have 16, 32 and 64 GB/s, Grace and two Blackwells 450 between them.
-TO_HOST = {"t4": 16e9, "a100-80": 32e9, "h100": 64e9, "h100-pcie": 64e9, "mi300x": 64e9, "b200": 64e9, "gb200": 225e9}
-
-
-@pytest.mark.parametrize("name", TO_HOST)
-def test_the_host_is_behind_the_link_of_the_card(name):
-    assert CATALOGUE[name].host_bandwidth == TO_HOST[name]
-
-
-# target: machines, all of which write at once.
-SAVES = {"v3-1024": 128, "v5p-64": 16, "gb200x72": 18, "4xh100x8": 4, "h100": 1}
-
-
-@pytest.mark.parametrize("on", SAVES)
-def test_every_machine_of_a_slice_or_rack_saves_its_part(on):
-    (target,) = parse_targets(on)
-    assert math.ceil(target.num_devices / target.hardware.devices_per_host) == SAVES[on]
-    hardware = dataclasses.replace(target.hardware, spot_usd_hour=1.0)
-    terms = Terms(interruptions_per_node_hour=1.0)
-    cost = run_cost(
-        load_config("quickstart").config, dataclasses.replace(target, hardware=hardware), 10**13, 1.0, terms
-    )
-    # Young's interval is the root of twice the time of a save and that between interruptions, of slices and racks.
-    save = cost.spot.recommended_interval_seconds**2 / 2 / (3600 / target.num_hosts)
-    assert save == pytest.approx(1e13 / SAVES[on] / 1e9)
 
 
 def test_cpu_is_measured():

@@ -187,6 +187,14 @@ def target_of(hardware: Hardware, num_devices: int) -> Target:
     return Target(hardware, num_devices, num_hosts)
 
 
+def rented_devices(target: Target) -> int:
+    """Devices that are rented for a target: whole nodes or slices, or the next count of `Hardware.shapes`."""
+    hardware, count = target.hardware, target.num_devices
+    if count % hardware.island == 0:
+        return count
+    return next((shape for shape in hardware.shapes if shape >= count), count)
+
+
 def parse_targets(text: str, hardware: Mapping[str, Hardware] | None = None) -> list[Target]:
     """What `--on` asks for.
 
@@ -277,7 +285,9 @@ def _parse_target(item: str, known: Mapping[str, Hardware]) -> Target:
 def _split_count(item: str, known: Mapping[str, Hardware]) -> tuple[Hardware, int] | None:
     """Name and count; the longest name first, because `a100-40` is a card and not forty of them."""
     for name in sorted({*known, *_ALIASES}, key=len, reverse=True):
-        count = re.fullmatch(rf"{re.escape(name)}(?:[x-](\d+))?", item)
+        # `mi300x8` are eight of what ends in an x itself.
+        between = "[x-]?" if name.endswith("x") else "[x-]"
+        count = re.fullmatch(rf"{re.escape(name)}(?:{between}(\d+))?", item)
         if count and (name in known or _ALIASES[name] in known):
             return find(name, known), int(count[1] or 1)
     return None

@@ -18,18 +18,20 @@ class Cost:
         steps: optimizer steps.
         hours: wall time of computing, without saves and interruptions.
         device_hours: `hours` of all devices.
-        on_demand_usd: rent of all devices for `hours`.
+        rented_devices: those that rent is paid for, with what comes along and is not used.
+        on_demand_usd: rent of these for `hours`.
         spot: the same on devices that may be taken away.
         energy_kwh: all devices at board power for `hours`: an upper bound for them, and without hosts and cooling.
         energy_usd: price of that energy. Rent includes it, owning does not.
         purchase_usd: price of buying all devices.
-        break_even_hours: hours of renting on demand after which buying would have been cheaper; the same for one
-            device as for all. None also where renting is always cheaper.
+        break_even_hours: hours of renting on demand after which buying would have been cheaper. None also where rent is
+            free.
     """
 
     steps: int
     hours: float
     device_hours: float
+    rented_devices: int
     on_demand_usd: float | None
     spot: Spot | None
     energy_kwh: float | None
@@ -68,6 +70,7 @@ def training_cost(
     save_seconds: float,
     restart_seconds: float,
     num_nodes: int = 1,
+    rented_devices: int | None = None,
     interruptions_per_node_hour: float = INTERRUPTIONS_PER_NODE_HOUR,
     checkpoint_interval_seconds: float | None = None,
     usd_per_kwh: float = 0.12,
@@ -88,6 +91,7 @@ def training_cost(
         save_seconds: see `spot_efficiency`; so are the next three.
         restart_seconds: from an interruption until work goes on.
         num_nodes: what is taken away as a whole: machines with GPUs, or slices of TPUs.
+        rented_devices: that rent is paid for; None: `num_devices`.
         interruptions_per_node_hour: rate at which one of them is taken.
         checkpoint_interval_seconds: work between two saves, None for Young's.
         usd_per_kwh: price of electricity.
@@ -117,6 +121,7 @@ def training_cost(
 
     hours = step_seconds * steps / 3600
     device_hours = hours * num_devices
+    rented = num_devices if rented_devices is None else rented_devices
     energy_kwh = None if watts is None else watts / 1000 * device_hours
 
     spot = None
@@ -125,7 +130,7 @@ def training_cost(
         spot = spot_cost(
             hours,
             usd_hour=spot_usd_hour,
-            num_devices=num_devices,
+            num_devices=rented,
             interruptions_per_hour=interruptions_per_node_hour * num_nodes,
             save_seconds=save_seconds,
             restart_seconds=restart_seconds,
@@ -134,13 +139,14 @@ def training_cost(
 
     break_even = None
     if purchase_usd is not None and on_demand_usd_hour is not None:
-        break_even = break_even_hours(purchase_usd, on_demand_usd_hour)
+        break_even = break_even_hours(purchase_usd * num_devices, on_demand_usd_hour * rented)
 
     return Cost(
         steps=steps,
         hours=hours,
         device_hours=device_hours,
-        on_demand_usd=None if on_demand_usd_hour is None else on_demand_usd_hour * device_hours,
+        rented_devices=rented,
+        on_demand_usd=None if on_demand_usd_hour is None else on_demand_usd_hour * hours * rented,
         spot=spot,
         energy_kwh=energy_kwh,
         energy_usd=None if energy_kwh is None else energy_kwh * usd_per_kwh,

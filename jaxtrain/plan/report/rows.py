@@ -379,7 +379,7 @@ def _break_even(cost: Cost) -> str:
         return f"after {cost.break_even_hours:,.0f} hours of rent"
     if cost.purchase_usd is None or cost.on_demand_usd is None:
         return _UNKNOWN
-    return "never: power costs more than rent"
+    return "never: rent is $0"
 
 
 def hours(count: float) -> str:

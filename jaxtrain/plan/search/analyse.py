@@ -26,7 +26,7 @@ from jaxtrain.parallel.division import (
     step_microbatches,
 )
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.catalogue.hardware import Target, rented_devices
 from jaxtrain.plan.cost.spot import INTERRUPTIONS_PER_NODE_HOUR
 from jaxtrain.plan.cost.training import Cost, training_cost
 from jaxtrain.plan.memory.step import step_memory
@@ -222,6 +222,7 @@ def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: flo
         steps=config.train.steps,
         num_devices=target.num_devices,
         num_nodes=target.num_hosts,
+        rented_devices=rented_devices(target),
         watts=hardware.board_watts,
         on_demand_usd_hour=hardware.on_demand_usd_hour,
         spot_usd_hour=hardware.spot_usd_hour,
@@ -242,6 +243,12 @@ def _notes(
     if not has_time:
         notes.append(
             f"{target.hardware.title} has no published rate for precision.policy={config.precision.policy}: no time"
+        )
+    hardware, rented = target.hardware, rented_devices(target)
+    if rented != target.num_devices and (hardware.on_demand_usd_hour or hardware.spot_usd_hour):
+        notes.append(
+            f"{hardware.name} is rented in counts of {', '.join(map(str, hardware.shapes))}: the rent is that of "
+            f"{rented} devices, of which {target.num_devices} {'is' if target.num_devices == 1 else 'are'} used"
         )
     if config.precision.policy == "fp8":
         if not has_fp8(target):

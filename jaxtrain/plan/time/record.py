@@ -54,8 +54,8 @@ class StepTime:
 
     Attributes:
         seconds: the prediction.
-        low_seconds, high_seconds: its range: with all traffic hidden at the best seen efficiency, and with none hidden
-            at the worst.
+        low_seconds, high_seconds: its range: at the best seen efficiency with all traffic hidden but that of tensor and
+            expert, which blocks wait for, and of offloaded optimizer state; and at the worst with none hidden.
         compute_seconds: of the blocks, with no bubble.
         blocks: of one device.
         traffic: by axis.

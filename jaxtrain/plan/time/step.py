@@ -27,10 +27,11 @@ from jaxtrain.runtime.peaks import FORMATS
 # What matmuls and memory reach of their peaks: (likely, best, worst). GPUs and TPUs: large matmuls in bf16 reach 70 to
 # 80 % of the data sheet's peak on H100 and A100, whole steps 46 to 55 % of it with recomputed passes (what MaxText,
 # torchtitan and Megatron publish), so that 60 % is likely of a GPU's matmuls in a step; streams reach 85 to 92 % of the
-# memory's rate. A CPU's peak is measured with matmuls, so that large ones reach it by definition.
+# memory's rate. The links of a TPU are counted together, of which an axis of the mesh along one dim of the torus has a
+# half (v5e, v6e) or a third (v5p). A CPU's peak is measured with matmuls, so that large ones reach it by definition.
 _EFFICIENCY = {
     "gpu": {"compute": (0.60, 0.80, 0.45), "memory": (0.80, 0.90, 0.60), "link": (0.75, 0.90, 0.50)},
-    "tpu": {"compute": (0.75, 0.90, 0.55), "memory": (0.80, 0.90, 0.60), "link": (0.80, 0.90, 0.60)},
+    "tpu": {"compute": (0.75, 0.90, 0.55), "memory": (0.80, 0.90, 0.60), "link": (0.80, 0.90, 0.30)},
     "cpu": {"compute": (0.75, 1.00, 0.40), "memory": (0.70, 1.00, 0.35), "link": (0.50, 1.00, 0.25)},
 }
 # Traffic that the compiler starts early: (likely, best, worst) share of the compute that it can hide behind.
