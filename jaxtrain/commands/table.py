@@ -170,7 +170,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vary",
         metavar="WHAT",
-        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer",
+        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer, base, "
+        "rank, batch",
     )
     parser.add_argument("--top", type=count, default=3, metavar="N", help="layouts of a search to show; default: 3")
     parser.add_argument("--largest-batch", action="store_true", help="find the largest global batch that fits")
