@@ -118,7 +118,7 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     _answer(estimates, found, rejected, batches, impossible, wanted)
     _write_page(estimates, found, rejected, wanted)
     if wanted.config_out is not None:
-        _write_config(_to_write(estimates, batches, terms), Path(wanted.config_out), loaded)
+        _write_config(_to_write(estimates, batches, terms, loaded.config), Path(wanted.config_out), loaded)
     lines = dict.fromkeys(line for one in estimates if (line := how_to_check(one)) is not None)
     for line in lines:
         print_remark(f"jaxtrain: {line}")
@@ -255,12 +255,20 @@ def _batch_line(batch: LargestBatch) -> str:
     return f"{batch.target}: the largest global batch that fits is {batch.rows} rows ({how})"
 
 
-def _to_write(estimates: Sequence[Estimate], batches: Sequence[LargestBatch], terms: Terms) -> Estimate | None:
-    """The first plan that fits, with the largest batch that was found for it; None: none fits."""
+def _to_write(
+    estimates: Sequence[Estimate], batches: Sequence[LargestBatch], terms: Terms, asked: Config
+) -> Estimate | None:
+    """The first plan that fits, with the largest batch that was found for it; None: none fits.
+
+    Its steps, and the lengths of its schedule, follow anew from those of the config that was asked for.
+    """
     for estimate, batch in zip(estimates, batches, strict=True) if batches else ():
         if batch.rows is not None:
-            train = estimate.config.train.model_copy(update={"global_batch_size": batch.rows})
-            return analyse(estimate.config.model_copy(update={"train": train}), estimate.target, terms)
+            steps, schedule = asked.train.steps, asked.optimizer.schedule
+            train = estimate.config.train.model_copy(update={"global_batch_size": batch.rows, "steps": steps})
+            optimizer = estimate.config.optimizer.model_copy(update={"schedule": schedule})
+            update = {"train": train, "optimizer": optimizer}
+            return analyse(estimate.config.model_copy(update=update), estimate.target, terms)
     return None if batches else next((one for one in estimates if one.fits is not False), None)
 
 

@@ -155,3 +155,13 @@ def nearest(path: str, values: Any) -> str | None:
         leaves.setdefault(key.rsplit(".", 1)[-1], key)
     by_leaf = difflib.get_close_matches(leaf, leaves, 1, 0.6)
     return leaves[by_leaf[0]] if by_leaf else None
+
+
+def can_be(kind: type[Group], key: str, value: object) -> bool:
+    """Whether a kind of a group has a key, and not another list of words for it, which lacks the value."""
+    if key not in kind.model_fields:
+        return False
+    annotation = kind.model_fields[key].annotation
+    parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    return not words or not isinstance(value, str) or value in words

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -13,7 +13,7 @@ from jaxtrain.config.arguments import check_kind, refusal, shown
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import CALLED
 from jaxtrain.config.finetune import LoraConfig
-from jaxtrain.config.keys import members
+from jaxtrain.config.keys import can_be, members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
 from jaxtrain.config.no_effect import no_effect_notes
@@ -221,7 +221,13 @@ class _Tree:
         default = getattr(Config.model_fields[path[0]].default, "kind", None)
         dropped: list[str] = []
         if isinstance(kind, str) and kind in kinds and kind != group.get("kind", default):
-            dropped += [key for key in group if key != "kind" and not _can_be(kinds[kind], key, group[key])]
+            old = kinds.get(str(group.get("kind", default)))
+            for key in group:
+                # A word that the older kind knew, from elsewhere than the new kind, was meant for the older one.
+                gives_way = old is not None and can_be(old, key, group[key]) and self.where.get((path[0], key)) != where
+                if key not in kinds[kind].model_fields or (gives_way and not can_be(kinds[kind], key, group[key])):
+                    dropped.append(key)
+            dropped = [key for key in dropped if key != "kind"]
         if isinstance(size, str) and size in ALL_SIZES:
             dropped += [key for key in group if key in ALL_SIZES[size]]
         # Arguments are those of the function that they were written for.
@@ -235,16 +241,6 @@ class _Tree:
             del self.values[name][key]
             for known in [p for p in self.where if p[:2] == (name, key)]:
                 self.notes.append(f"{'.'.join(known)} ({self.where.pop(known)}) gave way to {successor}")
-
-
-def _can_be(kind: type[Group], key: str, value: object) -> bool:
-    """Whether a kind of a group has a key, and not another list of words for it, which lacks the value."""
-    if key not in kind.model_fields:
-        return False
-    annotation = kind.model_fields[key].annotation
-    parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
-    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    return not words or not isinstance(value, str) or value in words
 
 
 def _is_whole(path: KeyPath, value: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.called_sources import called_sources, source_changes
-from jaxtrain.run.opened_data import open_saved_data, rows_of_given, saved_sizes
+from jaxtrain.run.opened_data import built_from, open_saved_data, rows_of_given
 from jaxtrain.run.own_parts import check_evaluable
 
 if TYPE_CHECKING:
@@ -172,10 +172,10 @@ class OpenedRun:
         distributed.start(compilation_cache=self.config.compilation_cache)
         from jaxtrain.train.assemble import build_sharded_model
 
-        sizes: dict[str, Any] = {"input_shape": ()}
+        config, sizes = self.config, dict[str, Any](input_shape=())
         if self._own_model is None:
-            sizes = saved_sizes(self.config, self.info, self.tokenizer, data=lambda: self.data)
-        return build_sharded_model(self.config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
+            config, sizes = built_from(config, self.info, self.tokenizer, data=lambda: self.data)
+        return build_sharded_model(config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
 
     @functools.cached_property
     def _restored(self) -> "Restored":

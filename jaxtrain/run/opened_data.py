@@ -102,7 +102,28 @@ def rows_of_given(data: Any, info: Mapping[str, Any]) -> "Data | grain.MapDatase
     return rows_of(data)
 
 
-def saved_sizes(
+def built_from(
+    config: Config, info: Mapping[str, Any], tokenizer: "Tokenizer | None", *, data: "Callable[[], Data]"
+) -> tuple[Config, dict[str, Any]]:
+    """What the model of a run is built from: its config, with the scale of the table that it was trained on, and sizes.
+
+    Args:
+        config: of the run.
+        info: content of `run.json`.
+        tokenizer: the run's.
+        data: opens the run's data.
+
+    Returns:
+        The config, and the arguments `input_shape`, `vocab_size` and `num_outputs` of `build_sharded_model`.
+    """
+    from jaxtrain.train.output_scale import with_output_scale
+
+    task = info.get("task") if info.get("task_is_shipped", True) else None
+    scaled = with_output_scale(config, (info.get("data") or {}).get("reading"), task=task)
+    return scaled, _saved_sizes(config, info, tokenizer, data=data)
+
+
+def _saved_sizes(
     config: Config, info: Mapping[str, Any], tokenizer: "Tokenizer | None", *, data: "Callable[[], Data]"
 ) -> dict[str, Any]:
     """What a config leaves to the data: from `run.json`, from the tokenizer, or from the data itself.

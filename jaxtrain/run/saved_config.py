@@ -64,9 +64,16 @@ def trained_rows_line(saved: Config, opened: Config) -> str | None:
     """
     name = "validation_fraction"
     before, after = saved.data.model_dump(), opened.data.model_dump()
-    of_run, of_now = before.pop(name, None), after.pop(name, None)
-    if before != after or of_run is None or of_now is None or of_now <= of_run:
+    of_run, of_now = before.get(name), after.get(name)
+    if of_run is None or of_now is None or of_now <= of_run or after.get("validation_path") is not None:
         return None
+    # What says which rows there are; other keys say how they are read.
+    for key in ("kind", "path", "builtin", "call", "args", "components"):
+        values = [one.get(key) for one in (before, after)]
+        if key == "path":
+            values = [Path(value).resolve() if isinstance(value, str) else value for value in values]
+        if values[0] != values[1]:
+            return None
     return (
         f"data.{name}={of_now:g} holds out more than the run did ({of_run:g}): some of these rows were trained on, and "
         f"look better than new ones; leave it out, or give other data"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import jax
 
+from jaxtrain.errors import StorageError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import Scalars, flat_scalars
@@ -58,8 +59,8 @@ class StepLog:
         """Log the last step where it was not: a run that stops early did not know before that it was the last."""
         unlogged, self._unlogged = self._unlogged, None
         if unlogged is not None:
-            # A device that failed gives nothing, and what ends the run says that it did.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
+            # A device that failed gives nothing, a full disk takes nothing, and what ends the run says that it did.
+            with contextlib.suppress(jax.errors.JaxRuntimeError, StorageError):
                 self._log(*unlogged)
 
     def go_back(self) -> None:

@@ -23,7 +23,7 @@ from jaxtrain.models.model import Model, count_parameters, parameter_shapes, wit
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
-from jaxtrain.models.tasks import build_task
+from jaxtrain.models.tasks import build_task, is_shipped
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import check_patterns, directions
 from jaxtrain.optim.schedules import build_schedule
@@ -361,12 +361,12 @@ def assemble(
     batches = training_batches(config, data)
     spec = batches.spec()
     if model is None:
-        config = config if task is not None else with_output_scale(config, data.reading)
         targets = spec.get("targets")
         shape = targets if isinstance(targets, jax.ShapeDtypeStruct) else None
         check_fit(config, data, shape, own_task=task is not None)
+    named = config.task if task is None else task.name if is_shipped(task) else None
     step = build_step(
-        config,
+        config if model is not None else with_output_scale(config, data.reading, task=named),
         input_shape=data.input_shape,
         vocab_size=data.vocab_size,
         num_outputs=data.num_outputs,

@@ -110,6 +110,13 @@ def test_another_kind_drops_a_word_that_it_does_not_know():
     assert any(note.startswith("data.builtin") and "gave way to data.kind" in note for note in loaded.notes)
 
 
+def test_a_wrong_word_beside_another_kind_is_refused_in_either_order():
+    words = ["data.builtin=python_docstring", "data.kind=text_pairs"]
+    for overrides in (words, words[::-1]):
+        with pytest.raises(ConfigError, match="python_docstrings"):
+            load_config("quickstart", overrides=overrides)
+
+
 def lookup(config, path):
     for part in path.split("."):
         config = getattr(config, part)

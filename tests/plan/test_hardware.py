@@ -287,6 +287,13 @@ def test_an_entry_of_the_user(tmp_path):
     assert parse_targets("2xh300x4", ours)[0].num_hosts == 2
     with pytest.raises(ConfigError, match="h300"):
         parse_targets("h301", ours)
+    # What it need not say.
+    less = OWN.replace("  vendor: nvidia\n", "").replace("a card of ours", "NVIDIA H300")
+    less = less.replace("  devices_per_host: 4\n", "").replace("  host_bandwidth: 64e9\n", "")
+    path.write_text(less.replace("devices_per_host: x, host_bandwidth: x, ", ""))
+    h300 = catalogue(path)["h300"]
+    assert (h300.vendor, h300.devices_per_host, h300.host_bandwidth) == ("nvidia", 4, 32e9)
+    assert h300.sources["host_bandwidth"] == "assumed"
 
 
 MISTAKES = {
@@ -307,6 +314,7 @@ MISTAKES = {
     "H100: {on_demand_usd_hour: 2}": "a name is of small letters",
     OWN.replace("shapes: x}", "purchase_usd: x}"): "say where shapes is from",
     OWN.replace("  vendor: nvidia\n", ""): "h300 is not in the catalogue, so it needs vendor too",
+    OWN.replace("  island: 4\n", ""): "so it needs island",
     "h100: {vendor: ours}": "'ours' is not one of nvidia, amd, google, or null",
     "- h100": "mapping",
 }

@@ -96,7 +96,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         if reading is not None:
             units = (reading.get("target_mean"), reading.get("target_deviation"))
         elif config.standardize:
-            units = tuple(numbers.tolist() for numbers in _scales(targets[train].astype(np.float64)))
+            units = tuple(each.tolist() for each in _moments(targets[train].astype(np.float64)))
         num_outputs = targets.shape[1]
         task = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
     else:
@@ -114,6 +114,8 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             "kind": "table",
             "content_sha256": hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest(),
             "standardize": config.standardize,
+            # What a model's outputs are scaled by: earlier versions did not, and their weights are of other units.
+            **({} if units[0] is None else {"target_mean": units[0], "target_deviation": units[1]}),
         },
         description=(f"{table.label}: {inputs.shape[1]} input columns, {task}",),
         reading={
@@ -185,12 +187,16 @@ def _check_float32(values: np.ndarray, *, label: str, what: str) -> None:
 
 def _scales(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns mean and standard deviation [D] of inputs [N, D]."""
-    # Rounding gives a constant column a mean beside its value and a deviation above 0; with its value and 1 it becomes
-    # 0, because it holds no information.
-    lowest, is_constant = inputs.min(axis=0), np.ptp(inputs, axis=0) == 0
-    mean, deviation = np.where(is_constant, lowest, inputs.mean(axis=0)), inputs.std(axis=0)
-    # The squares of tiny differences may underflow to 0.
-    return mean, np.where(is_constant | (deviation == 0), 1.0, deviation)
+    mean, deviation = _moments(inputs)
+    # A constant column becomes 0, because it holds no information; the squares of tiny differences may underflow to 0.
+    return mean, np.where(deviation == 0, 1.0, deviation)
+
+
+def _moments(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and standard deviation [D] of numbers [N, D]; of a constant column its value and 0."""
+    # Rounding would give it a mean beside its value and a deviation above 0.
+    lowest, is_constant = numbers.min(axis=0), np.ptp(numbers, axis=0) == 0
+    return np.where(is_constant, lowest, numbers.mean(axis=0)), np.where(is_constant, 0.0, numbers.std(axis=0))
 
 
 def _saved_scales(

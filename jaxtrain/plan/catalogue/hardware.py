@@ -188,11 +188,16 @@ def target_of(hardware: Hardware, num_devices: int) -> Target:
 
 
 def rented_devices(target: Target) -> int:
-    """Devices that are rented for a target: whole nodes or slices, or the next count of `Hardware.shapes`."""
+    """Devices that are rented for a target: whole nodes, slices or hosts, or the next count of `Hardware.shapes`."""
     hardware, count = target.hardware, target.num_devices
     if count % hardware.island == 0:
         return count
-    return next((shape for shape in hardware.shapes if shape >= count), count)
+    counts = [shape for shape in hardware.shapes if shape >= count]
+    # Several hosts of a larger node are rented where one of them is.
+    host = hardware.devices_per_host
+    if host in hardware.shapes:
+        counts.append(math.ceil(count / host) * host)
+    return min(counts, default=count)
 
 
 def parse_targets(text: str, hardware: Mapping[str, Hardware] | None = None) -> list[Target]:

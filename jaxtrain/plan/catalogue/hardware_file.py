@@ -83,6 +83,9 @@ _KEYS: dict[str, _Check] = {
     "device_kinds": (_is_texts, "a list of text", False),
     "sources": (_is_sources, f"text by figure ({', '.join(_FIGURES)})", False),
 }
+# Of entries of one's own that do not say it: PCIe 4.0, and what TPUs have.
+_ASSUMED_HOST_BANDWIDTH = {"gpu": 32e9, "tpu": 16e9}
+_VENDORS_BY_TITLE = {"NVIDIA": "nvidia", "AMD": "amd"}
 # Not known of a cpu before it is measured.
 _MEASURED = ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
 
@@ -115,6 +118,7 @@ def read_entries(
             if key not in _KEYS:
                 nearest = difflib.get_close_matches(str(key), _KEYS, 1, 0.0)[0]
                 raise ConfigError(f"{where}: no key {key!r}; the nearest is {nearest}")
+        entry = entry if name in below else entry | _assumed(entry)
         if name not in below and (missing := [key for key in _KEYS if key not in entry]):
             close = difflib.get_close_matches(name, below, 1, 0.6)
             meant = f"; did you mean {close[0]}?" if close else ""
@@ -127,6 +131,18 @@ def read_entries(
             read["peak_flops"] = {**known[0], **read["peak_flops"]}
         entries[name] = _with_sources(read, below.get(name), where, path.name)
     return entries
+
+
+def _assumed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry of one's own need not say, from what it says."""
+    kind, title, sources = entry.get("kind"), str(entry.get("title")), entry.get("sources")
+    if kind not in _ASSUMED_HOST_BANDWIDTH or "island" not in entry or not isinstance(sources, dict):
+        return {}
+    assumed = {"devices_per_host": entry["island"], "host_bandwidth": _ASSUMED_HOST_BANDWIDTH[kind]}
+    assumed = {key: value for key, value in assumed.items() if key not in entry}
+    vendor = "google" if kind == "tpu" else _VENDORS_BY_TITLE.get(title.partition(" ")[0])
+    known = {} if vendor is None else {"vendor": vendor}
+    return known | assumed | {"sources": dict.fromkeys(assumed, "assumed") | sources}
 
 
 def _value(key: str, value: Any, is_cpu: bool, where: str) -> Any:

@@ -216,7 +216,7 @@ def device_batch(
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
     """The cost of a whole run at a step time, with checkpoints of so many bytes."""
     hardware = target.hardware
-    num_machines = math.ceil(target.num_devices / hardware.devices_per_host)
+    num_machines = max(target.num_hosts, math.ceil(target.num_devices / hardware.devices_per_host))
     return training_cost(
         step_seconds=step_seconds,
         steps=config.train.steps,
@@ -245,7 +245,7 @@ def _notes(
             f"{target.hardware.title} has no published rate for precision.policy={config.precision.policy}: no time"
         )
     hardware, rented = target.hardware, rented_devices(target)
-    if rented != target.num_devices and (hardware.on_demand_usd_hour or hardware.spot_usd_hour):
+    if has_time and rented != target.num_devices and (hardware.on_demand_usd_hour or hardware.spot_usd_hour):
         notes.append(
             f"{hardware.name} is rented in counts of {', '.join(map(str, hardware.shapes))}: the rent is that of "
             f"{rented} devices, of which {target.num_devices} {'is' if target.num_devices == 1 else 'are'} used"

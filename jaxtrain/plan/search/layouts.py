@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.models import MLPConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.config.vit import ViTConfig
@@ -152,6 +152,16 @@ def _meshes(config: Config, num_devices: int, pipes: Sequence[int]) -> Iterator[
                         yield dict(zip(AXES, degrees, strict=True))
 
 
+def _remat_policies(config: Config) -> tuple[str, ...]:
+    """The policies that differ for a model."""
+    if isinstance(config.model, OF_BLOCKS):
+        return ("none", "dots", "full")
+    if isinstance(config.model, MLPConfig):
+        return ()
+    # A ResNet recomputes its blocks or does not.
+    return ("none",) if config.remat.policy != "none" else ("none", "full")
+
+
 def _options(config: Config, vary: Sequence[str], degrees: Mapping[str, int], *, chosen: bool) -> Iterator[Options]:
     """Options besides the mesh, as paths of the config; what the config says is the first of each.
 
@@ -167,10 +177,7 @@ def _options(config: Config, vary: Sequence[str], degrees: Mapping[str, int], *,
         zero = 0 if chosen and parallel.zero == 3 else parallel.zero
         choices["parallel.zero"] = _with_own(zero, (0, 1, 2)) if degrees["data"] > 1 or zero == 3 else (0,)
     if "remat" in vary:
-        of_blocks = isinstance(config.model, OF_BLOCKS)
-        choices["remat.policy"] = _with_own(
-            config.remat.policy, ("none", "dots", "full") if of_blocks else ("none", "full")
-        )
+        choices["remat.policy"] = _with_own(config.remat.policy, _remat_policies(config))
     if "microbatches" in vary:
         choices["microbatches"] = _microbatches(config, vary, degrees)
     if "schedule" in vary and pipe > 1:

@@ -45,8 +45,9 @@ def with_steps(config: Config, steps: int) -> Config:
     if steps == config.train.steps:
         return config
     schedule, scale = config.optimizer.schedule, Fraction(steps, config.train.steps)
-    # Rounded down, so that what fits into the run still does.
-    warmup, decay = math.floor(schedule.warmup_steps * scale), schedule.decay_steps
+    # Rounded down, so that what fits into the run still does; a short run keeps a step of its warm-up.
+    least = 1 if schedule.warmup_steps and steps > 2 else 0
+    warmup, decay = max(math.floor(schedule.warmup_steps * scale), least), schedule.decay_steps
     if decay is not None:
         decay = max(math.floor(decay * scale), 1 if schedule.kind == "wsd" else warmup + 1)
     schedule = schedule.model_copy(update={"warmup_steps": warmup, "decay_steps": decay})

@@ -43,6 +43,8 @@ _PAIRS = (
     "a pair is two rows, one per answer; the pass before step 0, which computes what dpo compares with (forward, once "
     "per pair), is not counted"
 )
+# Ids of a BPE tokenizer that learned nothing: one of each byte.
+_LEAST_BPE = 256
 # Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
 _BUILTIN_TABLES = {"builtin:breast_cancer": (30, 2), "builtin:wine": (13, 3), "builtin:diabetes": (10, 1)}
 
@@ -208,7 +210,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         sizes = sizes or _sizes_of_config(config)
     # A plan knows no task from Python, but a config may be meant for one.
     check_kinds(config, own_task=True, unit=None if sizes is None else sizes.unit)
-    model = config.model
+    model, given = config.model, sizes is not None
     sizes = sizes or _sizes_of_config(config)
     input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
     if isinstance(model, CalledModel):
@@ -218,13 +220,19 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
             unit, input_shape, vocab_size, num_outputs, rows, None, sizes.notes, sizes.decoder_length, sizes.numbers
         )
     takes_tokens = isinstance(model, TransformerConfig | EncoderDecoderConfig)
+    # The data is not opened, and of a small one fewer ids are learned than asked for.
+    may_be_fewer = not given and getattr(getattr(config.data, "tokenizer", None), "kind", None) == "bpe"
     check_sizes(
         config,
-        vocab_size=vocab_size,
+        vocab_size=_LEAST_BPE if may_be_fewer else vocab_size,
         num_outputs=num_outputs,
         sequence_length=input_shape[-1] if takes_tokens else None,
         decoder_length=sizes.decoder_length,
     )
+    room = getattr(model, "vocab_size", None)
+    if may_be_fewer and room is not None and vocab_size is not None and room < vocab_size:
+        note = f"the tokenizer may learn up to {vocab_size:,} token ids, of which the model takes {room:,}"
+        sizes = replace(sizes, notes=(*sizes.notes, note))
     num_outputs = _outputs(model, num_outputs, source)
     if isinstance(model, TransformerConfig | EncoderDecoderConfig):
         vocab_size = model.vocab_size or vocab_size
