@@ -275,9 +275,9 @@ def test_a_folder_belongs_to_one_run(store, tmp_path):
     again, line = take(folder, runs[0], name="first", takes_over=False)  # the same run, started again
     assert (line, again.other()) == (None, None)
     assert "the run first" in str(first.other())
-    with pytest.raises(
-        ConfigError, match=r"^checkpoint.directory: [^\n]* holds the checkpoints of the run first \([^\n]*$"
-    ):
+    # It has no checkpoint yet.
+    refused = r"^checkpoint.directory: [^\n]* is that of the run first \([^\n]*, which has no checkpoint there; [^\n]*$"
+    with pytest.raises(ConfigError, match=refused):
         take(folder, runs[1], name="second", takes_over=False)
     assert list(runs[1].iterdir()) == []
     _, line = take(folder, runs[1], name="second", takes_over=True)
