@@ -13,6 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.companions import Texts
 from jaxtrain.train.base import describe_base, without_base
 
 MODEL: dict[str, Any] = dict(
@@ -112,7 +113,7 @@ def test_what_fp16_stored_is_merged(tmp_path: Path) -> None:
 
     params = jax.tree_util.tree_map_with_path(stored, drawn)
     group = jt.load_config({"model": MODEL}).config.model
-    options: dict[str, Any] = dict(origin=None, dtype=None, max_shard_size="5GB", tokenizer=None)
+    options: dict[str, Any] = dict(origin=None, dtype=None, max_shard_size="5GB", tokenizer=None, texts=Texts())
     write_merged(tmp_path / "out", settings_of(group), params, {}, model=adapted, **options)
     kernel = params["blocks"]["attention"]["query"]["kernel"]
     floats = dataclasses.replace(kernel, base=kernel.base.astype(jnp.float32))
