@@ -66,8 +66,10 @@ def open_run(
     _check_given(info, run_dir, model=model, task=task, mesh=mesh)
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
     config = saved_config(run_dir, overrides=overrides).config
-    if changed_keys(overrides) and (line := trained_rows_line(saved_config(run_dir).config, config)) is not None:
-        report(line)
+    if "data.validation_fraction" in changed_keys(overrides):
+        line = trained_rows_line(saved_config(run_dir).config, config)
+        if line is not None:
+            report(line)
     return OpenedRun(
         run_dir,
         config,

@@ -126,17 +126,7 @@ def built_from(
 def _saved_sizes(
     config: Config, info: Mapping[str, Any], tokenizer: "Tokenizer | None", *, data: "Callable[[], Data]"
 ) -> dict[str, Any]:
-    """What a config leaves to the data: from `run.json`, from the tokenizer, or from the data itself.
-
-    Args:
-        config: of the run.
-        info: content of `run.json`.
-        tokenizer: the run's.
-        data: opens the run's data.
-
-    Returns:
-        The arguments `input_shape`, `vocab_size` and `num_outputs` of `build_sharded_model`.
-    """
+    """What a config leaves to the data: from `run.json`, from the tokenizer, or from the data itself."""
     saved = info.get("data") or {}
     if saved.get("input_shape") is not None:
         found = {name: saved.get(name) for name in ("vocab_size", "num_outputs")}

@@ -78,6 +78,7 @@ class RunRecord:
         self._unwritten: str | None = None
         self._skipped: tuple[SkippedRecords, ...] = ()
         self._has_begun = False
+        # Step -> where the time had gone when it was saved.
         self._saved = {save["step"]: save["seconds"] for save in (info or {}).get("saves", ())}
         self.spent = spent
         self.draws_report = draws_report
@@ -117,7 +118,8 @@ class RunRecord:
         before, self._unwritten = self._unwritten, None
         try:
             self._write_info()
-        except OSError as error:  # what it holds is older, and no worse: the next save tries again
+        except OSError as error:
+            # What it holds is older, and no worse: the next save tries again.
             self._unwritten = error.strerror or str(error)
             if before is None:
                 self._report(f"run.json of {self._run_dir} cannot be written: {self._unwritten}; training goes on")
@@ -159,7 +161,9 @@ class RunRecord:
         return {"skipped_records": {"count": sum(source.count for source in self._skipped), "first": named}}
 
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Drop the rows after a step, which the run goes on from; what was spent on them is lost.
+        """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json.
+
+        What was spent on the steps since that one was saved is lost.
 
         Args:
             step: the step.
@@ -184,6 +188,7 @@ class RunRecord:
     def _write(self, name: str, found: Mapping[str, Any] | None) -> None:
         """Write what only the report reads; None: nothing."""
         if found is not None:
+            # On one line: indented, a matrix would have four lines per count.
             content = json.dumps(strict_json(found), ensure_ascii=False, allow_nan=False)
             # No run is lost over its report; a disk that is full shows where run.json is written.
             with contextlib.suppress(OSError):

@@ -115,6 +115,8 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
     if done > start and session.watch.status is None:
         with saving_on_failure(session, done, state):
             session.watch.stepped(done, state)
+    if session.watch.status is not None:
+        session.steps.end()  # before the evaluation of that step
     return state, done
 
 

@@ -98,6 +98,22 @@ def test_every_machine_of_a_slice_or_rack_saves_its_part(on):
     assert save == pytest.approx(1e13 / SAVES[on] / 1e9)
 
 
+def test_nodes_that_are_smaller_than_a_host_save_by_themselves(tmp_path):
+    (tmp_path / "mine.yaml").write_text("h100:\n  island: 4\n")
+    (target,) = parse_targets("h100x16", catalogue(tmp_path / "mine.yaml"))
+    assert target.num_hosts == 4
+    terms = Terms(interruptions_per_node_hour=1.0)
+    save = run_cost(load_config("quickstart").config, target, 10**13, 1.0, terms).spot.recommended_interval_seconds
+    assert save**2 / 2 / (3600 / 4) == pytest.approx(1e13 / 4 / 1e9)
+
+
+def test_nothing_is_said_of_rent_where_there_is_none():
+    (target,) = parse_targets("v100-32x2")
+    estimate = analyse(load_config("quickstart", overrides=["precision.policy=bf16"]).config, target)
+    assert estimate.cost is None
+    assert not any("rent" in note for note in estimate.notes)
+
+
 def test_where_rent_is_free_buying_never_pays():
     (target,) = parse_targets("h100")
     free = dataclasses.replace(target.hardware, on_demand_usd_hour=0.0)

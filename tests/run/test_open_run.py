@@ -190,17 +190,6 @@ def test_wrong_arguments_are_one_line(trained, call, line):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("fraction", "is_said"), [(0.5, True), (0.1, False)])
-def test_held_out_rows_that_were_trained_on_are_said(trained, fraction, is_said):
-    lines = []
-    # The kind is named again, as people do.
-    overrides = {"data.validation_fraction": fraction, "data.kind": "digits"}
-    jt.open_run(trained.run_dir, overrides=overrides, report=lines.append)
-    assert [line.startswith("data.validation_fraction=0.5 holds out more than the run") for line in lines] == [
-        True
-    ] * is_said
-
-
 def test_curves_need_neither_jax_nor_a_checkpoint(copied):
     shutil.rmtree(copied / "checkpoints")
     program = (

@@ -17,9 +17,9 @@ from training_runs import TINY, losses, rows, run_process, saved_arrays, write_c
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.tree import describe, difference, flatten
-from jaxtrain.errors import DataError, PreemptedError
+from jaxtrain.errors import PreemptedError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.resume import changes_since, check_stream, config_changes, state_changes
+from jaxtrain.run.resume import check_stream, config_changes, state_changes
 from jaxtrain.train.assemble import build_step
 
 
@@ -391,13 +391,3 @@ def test_a_resume_with_other_held_out_rows_is_refused(case: str) -> None:
         return
     with pytest.raises(jt.DataError, match=words):
         check_stream(saved, current)
-
-
-def test_a_folder_of_another_kind_of_data_is_named(tmp_path: Path) -> None:
-    def of(kind: str, stream: dict[str, Any]) -> dict[str, Any]:
-        return {"config": {"data": {"kind": kind}}, "stream": stream}
-
-    wanted = r"holds a run on data\.kind=text, not digits; use another --run-dir"
-    saved, current = of("text", {"sha256": "a"}), of("digits", {"rows": 3})
-    with pytest.raises(DataError, match=wanted):
-        changes_since(saved, current, run_dir=tmp_path, may_change=True)
