@@ -27,6 +27,9 @@ from jaxtrain.plan.search.run_length import with_length
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime.remarks import print_remark
 
+# Of the lines that say how far a long search is.
+_SECONDS_BETWEEN_LINES = 5.0
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -205,7 +208,16 @@ def _search(config: Config, target: Target, wanted: Wanted, terms: Terms) -> Fou
     config = config.model_copy(update={"parallel": parallel})
     # A plan of `parallel: auto` shows the layout that a run would choose.
     vary = wanted.vary or (VARIED if wanted.search else VARIED_BY_AUTO)
-    found = search(config, target, vary=vary, terms=terms)
+    said = began
+
+    def told(tried: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if tried and now - said >= _SECONDS_BETWEEN_LINES:
+            said = now
+            print_remark(f"tried {tried} layouts of {target.name} so far")
+
+    found = search(config, target, vary=vary, terms=terms, told=told)
     print_remark(f"tried {found.tried} layouts of {target.name} in {time.monotonic() - began:.1f} s")
     return found
 

@@ -115,7 +115,7 @@ def entry_degree(entry: Entry, degrees: Mapping[str, int]) -> int:
         entry: Mesh axes of the dim.
         degrees: Size of each mesh axis.
     """
-    return math.prod(degrees[name] for name in entry_axes(entry))
+    return degrees[entry] if isinstance(entry, str) else math.prod(degrees[name] for name in entry or ())
 
 
 def logical_entries(

@@ -8,6 +8,7 @@ of layers a stage, layers are dealt to p * v virtual stages in order, and virtua
 virtual stage k sends in tick t arrives at k + 1 (an activation) or k - 1 (a gradient) at the start of tick t + 1.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -111,9 +112,15 @@ class Schedule:
         Args:
             stage: the stage to count; None gives the maximum over all stages.
         """
-        stages = range(self.num_stages) if stage is None else (stage,)
-        placed = _placed(self)
-        return max(_overlap((p.forward_tick, p.backward_tick) for p in placed if p.stage == s) for s in stages)
+        return max(self._live) if stage is None else self._live[stage]
+
+    @functools.cached_property
+    def _live(self) -> tuple[int, ...]:
+        """`peak_live` of each stage."""
+        lives: list[list[tuple[int, int]]] = [[] for _ in range(self.num_stages)]
+        for one in _placed(self):
+            lives[one.stage].append((one.forward_tick, one.backward_tick))
+        return tuple(map(_overlap, lives))
 
     def tables(self) -> Tables:
         """The arrays of the runner, with a slot assigned to every activation and gradient that arrives."""
@@ -125,6 +132,8 @@ def num_microbatches(microbatches: int | None, num_stages: int, *, accumulation_
     return microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
 
 
+# A search asks for the same few again and again.
+@functools.lru_cache(maxsize=64)
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Lays out a schedule and checks it.
 

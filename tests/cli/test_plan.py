@@ -177,6 +177,14 @@ def test_search_ranks_and_explains(cli):
     assert answer.out.count("NVIDIA H100 SXM 80 GB") == 2
 
 
+def test_a_long_search_says_how_far_it_is(cli, monkeypatch):
+    monkeypatch.setattr("jaxtrain.commands.plan._SECONDS_BETWEEN_LINES", 0.0)
+    answer = cli(*PLAN, "h100x8", "--search", "--vary", "remat,zero", "parallel.data=8", "train.global_batch_size=64")
+    *sofar, total = answer.err.splitlines()
+    assert sofar == [f"tried {tried} layouts of h100x8 so far" for tried in range(1, len(sofar) + 1)]
+    assert total.startswith(f"tried {len(sofar) + 1} layouts of h100x8 in ")
+
+
 def test_a_search_without_a_time_says_that_it_ranks_by_memory(cli, tmp_path):
     words = ("plan", "gpt2_124m", "--on", "t4", "--analytic", "precision.policy=bf16", "--search")
     answer = cli(*words, "--vary", "microbatches", "--config", str(tmp_path / "planned.yaml"))

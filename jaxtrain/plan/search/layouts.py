@@ -77,6 +77,7 @@ def search(
     vary: Sequence[str] = VARIED,
     terms: Terms | None = None,
     sizes: RowSizes | None = None,
+    told: Callable[[int], None] = lambda tried: None,
 ) -> Found:
     """Try every layout.
 
@@ -86,6 +87,7 @@ def search(
         vary: out of `VARIED` and `ASKED_FOR`.
         terms: of the cost.
         sizes: of data that takes the place of the config's.
+        told: called before each layout with the number of those that were looked at.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
@@ -96,7 +98,8 @@ def search(
         if name in ("base", "rank") and config.finetune.lora is None:
             raise ConfigError(f"cannot search over {name!r} without adapters; set finetune.lora.rank, such as 16")
     ranked, too_large, refused = [], [], []
-    for candidate in layouts(config, target.num_devices, vary):
+    for tried, candidate in enumerate(layouts(config, target.num_devices, vary)):
+        told(tried)
         try:
             estimate = analyse(candidate, target, terms, sizes=sizes)
         except ConfigError as error:

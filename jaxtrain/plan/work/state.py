@@ -101,7 +101,10 @@ def shard_parameters(config: Config, tensors: Tensors, degrees: Mapping[str, int
 
 def local_size(shape: Sequence[int], entries: Sequence[Entry], degrees: Mapping[str, int]) -> int:
     """Elements of one device's part."""
-    return math.prod(size // entry_degree(entry, degrees) for size, entry in zip(shape, entries, strict=True))
+    return math.prod(
+        size if entry is None else size // entry_degree(entry, degrees)
+        for size, entry in zip(shape, entries, strict=True)
+    )
 
 
 def state_bytes(
