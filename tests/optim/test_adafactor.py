@@ -30,7 +30,7 @@ def run(optimizer, params, gradients):
     return params, state
 
 
-@pytest.mark.parametrize("b1", [None, 0.9])
+@pytest.mark.parametrize("b1", [pytest.param(None, marks=pytest.mark.long), 0.9])
 def test_single_arrays_get_the_numbers_of_optax(b1):
     shapes = {"matrix": (8, 16), "square": (8, 8), "small": (3, 16), "kernel": (3, 8, 16), "bias": (16,), "scale": ()}
     params = {name: jnp.asarray(normal(*shape)) for name, shape in shapes.items()}

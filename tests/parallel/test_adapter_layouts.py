@@ -19,11 +19,9 @@ ROWS = (
     "zero=1",
     "zero=2,data=2,fsdp=2,tensor=2",
     "tensor=2,fsdp=2,data=2,sequence-parallel",
-    "pipe=4,gpipe",
     "pipe=4,interleaved,data=2,zero=2",
     "pipe=2,fsdp=2,tensor=2",
     "pipe=2,context=2,tensor=2",
-    "context=4,ring,data=2",
     "context=4,all_to_all",
 )
 # Layouts whose initialisation is proved too; the others start from the reference's state.

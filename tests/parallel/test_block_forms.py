@@ -38,15 +38,14 @@ LAYOUTS = {
     "fsdp=2,tensor=2": layout(fsdp=2, tensor=2),
     "data=2,zero=2": layout(data=2, zero=2),
     "pipe=2,tensor=2": layout(pipe=2, tensor=2),
-    "pipe=4": layout(pipe=4),
     "context=2,data=2": layout(context=2, data=2),
     "pipe=2,context=2": layout(pipe=2, context=2),
 }
-WITHOUT_REMAT = ("data=2,zero=2", "pipe=4", "context=2,data=2", "pipe=2,context=2")
+WITHOUT_REMAT = ("data=2,zero=2", "context=2,data=2", "pipe=2,context=2")
 # The branch of local layers meets every axis; of the other forms, what shards their parameters and splits their stack.
 ROWS = {
     "sandwich": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), *((row, "none") for row in WITHOUT_REMAT)],
-    "parallel": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), ("context=2,data=2", "none")],
+    "parallel": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full")],
     "post": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), ("context=2,data=2", "none")],
     "relative": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), ("data=2,zero=2", "none")],
 }

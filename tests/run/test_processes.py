@@ -135,10 +135,8 @@ def test_two_processes_are_kept_off_a_run_directory_in_use(tmp_path: Path) -> No
     assert "process 0 could not start" in results[1][2]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGTERM, id="sigterm"), pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])
 def test_a_signal_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
     config = write_config(tmp_path, train__steps=100000)
     process = subprocess.Popen(
