@@ -9,11 +9,12 @@ from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
 from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.config.data import DataConfig, TextData
+from jaxtrain.config.early_stopping import EarlyStoppingConfig
 from jaxtrain.config.finetune import FinetuneConfig
 from jaxtrain.config.loss import check_blocks, check_preference
 from jaxtrain.config.models import ModelConfig
 from jaxtrain.config.notices import NoticesConfig
-from jaxtrain.config.numbers import Length, NonNegative, PositiveInt, Rows, Scale, Share, StepCount
+from jaxtrain.config.numbers import Length, PositiveInt, Rows, Scale, Share, StepCount
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.config.remat import check_remat
 from jaxtrain.config.run_name import check_run_name
@@ -174,19 +175,6 @@ class TrainConfig(Group):
     """Threads that read image rows one by one; auto: the cores of this process, up to 16."""
 
 
-class EarlyStoppingConfig(Group):
-    """When a run ends before its last step, because a metric of the evaluations gets no better."""
-
-    metric: str = "eval_loss"
-    """Metric of the evaluation, under its name in metrics.jsonl."""
-    patience: PositiveInt = 3
-    """Stop after this many evaluations in a row without a better value."""
-    min_delta: NonNegative = 0.0
-    """A value is better if it differs from the best one by more than this."""
-    mode: Literal["min", "max"] = "min"
-    """Whether lower or higher values are better."""
-
-
 class EvaluationConfig(Group):
     """Evaluation on held-out rows."""
 
@@ -201,7 +189,7 @@ class EvaluationConfig(Group):
     sample_temperature: Annotated[float, Field(ge=0, le=1000)] = 0.8
     """Temperature of that sample; 0 takes the most likely token."""
     early_stopping: EarlyStoppingConfig | None = None
-    """Stop when a metric gets no better ({metric: eval_loss, patience: 3, min_delta: 0, mode: min}); null: never."""
+    """Stop when a metric gets no better ({metric: eval_loss, patience: 3, min_delta: 0, mode: auto}); null: never."""
 
     @model_validator(mode="after")
     def _stops_between_evaluations(self) -> Self:

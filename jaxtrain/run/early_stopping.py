@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxtrain.config.arguments import check_number
+from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
 from jaxtrain.config.load import load_config
-from jaxtrain.config.schema import EarlyStoppingConfig
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,21 @@ class EarlyStopping:
         metric: of the evaluation, under its name in metrics.jsonl.
         patience: evaluations in a row without a better value after which the run stops.
         min_delta: a value is better if it differs from the best one by more than this.
-        mode: whether lower (min) or higher (max) values are better.
+        mode: whether lower (min) or higher (max) values are better. auto: higher ones of an accuracy and of the margin
+            and the chosen answers of preferences, lower ones of all others.
 
     Raises:
         ConfigError: a value that the config group `evaluation.early_stopping` does not take.
 
     Example:
-        >>> jt.EarlyStopping("eval_accuracy", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
-        EarlyStopping(metric='eval_accuracy', patience=5, min_delta=0.0, mode='max')
+        >>> jt.EarlyStopping("eval_f1", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
+        EarlyStopping(metric='eval_f1', patience=5, min_delta=0.0, mode='max')
     """
 
     metric: str = "eval_loss"
     patience: int = 3
     min_delta: float = 0.0
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["auto", "min", "max"] = "auto"
 
     def __post_init__(self) -> None:
         what, takes = "EarlyStopping: min_delta", "a number"
@@ -78,7 +79,7 @@ def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> Verdic
         evaluations: step -> value of the metric.
         rule: which values are better, and how many that are not end the run.
     """
-    sign = 1.0 if rule.mode == "min" else -1.0
+    sign = sign_of(rule)
     reference = best = math.inf
     best_step: int | None = None
     without = 0
@@ -94,6 +95,11 @@ def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> Verdic
             without += 1
     last = max(evaluations, default=None)
     return Verdict(without >= rule.patience, best_step, sign * best, best_step is not None and best_step == last)
+
+
+def sign_of(rule: EarlyStoppingConfig) -> float:
+    """What values of the metric are multiplied by so that lower is better: 1, or -1 where higher ones are."""
+    return -1.0 if is_higher_better(rule.metric, rule.mode) else 1.0
 
 
 def recorded_evaluations(

@@ -7,12 +7,12 @@ from pathlib import Path
 import jax
 
 from jaxtrain.checkpoint.arrays import from_process_0
-from jaxtrain.config.schema import EarlyStoppingConfig
+from jaxtrain.config.early_stopping import EarlyStoppingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.writers import Scalars, flat_scalars
 from jaxtrain.run.callbacks import Answer, Callback, Moment, check_answer
-from jaxtrain.run.early_stopping import Verdict, judge, recorded_evaluations, recorded_values
+from jaxtrain.run.early_stopping import Verdict, judge, recorded_evaluations, recorded_values, sign_of
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 
@@ -98,7 +98,7 @@ class Watch:
         if self._rule is not None:
             value = metrics.get(self._rule.metric)
             value = math.nan if value is None else float(value)
-            self._scores[number] = value if self._rule.mode == "min" else -value
+            self._scores[number] = sign_of(self._rule) * value
             if self._every is not None and number % self._every == 0:
                 self._evaluations[number] = value
                 self._decide()
@@ -122,7 +122,7 @@ class Watch:
         """
         if self._rule is None:
             return {}
-        sign = 1.0 if self._rule.mode == "min" else -1.0
+        sign = sign_of(self._rule)
         found = recorded_values(self._run_dir, self._rule.metric, last=last)
         return {step: sign * value for step, value in found.items() if math.isfinite(value)}
 
@@ -170,4 +170,5 @@ def _reason(rule: EarlyStoppingConfig, verdict: Verdict) -> str:
     if verdict.best_step is not None:
         best = f"the best is {verdict.best:.4g} at step {verdict.best_step}"
     count = "1 evaluation" if rule.patience == 1 else f"{rule.patience} evaluations"
-    return f"{rule.metric} got no better in {count}, {best}"
+    better = "lower" if sign_of(rule) > 0 else "higher"
+    return f"{rule.metric} got no better in {count} ({better} is better), {best}"

@@ -112,6 +112,16 @@ def test_a_checkpoint_is_the_best_of_all_evaluations_or_of_those_saved(
     assert advice in text
 
 
+@pytest.mark.parametrize(("mode", "best"), [("auto", 800), ("min", 600)])
+def test_the_best_checkpoint_is_the_one_that_early_stopping_compares(tmp_path, mode, best):
+    _saved(tmp_path, {600: 3.2, 800: 3.1})
+    stopping = {"metric": "eval_accuracy", "mode": mode}
+    config = {"checkpoint": {"keep_best": True, "keep_last": 1}, "evaluation": {"early_stopping": stopping}}
+    rows = [{"step": 600, "eval_accuracy": 0.8}, {"step": 800, "eval_accuracy": 0.9}]
+    text = _text(tmp_path, {**_LANGUAGE, "config": config}, _FALLING, extra=rows)
+    assert re.search(rf" {best} 3\.\S* \S+ \S+ best eval_accuracy", text)
+
+
 @pytest.mark.parametrize(
     ("run", "words"),
     [

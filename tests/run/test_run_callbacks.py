@@ -13,7 +13,7 @@ from training_runs import losses, rows
 
 import jaxtrain as jt
 from jaxtrain.cli import main
-from jaxtrain.config.schema import EarlyStoppingConfig
+from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
 from jaxtrain.run.early_stopping import judge, recorded_evaluations
 
 
@@ -113,6 +113,12 @@ VERDICTS = {
     "better by enough in two": ({1: 1.0, 2: 0.95, 3: 0.85}, {"min_delta": 0.1}, (False, 3)),
     "higher is better": ({1: 0.1, 2: 0.2, 3: 0.3}, {"mode": "max"}, (False, 3)),
     "lower is worse": ({1: 0.3, 2: 0.2, 3: 0.1}, {"mode": "max"}, (True, 1)),
+    "an accuracy that rises": ({1: 0.1, 2: 0.2, 3: 0.3}, {"metric": "eval_accuracy"}, (False, 3)),
+    "an accuracy of which lower is better": (
+        {1: 0.1, 2: 0.2, 3: 0.3},
+        {"metric": "eval_accuracy", "mode": "min"},
+        (True, 1),
+    ),
     "not finite": ({1: 1.0, 2: math.nan, 3: math.inf}, {}, (True, 1)),
     "never finite": ({1: math.nan, 2: math.nan}, {}, (True, None)),
     "in the order of steps": ({3: 3.0, 1: 1.0, 2: 2.0}, {}, (True, 1)),
@@ -124,6 +130,26 @@ def test_verdict(case: str) -> None:
     evaluations, settings, wanted = VERDICTS[case]
     verdict = judge(evaluations, EarlyStoppingConfig(patience=2, **settings))
     assert (verdict.is_over, verdict.best_step) == wanted
+
+
+BETTER = {
+    "eval_loss": "lower",
+    "eval_perplexity": "lower",
+    "eval_spread": "lower",
+    "eval_inaccuracy": "lower",
+    "eval_accuracy": "higher",
+    "eval_top5Accuracy_0": "higher",
+    "eval_margin": "higher",
+    "eval_chosen_reward": "higher",
+    "eval_rejected_reward": "lower",
+}
+
+
+@pytest.mark.parametrize("metric", BETTER)
+def test_which_values_are_better_follows_from_the_metric(metric: str) -> None:
+    found = {mode: is_higher_better(metric, mode) for mode in (None, "auto", "min", "max")}
+    is_higher = BETTER[metric] == "higher"
+    assert found == {None: is_higher, "auto": is_higher, "min": False, "max": True}
 
 
 def test_evaluations_are_read_from_what_a_kill_left(tmp_path: Path) -> None:
@@ -192,8 +218,8 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
     assert best == 2, "the example does not overfit"
     assert (result.step, status(whole)) == (8, "early stopped")
     assert kept(whole) == {2, 8}, "the best and the last"
-    shown = f"early stopped before step 20: eval_loss got no better in 3 evaluations, the best is {evaluated[2]:.4g} at"
-    assert shown in capfd.readouterr().out
+    shown = "early stopped before step 20: eval_loss got no better in 3 evaluations (lower is better), the best is"
+    assert f"{shown} {evaluated[2]:.4g} at step 2" in capfd.readouterr().out
     with pytest.raises(jt.PreemptedError):
         overfit(half, callbacks=[jt.EarlyStopping(patience=3), stop_after(5)])
     assert overfit(half).step == 8
@@ -208,6 +234,21 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
     assert (whole / "run.json").read_text() == record, "a run that ended keeps its record"
     assert rows(whole) == logged
     assert overfit(whole, callbacks=[jt.EarlyStopping(patience=5)]).step == 12
+
+
+def test_an_accuracy_that_rises_stops_no_run_and_keeps_its_highest(tmp_path: Path) -> None:
+    fit(
+        tmp_path,
+        optimizer=optax.adam(1e-2),
+        steps=8,
+        validation=(X[:48], Y[:48]),
+        evaluation={"every": 2},
+        checkpoint={"every": None, "keep_last": 1, "keep_best": True},
+        callbacks=[jt.EarlyStopping("eval_accuracy", patience=2)],
+    )
+    evaluated = {row["step"]: row["eval_accuracy"] for row in rows(tmp_path) if "eval_accuracy" in row}
+    assert evaluated[8] > evaluated[2], "the example learns nothing"
+    assert kept(tmp_path) == {max(evaluated, key=lambda step: evaluated[step]), 8}
 
 
 @pytest.mark.long
@@ -282,14 +323,14 @@ def test_early_stopping_from_the_command_line(tmp_path: Path) -> None:
     assert main(["train", str(config), "--run-dir", str(run), *words]) == 0
     assert (status(run), max(losses(run))) == ("early stopped", 3)
     saved = json.loads((run / "run.json").read_text())["config"]["evaluation"]["early_stopping"]
-    assert saved == {"metric": "eval_loss", "patience": 2, "min_delta": 0.1, "mode": "min"}
+    assert saved == {"metric": "eval_loss", "patience": 2, "min_delta": 0.1, "mode": "auto"}
 
 
 WRONG_SETTINGS = {
     "no evaluation": ({"evaluation.every": None, "evaluation.early_stopping": {}}, "every is null; set every"),
     "a key": ({"evaluation.early_stopping": {"patiense": 2}}, "early_stopping.patiense'.*early_stopping.patience"),
     "patience": ({"evaluation.early_stopping.patience": 0}, r"evaluation\.early_stopping\.patience is 0"),
-    "mode": ({"evaluation.early_stopping.mode": "least"}, "'least' .*, not one of min, max"),
+    "mode": ({"evaluation.early_stopping.mode": "least"}, "'least' .*, not one of auto, min, max"),
     "a metric": (
         {"evaluation.early_stopping.metric": "eval_f1"},
         "eval_f1 is not among .*use eval_accuracy or eval_loss",

@@ -37,7 +37,7 @@ ROWS = {
         "read({'params/w': ",
     ),
     "EarlyStopping: no patience": (lambda: jt.EarlyStopping(patience=0), "0", "patience"),
-    "EarlyStopping: an unknown mode": (lambda: jt.EarlyStopping(mode="up"), "'up'", "min, max"),
+    "EarlyStopping: an unknown mode": (lambda: jt.EarlyStopping(mode="up"), "'up'", "auto, min, max"),
     "EarlyStopping: a number as metric": (lambda: jt.EarlyStopping(3), "3", "metric"),
     "EarlyStopping: a difference in words": (lambda: jt.EarlyStopping(min_delta="a"), "'a'", "min_delta"),
     "ModelCall.__call__: parameters of another structure": (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.describe import describe, value_text
+from jaxtrain.config.early_stopping import is_higher_better
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count
@@ -34,7 +35,7 @@ def checkpoints(run: RunFiles) -> str:
     keep_last, keep_every = int(number(settings.get("keep_last")) or 1), number(settings.get("keep_every"))
     stopping = mapping(mapping(run.config.get("evaluation")).get("early_stopping"))
     metric = str(stopping.get("metric") or "eval_loss")
-    sign = -1.0 if stopping.get("mode") == "max" else 1.0
+    sign = -1.0 if is_higher_better(metric, stopping.get("mode")) else 1.0
     # Scores in the records of earlier parts of a run may be of another metric.
     evaluated = {int(step): sign * float(value) for step, value in zip(*run.series.get(metric, ((), ())), strict=True)}
     rows, losses = [], {}
