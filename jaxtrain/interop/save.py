@@ -33,6 +33,7 @@ from jaxtrain.published.folder import INDEX
 from jaxtrain.published.safetensors import read_header, write_safetensors
 from jaxtrain.runtime.distributed import is_main_process, on_main_process
 from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.runtime.remarks import print_remark
 
 _TEXTS_OF_THE_ORIGIN = Texts()
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -145,6 +146,11 @@ def write_published(
         finished = _finished(folder, config, shards, tensors, files=files, failure=failure)
         with on_main_process(finished, does="write the folder"):
             pass
+    if main and origin is None and family.name == "roberta":
+        print_remark(
+            f"the model is written as a roberta: id {config['pad_token_id']} is padding there and takes no position, "
+            "so rows that hold it as a token give other outputs in transformers"
+        )
     return folder
 
 

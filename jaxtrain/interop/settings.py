@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.filled import parse_settings, settings_in, settings_of
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.families.table import FAMILIES
+from jaxtrain.published.families.table import FAMILIES, read_settings
 from jaxtrain.published.family import Family
 
 __all__ = ["family_for", "parse_settings", "settings_in", "settings_of", "unsaid"]
@@ -25,7 +25,8 @@ def unsaid(family: Family, settings: Mapping[str, Any]) -> str | None:
     from pydantic import ValidationError
 
     try:
-        again = settings_of(parse_settings(family.from_published(family.to_published(settings))))
+        written = {**family.to_published(settings), "model_type": family.model_type}
+        again = settings_of(parse_settings(read_settings(written)))
     except (ConfigError, KeyError) as error:
         return str(error)
     except ValidationError as error:  # what it can say of the model does not fit together

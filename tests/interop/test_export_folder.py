@@ -32,6 +32,15 @@ def same_tensors(folder):
         assert after.read(name).tobytes() == before.read(name).tobytes(), name
 
 
+def test_an_export_as_roberta_says_which_id_is_padding_unless_the_model_came_from_one(tmp_path, capfd):
+    opened = jt.load_pretrained(LLAMA.with_name("roberta_mlm"))
+    for name, model in {"own": opened.config, "theirs": opened}.items():
+        jt.save_pretrained(tmp_path / name, opened.params, model=model)
+        said = capfd.readouterr().err
+        assert ("the model is written as a roberta: id 1 is padding there" in said) == (name == "own")
+        assert len(said.splitlines()) == (name == "own")
+
+
 # Axes of the dimensions [layers, experts, width] -> how the array is sharded.
 SPECS = {
     "replicated": PartitionSpec(),

@@ -73,6 +73,31 @@ def test_a_special_token_of_the_family_that_a_small_vocabulary_lacks_is_null(nam
     assert key not in family.to_published(model | {"vocab_size": 60000})
 
 
+_LINEAR = {"kind": "linear", "factor": 2.0}
+_YARN = {"kind": "yarn", "factor": 2.0, "original_length": 8}
+
+
+@pytest.mark.parametrize("scaling", [_LINEAR, _YARN], ids=["linear", "yarn"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rotary_fraction": 0.5},
+        {"rotary_fraction": 0.5, "qk_norm": True},
+        {"head": {"kind": "sequence", "num_labels": 3, "pooling": "last"}},
+        {"head": {"kind": "regression", "num_labels": 1, "pooling": "last"}},
+    ],
+    ids=lambda more: " ".join(more),
+)
+def test_a_scaling_of_rotary_positions_that_no_family_can_say_beside_the_rest_is_refused(scaling, more):
+    # Of the families that know a rotary_fraction, transformers opens phi3 with longrope alone.
+    group = {"num_layers": 2, "embed_dim": 16, "num_heads": 2, "vocab_size": 67, "max_sequence_length": 24}
+    model = settings_of(parse_settings({"kind": "transformer", **group, "rope_scaling": scaling, **more}))
+    with pytest.raises(ConfigError, match="no published family has this model"):
+        family_for(model)
+    with pytest.raises(ConfigError, match=f"cannot say model.rope_scaling.kind={scaling['kind']}: .* longrope alone"):
+        family_for(model, model_type="phi3")
+
+
 def with_one_choice(name):
     model = settings(name)
     return model | {"experts": model["experts"] | {"experts_per_token": 1}}

@@ -6,6 +6,7 @@ Sources: the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.published.decoder import NO_DROPOUT, SILU, as_many_as_heads, decoder_keys, no_tokens, split_width
 from jaxtrain.published.entries import Entry, Row
 from jaxtrain.published.families.llama import ends, in_decoder
@@ -55,7 +56,9 @@ def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
 def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a model group."""
     scaling = model["rope_scaling"]
-    length = model["max_sequence_length"] if scaling is None else scaling.get("original_length")
+    if scaling is not None and scaling["kind"] != "longrope":
+        raise ConfigError(f"model.rope_scaling.kind={scaling['kind']}: transformers opens a phi3 with longrope alone")
+    length = model["max_sequence_length"] if scaling is None else scaling["original_length"]
     more = dict(
         architectures=["Phi3ForCausalLM"],
         model_type="phi3",
