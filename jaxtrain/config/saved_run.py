@@ -1,6 +1,6 @@
 """The record of a run, `run.json`, read where the directory of a run is given. No jax here."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.published.json_text import parse_json
 
 RUN_FILE = "run.json"
+# Settings of the group `optimizer` that hold beside an optimizer from Python.
+_BESIDE_OPTIMIZER = ("clip_norm", "ema_decay", "freeze", "offload")
 
 
 def read_run(run_dir: str | Path) -> dict[str, Any]:
@@ -59,3 +61,16 @@ def recorded_parts(record: Mapping[str, Any]) -> dict[str, str | None]:
         return {part: found.get(part) for part in ("model", "task", "data", "optimizer")}
     # Records without the group know of models alone.
     return {"model": "a model" if record.get("own_model") else None, "task": None, "data": None, "optimizer": None}
+
+
+def is_replaced(key: str, parts: Collection[str]) -> bool:
+    """Whether a setting says nothing, since the part that it describes came from Python.
+
+    Args:
+        key: Dotted.
+        parts: Those that came from Python: `model`, `task`, `data` or `optimizer`.
+    """
+    group, _, rest = key.partition(".")
+    if group == "optimizer" and rest.split(".")[0] in _BESIDE_OPTIMIZER:
+        return False
+    return group in parts or (group == "loss" and "task" in parts)

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config import Loaded
+from jaxtrain.config.data import CalledData
+from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.loss_notes import loss_notes
+from jaxtrain.run.own_parts import OwnParts
 from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.runtime.compiler_options import option_notes
@@ -20,7 +23,7 @@ from jaxtrain.train.base import without_base
 from jaxtrain.train.parallelism import pipeline_notes
 
 
-def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], *, own_model: bool) -> list[str]:
+def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], *, own: OwnParts) -> list[str]:
     """The lines that are shown before a run compiles.
 
     Args:
@@ -28,7 +31,7 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         run: assembled from it.
         run_dir: where it writes.
         notes: what else there is to say.
-        own_model: whether the model came from Python, so that the config says nothing of its loss.
+        own: the parts that came from Python, of which the config says nothing.
     """
     config, mesh = loaded.config, run.step.mesh
     units = run.data.units_per_row * config.train.global_batch_size
@@ -54,8 +57,8 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         f"run directory: {run_dir}",
         *mesh_notes(mesh),
         *pipeline_notes(run.step.pipeline),
-        *([] if own_model else loss_notes(run)),
-        *_evaluation_notes(loaded, run),
+        *(loss_notes(run) if own["model"] is None else []),
+        *_evaluation_notes(loaded, run, own_data=own["data"] is not None),
         *option_notes(run.step.compiler_options, asked=config.compiler_options),
         *notes,
     ]
@@ -63,7 +66,7 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
     return [*lines, *([unused] if unused else [])]
 
 
-def _evaluation_notes(loaded: Loaded, run: Run) -> list[str]:
+def _evaluation_notes(loaded: Loaded, run: Run, *, own_data: bool) -> list[str]:
     """A note where evaluations leave held-out rows out, or are asked for and the data has no rows for them."""
     every, most = run.config.evaluation.every, run.config.evaluation.max_batches
     if run.data.validation is not None:
@@ -78,6 +81,20 @@ def _evaluation_notes(loaded: Loaded, run: Run) -> list[str]:
         return []
     where = loaded.origins.get("evaluation.every", "")
     return [
-        f"evaluation.every={every}{f' ({where})' if where else ''} has no effect: the data has no held-out rows; set "
-        "data.validation_fraction=0.1, or from Python validation=0.1"
+        f"evaluation.every={every}{f' ({where})' if where else ''} has no effect: the data has no held-out rows; "
+        f"{to_hold_out(run.config, own_data=own_data)}"
     ]
+
+
+def to_hold_out(config: Config, *, own_data: bool) -> str:
+    """What gives a run rows for evaluation.
+
+    Args:
+        config: of the run.
+        own_data: whether the data came from Python.
+    """
+    if own_data:
+        return "give fit validation=0.1, or other rows as validation"
+    if isinstance(config.data, CalledData):
+        return f"let the function of data.call={config.data.call} return {{'train': {{...}}, 'validation': {{...}}}}"
+    return "set data.validation_fraction=0.1"

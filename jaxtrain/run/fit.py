@@ -16,6 +16,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
 from jaxtrain.run.folder import run_folder
+from jaxtrain.run.own_parts import FIT
 from jaxtrain.run.result import Result
 from jaxtrain.run.trainer import train_loaded
 from jaxtrain.runtime import distributed
@@ -217,7 +218,7 @@ def _loaded(given: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Lo
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigError(f"overrides={overrides!r} is not a dict; write overrides={{'profile.start_step': 20}}")
     keywords = None if overrides is None else _plain_settings(overrides)
-    return load_config(_plain_settings(given), keywords=keywords, origin="jaxtrain.fit")
+    return load_config(_plain_settings(given), keywords=keywords, origin=FIT)
 
 
 def _known_tasks() -> Sequence[str]:

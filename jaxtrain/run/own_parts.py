@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.saved_run import is_replaced, recorded_parts
 from jaxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 OwnParts = dict[str, str | None]
 
-
+# Where the settings that `fit` makes of its arguments are said to come from.
+FIT = "jaxtrain.fit"
 # What a run asks to be given again; other data is noticed by its content.
 _GIVEN_AGAIN = ("model", "task", "optimizer")
-# Settings of the group `optimizer` that hold beside an optimizer from Python.
-_BESIDE_OPTIMIZER = ("clip_norm", "ema_decay", "freeze", "offload")
+# Where the data is the config's, its rows are read for the config's task, in the length of the config's model.
+_READ_WITH_DATA = ("task", "model.max_sequence_length")
 
 
 def own_parts(
@@ -57,18 +58,32 @@ def _state_names(state: Any) -> Iterator[str]:
             yield from _state_names(part)
 
 
-def optimizer_notes(origins: Mapping[str, str]) -> list[str]:
-    """What a run with an optimizer from Python says of settings of the config's, which it replaces.
+def replaced_notes(origins: Mapping[str, str], own: OwnParts) -> list[str]:
+    """What a run with parts from Python says of settings that somebody made of the config's parts, a line per part.
 
     Args:
         origins: dotted keys that somebody set -> where.
+        own: from `own_parts`.
     """
-    replaced = [
-        f"{key} ({where})"
-        for key, where in origins.items()
-        if key.startswith("optimizer.") and key.split(".")[1] not in _BESIDE_OPTIMIZER
-    ]
-    return [f"the optimizer came from Python: {', '.join(replaced)} has no effect"] if replaced else []
+    lines = []
+    for part in own:
+        if own[part] is None:
+            continue
+        # A published model gives its weights to one from Python, too. `fit` itself names the task.
+        kept = ("model.from", *(_READ_WITH_DATA if own["data"] is None else ()))
+        found = [
+            f"{key} ({where})"
+            for key, where in origins.items()
+            if is_replaced(key, (part,))
+            and key not in kept
+            and (key, where) != ("task", FIT)
+            # Nobody set the keys of a size one by one.
+            and not where.startswith("size ")
+        ]
+        if found:
+            effect = "has no effect" if len(found) == 1 else "have no effect"
+            lines.append(f"the {part} came from Python: {', '.join(found)} {effect}")
+    return lines
 
 
 def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
 from jaxtrain.run.activity import Activity
 from jaxtrain.run.agreed import run_facts
-from jaxtrain.run.banner import banner_lines
+from jaxtrain.run.banner import banner_lines, to_hold_out
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
@@ -36,7 +36,7 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.memory_check import check_memory
-from jaxtrain.run.own_parts import optimizer_notes, own_parts
+from jaxtrain.run.own_parts import own_parts, replaced_notes
 from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import open_record
@@ -118,7 +118,7 @@ def prepare_session(
     with closing_on_failure(lambda status: checkpointer.close()):
         resumed = choose_start(checkpointer, run_dir, resume)
         notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
-        notes += [] if own_step.optimizer is None else optimizer_notes(loaded.origins)
+        notes += replaced_notes(loaded.origins, own)
         if resumed is None and model is None:
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
@@ -132,7 +132,7 @@ def prepare_session(
             notes += source_changes(checkpointer.metadata(), metadata["called"])
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
-        progress.banner(banner_lines(loaded, run, run_dir, notes, own_model=model is not None))
+        progress.banner(banner_lines(loaded, run, run_dir, notes, own=own))
 
         def check(traced: jax.stages.Traced) -> None:
             metadata["digests"] = digests = own_digests(run, own, own_step, traced)
@@ -244,8 +244,8 @@ def _assembled(
         phase.note(opened.description[0] if opened.description else "")
     if config.evaluation.early_stopping is not None and opened.validation is None:
         raise ConfigError(
-            "evaluation.early_stopping needs held-out rows, and the data has none; set data.validation_fraction=0.1, "
-            "or from Python validation=0.1"
+            "evaluation.early_stopping needs held-out rows, and the data has none; "
+            f"{to_hold_out(config, own_data=data is not None)}"
         )
     check_can_go_back(config.spikes, opened)
     run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)

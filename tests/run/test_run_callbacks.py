@@ -386,7 +386,7 @@ def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path, capfd: pytest.Cap
 
     run(2, optimizer=optax.lion(1e-3), learning_rate=1e-3)
     shown = capfd.readouterr().err
-    assert "the optimizer came from Python: optimizer.kind (keyword), optimizer.learning_rate (keyword) has" in shown
+    assert "the optimizer came from Python: optimizer.kind (keyword), optimizer.learning_rate (keyword) have" in shown
     assert "ema_decay" not in shown
     assert json.loads((tmp_path / "run.json").read_text())["from_python"]["optimizer"] == "ScaleByLion"
     assert [row["learning_rate"] for row in rows(tmp_path) if "loss" in row] == pytest.approx([1e-3] * 2)

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtrain.config.describe import describe, value_text
 from jaxtrain.config.early_stopping import is_higher_better
 from jaxtrain.config.load import load_config
+from jaxtrain.config.saved_run import is_replaced
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.report.files import RunFiles
@@ -78,10 +79,10 @@ def settings(run: RunFiles) -> str:
     if not config:
         return ""
     own = {part: str(name) for part, name in mapping(run.info.get("from_python")).items() if name}
-    every = {key: value_text(value) for key, value in flat(config).items() if not _is_replaced(key, own)}
+    every = {key: value_text(value) for key, value in flat(config).items() if not is_replaced(key, own)}
     try:
         described = [key for group in describe(load_config(config)) for key in group.keys]
-        keys = [key for key in described if not _is_replaced(key.path, own)]
+        keys = [key for key in described if not is_replaced(key.path, own)]
     except ConfigError:
         # Another version wrote it, and this one does not know its keys.
         return section("Settings", facts(every, keep_empty=True))
@@ -102,18 +103,6 @@ def settings(run: RunFiles) -> str:
     return section(
         "Settings that differ from the defaults", body + folded(f"the other {len(others)} settings", facts(others))
     )
-
-
-# Settings of the group `optimizer` that hold beside an optimizer from Python.
-_BESIDE_OPTIMIZER = ("clip_norm", "ema_decay", "freeze", "offload")
-
-
-def _is_replaced(key: str, own: Mapping[str, str]) -> bool:
-    """Whether a setting says nothing, since the part that it describes came from Python."""
-    group, _, rest = key.partition(".")
-    if group == "optimizer" and rest.split(".")[0] in _BESIDE_OPTIMIZER:
-        return False
-    return group in own or (group == "loss" and "task" in own)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
