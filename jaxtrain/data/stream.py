@@ -149,16 +149,23 @@ def _num_rows(spec: Batch) -> int:
     return next(iter(counts.values()))
 
 
+def named_entries(value: Any) -> Any:
+    """Returns a named tuple as a dict of its entries, and anything else as it is."""
+    as_dict = getattr(value, "_asdict", None)
+    return as_dict() if isinstance(value, tuple) and as_dict is not None else value
+
+
 def host_arrays(value: Any, *, where: str) -> Batch:
     """Returns a row or a batch as a dict of NumPy arrays.
 
     Args:
-        value: A dict of arrays, numbers, tensors or nested dicts of them, or a pair (inputs, targets).
+        value: A dict or a named tuple of arrays, numbers, tensors or nested dicts of them, or a pair (inputs, targets).
         where: The row or batch, in messages.
 
     Raises:
         DataError: It is something else, or holds text or other objects.
     """
+    value = named_entries(value)
     if isinstance(value, (tuple, list)) and len(value) == 2 and type(value) in (tuple, list):
         value = {"inputs": value[0], "targets": value[1]}
     if not isinstance(value, Mapping):

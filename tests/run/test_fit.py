@@ -326,6 +326,7 @@ WRONG = {
     "text": (dict(data={"inputs": X, "targets": ["a"] * 96}), "data holds 'targets' of type text"),
     "ragged": (dict(data={"inputs": [[1.0], [1.0, 2.0]], "targets": [0, 1]}), "holds 'inputs', which cannot become"),
     "text in a row": (dict(data=[{"inputs": X[0], "targets": "a"}]), "row 0 of data holds 'targets' of type text"),
+    "a named tuple of other names": (dict(data=Graph(X, Y)), "has no entry 'inputs'"),
     "a row that is no dict": (dict(data=[1.0, 2.0]), "row 0 of data is a float, not a dict"),
     "no inputs": (dict(data={"targets": Y}), "has no entry 'inputs'"),
     "an empty iterable": (dict(data=iter(())), "the iterable of batches is empty"),

@@ -1,6 +1,7 @@
 """Batches that a program gives: arrays that are refilled, iterators that end or were read before, and lists."""
 
 import json
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,69 @@ def test_what_a_dataset_raises_costs_no_step(tmp_path: Path, where: str) -> None
     result = fit()
     assert result.step == 9
     assert ("eval_loss" in result.metrics) == (where == "evaluation")
+
+
+def grain_rows() -> grain.MapDataset:
+    return grain.MapDataset.source([{"inputs": x, "targets": y} for x, y in zip(X, Y, strict=True)])
+
+
+class OfKeras:
+    """A Sequence or PyDataset: item i is batch i."""
+
+    batch_size = 8
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return X[8 * index : 8 * index + 8], Y[8 * index : 8 * index + 8]
+
+
+class Sequences(OfKeras):
+    """Rows [L, D] with a target per place."""
+
+    batch_size = 32
+
+
+@pytest.mark.parametrize("name", ["data", "validation"])
+def test_a_grain_dataset_that_ends_in_batches_is_refused(name: str) -> None:
+    given = {"data": grain_rows(), name: grain_rows().shuffle(seed=1).batch(8)}
+    with pytest.raises(
+        jt.DataError, match=rf"^{name} is a grain dataset of batches, .* leave \.batch\(8\) out"
+    ) as error:
+        data_of(given["data"], validation=given.get("validation"))
+    assert ("batch_size=8 in fit" in str(error.value)) == (name == "data")
+    assert "\n" not in str(error.value)
+
+
+LIKE_BATCHES = {
+    "grain batches in another order": (lambda: grain_rows().batch(8).shuffle(seed=1), True),
+    "grain batches, changed": (lambda: grain_rows().batch(8).map(lambda row: row), True),
+    "Keras": (OfKeras, True),
+    "sequences": (Sequences, False),
+    "sequences of grain": (lambda: grain.MapDataset.source([{"inputs": X[:8], "targets": Y[:8]}] * 4), False),
+    "single rows of grain": (grain_rows, False),
+    "single rows of grain batches": (
+        lambda: grain_rows().batch(8).map(lambda row: {"inputs": row["inputs"].mean(0), "targets": row["targets"][0]}),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIKE_BATCHES)
+def test_rows_that_are_likely_batches_are_remarked(case: str) -> None:
+    make, is_remarked = LIKE_BATCHES[case]
+    line = data_of(make()).description[0]
+    assert (
+        "its rows look like batches of 8 rows: if they are, give single rows and batch_size=8" in line
+    ) == is_remarked
+
+
+def test_data_rows_and_batches_may_be_named_tuples() -> None:
+    pair = namedtuple("pair", ("inputs", "targets"))
+    wanted = data_of((X, Y)).fingerprint
+    assert data_of(pair(X, Y)).fingerprint == wanted
+    listed = data_of([pair(x, y) for x, y in zip(X, Y, strict=True)])
+    assert listed.train[3]["targets"] == Y[3]  # pyright: ignore[reportIndexIssue]
+    spec = BatchStream([pair(X[:8], Y[:8])]).spec()
+    assert {name: leaf.shape for name, leaf in spec.items()} == {"inputs": (8, 4), "targets": (8,)}

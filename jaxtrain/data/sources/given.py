@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.data.batches import Batch
 from jaxtrain.data.sources.dataset import Data
-from jaxtrain.data.stream import BatchStream, host_arrays
+from jaxtrain.data.stream import BatchStream, host_arrays, named_entries
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.tree_path import path_name
 
@@ -44,9 +44,9 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
     """Makes a `Data` of what a program gives.
 
     Args:
-        given: A dict of arrays [num_rows, ...] (NumPy or jax, nested dicts too), a pair (inputs, targets) of them, rows
-            with an index (a `grain.MapDataset`, or an object with `__len__` and `__getitem__` whose rows are dicts or
-            pairs), a `Data`, or an iterable of batches.
+        given: A dict of arrays [num_rows, ...] (NumPy or jax, nested dicts too) or a named tuple of them, a pair
+            (inputs, targets), rows with an index (a `grain.MapDataset`, or an object with `__len__` and `__getitem__`
+            whose rows are dicts or pairs), a `Data`, or an iterable of batches.
         validation: Rows for evaluation in one of these forms, or the share of the rows that are kept for it, between
             0 and 1 (refused for a `Data` that has held-out rows); None: those of a `Data`, else none.
         seed: Decides which rows such a share holds.
@@ -57,7 +57,8 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         batches of an iterable by their shapes.
 
     Raises:
-        DataError: The rows are empty, hold something other than numbers, or are a list that looks like one of batches.
+        DataError: The rows are empty, hold something other than numbers, or are batches: a `grain.MapDataset` that ends
+            in `batch`, or a list that looks like one of batches.
         ConfigError: `given` or `validation` is something else.
     """
     if isinstance(given, Data):
@@ -152,7 +153,9 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
     import grain
 
     from jaxtrain.data.rows import ArrayRows
+    from jaxtrain.data.sources.batched import check_no_list_of_batches, check_not_batched, looks_like_batches
 
+    given = named_entries(given)
     if isinstance(given, tuple) and type(given) is tuple:
         if len(given) != 2:
             raise ConfigError(f"{name} is a tuple of {len(given)}, not a pair (inputs, targets); give {_FORMS}")
@@ -165,7 +168,8 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
         return rows, _array_identity(given), _line(rows, "arrays")
     if isinstance(given, grain.MapDataset):
         rows = _not_empty(given, name)
-        return rows, _dataset_identity(rows), _line(rows, type(given).__name__)
+        check_not_batched(rows, name)
+        return rows, _dataset_identity(rows), _line(rows, type(given).__name__) + looks_like_batches(rows, given)
     if hasattr(given, "iloc"):  # a table of pandas, whose [0] is a column
         raise ConfigError(
             f"{name} is {_kind(given)} of pandas, which does not say what is predicted; write "
@@ -174,12 +178,12 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
     if isinstance(given, IndexedDataset) and not isinstance(given, (str, bytes, np.ndarray, jax.Array)):
         rows = _not_empty(_dataset_rows(given, name), name)
         if isinstance(given, list):
-            _check_no_batches(rows, name)
+            check_no_list_of_batches(rows, name, shown=_shown(rows[0]))
         identity = _dataset_identity(rows)
         drawn = (
             "" if "sha256" in identity else "; rows are drawn anew when they are read, so a resumed run reads others"
         )
-        return rows, identity, _line(rows, type(given).__name__) + drawn
+        return rows, identity, _line(rows, type(given).__name__) + drawn + looks_like_batches(rows, given)
     shown = f"an array {list(given.shape)}" if isinstance(given, (np.ndarray, jax.Array)) else _kind(given)
     raise ConfigError(f"{name} is {shown}; give {_FORMS}")
 
@@ -276,25 +280,6 @@ def _not_empty(rows: "grain.MapDataset", name: str) -> "grain.MapDataset":
     if not isinstance(rows[0], Mapping):
         raise DataError(f"a row of {name} is {_kind(rows[0])}, not a dict of entries such as 'inputs' and 'targets'")
     return rows
-
-
-def _check_no_batches(rows: "grain.MapDataset", name: str) -> None:
-    """Raises a DataError where the entries of a list look like batches.
-
-    A batch has one leading size in two entries or more, and one of more dimensions (`inputs` [B, D], `targets` [B]).
-    Rows of pairs of sequences [L] have no such entry; rows that do (a label per pixel) have another form: stacked.
-    """
-    row: Any = rows[0]
-    leaves = jax.tree.leaves(row)
-    sizes = {leaf.shape[:1] for leaf in leaves}
-    if len(row) < 2 or len(sizes) != 1 or min(sizes) < (2,) or max(leaf.ndim for leaf in leaves) < 2:
-        return
-    iterator = f"give batches as an iterator, {name}=iter(batches), and " if name == "data" else ""
-    raise DataError(
-        f"{name} is a list of rows, but its entries look like batches of {leaves[0].shape[0]} rows "
-        f"({_shown(row)}); {iterator}give rows as arrays [num_rows, ...], {name}={{'inputs': x, 'targets': y}} "
-        "(np.concatenate for batches, np.stack for rows)"
-    )
 
 
 def _line(rows: "grain.MapDataset", kind: str) -> str:
