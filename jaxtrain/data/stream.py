@@ -52,6 +52,11 @@ class BatchStream:
         """Whether the iterable is read again when it ends."""
         return self._restarts
 
+    @property
+    def first(self) -> Batch | None:
+        """Batch 0 as NumPy arrays; None once it was loaded."""
+        return self._first
+
     def spec(self) -> dict[str, Any]:
         """Returns the shape and dtype of each entry of a batch."""
         return dict(self._spec)

@@ -90,7 +90,7 @@ def _checked_state(task: Task, state: Any, before: ModelState) -> ModelState:
 def _checked_sums(task: Task, found: Any, batch: Batch) -> TaskSums:
     """What a loss returned, as sums; see `Task.loss` for the forms."""
     wanted = f"the loss of task {task.name!r} must return (sum, weight, metrics)"
-    by_row = _losses_by_row(found)
+    by_row = losses_by_row(found)
     if by_row is not None:
         return _weighted_sums(task, *by_row, batch)
     if not isinstance(found, (tuple, list)) or len(found) != 3:
@@ -109,8 +109,8 @@ def _checked_sums(task: Task, found: Any, batch: Batch) -> TaskSums:
     return jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32), pairs
 
 
-def _losses_by_row(found: Any) -> tuple[jax.Array, Mapping[str, Any]] | None:
-    """Losses [B, ...] and metrics, where a loss returned these; None: it returned something else."""
+def losses_by_row(found: Any) -> tuple[jax.Array, Mapping[str, Any]] | None:
+    """Find losses [B, ...] and metrics, where a loss returned these; None: it returned something else."""
     if _is_numeric(found) and jnp.ndim(found):
         return jnp.asarray(found), {}
     if isinstance(found, (tuple, list)) and len(found) == 2 and isinstance(found[1], Mapping):
@@ -126,7 +126,7 @@ def _check_no_pairs(task: Task, found: Any, outputs: Any, batch: Batch) -> None:
     Raises:
         ConfigError: says what to write.
     """
-    by_row = _losses_by_row(found)
+    by_row = losses_by_row(found)
     if by_row is None or by_row[0].ndim != 2:
         return
     rows, columns = by_row[0].shape

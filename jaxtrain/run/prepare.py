@@ -35,6 +35,7 @@ from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
+from jaxtrain.run.left_out import left_out_notes
 from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import own_parts, replaced_notes
 from jaxtrain.run.own_program import own_digests
@@ -118,7 +119,7 @@ def prepare_session(
     with closing_on_failure(lambda status: checkpointer.close()):
         resumed = choose_start(checkpointer, run_dir, resume)
         notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
-        notes += replaced_notes(loaded.origins, own)
+        notes += [*replaced_notes(loaded.origins, own), *left_out_notes(run)]
         if resumed is None and model is None:
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
