@@ -72,10 +72,10 @@ def fit(
         model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
         task: what outputs are compared with.
         optimizer: any optax transformation, already made with its learning rate.
-        data: a dict of arrays [num_rows, ...] (NumPy or jax; nested dicts too) such as {"inputs": x, "targets": y}, or
-            the pair (x, y); rows with an index (`ArrayRows`, any `grain.MapDataset`, a torch or Hugging Face dataset:
-            `__len__`, and `__getitem__` giving a dict or a pair); a `Data`; or an iterable of batches, in one process,
-            whose first batches a resumed run skips.
+        data: a dict of arrays [num_rows, ...] (NumPy or jax; nested dicts too) such as {"inputs": x, "targets": y}, a
+            named tuple of them, or the pair (x, y); rows with an index (`ArrayRows`, any `grain.MapDataset` of single
+            rows, a torch or Hugging Face dataset: `__len__`, and `__getitem__` giving a dict or a pair); a `Data`; or
+            an iterable of batches, in one process, whose first batches a resumed run skips.
         validation: rows for evaluation, in the same forms but the last, or the share of the rows that are kept for it
             (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none. All of them are
             evaluated; evaluation={"max_batches": 50} takes the first 50 batches.
