@@ -234,7 +234,8 @@ CASES = {
     "text targets asked for as numbers": (
         {"a.csv": b"x,y\n1,red\n2,blue\n"},
         lambda d: table(d / "a.csv", task="regression"),
-        "{dir}/a.csv target 'red' is not a number; set task=classification and data.task=classification",
+        "{dir}/a.csv:2 column 'y' is 'red', not a number; fix or remove the row, or set task=classification and "
+        "data.task=classification",
     ),
     "whole numbers that could be classes": (
         {"a.csv": b"x,age\n" + b"".join(b"%d,%d\n" % (i, i % 40) for i in range(400))},

@@ -1,87 +1,73 @@
 """Numbers and targets of a CSV file with a header; bad rows are errors, or are left out and counted."""
 
-import csv
-import io
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.data.csv_rows import csv_rows, stripped_header
 from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
+from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRows, input_columns
+from jaxtrain.data.sources.table_targets import target_of
+from jaxtrain.data.text.numbers import number_in
 from jaxtrain.errors import DataError
+from jaxtrain.runtime.remarks import print_remark
 
 
-@dataclass(frozen=True)
-class CsvRows:
-    """The rows of a CSV file.
-
-    Attributes:
-        inputs: float64 [N, D].
-        targets: Texts or numbers, [N].
-        columns: Names of the input columns.
-        numbers: Number of each row in the file, from 0: int64 [N].
-    """
-
-    inputs: np.ndarray
-    targets: np.ndarray
-    columns: tuple[str, ...]
-    numbers: np.ndarray
-
-
-def read_csv(
-    path: Path, *, target: str | None, columns: Sequence[str] | None = None, skipped: SkippedRecords | None
-) -> CsvRows:
+def read_csv(path: Path, asked: AskedColumns, *, skipped: SkippedRecords | None) -> TableRows:
     """Reads a CSV file with a header.
 
     Args:
         path: The file.
-        target: Column to predict; None: the last one.
-        columns: Those that are inputs; None: all others.
+        asked: Which columns.
         skipped: Counts the bad rows, which are left out; None: a bad row is an error.
 
     Raises:
         DataError: The file is no CSV of numbers, or has too many bad rows.
     """
-    try:
-        return _parse_csv(path, target=target, columns=columns, skipped=skipped)
-    except csv.Error as error:
-        raise DataError(f"{path} is not CSV ({error}); write it with a header and commas") from None
-
-
-def _parse_csv(
-    path: Path, *, target: str | None, columns: Sequence[str] | None, skipped: SkippedRecords | None
-) -> CsvRows:
     values = array("d")
     targets: list[str] = []
+    found: list[float] = []
     kept: list[int] = []
     bad: list[str] = []
     num_rows = 0
-    reader = csv.reader(io.StringIO(_text(path, keeps_bytes=skipped is not None), newline=""))
-    header = next(reader, [])
-    chosen = _target_column(header, target=target, path=path)
-    names = input_columns(header, header[chosen], columns, where=f"{path}:1")
-    places = [header.index(name) for name in names]
-    for row in reader:
-        if not row:
-            continue
+
+    def leave_out(error: BadRecordError) -> None:
+        nonlocal num_rows
+        if skipped is None:
+            raise error
         num_rows += 1
+        if num_rows - len(kept) <= NAMED:
+            bad.append(without_advice(error))
+
+    rows = csv_rows(_text(path, keeps_bytes=skipped is not None), path=path, bad=leave_out)
+    _, header = next(rows, ("", []))
+    header = stripped_header(header)
+    chosen = _target_column(header, target=asked.target, path=path)
+    names = input_columns(_usual(header, chosen, asked, path), header[chosen], asked.columns, where=f"{path}:1")
+    places = [header.index(name) for name in names]
+    first_text = None
+    for where, row in rows:
         try:
-            numbers, value = _parsed(row, header, chosen, places, where=f"{path}:{reader.line_num}")
+            numbers, value, number = _parsed(row, header, chosen, places, where=where)
+            if number is None and asked.as_numbers:
+                target_of(value, where=where, column=header[chosen], as_numbers=True)  # which says what is wrong
         except BadRecordError as error:
-            if skipped is None:
-                raise
-            if num_rows - len(kept) <= NAMED:
-                bad.append(without_advice(error))
+            leave_out(error)
             continue
+        if number is not None:
+            found.append(number)
+        elif first_text is None:
+            first_text = FirstText(f"{where} column '{header[chosen]}'", value)
         values.extend(numbers)
         targets.append(value)
-        kept.append(num_rows - 1)
+        kept.append(num_rows)
+        num_rows += 1
     # Names of numbers alone may be names, beside a class that is one of the rows they are not.
-    if names and header[chosen].strip() in targets and all(_is_number(name) for name in names):
+    if names and header[chosen] in targets and all(number_in(name) is not None for name in names):
         raise DataError(
             f"{path}:1 is a row ({names[0]}, ..., {header[chosen]}), not names of columns; write names above it, such "
             "as a,b,class"
@@ -90,7 +76,20 @@ def _parse_csv(
     if skipped is not None:
         skipped.set(bad, num_rows - len(kept), of=num_rows)
         skipped.tell()
-    return CsvRows(inputs, _numbers_or_strings(targets), names, np.array(kept, np.int64))
+    kept_targets = found if first_text is None else targets
+    return TableRows(inputs, kept_targets, names, np.array(kept, np.int64), found, first_text)
+
+
+def _usual(header: Sequence[str], chosen: int, asked: AskedColumns, path: Path) -> Sequence[str]:
+    """Returns the columns that may be inputs: a first one without a name is none, unless it was asked for."""
+    # pandas writes the numbers of rows into it, by which a table in the order of its classes is learned by heart.
+    if header[0] or chosen == 0 or len(header) < 3 or asked.columns is not None or asked.takes_unnamed:
+        return header
+    print_remark(
+        f"{path}: the first column has no name, as row numbers of pandas have none, and is no input; to use it, list "
+        "all inputs in data.columns, '' among them"
+    )
+    return header[1:]
 
 
 def _text(path: Path, *, keeps_bytes: bool) -> str:
@@ -103,31 +102,10 @@ def _text(path: Path, *, keeps_bytes: bool) -> str:
     return header + content[end:].decode("utf-8", errors="surrogateescape")
 
 
-def input_columns(there: Sequence[str], target: str, columns: Sequence[str] | None, *, where: str) -> tuple[str, ...]:
-    """Returns the columns of a table that are inputs.
-
-    Args:
-        there: All columns.
-        target: The one to predict.
-        columns: Those that the user chose; None: all but the target.
-        where: The file, for messages.
-
-    Raises:
-        DataError: One is missing, is the target, or was chosen twice.
-    """
-    for number, name in enumerate(columns or ()):
-        if name not in there:
-            raise DataError(f"{where} has no column '{name}' (it has: {', '.join(there)}); set data.columns to some")
-        if name == target or name in (columns or ())[:number]:
-            why = "is the target" if name == target else "stands there twice"
-            raise DataError(f"data.columns names '{name}', which {why}; leave it out")
-    return tuple(name for name in there if name != target) if columns is None else tuple(columns)
-
-
 def _parsed(
     row: Sequence[str], header: Sequence[str], chosen: int, places: Sequence[int], *, where: str
-) -> tuple[list[float], str]:
-    """Returns the inputs of a line, and its target.
+) -> tuple[list[float], str, float | None]:
+    """Returns the inputs of a line, its target, and the number that the target writes, or None.
 
     Raises:
         BadRecordError: It has another number of fields than the header, or a field without a value.
@@ -136,11 +114,12 @@ def _parsed(
         raise BadRecordError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
     numbers = [_number(row[place], where, header[place]) for place in places]
     value = row[chosen].strip()
-    if not value or (_is_number(value) and not math.isfinite(float(value))):
+    number = number_in(value)
+    if number is None and (not value or _is_no_value(value)):
         raise BadRecordError(f"{where} column '{header[chosen]}' has no value; fill it or remove the line")
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise BadRecordError(f"{where} column '{header[chosen]}' is not UTF-8; write it again, or remove the line")
-    return numbers, value
+    return numbers, value, number
 
 
 def _target_column(header: Sequence[str], *, target: str | None, path: Path) -> int:
@@ -149,10 +128,11 @@ def _target_column(header: Sequence[str], *, target: str | None, path: Path) -> 
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
         raise DataError(f"{path}:1 names column '{repeated[0]}' twice; rename one")
-    if all(_is_number(name) for name in header):
+    if all(number_in(name) is not None for name in header):
         raise DataError(f"{path}:1 holds only numbers; the first line must name the columns")
     if target is None:
         return len(header) - 1
+    target = target if target in header else target.strip()
     if target not in header:
         raise DataError(
             f"{path} has no column '{target}' (it has: {', '.join(header)}); set data.target to one of them"
@@ -162,24 +142,19 @@ def _target_column(header: Sequence[str], *, target: str | None, path: Path) -> 
 
 def _number(cell: str, where: str, name: str) -> float:
     try:
-        value = float(cell)
+        number = float(cell)
     except ValueError:
-        found = f"{cell!r}, not a number" if cell.strip() else "empty"
-        raise BadRecordError(f"{where} column '{name}' is {found}; fill it, or remove the line or the column") from None
-    if not math.isfinite(value):
-        raise BadRecordError(f"{where} column '{name}' is {cell.strip()}; fill it, or remove the line or the column")
-    return value
+        number = math.nan
+    if not math.isfinite(number) or "_" in cell:  # as `float_of`, in half of its time
+        text = cell.strip()
+        found = "empty" if not text else text if _is_no_value(text) else f"{cell!r}, not a number"
+        raise BadRecordError(f"{where} column '{name}' is {found}; fill it, or remove the line or the column")
+    return number
 
 
-def _is_number(text: str) -> bool:
+def _is_no_value(text: str) -> bool:
+    """Returns whether a text is NaN or infinite, as Python writes and reads them."""
     try:
-        float(text)
+        return not math.isfinite(float(text))
     except ValueError:
         return False
-    return True
-
-
-def _numbers_or_strings(targets: Sequence[str]) -> np.ndarray:
-    if all(_is_number(text) for text in targets):
-        return np.array([float(text) for text in targets], np.float64)
-    return np.array(targets)

@@ -11,30 +11,26 @@ import numpy as np
 from jaxtrain.data.formats.opened import DataFile, pass_over_file
 from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
-from jaxtrain.data.sources.table_csv import CsvRows, input_columns
+from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRows, input_columns
+from jaxtrain.data.sources.table_targets import target_of
+from jaxtrain.data.text.numbers import float_of
 from jaxtrain.errors import DataError
 
 _INDEX = re.compile(r"__index_level_\d+__")
 
 
-def read_table_rows(
-    files: Sequence[DataFile],
-    *,
-    target: str | None,
-    columns: Sequence[str] | None,
-    skipped: SkippedRecords | None,
-) -> CsvRows:
+def read_table_rows(files: Sequence[DataFile], asked: AskedColumns, *, skipped: SkippedRecords | None) -> TableRows:
     """Reads the columns of a table into memory.
 
     Args:
         files: With the same columns.
-        target: Column to predict; None: the last one.
-        columns: Those that are inputs; None: all others.
+        asked: Which columns.
         skipped: Counts the bad rows, which are left out; None: a bad row is an error.
 
     Raises:
         DataError: A file is damaged or lacks a column, a value is no number, or too many rows are bad.
     """
+    target, columns = asked.target, asked.columns
     # The first file with rows: writers in parallel leave empty ones.
     first = next((row for file in files for _, row in pass_over_file(file, None)), {})
     there = list(first)
@@ -47,6 +43,7 @@ def read_table_rows(
     chosen = target or usual[-1]
     names = input_columns(usual if columns is None else there, chosen, columns, where=str(files[0].path))
     values, targets, kept, bad = array("d"), [], [], []
+    first_text = None
     num_rows = num_bad = 0
 
     def leave_out(error: BadRecordError) -> None:
@@ -62,10 +59,12 @@ def read_table_rows(
         for where, row in pass_over_file(file, wanted, bad=leave_out):
             try:
                 numbers = [_number(row[name], where, name) for name in names]
-                value = _target(row[chosen], where, chosen)
+                value = target_of(row[chosen], where=where, column=chosen, as_numbers=asked.as_numbers)
             except BadRecordError as error:
                 leave_out(error)
                 continue
+            if first_text is None and isinstance(value, str):
+                first_text = FirstText(f"{where} column '{chosen}'", value)
             values.extend(numbers)
             targets.append(value)
             kept.append(num_rows)
@@ -73,27 +72,14 @@ def read_table_rows(
     if skipped is not None:
         skipped.set(bad, num_bad, of=num_rows)
         skipped.tell()
-    if any(isinstance(value, str) for value in targets):
-        # A number is the same class as its text.
-        targets = [
-            str(int(value)) if isinstance(value, float) and value.is_integer() else str(value) for value in targets
-        ]
     inputs = np.array(values, np.float64).reshape(len(targets), len(names))
-    return CsvRows(inputs, np.array(targets), names, np.array(kept, np.int64))
+    found = [value for value in targets if not isinstance(value, str)]
+    return TableRows(inputs, targets, names, np.array(kept, np.int64), found, first_text)
 
 
 def _number(value: Any, where: str, name: str) -> float:
-    try:
-        number = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:  # JSON has whole numbers of any length
-        number = math.inf
-    if not math.isfinite(number):
+    number = float_of(value)
+    if math.isnan(number):
         found = "has no value" if value is None else f"is {repr(value)[:40]}, not a finite number"
         raise BadRecordError(f"{where} column '{name}' {found}; fill it, or remove the row or the column")
     return number
-
-
-def _target(value: Any, where: str, name: str) -> float | str:
-    if isinstance(value, str) and value.strip():
-        return value.strip()
-    return _number(value, where, name)

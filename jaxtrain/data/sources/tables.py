@@ -15,19 +15,21 @@ from jaxtrain.data.files import COMPRESSED_SUFFIXES, check_is_text, require_file
 from jaxtrain.data.row_names import NamedRows
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.skipped import SkippedRecords, skipped_records
+from jaxtrain.data.sources.table_columns import AskedColumns, TableRows
 from jaxtrain.data.sources.table_csv import read_csv
 from jaxtrain.data.sources.table_records import read_table_rows
+from jaxtrain.data.sources.table_targets import (
+    are_class_numbers,
+    are_wanted_as_numbers,
+    check_not_mixed,
+    numbered_classes,
+    target_array,
+)
+from jaxtrain.data.text.numbers import check_steps
 from jaxtrain.data.text.records import row_files
 from jaxtrain.errors import DataError
 
 _BUILTIN = "builtin:"
-
-_MAX_CLASSES = 1000
-
-# A column of integers holds classes where it has few distinct values with several rows each, and quantities where most
-# rows have a value of their own; in between (ages, years, labels of 100 classes) only the user knows.
-_CERTAIN_CLASSES = 20
-_ROWS_PER_CLASS = 2
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,17 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         DataError: The file is missing, or a row or value is wrong, which the message locates by file and line; or the
             table has columns or classes that `reading` does not have.
     """
-    table = _read(config)
     reading = matching_reading(reading, kind="table")
+    table = _read(config, task=task, reading=reading)
     if reading is not None:
         table = replace(_in_order(table, reading.get("columns")), are_classes=reading["classes"] is not None)
     elif config.task is not None:
         table = replace(table, are_classes=config.task == "classification")
-    elif task == "regression" and table.are_classes is None and table.targets.dtype.kind != "U":
+    elif task == "regression" and table.are_classes is None:
         table = replace(table, are_classes=False)
     if len(table.inputs) == 0:
         raise DataError(f"{table.label} has no rows; give a table with at least one")
-    targets, names = _targets(table, known=None if reading is None else reading["classes"])
+    targets, names = _targets(table, known=None if reading is None else reading["classes"], is_new=reading is None)
     train, validation = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
     inputs = table.inputs
     _check_float32(inputs, label=table.label, what="input")
@@ -141,6 +143,8 @@ def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
     """
     if columns is None or table.columns is None or len(columns) != len(table.columns):
         return table
+    # Names of a .csv file were not stripped in earlier runs.
+    columns = [name if name in table.columns else name.strip() for name in columns]
     for name in columns:
         if name not in table.columns:
             there = ", ".join(table.columns)
@@ -220,17 +224,18 @@ def _saved_scales(
     return np.array(reading["mean"], np.float64), np.array(reading["deviation"], np.float64)
 
 
-def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str] | None]:
+def _targets(table: _Table, *, known: Sequence[str] | None, is_new: bool) -> tuple[np.ndarray, list[str] | None]:
     """Returns int32 [N] and the names of the classes, or float32 [N, K] and None.
 
     Args:
         table: The table.
         known: Names of the classes in the order of their numbers; None: the classes of the table, sorted.
+        is_new: Whether a model is to be trained on them, and not one that was trained already to read them.
     """
     values = table.targets
     are_classes = table.are_classes
     if are_classes is None:
-        are_classes = values.ndim == 1 and (values.dtype.kind == "U" or _are_class_numbers(values, table.label))
+        are_classes = values.ndim == 1 and (values.dtype.kind == "U" or are_class_numbers(values, table.label))
     if not are_classes:
         if values.dtype.kind == "U":
             raise DataError(
@@ -239,59 +244,29 @@ def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray,
             )
         columns = values.astype(np.float64).reshape(len(values), -1)
         _check_float32(columns, label=table.label, what="target")
+        if is_new:
+            check_steps(columns, table.label)
         return columns.astype(np.float32), None
-    if values.ndim != 1:
-        raise DataError(f"{table.label} has targets of shape {values.shape}; classes need one column")
-    distinct, classes = np.unique(values, return_inverse=True)
-    if len(distinct) > _MAX_CLASSES:
-        raise DataError(
-            f"{table.label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set "
-            + ("data.target to another column" if values.dtype.kind == "U" else "task=regression, data.task=regression")
-        )
-    names = [
-        str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
-    ]
-    if known is not None:
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            shown = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
-            raise DataError(
-                f"{table.label} has class '{unknown[0]}', which the run was not trained on (its classes: {shown}); "
-                "remove these rows or rename the class"
-            )
-        return np.array([known.index(name) for name in names], np.int32)[classes], list(known)
-    return classes.astype(np.int32), names
+    return numbered_classes(values, table.label, known=known)
 
 
-def _are_class_numbers(values: np.ndarray, label: str) -> bool:
-    """Returns whether numeric targets [N] are classes.
-
-    Raises:
-        DataError: They could be classes or quantities.
-    """
-    if not np.all(values == np.round(values)):
-        return False
-    distinct = len(np.unique(values))
-    if distinct * _ROWS_PER_CLASS > len(values) or distinct > _MAX_CLASSES:
-        return False
-    if distinct <= _CERTAIN_CLASSES:
-        return True
-    raise DataError(
-        f"{label} has {distinct} distinct integers as targets of {len(values)} rows, which could be quantities or "
-        "classes; set task=regression and data.task=regression, or task=classification and data.task=classification"
-    )
-
-
-def _read(config: TableData) -> _Table:
+def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | None) -> _Table:
     if config.path.startswith(_BUILTIN):
         return _read_builtin(config.path.removeprefix(_BUILTIN))
+    asked = AskedColumns(
+        target=config.target,
+        columns=config.columns,
+        as_numbers=are_wanted_as_numbers(config.task, task=task, reading=reading),
+        # Runs were trained on it before it was left out.
+        takes_unnamed=reading is not None and "" in (reading.get("columns") or ()),
+    )
+    is_decided = reading is not None or config.task is not None
     files = row_files(config.path, what="data.path")
     if files is not None:
         skipped = skipped_records(
             config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
         )
-        found = read_table_rows(files, target=config.target, columns=config.columns, skipped=skipped)
-        return _Table(config.path, found.inputs, found.targets, None, found.columns, found.numbers, skipped)
+        return _taken(read_table_rows(files, asked, skipped=skipped), config.path, skipped, is_decided=is_decided)
     path = require_file(config.path, what="data.path")
     if config.columns is not None and path.suffix != ".csv":
         raise DataError(f"data.columns chooses columns by name, and those of {path} have none; leave it out")
@@ -301,11 +276,16 @@ def _read(config: TableData) -> _Table:
         skipped = skipped_records(
             str(path), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
         )
-        found = read_csv(path, target=config.target, columns=config.columns, skipped=skipped)
-        return _Table(str(path), found.inputs, found.targets, None, found.columns, found.numbers, skipped)
+        return _taken(read_csv(path, asked, skipped=skipped), str(path), skipped, is_decided=is_decided)
     if path.suffix in COMPRESSED_SUFFIXES:
         check_is_text(path)
     raise DataError(f"data.path {path} is no .csv or .npz file; convert it, or use builtin:breast_cancer")
+
+
+def _taken(found: TableRows, label: str, skipped: SkippedRecords | None, *, is_decided: bool) -> _Table:
+    if not is_decided:
+        check_not_mixed(found)
+    return _Table(label, found.inputs, target_array(found.targets), None, found.columns, found.numbers, skipped)
 
 
 def _read_builtin(name: str) -> _Table:

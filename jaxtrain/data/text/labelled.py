@@ -18,6 +18,7 @@ from jaxtrain.data.text.docstrings import labelled_docstrings, named_docstrings
 from jaxtrain.data.text.frame import fill_frame, make_frame
 from jaxtrain.data.text.framed import FramedTokens, check_room, framed_texts, framed_tokens, framed_words
 from jaxtrain.data.text.labels import class_name, class_names, number_of, numbered, saved_classes
+from jaxtrain.data.text.numbers import check_steps
 from jaxtrain.data.text.ragged import Column, RaggedRows, digest, make_column
 from jaxtrain.data.text.records import Record, list_of, read_records, text_of
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
@@ -87,6 +88,8 @@ def open_labelled_text(
     classes = None
     if task == "regression":
         numbers = [number_of(value, where=where, column=config.label) for where, value in values]
+        if reading is None:
+            check_steps(np.array(numbers)[:, None], records.label)
         targets, kind = np.array(numbers, np.float32)[:, None], "one number each"
     else:
         found = [class_name(value, where=where, column=config.label) for where, value in values]

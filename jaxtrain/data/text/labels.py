@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.text.numbers import float_of
 from jaxtrain.errors import DataError
 
 _MAX_CLASSES = 100_000
@@ -36,16 +37,13 @@ def class_name(value: Any, *, where: str, column: str) -> str:
 
 
 def number_of(value: Any, *, where: str, column: str) -> float:
-    """Returns the number that a file gives.
+    """Returns the number that a file gives: a number, a truth value (1 or 0), or the text of a number.
 
     Raises:
         DataError: It is none, or not finite.
     """
-    try:
-        found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
+    found = float_of(value)
+    if math.isnan(found):
         raise DataError(f"{where} column '{column}' is {value!r}, not a number; fix or remove the row")
     return found
 

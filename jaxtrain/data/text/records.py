@@ -1,7 +1,5 @@
 """Columns of a .csv file or of a file of any format of rows, with the place of each row for messages."""
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 from jaxtrain.config.local_path import local_path
 from jaxtrain.data.compression import plain_suffix
+from jaxtrain.data.csv_rows import csv_rows, stripped_header
 from jaxtrain.data.files import (
     BYTE_ORDER_MARK,
     COMPRESSED_SUFFIXES,
@@ -88,10 +87,11 @@ def list_of(value: Any, *, where: str, column: str) -> list[Any]:
         return value.split()
     if isinstance(value, list) and all(isinstance(one, str | int) for one in value):
         return value
-    raise DataError(
-        f"{where} column '{column}' holds {type(value).__name__!r}, not a list; give a list of texts, or text with "
-        "spaces between them"
-    )
+    found = f"a value of type {type(value).__name__}, not a list"
+    if isinstance(value, list):
+        other = next(one for one in value if not isinstance(one, str | int))
+        found = f"a list with {'null' if other is None else repr(other)[:40]} in it, no text and no whole number"
+    raise DataError(f"{where} column '{column}' holds {found}; give a list of texts, or text with spaces between them")
 
 
 def column_names(path: str, *, what: str) -> list[str]:
@@ -107,7 +107,7 @@ def column_names(path: str, *, what: str) -> list[str]:
     files = row_files(path, what=what)
     if files is None:
         text = decode_utf8(read_file(_csv_file(path, what)), path=Path(path)).removeprefix(BYTE_ORDER_MARK)
-        names = next(csv.reader(io.StringIO(text, newline="")), [])
+        names = stripped_header(next(csv_rows(text, path=Path(path)), ("", []))[1])
     else:
         names = list(next(pass_over_file(files[0], None), ("", {}))[1])
     if not names:
@@ -117,25 +117,20 @@ def column_names(path: str, *, what: str) -> list[str]:
 
 def _csv_rows(file: Path, columns: Sequence[Column]) -> Iterator[Record]:
     text = decode_utf8(read_file(file), path=file).removeprefix(BYTE_ORDER_MARK)
-    reader = csv.reader(io.StringIO(text, newline=""))
-    try:
-        header = next(reader, [])
-        repeated = sorted({name for name in header if header.count(name) > 1})
-        if repeated:
-            raise DataError(f"{file}:1 names column '{repeated[0]}' twice; rename one")
-        for key, name in columns:
-            if name not in header:
-                raise missing_column(f"{file}:1", key, name, header)
-        places = [header.index(name) for _, name in columns]
-        for row in reader:
-            if not row:
-                continue
-            where = f"{file}:{reader.line_num}"
-            if len(row) != len(header):
-                raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
-            yield Record(where, tuple(row[place] for place in places))
-    except csv.Error as error:
-        raise DataError(f"{file} is not CSV ({error}); write it with a header and commas") from None
+    rows = csv_rows(text, path=file)
+    header = stripped_header(next(rows, ("", []))[1])
+    columns = [(key, name if name in header else name.strip()) for key, name in columns]
+    repeated = sorted({name for name in header if header.count(name) > 1})
+    if repeated:
+        raise DataError(f"{file}:1 names column '{repeated[0]}' twice; rename one")
+    for key, name in columns:
+        if name not in header:
+            raise missing_column(f"{file}:1", key, name, header)
+    places = [header.index(name) for _, name in columns]
+    for where, row in rows:
+        if len(row) != len(header):
+            raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
+        yield Record(where, tuple(row[place] for place in places))
 
 
 def row_files(path: str, *, what: str) -> tuple[DataFile, ...] | None:
