@@ -215,14 +215,17 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
         first: Whose dtypes these are, in messages.
 
     Raises:
-        DataError: Numbers would be cut: 0.5 among rows of which the first holds 0.
+        DataError: Numbers would be cut (0.5 among rows of which the first holds 0), or do not fit into 32 bits.
     """
 
     def cast(path: Any, column: np.ndarray, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        # 64-bit integers of 32-bit programs are checked with the ids.
-        known = column.dtype == leaf.dtype or jax.dtypes.canonicalize_dtype(column.dtype) == leaf.dtype
-        if known or jnp.issubdtype(leaf.dtype, np.inexact):
-            return column.astype(leaf.dtype, copy=False)
+        if column.dtype == leaf.dtype:
+            return column
+        if jnp.issubdtype(leaf.dtype, np.inexact):
+            return _rounded(column, leaf.dtype, f"{where} {path_name(path)}")
+        if jax.dtypes.canonicalize_dtype(column.dtype) == leaf.dtype:
+            check_bits(column, f"{where} {path_name(path)}")
+            return column.astype(leaf.dtype)
         with np.errstate(invalid="ignore"):
             kept = column.astype(leaf.dtype)
         lost = column[kept != column]
@@ -234,6 +237,35 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
         return kept
 
     return jax.tree_util.tree_map_with_path(cast, batch, spec)
+
+
+def _rounded(column: np.ndarray, dtype: Any, where: str) -> np.ndarray:
+    """Returns numbers in a floating-point type; finite ones that are beyond its range are a DataError."""
+    with np.errstate(over="ignore"):
+        kept = column.astype(dtype)
+    if column.dtype == np.float64 and column.size:
+        beyond = np.isfinite(column) & ~np.isfinite(kept)
+        if beyond.any():
+            raise DataError(f"{where} of {column[beyond].flat[0]:.6g}, beyond what {dtype} holds; rescale the data")
+    return kept
+
+
+def check_bits(leaf: np.ndarray, where: str) -> None:
+    """Checks integers that a 32-bit program holds in 32 bits.
+
+    Args:
+        leaf: The integers; others are not checked.
+        where: What holds them, for the message.
+
+    Raises:
+        DataError: One does not fit into the type that jax holds them in.
+    """
+    if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:
+        return
+    kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    worst = max(int(leaf.max()), int(leaf.min()), key=abs)
+    if not kept.min <= worst <= kept.max:
+        raise DataError(f"{where} of {worst}, which does not fit into {kept.dtype}; store them as float32")
 
 
 def default_workers() -> int:
@@ -277,6 +309,11 @@ def _stacked(rows: list[Any]) -> Batch:
         DataError: The entries or shapes of the rows differ.
     """
     structure = jax.tree.structure(rows[0])
+    if any(row is None for row in rows):
+        raise DataError(
+            "a row is None, as those that a filter of grain leaves out are; choose the rows beforehand, and give those "
+            "that are left: jaxtrain.ArrayRows({...})"
+        )
     if not isinstance(rows[0], Mapping):
         raise DataError(f"a row is {type(rows[0]).__name__}, not a dict of entries such as 'inputs' and 'targets'")
     for row in rows:

@@ -190,10 +190,17 @@ def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tupl
         files = [Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()]
         if not files:
             raise DataError(f"{what} {path} matches no file; the nearest existing path is {_glob_root(root)}")
+        for file in sorted(files):
+            _check_no_lines(file, suffix, what=what)
         return _named(files, root=_glob_root(root), what=what)
-    if suffix == ".txt" and ".jsonl" in (root.suffix, *root.suffixes[-2:-1]):
-        raise DataError(f"{what} {path} holds JSON lines, not plain text; set data.kind=jsonl")
+    _check_no_lines(root, suffix, what=what)
     return ((root.name, require_file(root, what=what)),)
+
+
+def _check_no_lines(path: Path, suffix: str, *, what: str) -> None:
+    """Raises a DataError where a file of JSON lines is to be read as plain text, braces and all."""
+    if suffix == ".txt" and ".jsonl" in (path.suffix, *path.suffixes[-2:-1]):
+        raise DataError(f"{what} {path} holds JSON lines, not plain text; set data.kind=jsonl")
 
 
 def _named(files: Iterable[Path], *, root: Path, what: str) -> tuple[tuple[str, Path], ...]:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import linen, nnx
 
+from jaxtrain.data.batches import check_bits
 from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import path_name
@@ -150,7 +151,7 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
         if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            _check_bits(leaf, f"{where} holds {path_name(path)}")
+            check_bits(leaf, f"{where} holds {path_name(path)}")
     for name, limit in limits.items():
         ids = batch.get(name)
         ids = ids.get("tokens") if isinstance(ids, Mapping) else ids
@@ -169,16 +170,6 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
             f"{where} holds {name} of {int(ids[wrong][0])}, but the model has ids 0 to {limit - 1}{more}; "
             "mend the data, or give the model more outputs or a larger vocabulary"
         )
-
-
-def _check_bits(leaf: np.ndarray, where: str) -> None:
-    """Raise where integers do not fit into the type that jax holds them in."""
-    if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:
-        return
-    kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
-    worst = max(int(leaf.max()), int(leaf.min()), key=abs)
-    if not kept.min <= worst <= kept.max:
-        raise DataError(f"{where} of {worst}, which does not fit into {kept.dtype}; store them as float32")
 
 
 def _is_number(value: Any) -> bool:

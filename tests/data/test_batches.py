@@ -120,6 +120,28 @@ def test_no_rows_is_an_error():
         Batches(numbered(0), 4, seed=0, shuffle=True)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (np.array([7, 3_000_000_000]), "targets of 3000000000, which does not fit into int32"),
+        (np.array([7, -3_000_000_000]), "targets of -3000000000, which does not fit into int32"),
+        (np.array([7, 2**63], np.uint64), "targets of 9223372036854775808, which does not fit into uint32"),
+        (np.array([7, 1e300]), "targets of 1e[+]300, beyond what float32 holds"),
+    ],
+    ids=["int64", "below", "uint64", "float64"],
+)
+def test_numbers_that_32_bits_cannot_hold_are_refused(numbers, said):
+    batches = Batches(ArrayRows({"targets": numbers}), 2, seed=0, shuffle=False)
+    with pytest.raises(DataError, match=f"batch 0 holds {said}"):
+        batches.load(0, on_one_device(batches))
+
+
+def test_rows_that_a_filter_leaves_out_are_named():
+    batches = Batches(numbered(8).filter(lambda row: int(row["targets"]) < 2), 4, seed=0, shuffle=False)
+    with pytest.raises(DataError, match="a row is None, as those that a filter of grain leaves out are"):
+        batches.load(0, on_one_device(batches))
+
+
 class _Seen(ArrayRows):
     """Records the rows it is asked for."""
 

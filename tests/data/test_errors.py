@@ -258,6 +258,17 @@ CASES = {
         lambda d: images(d),
         "{dir} holds 0 class folders; give a folder with one folder per class, at least 2",
     ),
+    "folders of images that are no classes": (
+        {f"{part}/{name}/a.png": b"x" for part in ("Train", "Test") for name in ("cat", "dog")},
+        lambda d: images(d),
+        "{dir} holds Test and Train, which are named as parts of a dataset and not as classes; name them train/ and "
+        "val/, or give one of them as data.path",
+    ),
+    "a glob of JSON lines as text": (
+        {"a.txt": b"x", "b.jsonl": b'{"text": "a"}\n'},
+        lambda d: text(d / "*"),
+        "data.path {dir}/b.jsonl holds JSON lines, not plain text; set data.kind=jsonl",
+    ),
     "class without images": (
         {"cat/a.png": b"x", "dog/readme": b"x"},
         lambda d: images(d),

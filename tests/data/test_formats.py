@@ -99,6 +99,25 @@ def test_images_are_the_same_in_every_format(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.parametrize("endings", [("JPEG", "JPEG"), ("png", "jpg"), ("jpg", "JPEG"), ("webp", "png")], ids="-".join)
+def test_images_of_a_shard_may_end_in_several_ways(tmp_path, endings):
+    members = [
+        (f"{i:03}.{ending}", content)
+        for i in range(12)
+        for ending, content in ((endings[i % 2], png(i)), ("cls", str(i % 3).encode()))
+    ]
+    path = write_tar(tmp_path / "a.tar", members)
+    usual = [(name.rpartition(".")[0] + ".png" if "cls" not in name else name, content) for name, content in members]
+    (tmp_path / "usual").mkdir()
+    wanted = write_tar(tmp_path / "usual" / "a.tar", usual)
+    config = {"kind": "images", "path": str(path), "image_size": 8, "validation_fraction": 0.0, "augment": False}
+    found, expected = (open_data({**config, "path": str(one)}).train for one in (path, wanted))
+    for i in range(12):
+        jax.tree.map(np.testing.assert_array_equal, found[i], expected[i])
+    named = open_data({**config, "image": ";".join(endings)}).train
+    jax.tree.map(np.testing.assert_array_equal, named[5], expected[5])
+
+
 def test_a_row_says_where_it_is_from(tmp_path):
     for form, name in {"lines": "a.jsonl:8", "parquet": "a.parquet row 8", "tar": "a.tar '0007'"}.items():
         path = write_rows(tmp_path, form, ROWS)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data import open_data
+from jaxtrain.data.sources.arrays import open_arrays
 from jaxtrain.errors import DataError
 
 
@@ -78,3 +79,11 @@ def test_columns_of_other_rows_are_found_by_their_names(tmp_path):
     assert other.reading == first.reading
     with pytest.raises(DataError, match=r"no input column 'z', which the run was trained on \(it has: x, zz\)"):
         open_data(table("c.csv", ["x", "zz", "y"]), reading=first.reading)
+
+
+def test_classes_of_held_out_rows_count():
+    inputs = np.zeros((8, 4), np.float32)
+    made = {"train": {"inputs": inputs, "targets": np.arange(8) % 3}, "validation": {"inputs": inputs}}
+    assert open_arrays(made, label="f").num_outputs == 3
+    made["validation"]["targets"] = np.arange(8) % 4
+    assert open_arrays(made, label="f").num_outputs == 4

@@ -313,6 +313,20 @@ def test_train_and_val_folders_are_the_splits(tmp_path):
     assert (len(data.train), len(data.validation), data.num_outputs) == (12, 11, 2)
 
 
+def test_a_folder_beside_train_is_named_and_classes_may_have_any_name(tmp_path):
+    write_images(tmp_path / "parts" / "train")
+    write_images(tmp_path / "parts" / "validation")
+    data = open_data(ImageFolderData(path=str(tmp_path / "parts"), image_size=8, validation_fraction=0.25))
+    assert (len(data.train), len(data.validation)) == (9, 3)
+    assert any(line.startswith("not read: validation/ beside train/") for line in data.description)
+    # Folders that hold images themselves are classes, whatever they are called.
+    classes = write_images(tmp_path / "classes")
+    (classes / "cat").rename(classes / "test")
+    (classes / "dog").rename(classes / "training")
+    data = open_data(ImageFolderData(path=str(classes), image_size=8, validation_fraction=0.25))
+    assert data.reading["classes"] == ["test", "training"]
+
+
 def test_a_mixture_of_texts_trains_one_tokenizer(tmp_path):
     config = MixtureData(
         components=(

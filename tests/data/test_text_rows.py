@@ -260,6 +260,13 @@ def test_no_path_and_wrong_counts_are_one_line(tmp_path):
         open_data({"kind": "tagged_text", "path": path, "validation_fraction": 0.0}, sequence_length=16)
 
 
+@pytest.mark.parametrize(("tags", "found"), [([1.0, 2.0], "1.0"), (["x", None], "null")])
+def test_a_list_says_what_in_it_is_wrong(tags, found, tmp_path):
+    path = write_rows(tmp_path, ".jsonl", [{"words": ["a", "b"], "tags": tags}])
+    with pytest.raises(DataError, match=f"rows.jsonl:1 column 'tags' holds a list with {found} in it, no text and no"):
+        open_data({"kind": "tagged_text", "path": path, "validation_fraction": 0.0}, sequence_length=16)
+
+
 def test_built_in_docstrings():
     data = open_data({"kind": "labelled_text", "builtin": "python_docstrings"}, sequence_length=128)
     assert data.reading["classes"] == ["asyncio", "email", "importlib", "logging", "tkinter", "unittest", "xml"]

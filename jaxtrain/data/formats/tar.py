@@ -23,7 +23,7 @@ class TarReader:
 
     Args:
         state: The file.
-        columns: Those that are read; None: all.
+        columns: Those that are read, each the first of several (`jpg;png`) that a row has; None: all.
         index_folder: Where the places of the members are kept; None: they are found each time.
 
     Raises:
@@ -69,15 +69,20 @@ class TarReader:
         for key, name in self._wanted:
             if name == KEY:
                 found[name] = self._index.key(number)
-            elif name in members:
-                found[name] = content(name)
+                continue
+            # As in WebDataset, of a name such as "jpg;png" the first that a row has.
+            names = name.split(";")
+            ending = next((one for each in names for one in (each, each.lower()) if one in members), None)
+            if ending is not None:
+                found[name] = content(ending)
             else:
                 if described is None:
                     described = content("json") if "json" in members else {}
-                if not isinstance(described, dict) or name not in described:
-                    there = [*members, *(described if isinstance(described, dict) else ())]
-                    raise missing_cell(where, key, name, there)
-                found[name] = described[name]
+                keys = described if isinstance(described, dict) else {}
+                in_json = next((one for one in names if one in keys), None)
+                if in_json is None:
+                    raise missing_cell(where, key, names[0], [*members, *keys])
+                found[name] = keys[in_json]
         return found
 
 

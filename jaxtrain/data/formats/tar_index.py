@@ -14,7 +14,7 @@ from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import write_bytes_atomic
 
 # Of the arrays below; another one is read from the tar file again.
-_VERSION = 2
+_VERSION = 3
 # How a tar file ends.
 _END_BYTES = 1024
 
@@ -109,6 +109,7 @@ def _read(state: FileState) -> TarIndex:
             for member in archive:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
+                ending = ending.lower()  # as WebDataset does: ImageNet's files end in .JPEG
                 if stem and (member.islnk() or member.issym() or member.issparse()):
                     kind = "file with holes" if member.issparse() else "link"
                     raise DataError(

@@ -72,7 +72,7 @@ def open_arrays(made: Any, *, label: str) -> Arrays:
     return Arrays(
         train=rows["train"],
         validation=rows.get("validation"),
-        num_outputs=_classes(targets),
+        num_outputs=_classes(targets, columns.get("validation", {}).get("targets")),
         input_shape=inputs.shape[1:],
         are_tokens=_are_tokens(columns["train"]["inputs"], targets),
         identity={"kind": "arrays", "sha256": digest.hexdigest(), "num_rows": len(rows["train"])},
@@ -97,10 +97,15 @@ def _columns(part: Any, name: str, label: str) -> dict[str, Any]:
     return arrays
 
 
-def _classes(targets: Any) -> int | None:
-    if not isinstance(targets, np.ndarray) or targets.ndim != 1 or not np.issubdtype(targets.dtype, np.integer):
+def _classes(targets: Any, held_out: Any) -> int | None:
+    """Returns the number of classes, those of held-out rows among them; None: targets are no classes."""
+    if not _are_classes(targets):
         return None
-    return int(targets.max()) + 1
+    return int(max(targets.max(), held_out.max() if _are_classes(held_out) else 0)) + 1
+
+
+def _are_classes(targets: Any) -> bool:
+    return isinstance(targets, np.ndarray) and targets.ndim == 1 and np.issubdtype(targets.dtype, np.integer)
 
 
 def _are_tokens(inputs: Any, targets: Any) -> bool:

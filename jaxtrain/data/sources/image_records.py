@@ -52,7 +52,11 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
     if first_rows is None:
         raise DataError(f"{config.path} has no rows; give a file with images")
     image, label = _columns(config, first_rows)
-    reader = open_rows(files, [("image", image)], label=config.path)
+    read = image
+    if config.image is None and all(file.format == "tar" for file in files):
+        # A shard may hold .jpg beside .png; a row of both is read as the first row is.
+        read = ";".join(dict.fromkeys([image, *_IMAGES]))
+    reader = open_rows(files, [("image", read)], label=config.path)
     found = _labels(config, files, label)
     own = saved_classes(matching_reading(reading, kind=config.kind), config.kind)
     classes = class_names(found, label=config.path, known=own)
@@ -67,7 +71,7 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
             len(targets), validation_fraction=config.validation_fraction, label=config.path
         )
     skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
-    readers = [_Images(reader, image, targets, side, config.image_size, skipped) for side in (train, validation)]
+    readers = [_Images(reader, read, targets, side, config.image_size, skipped) for side in (train, validation)]
     places = [grain.MapDataset.source(range(len(side))) for side in (train, validation)]
     train_rows = (
         places[0].random_map(_Augmented(readers[0]), seed=grain_seed(seed))
@@ -103,7 +107,8 @@ def _columns(config: ImageRecordsData, reader: Reader) -> tuple[str, str]:
         name = given or next((one for one in usual if one in there), None)
         if name is None:
             raise missing_column(reader.name_of(0), key, usual[0], there)
-        if name not in there:
+        # The names of members are lower-case, and one may be any of several: data.image=jpg;png.
+        if not {*there}.intersection(one for each in name.split(";") for one in (each, each.lower())):
             raise missing_column(reader.name_of(0), key, name, there)
         chosen.append(name)
     return chosen[0], chosen[1]
@@ -166,8 +171,8 @@ def _encoded(row: Cells, column: str, *, where: str) -> bytes:
         value = value.get("bytes")
     if not isinstance(value, bytes):
         raise BadRecordError(
-            f"{where} column '{column}' holds a value of type {type(value).__name__}, not an encoded image; set "
-            "data.image, or save the images themselves and not their paths"
+            f"{where} column '{column.partition(';')[0]}' holds a value of type {type(value).__name__}, not an encoded "
+            "image; set data.image, or save the images themselves and not their paths"
         )
     return value
 

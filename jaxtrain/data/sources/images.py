@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _TRAIN, _VALIDATION = "train", "val"
+# Names, in lower case, of folders that are parts of a dataset and no classes, where they hold folders of images.
+_PARTS = ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")
 
 # Mean and deviation of ImageNet's channels, which published ImageNet models use.
 _MEAN = np.array([0.485, 0.456, 0.406], np.float32)
@@ -111,7 +113,10 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
             "image_size": size,
             "augment": config.augment,
         },
-        description=(f"{root}: images of {len(classes)} classes, {size}x{size} pixels",),
+        description=(
+            f"{root}: images of {len(classes)} classes, {size}x{size} pixels",
+            *(_others(root) if parted else ()),
+        ),
         reading={"kind": "image_folder", "classes": classes},
         skipped=skipped,
     )
@@ -149,7 +154,23 @@ def _classes(folder: Path) -> list[str]:
         raise DataError(
             f"{folder} holds {len(classes)} class folders; give a folder with one folder per class, at least 2"
         )
+    parts = [name for name in classes if name.lower() in _PARTS]
+    if len(parts) > 1 and not any(is_image_file(path) for name in parts for path in (folder / name).iterdir()):
+        raise DataError(
+            f"{folder} holds {' and '.join(parts)}, which are named as parts of a dataset and not as classes; name "
+            f"them {_TRAIN}/ and {_VALIDATION}/, or give one of them as data.path"
+        )
     return classes
+
+
+def _others(root: Path) -> list[str]:
+    """Returns the folders beside train/ that are not read, as a line of the description where there are any."""
+    others = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    others = [f"{name}/" for name in others if name not in (_TRAIN, _VALIDATION)]
+    if not others:
+        return []
+    held_out = f"{_VALIDATION}/, or else some of {_TRAIN}/"
+    return [f"not read: {few(others)} beside {_TRAIN}/ (held-out images are those of {held_out})"]
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -77,8 +77,8 @@ def check_not_mixed(found: TableRows) -> None:
         return
     raise DataError(
         f"{first.where} is {first.value!r}, and {len(numbers):,} of {len(found.targets):,} targets are numbers, such "
-        f"as {numbers[0]}; fix or remove the row, or set task=regression and data.task=regression (a text is a bad record "
-        "then, which data.on_bad_record=skip leaves out), or task=classification and data.task=classification"
+        f"as {numbers[0]}; fix or remove the row, or set task=regression and data.task=regression (a text is a bad "
+        "record then, which data.on_bad_record=skip leaves out), or task=classification and data.task=classification"
     )
 
 
