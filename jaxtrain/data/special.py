@@ -1,11 +1,14 @@
 """The special tokens of rows that are not plain text, in a tokenizer."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtrain.config.data import TokenizerConfig
-from jaxtrain.errors import DataError
+from jaxtrain.errors import DataError, UserError
+from jaxtrain.published.gguf import read_gguf
+from jaxtrain.published.gguf_tokenizer import tokenizer_files
 from jaxtrain.published.json_text import parse_json
 
 # Role -> the names that published tokenizers give it, in the order in which they are tried.
@@ -15,6 +18,8 @@ _NAMES = {
     "mask": ("[MASK]", "<mask>"),
     "padding": ("[PAD]", "<pad>"),
 }
+SETTINGS_FILE, OLDER_SETTINGS_FILE = "tokenizer_config.json", "special_tokens_map.json"
+END_KEY = "eos_token"
 # Role -> the key of tokenizer_config.json.
 _FILE_KEYS = {"start": "cls_token", "end": "sep_token", "mask": "mask_token", "padding": "pad_token"}
 
@@ -74,7 +79,7 @@ class SpecialIds:
 def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> SpecialIds:
     """Finds the special tokens of a tokenizer.
 
-    The config's names come first, then those of the tokenizer_config.json beside the file, then the usual ones.
+    The config's names come first, then those of the files beside the tokenizer, then the usual ones.
 
     Args:
         tokenizer: Has the ids.
@@ -100,19 +105,36 @@ def _find(tokenizer: NamedTokens, role: str, given: str | None, listed: str | No
 
 
 def _listed(config: TokenizerConfig) -> dict[str, str]:
-    """Returns role -> name of what the tokenizer_config.json beside a tokenizer.json says."""
+    """Returns role -> name of what the files beside a tokenizer.json say."""
     if config.kind != "file" or config.path is None:
         return {}
-    try:
-        content: Any = parse_json((Path(config.path).expanduser().parent / "tokenizer_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(content, dict):
-        return {}
-    values = {role: content.get(key) for role, key in _FILE_KEYS.items()}
-    values["end"] = values["end"] or content.get("eos_token")
-    named = {role: value.get("content") if isinstance(value, dict) else value for role, value in values.items()}
-    return {role: name for role, name in named.items() if isinstance(name, str)}
+    names = names_beside(Path(config.path))
+    values = {role: names.get(key) for role, key in _FILE_KEYS.items()}
+    values["end"] = values["end"] or names.get(END_KEY)
+    return {role: name for role, name in values.items() if name is not None}
+
+
+def names_beside(tokenizer: Path) -> dict[str, str]:
+    """Returns key (eos_token) -> name of the special tokens that the files beside a tokenizer, or a GGUF file, give.
+
+    Args:
+        tokenizer: The tokenizer.json, whose folder may hold tokenizer_config.json and special_tokens_map.json.
+    """
+    path = tokenizer.expanduser()
+    found: dict[str, str] = {}
+    for name in (OLDER_SETTINGS_FILE, SETTINGS_FILE):
+        content: Any = None
+        with contextlib.suppress(OSError, ValueError, UserError):  # what reads a file as a whole says what is wrong
+            if path.suffix == ".gguf":
+                text = tokenizer_files(path, read_gguf(path).metadata).get(name, "{}")
+            else:
+                text = (path.parent / name).read_text("utf-8")
+            content = parse_json(text)
+        for key, value in content.items() if isinstance(content, dict) else ():
+            value = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(value, str):
+                found[key] = value
+    return found
 
 
 def needed(found: int | None, role: str, *, what: str) -> int:

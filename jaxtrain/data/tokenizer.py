@@ -10,7 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxtrain.config.data import TokenizerConfig
+from jaxtrain.data.end_of_text import save_end
 from jaxtrain.data.files import require_file
+from jaxtrain.data.special import END_KEY, names_beside
 from jaxtrain.errors import DataError
 from jaxtrain.published.gguf import read_gguf
 from jaxtrain.published.gguf_tokenizer import tokenizer_files
@@ -53,7 +55,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Writes a tokenizer.json that `load_tokenizer` reads."""
+        """Writes a tokenizer.json that `load_tokenizer` reads, and beside it the name of an unusual end of text."""
         ...
 
 
@@ -100,6 +102,10 @@ class BpeTokenizer:
 
     Args:
         model: A `tokenizers.Tokenizer`; its padding, truncation and BPE dropout are switched off.
+
+    Attributes:
+        usual_end: The id that published tokenizers usually end a text with; None: it has none of their names.
+        end_of_text: Id that follows each document: the usual one, unless a file or a config says otherwise.
     """
 
     def __init__(self, model: Any):
@@ -118,7 +124,8 @@ class BpeTokenizer:
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._can_cut = _can_cut(model)
         known = (model.token_to_id(name) for name in _END_OF_TEXT_NAMES)
-        self.end_of_text: int | None = next((i for i in known if i is not None), None)
+        self.usual_end: int | None = next((i for i in known if i is not None), None)
+        self.end_of_text: int | None = self.usual_end
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_all([text])[0]
@@ -157,6 +164,10 @@ class BpeTokenizer:
         """Returns the id of a token; None: there is no such token."""
         return self._model.token_to_id(name)
 
+    def token_name(self, token: int) -> str | None:
+        """Returns the name of a token; None: there is no such token."""
+        return self._model.id_to_token(token)
+
     def special_ids(self) -> list[int]:
         """Returns the ids that no text has."""
         return sorted(i for i, token in self._model.get_added_tokens_decoder().items() if token.special)
@@ -182,9 +193,20 @@ class BpeTokenizer:
 
     def save(self, path: Path) -> None:
         path.write_text(_serialize(self), encoding="utf-8")
+        save_end(self, path)
 
     def to_json(self) -> str:
         return self._model.to_str()
+
+
+def _with_end(tokenizer: Tokenizer, name: str | None) -> Tokenizer:
+    """Sets the end of text that `data.tokenizer.end` names; bytes end documents with a newline whatever it is."""
+    if name is not None and isinstance(tokenizer, BpeTokenizer):
+        end = tokenizer.token_id(name)
+        if end is None:
+            raise DataError(f"data.tokenizer.end={name!r} is no token of the tokenizer; give the name of one")
+        tokenizer.end_of_text = end
+    return tokenizer
 
 
 def _can_cut(model: Any) -> bool:
@@ -241,6 +263,8 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a tokenizer.json that jaxtrain or the `tokenizers` library saved, or the tokenizer of a GGUF file.
 
+    Its end of text is the `eos_token` of the tokenizer_config.json beside it, or else a token with a usual name.
+
     Raises:
         DataError: The file is missing or is not a tokenizer.
         CheckpointError: It is a GGUF file that is damaged, or its tokenizer is of a kind that is not read.
@@ -260,7 +284,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except Exception as error:  # The library raises bare Exception.
         reason = str(error).splitlines()[0]
         raise DataError(f"tokenizer {path} is not a tokenizer of the tokenizers library ({reason})") from None
-    return BpeTokenizer(model)
+    tokenizer = BpeTokenizer(model)
+    named = tokenizer.token_id(names_beside(path).get(END_KEY, ""))
+    if named is not None:
+        tokenizer.end_of_text = named
+    return tokenizer
 
 
 def _gguf_text(path: Path) -> str:
@@ -282,15 +310,15 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
         special: Names of special tokens that the rows take; they are the last ids of a tokenizer that is made here.
 
     Raises:
-        DataError: Kind is file and the path is missing or is not a tokenizer, or a vocabulary has no room for special
-            tokens.
+        DataError: Kind is file and the path is missing or is not a tokenizer, the config names an end of text that is
+            no token, or a vocabulary has no room for special tokens.
     """
     if config.kind == "byte":
         return ByteTokenizer(special)
     if config.kind == "file":
         if config.path is None:
             raise DataError("data.tokenizer.kind is file but data.tokenizer.path is null; set it to a tokenizer.json")
-        return load_tokenizer(config.path)
+        return _with_end(load_tokenizer(config.path), config.end)
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -314,7 +342,7 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
         raise _half_character(error) from None
     if special:
         model.add_special_tokens(list(special))
-    return BpeTokenizer(model)
+    return _with_end(BpeTokenizer(model), config.end)
 
 
 def _half_character(error: UnicodeEncodeError) -> DataError:

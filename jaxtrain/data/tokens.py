@@ -10,6 +10,7 @@ import numpy as np
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.documents import Documents
+from jaxtrain.data.end_of_text import named_end
 from jaxtrain.data.files import FileState
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
@@ -129,6 +130,7 @@ def _identity(
         "files": [list(file) for file in documents.files],
         "tokens_sha256": content,
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        **named_end(tokenizer),
     }
 
 

@@ -43,6 +43,7 @@ def described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str
             "input_shape": list(data.input_shape),
             "input_dtype": str(inputs.dtype) if isinstance(inputs, jax.ShapeDtypeStruct) else None,
             "vocab_size": data.vocab_size,
+            "end_of_text": None if data.tokenizer is None else data.tokenizer.end_of_text,
             "num_outputs": data.num_outputs,
         },
     )

@@ -83,7 +83,13 @@ def read_tokenizer(run_dir: Path, info: Mapping[str, Any], report: Callable[[str
     from jaxtrain.data import load_tokenizer
 
     path = tokenizer_file(run_dir, info, report)
-    return None if path is None else load_tokenizer(path)
+    if path is None:
+        return None
+    tokenizer, data = load_tokenizer(path), info.get("data") or {}
+    # Earlier versions did not record it: their documents end as the tokenizer alone says.
+    if "end_of_text" in data:
+        tokenizer.end_of_text = data["end_of_text"]
+    return tokenizer
 
 
 def _places(run_dir: Path) -> tuple[Path, Path]:

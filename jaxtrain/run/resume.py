@@ -11,6 +11,7 @@ from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
+from jaxtrain.data.special import SETTINGS_FILE
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
@@ -123,6 +124,7 @@ def set_aside(run_dir: Path) -> Path | None:
         "nonfinite",
         "trackers",
         COPY_FILE,
+        SETTINGS_FILE,
         KEPT,
         *restarts,
     )
@@ -177,6 +179,12 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         )
 
 
+def _end_of_text(stream: Mapping[str, Any]) -> int | None:
+    """The id that ends the documents of a stream, where it is not the one that its tokenizer alone says."""
+    found = [part.get("end_of_text") for part in stream.get("components") or [stream]]
+    return next((end for end in found if end is not None), None)
+
+
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`; of a new kind, the kind alone."""
     before, after = _flat(saved), _flat(current)
@@ -218,10 +226,19 @@ def changes_since(
     try:
         check_stream(saved.get("stream", {}), current["stream"])
     except DataError:
-        if None in kinds or kinds[0] == kinds[1]:
+        if None not in kinds and kinds[0] != kinds[1]:
+            other = "use another --run-dir, or start again with --resume never"
+            raise DataError(f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {other}") from None
+        ends = [_end_of_text(stream) for stream in (saved.get("stream", {}), current["stream"])]
+        if ends[0] is not None or ends[1] is None:
             raise
-        other = "use another --run-dir, or start again with --resume never"
-        raise DataError(f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {other}") from None
+        # Earlier versions knew the usual names alone.
+        raise DataError(
+            f"documents of {run_dir} were trained with the end of text of its own tokenizer.json, and those of the "
+            "data end with the eos_token beside data.tokenizer.path, or with data.tokenizer.end; set "
+            f"data.tokenizer.kind=file data.tokenizer.path={run_dir / 'tokenizer.json'} to go on as it began, use "
+            "another --run-dir, or start again with --resume never"
+        ) from None
     return changes
 
 

@@ -30,7 +30,7 @@ from jaxtrain.data.batches import check_rows
 from jaxtrain.data.examples import Examples
 from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.skipped import SkippedRecords
-from jaxtrain.data.sources.parts import Part, RowForm, describe, row_form, row_length, spans, split, tokenizer_kind
+from jaxtrain.data.sources.parts import Part, RowForm, describe, row_form, row_length, spans, split, tokenizer_lines
 from jaxtrain.data.sources.texts import text_source
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.text.corrupt import SpanNoise, corrupted, noise_identity, noise_of
@@ -283,7 +283,7 @@ def _token_data(parts: Sequence[Part], form: RowForm, *, weights: Sequence[float
         f"{sum(map(len, train)):,} training rows and {sum(map(len, validation)):,} validation rows "
         f"of {sequence_length:,} tokens"
     )
-    lines.append(f"tokenizer: {tokenizer_kind(tokenizer)}, {vocab_size:,} ids")
+    lines += tokenizer_lines(tokenizer, vocab_size)
     decoder_length = noise.sizes.targets_length if isinstance(noise, SpanNoise) else None
     return Data(
         train=hidden(train[0] if weights is None else ConcatenatedRows(train, weights=weights), form.seed),

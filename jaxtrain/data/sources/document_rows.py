@@ -11,12 +11,13 @@ import numpy as np
 
 from jaxtrain.config.data import DocumentsData
 from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.data.end_of_text import named_end
 from jaxtrain.data.examples import split_examples
 from jaxtrain.data.formats.opened import find_rows, open_rows
 from jaxtrain.data.formats.reader import Reader, good_value
 from jaxtrain.data.rows import Row, Rows
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
-from jaxtrain.data.sources.parts import tokenizer_kind
+from jaxtrain.data.sources.parts import tokenizer_lines
 from jaxtrain.data.sources.texts import documents_of, text_of_row
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 
@@ -77,13 +78,14 @@ def open_document_rows(config: DocumentsData, *, sequence_length: int) -> Docume
             "field": config.field,
             "sequence_length": sequence_length,
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
+            **named_end(tokenizer),
             "num_rows": len(train),
             "num_validation_rows": len(validation),
         },
         description=(
             f"{config.path}: {len(reader):,} texts in {len(files):,} files, each cut to {sequence_length:,} tokens",
             f"{len(train):,} training rows and {len(validation):,} validation rows, encoded when they are read",
-            f"tokenizer: {tokenizer_kind(tokenizer)}, {tokenizer.vocab_size:,} ids",
+            *tokenizer_lines(tokenizer, tokenizer.vocab_size),
         ),
         skipped=skipped,
     )

@@ -35,6 +35,12 @@ def open_mixture(config: MixtureData) -> list[TokenSource]:
     for shard in shards.values():
         found = shard.identity["tokenizer_sha256"]
         expected = expected or found
+        ends = [one.end_of_text for one in (tokenizer, shard.tokenizer) if one is not None]
+        if found == expected and len(set(ends)) > 1:
+            raise DataError(
+                f"documents of {shard.label} end with another token than those of the rest of the mixture; set "
+                "data.tokenizer.end to that of the shards, or prepare them again"
+            )
         if found != expected:
             raise DataError(
                 f"{shard.label} was made with another tokenizer than the rest of the mixture; "

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxtrain.config.data import Corruption, DocumentsData, JsonlData, MixtureData, TextData, TokenData
+from jaxtrain.data.end_of_text import end_lines
 from jaxtrain.data.text.corrupt import Noise, noise_of, stream_length
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens
@@ -120,8 +121,7 @@ def describe(part: Part, *, share: float | None) -> str:
     )
 
 
-def tokenizer_kind(tokenizer: Tokenizer | None) -> str:
-    """Returns what people call the kind of a tokenizer."""
-    if tokenizer is None:
-        return "none"
-    return "bytes" if isinstance(tokenizer, ByteTokenizer) else "byte-level BPE"
+def tokenizer_lines(tokenizer: Tokenizer | None, vocab_size: int) -> list[str]:
+    """Returns a line about a tokenizer, and one about what ends documents where it is not what its kind says."""
+    kind = "none" if tokenizer is None else "bytes" if isinstance(tokenizer, ByteTokenizer) else "byte-level BPE"
+    return [f"tokenizer: {kind}, {vocab_size:,} ids", *end_lines(tokenizer)]

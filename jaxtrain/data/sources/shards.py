@@ -84,6 +84,8 @@ def shard_source(config: TokenData) -> TokenSource:
         segments.append(segment)
         identity.append([shard.file, size, shard.sha256, sampled_sha256(path, size)])
     tokenizer = load_tokenizer(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None
+    if tokenizer is not None:
+        tokenizer.end_of_text = metadata.end_of_text
     return TokenSource(
         segments=tuple(segments),
         vocab_size=metadata.vocab_size,

@@ -1,0 +1,110 @@
+"""Documents end with the token that a config or a file beside the tokenizer names, and the tokenizer keeps it."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.data import build_tokenizer, load_tokenizer, open_data, prepare_tokens
+from jaxtrain.errors import DataError
+
+
+def published(folder, names=("<|eot|>",), **beside):
+    """A folder with a tokenizer.json whose special tokens have these names, and with files beside it."""
+    folder.mkdir()
+    made = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=280), ["hello world " * 50])
+    model = Tokenizer.from_str(made.to_json().replace("<|endoftext|>", names[0]))
+    model.add_special_tokens(list(names[1:]))
+    model.save(str(folder / "tokenizer.json"))
+    for name, content in beside.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder / "tokenizer.json"
+
+
+EOT = {"tokenizer_config": {"eos_token": "<|eot|>"}}
+# Names of tokens, files beside the tokenizer, data.tokenizer.end, what ends a document; None: a newline.
+ENDS = {
+    "beside": (("<|eot|>",), EOT, None, "<|eot|>"),
+    "beside, as a dict": (("<|eot|>",), {"tokenizer_config": {"eos_token": {"content": "<|eot|>"}}}, None, "<|eot|>"),
+    "beside, the older file": (("<|eot|>",), {"special_tokens_map": {"eos_token": "<|eot|>"}}, None, "<|eot|>"),
+    "config": (("<|eot|>", "<|x|>"), EOT, "<|x|>", "<|x|>"),
+    "config, the usual one": (("<|eot|>", "</s>"), EOT, "</s>", "</s>"),
+    "beside, before the usual one": (("<|endoftext|>", "<|eot|>"), EOT, None, "<|eot|>"),
+    "beside, but no token": (("</s>",), EOT, None, "</s>"),
+    "nobody": (("<|eot|>",), {}, None, None),
+    "damaged": (("</s>",), {"tokenizer_config": [1]}, None, "</s>"),
+}
+
+
+def documents(tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text("".join(json.dumps({"text": f"hello world {i}"}) + "\n" for i in range(30)))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_documents_end_as_config_file_and_names_say(name, tmp_path):
+    names, beside, given, end = ENDS[name]
+    file = published(tmp_path / "tokenizer", names, **beside)
+    tokenizer = {"kind": "file", "path": str(file), **({} if given is None else {"end": given})}
+    config = {"kind": "jsonl", "path": documents(tmp_path), "tokenizer": tokenizer, "validation_fraction": 0.0}
+    data = open_data(config, sequence_length=8)
+    made = data.tokenizer
+    wanted = made.encode("\n")[0] if end is None else made.token_id(end)
+    assert made.end_of_text == (None if end is None else wanted)
+    stream = np.concatenate([data.train[i]["inputs"] for i in range(len(data.train))])
+    assert (stream == wanted).sum() >= 25
+    assert any(line.startswith("documents end with a newline") for line in data.description) == (end is None)
+    # The ids of a text do not depend on it; the rows do.
+    usual = build_tokenizer(TokenizerConfig(kind="file", path=str(published(tmp_path / "bare", names))), [])
+    assert data.fingerprint.get("end_of_text") == (None if made.end_of_text == usual.end_of_text else wanted)
+    for rows in (open_data({**config, "kind": "documents", "rows": "document"}, sequence_length=24),):
+        row = rows.train[0]
+        assert row["targets"][int(row["weights"].sum()) - 1] == wanted
+        assert rows.fingerprint.get("end_of_text") == data.fingerprint.get("end_of_text")
+    # What is saved is read with the same end, in a folder of its own or in one that says otherwise.
+    for folder in (tmp_path / "kept", tmp_path / "other"):
+        folder.mkdir()
+        if folder.name == "other":
+            (folder / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>", "a": 1}')
+        made.save(folder / "tokenizer.json")
+        if end is not None:
+            assert load_tokenizer(folder / "tokenizer.json").end_of_text == wanted
+    assert json.loads((tmp_path / "other" / "tokenizer_config.json").read_text())["a"] == 1
+
+
+def test_an_end_that_is_no_token_is_one_line(tmp_path):
+    file = published(tmp_path / "tokenizer")
+    tokenizer = {"kind": "file", "path": str(file), "end": "<none>"}
+    with pytest.raises(DataError, match=r"data.tokenizer.end='<none>' is no token of the tokenizer; give"):
+        open_data({"kind": "jsonl", "path": documents(tmp_path), "tokenizer": tokenizer}, sequence_length=8)
+
+
+def test_shards_and_mixtures_keep_the_end(tmp_path, capsys):
+    file = published(tmp_path / "tokenizer", **EOT)
+    config = {"kind": "jsonl", "path": documents(tmp_path), "tokenizer": {"kind": "file", "path": str(file)}}
+    from jaxtrain.config.data import JsonlData
+
+    def prepared(name, tokenizer):
+        parsed = JsonlData(path=config["path"], tokenizer=TokenizerConfig(kind="file", path=str(tokenizer)))
+        return prepare_tokens(parsed, tmp_path / name)
+
+    assert prepared("shards", file)["end_of_text"] is not None
+    shards = {"kind": "tokens", "path": str(tmp_path / "shards")}
+    text = open_data(config, sequence_length=8)
+    found = open_data(shards, sequence_length=8)
+    assert found.tokenizer.end_of_text == text.tokenizer.end_of_text is not None
+    np.testing.assert_array_equal(found.train[3]["inputs"], text.train[3]["inputs"])
+    of_shards = {"kind": "file", "path": str(tmp_path / "shards" / "tokenizer.json")}
+    parts = [{"source": shards}, {"source": {"kind": "jsonl", "path": config["path"]}}]
+    open_data({"kind": "mixture", "components": parts, "tokenizer": of_shards}, sequence_length=8)
+    # The same tokenizer without the file beside it ends documents otherwise.
+    assert "documents end with a newline" not in capsys.readouterr().err
+    bare = published(tmp_path / "bare")
+    assert prepared("other", bare)["end_of_text"] is None
+    assert "documents end with a newline" in capsys.readouterr().err
+    parts[0]["source"] = {"kind": "tokens", "path": str(tmp_path / "other")}
+    with pytest.raises(DataError, match=r"documents of .*other end with another token than those of the rest"):
+        open_data({"kind": "mixture", "components": parts, "tokenizer": of_shards}, sequence_length=8)
