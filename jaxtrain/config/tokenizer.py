@@ -19,7 +19,7 @@ class TokenizerConfig(Group):
     start: str | None = None
     """Token that begins a row of an encoder; null: the usual name that the tokenizer has ([CLS], <s>)."""
     end: str | None = None
-    """Token that ends a text in rows of encoders and decoders; null: the usual name ([SEP], </s>)."""
+    """Token that ends a text and, but for kind byte, a document; null: that of the files beside it, or a usual name."""
     mask: str | None = None
     """Token that hides another one, for data.corruption.kind=mask; null: the usual name ([MASK], <mask>)."""
     padding: str | None = None

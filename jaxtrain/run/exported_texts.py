@@ -46,8 +46,10 @@ def exported_texts(
     form = format_of_reading((info.get("data") or {}).get("reading"))
     if form is not None:
         return _of_chats(form, tokenizer, origin)
-    if model.decoder is None or (origin is not None and "tokenizer.json" in origin.files):
+    if model.decoder is None:
         return Texts(), None
+    if origin is not None and "tokenizer.json" in origin.files:
+        return _of_chosen_end(info, tokenizer, origin)
     return _of_texts(tokenizer, {} if origin is None else origin.config, model=model), None
 
 
@@ -68,6 +70,20 @@ def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
     if TEMPLATE not in own and not _parsed(own.get(SETTINGS)).get("chat_template"):
         return base
     return {name: text for name, text in base.items() if name != TEMPLATE} | own
+
+
+def _of_chosen_end(
+    info: Mapping[str, Any], tokenizer: BpeTokenizer | ByteTokenizer, origin: Origin
+) -> tuple[Texts, str | None]:
+    """What a run says that chose the end of its documents itself, where its published model ends texts otherwise."""
+    data = (info.get("config") or {}).get("data") or {}
+    name = (data.get("tokenizer") or {}).get("end")
+    end = None if name is None else tokenizer.token_id(name)
+    files = {file: _decoded(text) for file, text in origin.files.items() if file in TEXT_FILES}
+    if end is None or end != tokenizer.end_of_text or end in _end_ids(files, origin.config):
+        return Texts(), None
+    replaced = f"written as the run was trained, not as its published model says: {name!a} as the end of a text"
+    return Texts(tokens={_END: name}, ids={_END_ID: end}), replaced
 
 
 def _of_texts(tokenizer: BpeTokenizer | ByteTokenizer, said: Mapping[str, Any], *, model: Model) -> Texts:

@@ -42,6 +42,7 @@ def reading(template="chatml", *, stop=(258,), tokens=NAMED):
     return {"data": {"reading": ChatFormat(BUILT_IN[template], f"{template} (built in)", tokens, stop).to_reading()}}
 
 
+CHOSE = {"config": {"data": {"tokenizer": {"kind": "file", "end": "<|endoftext|>"}}}}
 # id: (run.json, tokenizer, origin, template, tokens, ids, what the line says)
 ALL = {"bos_token_id": 257, "eos_token_id": [258, 0], "pad_token_id": None}
 FOUND = {
@@ -49,6 +50,13 @@ FOUND = {
     "bytes": ({}, ByteTokenizer(), None, None, {}, dict.fromkeys(ALL), None),
     "no tokenizer": ({}, None, None, None, {}, {}, None),
     "text of a published model": ({}, BPE, origin(), None, {}, {}, None),
+    "the end of text that the run chose": (
+        CHOSE, BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
+        "'<|endoftext|>' as the end of a text",
+    ),
+    "the end that the published model has, too": (
+        CHOSE, BPE, origin(generation={"eos_token_id": [0, 258]}), None, {}, {}, None,
+    ),
     "chats": (reading(), BPE, None, BUILT_IN["chatml"], NAMED, ALL, None),
     "chats in bytes": (
         reading(stop=(257,)), ByteTokenizer((BEGINS, ENDS)), None, BUILT_IN["chatml"], NAMED,
