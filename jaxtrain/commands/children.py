@@ -15,13 +15,14 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 JAXTRAIN = (sys.executable, "-m", "jaxtrain")
-# Ctrl-C, a request to end, a closed terminal (which means "save and exit" as well), and the warning that Slurm sends
-# before the time of a job is over.
+# Ctrl-C, a request to end, a closed terminal (which means "save and exit" as well), and the warnings that Slurm sends
+# before the time of a job is over: every signal at which a run saves.
 _PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGUSR2: signal.SIGUSR2,
 }
 _PR_SET_PDEATHSIG = 1
 

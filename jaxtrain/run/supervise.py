@@ -36,7 +36,8 @@ _NEVER = frozenset(
         DataError.exit_code,
         DivergedError.exit_code,
         PreemptedError.exit_code,
-        *(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1)),
+        *(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)),
+        *(128 + number for number in (signal.SIGUSR1, signal.SIGUSR2)),
     }
 )
 

@@ -16,6 +16,8 @@ from jaxtrain.commands.children import Signals, how_ended
 from jaxtrain.run.supervise import Policy, is_restarted, keeps_old_run, read_position, resumed_words, supervise
 
 KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
+# All at which a run saves.
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Catches a hang only.
 LONG_SECONDS = 200
 
@@ -34,6 +36,8 @@ LONG_SECONDS = 200
         pytest.param(1, False, True, id="the environment"),
         pytest.param(130, True, False, id="Ctrl-C"),
         pytest.param(128 + signal.SIGTERM, True, False, id="asked to end before the first step"),
+        pytest.param(128 + signal.SIGUSR1, True, False, id="SIGUSR1 before the first step"),
+        pytest.param(128 + signal.SIGUSR2, True, False, id="SIGUSR2 before the first step"),
         pytest.param(KILLED, True, True, id="killed"),
         pytest.param(ABORTED, False, True, id="aborted"),
     ],
@@ -125,9 +129,34 @@ def test_a_signal_reaches_a_process_that_was_being_started():
         first, second = Child(), Child()
         for child in (first, second):
             signals.add(child)  # pyright: ignore[reportArgumentType]
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0)
-    assert first.heard == second.heard == [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1]
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            time.sleep(0)
+    passed_on = [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
+    assert first.heard == second.heard == passed_on
+
+
+def test_a_run_with_restarts_passes_on_every_signal_at_which_a_run_saves(monkeypatch, tmp_path):
+    class Child:
+        pid = 0
+
+        def __init__(self, *command: object, **options: object) -> None:
+            self.heard: list[int] = []
+
+        def send_signal(self, number: int) -> None:
+            self.heard.append(number)
+
+        def wait(self) -> int:
+            os.kill(os.getpid(), number)
+            time.sleep(0)
+            return 75 if self.heard else 128 + number
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr("jaxtrain.commands.train.start_child", Child)
+    for number in HEARD:
+        assert main(["train", "quickstart", "--restarts", "2", "--run-dir", str(tmp_path)]) == 75, number.name
 
 
 def test_a_signal_between_two_starts_ends_the_wait(tmp_path):
@@ -168,7 +197,8 @@ number = int(os.environ["JAXTRAIN_ATTEMPT"])
 sys.stderr.write(f"start {number} of process {os.environ['JAX_PROCESS_ID']}\\n")
 sys.stderr.flush()
 if os.environ["JAX_PROCESS_ID"] == "0":
-    signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+    for name in ("SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), lambda *_: os._exit(75))
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     open("first", "w").close()
     time.sleep(60 if number == 0 or sys.argv[1] == "waits" else 0)
@@ -177,7 +207,8 @@ elif number == 0 and sys.argv[1] == "dies":
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 elif sys.argv[1] == "waits":
-    signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+    for name in ("SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), lambda *_: os._exit(75))
     open("ready", "w").close()
     time.sleep(60)
 """
@@ -204,12 +235,12 @@ def test_all_processes_of_a_program_start_again_where_one_is_lost(tmp_path):
     assert "jaxtrain: the run was ended by SIGKILL; restart 1 of 2 in 1 s\n" in err
 
 
-@pytest.mark.long
-def test_the_warning_of_slurm_is_passed_on_and_ends_the_restarts(tmp_path):
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.long), signal.SIGUSR2])
+def test_the_warning_of_slurm_is_passed_on_and_ends_the_restarts(tmp_path, number):
     process = launch(tmp_path, "waits")
     wait_until((tmp_path / "ready").exists, process)
     time.sleep(0.5)
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     assert "restart" not in err
