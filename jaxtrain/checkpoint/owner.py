@@ -5,6 +5,9 @@ the run, and the start of it that writes. It is written only where there is none
 one operation; the emulator of the latter does not, so it is read again after it was written. Before each save the
 process that writes looks whether it still is the one that is named. Between that look and the save another start may
 take over: that moment, of a request's length, is not covered.
+
+A copy of a run directory (`cp -r`) holds the identity of the run too. It is told from a run directory that was moved by
+the one that the object names: of a copy it is still there.
 """
 
 import contextlib
@@ -13,7 +16,7 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxtrain.checkpoint import places
@@ -94,10 +97,15 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
         places.make_folder(folder)
         found = _read(folder)
         line = None
-        if found is not None and found.run != run:
+        is_copy = found is not None and found.run == run and _is_elsewhere(found, folder, run_dir)
+        if found is not None and (found.run != run or is_copy):
             if not takes_over:
-                raise _refused(folder, found)
+                raise _refused(folder, found, copy=run_dir if is_copy else None)
             line = f"{folder} is taken over from {found.text()}"
+            if is_copy:
+                # The run that was copied must see whose the folder is even when the copy is deleted.
+                run = uuid.uuid4().hex
+                marker = replace(marker, run=run)
         if found is None and run != known and not takes_over:
             _check_nobodys(folder, run_dir)
         # Before the marker: a kill between the two must not leave a folder that its own run takes for another's.
@@ -121,6 +129,43 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
     return Owner(folder, marker), line
 
 
+def other_run_line(run_dir: Path) -> str | None:
+    """A line for people where the checkpoints that a run directory names are another run's.
+
+    Args:
+        run_dir: directory of a run that is read, and not locked.
+
+    Returns:
+        The line; None where they are its own, or nobody can tell.
+    """
+    try:
+        noted = read_note(run_dir)
+        found = None if noted is None else _read(noted[0])
+    except (OSError, CheckpointError):
+        return None  # what reads the checkpoints says what is wrong with them
+    if noted is None or found is None or not noted[1]:
+        return None
+    if found.run == noted[1] and not _is_elsewhere(found, noted[0], run_dir):
+        return None
+    return f"the checkpoints of {run_dir} are in {noted[0]}, which is that of {found.text()}: they are of that run"
+
+
+def _is_elsewhere(found: _Marker, folder: Place, run_dir: Path) -> bool:
+    """Whether the run directory that a marker names is another one than this, on this host, and still notes the run.
+
+    It does not where it was moved, or cannot be read: then the run is taken to be this one.
+    """
+    there = Path(found.run_dir)
+    if found.host != socket.gethostname() or there == run_dir.absolute():
+        return False
+    try:
+        # Not the device, which differs where a network file system is mounted at two paths.
+        is_same = os.stat(there).st_ino == os.stat(run_dir).st_ino
+        return not is_same and read_note(there) == (folder, found.run)
+    except (OSError, CheckpointError):
+        return False
+
+
 def _check_nobodys(folder: Place, run_dir: Path) -> None:
     """Refuse a folder whose steps somebody else saved who wrote no marker, such as that of another run's directory."""
     steps = [] if folder == run_dir.absolute() / FOLDER else list_steps(folder)
@@ -137,15 +182,16 @@ def _reason(error: OSError, folder: Place) -> str:
     return error.strerror or str(error)
 
 
-def _refused(folder: Place, found: _Marker) -> ConfigError:
+def _refused(folder: Place, found: _Marker, *, copy: Path | None = None) -> ConfigError:
+    whose = found.text() + ("" if copy is None else f", of which {copy} is a copy")
     if not list_steps(folder):
         # --resume must would find nothing to go on with.
         return ConfigError(
-            f"checkpoint.directory: {folder} is that of {found.text()}, which has no checkpoint there; name another "
+            f"checkpoint.directory: {folder} is that of {whose}, which has no checkpoint there; name another "
             f"folder, or delete {folder / MARKER} if that run is over"
         )
     return ConfigError(
-        f"checkpoint.directory: {folder} holds the checkpoints of {found.text()}; name another folder, or go on with "
+        f"checkpoint.directory: {folder} holds the checkpoints of {whose}; name another folder, or go on with "
         "that run in this directory with --resume must"
     )
 

@@ -11,6 +11,7 @@ from jaxtrain.checkpoint.directory import DamagedError, list_steps
 from jaxtrain.checkpoint.going_back import live_steps
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.mirror import Mirror, mirror_folder
+from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.checkpoint.where import checkpoint_folder
@@ -91,6 +92,9 @@ def restore_for_evaluation(
 def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
     """The checkpoints of a run, or their second copies where there are none."""
     folder = checkpoint_folder(run_dir)
+    line = other_run_line(run_dir)
+    if line is not None:
+        report(line)
     copies = None if live_steps(folder) else _copies(run_dir)
     if copies is None or not list_steps(copies):
         return folder

@@ -1,12 +1,14 @@
 """Addresses of object stores without any store: how they are written, and what is said where a client is missing."""
 
 import importlib.util
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer, places, remote
-from jaxtrain.checkpoint.owner import MARKER, take
+from jaxtrain.checkpoint.owner import MARKER, other_run_line, take
 from jaxtrain.checkpoint.remote import EXTRAS, RemotePath, reason_of
 from jaxtrain.checkpoint.where import (
     NOTE,
@@ -147,6 +149,54 @@ def test_a_folder_without_checkpoints_has_another_advice_than_to_go_on(tmp_path:
     (folder / "4" / "jaxtrain").rmdir()
     (folder / "4").rmdir()
     take(folder, tmp_path / "b", name="b", takes_over=False)  # the advice works
+
+
+def test_a_copy_of_a_run_directory_is_another_run(tmp_path: Path):
+    """It holds the same identity; a run directory that was moved has left nothing behind."""
+    folder, first, copy = with_step(tmp_path / "store", 4), tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    write_note(first, folder, "an identity")
+    take(folder, first, name="a", takes_over=False)
+    shutil.copytree(first, copy)
+    refused = rf"holds the checkpoints of the run a \({first} on [^\n]*, of which {copy} is a copy; .*--resume must$"
+    with pytest.raises(ConfigError, match=refused):
+        take(folder, copy, name="a", takes_over=False)
+    assert (other_run_line(first), (copy / NOTE).read_bytes()) == (None, (first / NOTE).read_bytes())
+    assert f"which is that of the run a ({first} on " in str(other_run_line(copy))
+    (tmp_path / "link").symlink_to(first)
+    for same in (tmp_path / "link", first):
+        assert take(folder, same, name="a", takes_over=False)[1] is None
+
+    _, line = take(folder, copy, name="a", takes_over=True)
+    assert f"taken over from the run a ({first} on " in str(line)
+    assert (other_run_line(copy), take(folder, copy, name="a", takes_over=False)[1]) == (None, None)
+    assert f"which is that of the run a ({copy} on " in str(other_run_line(first))
+    moved = copy.rename(tmp_path / "c")
+    with pytest.raises(ConfigError, match="holds the checkpoints of the run a"):
+        take(folder, first, name="a", takes_over=False)
+    assert take(folder, moved, name="a", takes_over=False)[1] is None
+
+
+@pytest.mark.parametrize("left", ["nothing", "no note", "another run's note", "a damaged note", "another host's"])
+def test_a_run_directory_that_was_moved_is_the_same_run(tmp_path: Path, left: str):
+    folder, first = with_step(tmp_path / "store", 4), tmp_path / "a"
+    first.mkdir()
+    write_note(first, folder, "an identity")
+    take(folder, first, name="a", takes_over=False)
+    moved = shutil.copytree(first, tmp_path / "b")
+    if left == "nothing":
+        shutil.rmtree(first)
+    elif left == "no note":
+        (first / NOTE).unlink()
+    elif left == "another run's note":
+        write_note(first, folder, "another identity")
+    elif left == "a damaged note":
+        (first / NOTE).write_text("{")
+    else:
+        marker = json.loads((folder / MARKER).read_text())
+        (folder / MARKER).write_text(json.dumps({**marker, "host": f"not-{marker['host']}"}))
+    assert other_run_line(moved) is None
+    assert take(folder, moved, name="a", takes_over=False)[1] is None
 
 
 def test_a_run_that_goes_on_in_its_directory_forgets_where_it_was(tmp_path: Path):
