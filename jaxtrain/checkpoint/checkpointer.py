@@ -112,9 +112,7 @@ class Checkpointer:
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Return the metadata of a step, as given to `save`; None means the newest step whose record is intact."""
-        if step is not None:
-            return self.info(step).metadata
-        return self._line.newest_metadata(self._candidates())
+        return self._line.newest_metadata(self._candidates()) if step is None else self.info(step).metadata
 
     def save(
         self,
@@ -184,17 +182,18 @@ class Checkpointer:
         if arrays.is_process_0():
             self._line.note_loss(step, math.nan if found is None else found, None if score is None else float(score))
 
-    def score_again(self, scores: Mapping[int, float | None]) -> None:
+    def score_again(self, scores: Mapping[int, float | None], *, after: int = 0) -> None:
         """Compare steps saved earlier by these scores (lower is better) for `keep_best`, not by those in their records.
 
         Args:
             scores: step -> score; a step without one has only its eval_loss, which counts where no step has a score.
+            after: steps up to this one, evaluated on other rows, are compared only until a later one has a loss.
 
         Raises:
             CheckpointError: the scores are no dict of numbers.
         """
         self.wait()
-        self._line.score_again(checks.checked_scores(scores))
+        self._line.score_again(checks.checked_scores(scores), after=checks.checked_step(after))
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
@@ -238,7 +237,7 @@ class Checkpointer:
                 self._line.pass_over(damaged, instead=candidate, rename=not self._read_only)
             arrays.barrier("jaxtrain_set_aside")
             if prefix is None:
-                self._line.position = candidate
+                self._line.stand_at(candidate)
                 self._upkeep.restored(candidate)
             return wanted.rebuild(restored)
         raise checks.none_left(self.directory, damaged)

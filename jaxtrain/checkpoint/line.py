@@ -46,7 +46,14 @@ class StepLine:
         self._report = report
         self._is_cleared = False
         self._marks: dict[int, tuple[float | None, float | None]] = {}
+        self._compared_after = 0  # all are compared
         self.position: int | None = None
+
+    def stand_at(self, step: int) -> None:
+        """Note that the caller's training stands at a step, which was restored."""
+        self.position = step
+        # What is saved from here on is compared, also under a number that an abandoned step had.
+        self._compared_after = min(self._compared_after, step)
 
     def steps(self) -> list[int]:
         """Return the saved steps of the line in ascending order."""
@@ -127,8 +134,14 @@ class StepLine:
         directory.write_eval_loss(self._folder, step, eval_loss, score)
         self._marks[step] = (eval_loss, score)
 
-    def score_again(self, scores: Mapping[int, float | None]) -> None:
-        """Compare the steps saved so far by these scores in place of the recorded ones; those without one by none."""
+    def score_again(self, scores: Mapping[int, float | None], *, after: int) -> None:
+        """Compare the steps saved so far by these scores in place of the recorded ones; those without one by none.
+
+        Args:
+            scores: step -> score.
+            after: steps up to this one are compared only as long as no later one has a loss.
+        """
+        self._compared_after = after
         for step in self.steps():
             self._marks[step] = (recorded_marks(self._folder, step)[0], scores.get(step))
 
@@ -164,6 +177,9 @@ class StepLine:
 
     def _policy(self, marks: Marks) -> set[int]:
         """Return the steps that the policy keeps: by the scores where there are any, else by the losses."""
+        after = self._compared_after
+        if after and any(step > after and mark != (None, None) for step, mark in marks.items()):
+            marks = {step: mark if step > after else (None, None) for step, mark in marks.items()}
         by_score = any(score is not None for _, score in marks.values())
         compared = {step: score if by_score else loss for step, (loss, score) in marks.items()}
         return directory.steps_to_keep(

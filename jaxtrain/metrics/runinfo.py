@@ -15,9 +15,32 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted, redacted_words
 from jaxtrain.runtime.files import strict_json, write_json_atomic
 
-__all__ = ["finished_info", "git_state", "package_versions", "read_run_info", "run_info", "write_json_atomic"]
+__all__ = [
+    "EVALUATED_ROWS",
+    "compared_after",
+    "finished_info",
+    "git_state",
+    "package_versions",
+    "read_run_info",
+    "run_info",
+    "write_json_atomic",
+]
+
+EVALUATED_ROWS = "evaluated_rows"
+"""Key of run.json and of the metadata of a checkpoint: how many held-out rows are evaluated, and since which step."""
 
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def compared_after(record: Mapping[str, Any]) -> int:
+    """The step after which the evaluations of a run are of the same held-out rows.
+
+    Args:
+        record: content of run.json, or metadata of a checkpoint.
+    """
+    noted = record.get(EVALUATED_ROWS)
+    after = noted.get("after") if isinstance(noted, Mapping) else None
+    return after if isinstance(after, int) else 0
 
 
 def run_info(

@@ -7,7 +7,7 @@ import jax
 
 from jaxtrain.config import Loaded
 from jaxtrain.layout.rules import entry_axes
-from jaxtrain.metrics.runinfo import run_info
+from jaxtrain.metrics.runinfo import EVALUATED_ROWS, run_info
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.roll_back import RECORD
 from jaxtrain.runtime.tree_path import path_name
@@ -53,8 +53,9 @@ def described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str
     for key in ("from_python", "called", "digests"):
         info[key] = metadata[key]
     info["base"] = metadata.get("base")
-    if RECORD in metadata:
-        info[RECORD] = metadata[RECORD]
+    for key in (RECORD, EVALUATED_ROWS):
+        if key in metadata:
+            info[key] = metadata[key]
     info["choices"] = list(run.step.choices)
     info["compiler_options"] = dict(run.step.compiled_with)
     return info

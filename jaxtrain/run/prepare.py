@@ -21,6 +21,7 @@ from jaxtrain.interop.fresh import check_fits, fresh_notes
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.metrics.progress import Phase, Progress
+from jaxtrain.metrics.runinfo import compared_after
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
@@ -31,6 +32,7 @@ from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, t
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.class_order import class_notes
+from jaxtrain.run.compared import compared_rows
 from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
@@ -155,10 +157,14 @@ def prepare_session(
         if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
             metadata[RECORD] = found[RECORD]
         activity.begins_at(start)
-        watch = Watch(run, run_dir, callbacks=callbacks, start=start)
+        compared, other_rows = compared_rows(run, checkpointer, None if resumed is None else start)
+        metadata.update(compared)
+        watch = Watch(run, run_dir, callbacks=callbacks, start=start, after=compared_after(metadata))
         if resumed is not None:
-            checkpointer.score_again(watch.recorded_scores(start))
+            checkpointer.score_again(watch.recorded_scores(start), after=compared_after(metadata))
         has_ended = start >= run.config.train.steps or watch.status is not None
+        if other_rows is not None and not has_ended:
+            progress.message(other_rows)
         evaluator = Evaluator(run.step)
         if watch.has_early_stopping and not has_ended:
             watch.check_metric(metric_names(run, state, evaluator))

@@ -14,7 +14,7 @@ from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import finished_info, read_run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
@@ -177,7 +177,8 @@ class RunRecord:
         if step in self._saved:
             self.spent.lose_steps(self._saved[step])
         if self._info is not None:
-            self._info = {**self._info, RECORD: metadata[RECORD]}
+            noted = {key: metadata[key] for key in (RECORD, EVALUATED_ROWS) if key in metadata}
+            self._info = {**self._info, **noted}
             self._try_to_write_info()
 
     def held_out(self, found: Mapping[str, Any] | None) -> None:

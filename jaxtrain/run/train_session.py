@@ -10,6 +10,7 @@ from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.models.model import Params
 from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.checked_step import checked_step
+from jaxtrain.run.compared import gone_back
 from jaxtrain.run.go_back import frozen_params, restored_before
 from jaxtrain.run.held_out import shown_metrics
 from jaxtrain.run.interrupt import StoppedWaiting
@@ -131,6 +132,7 @@ def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> tu
         )
     session.activity.begins_at(spike.to_step)
     session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
+    session.metadata.update(gone_back(session.metadata, spike.to_step))
     session.record.go_back(spike.to_step, session.metadata)
     session.steps.go_back()
     session.watch.go_back(spike.to_step)

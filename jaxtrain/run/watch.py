@@ -30,13 +30,14 @@ class Watch:
         run_dir: its directory; holds the evaluations of the steps up to `start`.
         callbacks: in the order in which they are called.
         start: steps done before this process.
+        after: evaluations up to this step were over other held-out rows, and are not compared.
 
     Attributes:
         status: how the run ends before its last step, for run.json; None: it does not.
         reason: why, for people.
     """
 
-    def __init__(self, run: Run, run_dir: Path, *, callbacks: Sequence[Callback], start: int) -> None:
+    def __init__(self, run: Run, run_dir: Path, *, callbacks: Sequence[Callback], start: int, after: int) -> None:
         config = run.config
         self._run_dir, self._callbacks = run_dir, tuple(callbacks)
         self._last = config.train.steps
@@ -50,7 +51,8 @@ class Watch:
         self.reason = ""
         if self._rule is not None and self._every is not None and start:
             ends = _earlier_ends(run_dir, start)
-            self._evaluations = recorded_evaluations(run_dir, self._rule, every=self._every, last=start, ends=ends)
+            found = recorded_evaluations(run_dir, self._rule, every=self._every, last=start, ends=ends)
+            self._evaluations = {step: value for step, value in found.items() if step > after}
             self._decide()
 
     @property

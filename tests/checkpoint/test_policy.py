@@ -41,23 +41,29 @@ def test_directory_follows_the_policy(tmp_path, policy, kept):
     assert {int(path.name) for path in tmp_path.iterdir()} == kept
 
 
+# id: scores of the earlier steps, after which step losses are of the same rows, losses and scores of those saved then
 SCORED_AGAIN = {
-    "by another metric": ({10: 1.0, 20: 2.0}, -5.0, {30}),
-    "by another metric, and the earlier are better": ({10: 1.0, 20: 0.5}, 3.0, {20, 30}),
-    "by the losses": ({}, None, {10, 30}),
+    "by another metric": ({10: 1.0, 20: 2.0}, 0, {30: (3.0, -5.0)}, {30}),
+    "by another metric, and the earlier are better": ({10: 1.0, 20: 0.5}, 0, {30: (3.0, 3.0)}, {20, 30}),
+    "by the losses": ({}, 0, {30: (3.0, None)}, {10, 30}),
+    "on other rows": ({}, 20, {30: (3.0, None), 40: (4.0, None)}, {30, 40}),
+    "on other rows, by scores": ({10: 1.0, 20: 0.5}, 20, {30: (3.0, 3.0), 40: (4.0, 4.0)}, {30, 40}),
+    "on other rows, with the last step evaluated again": ({}, 19, {30: (3.0, None)}, {20, 30}),
+    "on other rows, and not evaluated yet": ({}, 20, {30: (None, None)}, {10, 30}),
 }
 
 
 @pytest.mark.parametrize("case", SCORED_AGAIN)
 def test_the_best_step_where_a_restart_compares_something_else(tmp_path, case):
-    scores, last, kept = SCORED_AGAIN[case]
+    scores, after, later, kept = SCORED_AGAIN[case]
     state = {"x": jnp.ones(4)}
     with Checkpointer(tmp_path, keep_last=2, keep_best=True) as checkpointer:
         checkpointer.save(10, state, metadata={}, eval_loss=1.0, score=-0.4)
         checkpointer.save(20, state, metadata={}, eval_loss=2.0, score=-0.9)
     with Checkpointer(tmp_path, keep_last=1, keep_best=True) as checkpointer:
-        checkpointer.score_again(scores)
-        checkpointer.save(30, state, metadata={}, eval_loss=3.0, score=last)
+        checkpointer.score_again(scores, after=after)
+        for step, (loss, score) in later.items():
+            checkpointer.save(step, state, metadata={}, eval_loss=loss, score=score)
     assert {int(path.name) for path in tmp_path.iterdir()} == kept
 
 

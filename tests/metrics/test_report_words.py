@@ -122,6 +122,17 @@ def test_the_best_checkpoint_is_the_one_that_early_stopping_compares(tmp_path, m
     assert re.search(rf" {best} 3\.\S* \S+ \S+ best eval_accuracy", text)
 
 
+def test_evaluations_of_other_rows_are_not_the_best(tmp_path):
+    """Up to step 700 there were more held-out rows."""
+    _saved(tmp_path, {600: 3.7, 800: 3.94, 900: 3.83})
+    info = {**_LANGUAGE, "evaluated_rows": {"count": 16, "after": 700}}
+    info["config"] = {"checkpoint": {"keep_best": True, "keep_last": 1}}
+    text = _text(tmp_path, info, _FALLING, [(600, 3.7), (800, 3.94), (900, 3.83)])
+    assert "best at step 900 (3.83)" in text
+    assert "lowest held-out loss, newest" in text
+    assert text.count("lowest held-out loss") == 1
+
+
 @pytest.mark.parametrize(
     ("run", "words"),
     [

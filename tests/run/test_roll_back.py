@@ -5,6 +5,7 @@ import pytest
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.config.spikes import SpikesConfig, check_roll_back
 from jaxtrain.errors import ConfigError
+from jaxtrain.run.compared import gone_back
 from jaxtrain.run.roll_back import RECORD, SpikeError, batch_of, recorded, with_spike
 
 
@@ -71,3 +72,10 @@ def test_checkpoints_must_reach_back_far_enough(
     else:
         with pytest.raises(ConfigError, match=message):
             check_roll_back(spikes, checkpoint)
+
+
+def test_evaluations_after_a_roll_back_are_of_the_rows_of_now():
+    noted = {"evaluated_rows": {"count": 16, "after": 20}}
+    assert gone_back(noted, 10) == {"evaluated_rows": {"count": 16, "after": 10}}
+    assert gone_back(noted, 30) == noted
+    assert gone_back({}, 10) == {}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from training_runs import losses, rows
 import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
+from jaxtrain.metrics.report.files import read_files
 from jaxtrain.run.early_stopping import judge, recorded_evaluations
 
 
@@ -256,6 +258,26 @@ def test_another_interval_between_evaluations_forgets_none(tmp_path: Path) -> No
     """Step 2 is the best; 4 and 6 are worse, so that step 10 is the third without a better value."""
     assert overfit(tmp_path, steps=7, callbacks=[jt.EarlyStopping(patience=9)]).step == 7
     assert overfit(tmp_path, evaluation={"every": 5}).step == 10
+
+
+def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first evaluation of all rows is the best; then those of one batch only get worse from step 6 on."""
+    overfit(tmp_path, steps=4)
+    one = {"every": 2, "max_batches": 1}
+    with pytest.raises(jt.PreemptedError):
+        overfit(tmp_path, evaluation=one, callbacks=[jt.EarlyStopping(patience=3), stop_after(9)])
+    assert "evaluations are of 16 held-out rows from here on, and were of 48 before: early stopping and" in (
+        capfd.readouterr().err
+    )
+    assert overfit(tmp_path, evaluation=one).step == 12
+    shown = capfd.readouterr()
+    assert "held-out rows from here on" not in shown.err
+    assert re.search(r"eval_loss got no better in 3 evaluations, the best is \S+ at step 6", shown.out)
+    assert kept(tmp_path) == {6, 12}
+    assert json.loads((tmp_path / "run.json").read_text())["evaluated_rows"] == {"count": 16, "after": 4}
+    best = read_files(tmp_path).best()
+    assert best is not None
+    assert best[0] == 6
 
 
 CHANGED_STOPPING = {

@@ -13,6 +13,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.report.curves import Gaps, Series, piece_starts, read_series
 from jaxtrain.metrics.report.html import mapping, number, rounded
 from jaxtrain.metrics.report.plots import Reference
+from jaxtrain.metrics.runinfo import compared_after
 
 # The baseline of a regression.
 OF_MEAN = "the mean of the targets"
@@ -98,10 +99,15 @@ class RunFiles:
         return "not finite" if self.is_lost(name) else rounded(self.last(name))
 
     def best(self, name: str = "eval_loss") -> tuple[int, float] | None:
-        """The step and value where a metric was lowest; None where it was never logged."""
+        """The step and value where a metric of evaluations was lowest; None where it was never logged.
+
+        Where the last ones are over other held-out rows than those before, it is the best of the last ones.
+        """
         if name not in self.series:
             return None
         steps, values = self.series[name]
+        compared = steps > compared_after(self.info)
+        steps, values = (steps[compared], values[compared]) if compared.any() else (steps, values)
         at = int(values.argmin())
         return int(steps[at]), float(values[at])
 

@@ -14,6 +14,7 @@ from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.report.files import RunFiles
 from jaxtrain.metrics.report.headline import resumed_steps
 from jaxtrain.metrics.report.html import breakable, facts, folded, grid, mapping, moment, number, section, text
+from jaxtrain.metrics.runinfo import compared_after
 
 _MOST_PARAMETERS = 400
 _FEW_PARAMETERS = 12
@@ -39,6 +40,9 @@ def checkpoints(run: RunFiles) -> str:
     sign = -1.0 if is_higher_better(metric, stopping.get("mode")) else 1.0
     # Scores in the records of earlier parts of a run may be of another metric.
     evaluated = {int(step): sign * float(value) for step, value in zip(*run.series.get(metric, ((), ())), strict=True)}
+    after = compared_after(run.info)
+    after = after if any(step > after for step in evaluated) else 0
+    evaluated = {step: value for step, value in evaluated.items() if step > after}
     rows, losses = [], {}
     for step in steps:
         try:
@@ -49,7 +53,7 @@ def checkpoints(run: RunFiles) -> str:
         losses[step] = evaluated.get(step, info.eval_loss if metric == "eval_loss" else info.score)
         loss = "-" if info.eval_loss is None else f"{info.eval_loss:.4g}"
         rows.append((step, loss, format_bytes(info.num_bytes), moment(info.saved_at)))
-    scored = {step: loss for step, loss in losses.items() if loss is not None}
+    scored = {step: loss for step, loss in losses.items() if loss is not None and step > after}
     best = min(scored, key=lambda step: (scored[step], step)) if len(scored) > 1 else None
     # Without early stopping, the best evaluation may be of a step that was not saved.
     is_lowest = best is not None and scored[best] <= min(evaluated.values(), default=scored[best])
