@@ -68,6 +68,7 @@ def _rows(checkpoints: Checkpointer, *, verify: bool, abandoned: str | None) -> 
         abandoned: name of the directory where it holds abandoned checkpoints; None: those of the run.
     """
     rows: list[dict[str, Any]] = []
+    deleted: list[int] = []
     for step in checkpoints.steps():
         row: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
         try:
@@ -75,9 +76,18 @@ def _rows(checkpoints: Checkpointer, *, verify: bool, abandoned: str | None) -> 
             row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
             if verify:
                 checkpoints.verify(step)
-        except DamagedError as error:
+        except CheckpointError as error:
+            # A run that trains deletes old steps while others are read.
+            if step not in checkpoints.steps():
+                deleted.append(step)
+                continue
+            if not isinstance(error, DamagedError):
+                raise
             row["problem"] = str(error)
         rows.append({**row, "abandoned": abandoned})
+    if deleted:
+        which = f"step {deleted[0]} was" if len(deleted) == 1 else f"steps {', '.join(map(str, deleted))} were"
+        print_remark(f"{which} deleted from {checkpoints.directory} while the list was made")
     return rows
 
 
@@ -154,18 +164,21 @@ def run_ckpt_show(run_dir: str, *, step: int | None, as_json: bool) -> int:
 
 
 def _info(checkpoints: Checkpointer, step: int | None) -> CheckpointInfo:
-    steps = checkpoints.steps()
-    if not steps:
-        raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
-    if step is not None:
-        return checkpoints.info(step)
-    problems = []
-    for candidate in reversed(steps):
+    damaged: dict[int, str] = {}
+    while candidates := [one for one in checkpoints.steps() if one not in damaged and step in (None, one)]:
         try:
-            return checkpoints.info(candidate)
-        except DamagedError as error:
-            problems.append(str(error))
-    raise CheckpointError(problems[0])
+            return checkpoints.info(candidates[-1])
+        except CheckpointError as error:
+            # A run that trains deletes old steps meanwhile.
+            if candidates[-1] in checkpoints.steps():
+                if step is not None or not isinstance(error, DamagedError):
+                    raise
+                damaged[candidates[-1]] = str(error)
+    if damaged:
+        raise CheckpointError(next(iter(damaged.values())))
+    if step is not None and checkpoints.steps():
+        return checkpoints.info(step)  # says which there are
+    raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
 
 
 def _leaf_bytes(info: CheckpointInfo, path: str) -> int:

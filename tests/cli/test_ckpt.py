@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from jaxtrain.checkpoint import Checkpointer
+
 
 @pytest.fixture
 def damaged_run(text_run, tmp_path):
@@ -47,6 +49,28 @@ def test_verify_finds_damage(cli, damaged_run):
     assert [line.split()[-1] for line in answer.out.splitlines()[1:]] == ["verified", "damaged"]
     assert answer.err.count("\n") == 1
     assert "4 is damaged" in answer.err
+
+
+@pytest.mark.parametrize("words", [("ls", "--verify"), ("ls",), ("show",)], ids=" ".join)
+def test_a_step_that_a_run_deletes_meanwhile_is_left_out(cli, text_run, tmp_path, monkeypatch, words):
+    """The older one before its record is read, or, with `show`, the newer one."""
+    copy = shutil.copytree(text_run, tmp_path / "run")
+    goes, stays = ("4", "2") if words == ("show",) else ("2", "4")
+    read, info = [], Checkpointer.info
+
+    def deleting(self, step):
+        if not read:
+            shutil.rmtree(copy / "checkpoints" / goes)
+        read.append(step)
+        return info(self, step)
+
+    monkeypatch.setattr(Checkpointer, "info", deleting)
+    answer = cli("ckpt", words[0], str(copy), *words[1:], "--json")
+    assert answer.code == 0
+    found = json.loads(answer.out)
+    assert [row["step"] for row in (found if words[0] == "ls" else [found])] == [int(stays)]
+    if words[0] == "ls":
+        assert answer.err == f"step 2 was deleted from {copy / 'checkpoints'} while the list was made\n"
 
 
 def test_a_damaged_newest_step_is_passed_over(cli, damaged_run):

@@ -48,7 +48,9 @@ def checkpoints(run: RunFiles) -> str:
         try:
             info = read_info(folder, step)
         except CheckpointError:
-            rows.append((step, "-", "damaged", "-"))
+            # A run that trains deletes old steps meanwhile.
+            if step in live_steps(folder):
+                rows.append((step, "-", "damaged", "-"))
             continue
         losses[step] = evaluated.get(step, info.eval_loss if metric == "eval_loss" else info.score)
         loss = "-" if info.eval_loss is None else f"{info.eval_loss:.4g}"
