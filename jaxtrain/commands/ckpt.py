@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
 from jaxtrain.checkpoint.directory import DamagedError
-from jaxtrain.checkpoint.going_back import abandoned_folders
+from jaxtrain.checkpoint.going_back import abandoned_folders, live_steps
 from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.checkpoint.where import checkpoint_folder
@@ -16,6 +16,10 @@ from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.mended import mend_run
 from jaxtrain.runtime.remarks import print_remark
+
+# How often steps are listed where all of a list went before they were read: starting jax takes longer than some runs
+# keep a step. The newest one stays the longest, and is read first.
+_LOOKS = 3
 
 
 def _open(run_dir: str) -> Checkpointer:
@@ -50,10 +54,10 @@ def run_ckpt_ls(run_dir: str, *, verify: bool, as_json: bool) -> int:
     damaged = [row["problem"] for row in rows if row["problem"]]
     if as_json:
         print_json([{**row, "ok": row["problem"] is None, "verified": verify} for row in rows])
-    elif not rows:
-        print_remark(f"no checkpoints in {directory}")
-    else:
+    elif rows:
         print_table(("step", "time", "size", "eval_loss", "ok"), [_ls_row(row, verify=verify) for row in rows])
+    elif not live_steps(directory):
+        print_remark(f"no checkpoints in {directory}")
     if damaged:
         raise CheckpointError(f"{damaged[0]}" + (f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""))
     return 0
@@ -69,26 +73,38 @@ def _rows(checkpoints: Checkpointer, *, verify: bool, abandoned: str | None) -> 
     """
     rows: list[dict[str, Any]] = []
     deleted: list[int] = []
-    for step in checkpoints.steps():
-        row: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
-        try:
-            info = checkpoints.info(step)
-            row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
-            if verify:
-                checkpoints.verify(step)
-        except CheckpointError as error:
-            # A run that trains deletes old steps while others are read.
-            if step not in checkpoints.steps():
+    for _ in range(_LOOKS):
+        steps = checkpoints.steps()
+        for step in reversed(steps):
+            row = _row(checkpoints, step, verify=verify)
+            if row is None:
                 deleted.append(step)
-                continue
-            if not isinstance(error, DamagedError):
-                raise
-            row["problem"] = str(error)
-        rows.append({**row, "abandoned": abandoned})
+            else:
+                rows.insert(0, {**row, "abandoned": abandoned})
+        if rows or not steps:
+            break
     if deleted:
-        which = f"step {deleted[0]} was" if len(deleted) == 1 else f"steps {', '.join(map(str, deleted))} were"
+        shown = ", ".join(map(str, sorted(deleted)))
+        which = f"step {shown} was" if len(deleted) == 1 else f"steps {shown} were"
         print_remark(f"{which} deleted from {checkpoints.directory} while the list was made")
     return rows
+
+
+def _row(checkpoints: Checkpointer, step: int, *, verify: bool) -> dict[str, Any] | None:
+    """Describe a checkpoint; None where the run, which trains, has deleted it meanwhile."""
+    row: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
+    try:
+        info = checkpoints.info(step)
+        row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
+        if verify:
+            checkpoints.verify(step)
+    except CheckpointError as error:
+        if step not in checkpoints.steps():
+            return None
+        if not isinstance(error, DamagedError):
+            raise
+        row["problem"] = str(error)
+    return row
 
 
 def _ls_row(row: dict[str, Any], *, verify: bool) -> tuple[str, ...]:
