@@ -39,7 +39,7 @@ class RunLock:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o640)
         except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"run directory {self.run_dir} is a file: use another --run-dir") from error
+            raise ConfigError(f"run directory {self.run_dir} is {_in_the_way(self.run_dir)}") from error
         except OSError as error:
             raise ConfigError(
                 f"run directory {self.run_dir} cannot be used: {error.strerror}; use another --run-dir"
@@ -75,6 +75,16 @@ class RunLock:
                 os.ftruncate(descriptor, 0)
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+def _in_the_way(run_dir: Path) -> str:
+    """What a path is that cannot be a directory, and what to do."""
+    for place in (run_dir, *run_dir.parents):
+        if place.is_symlink() and not place.exists():
+            below = "" if place == run_dir else f"below {place}, "
+            there = os.readlink(place)
+            return f"{below}a link to {there}, which is not there: make that folder, or use another --run-dir"
+    return "a file: use another --run-dir"
 
 
 def _holder(descriptor: int) -> str:

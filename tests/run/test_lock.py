@@ -76,3 +76,19 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     with pytest.raises(ConfigError, match="cannot be used"):
         RunLock(tmp_path / "run").__enter__()
     assert (tmp_path / "precious").read_text() == "content"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("link", r"link is a link to away, which is not there: make that folder, or use another --run-dir$"),
+        ("link/run", r"run is below \S+link, a link to away, which is not there: make that folder, or use another"),
+    ],
+)
+def test_a_link_to_a_folder_that_is_missing_is_named(tmp_path, name, said):
+    (tmp_path / "link").symlink_to("away")
+    with pytest.raises(ConfigError, match=said):
+        RunLock(tmp_path / name).__enter__()
+    (tmp_path / "away").mkdir()
+    with RunLock(tmp_path / name):
+        assert (tmp_path / "away").is_dir()
