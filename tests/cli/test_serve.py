@@ -189,7 +189,7 @@ def test_embeddings_do_not_depend_on_padding_or_neighbours(folder):
 
 @pytest.mark.long
 def test_the_process_from_start_to_sigterm(folder, tmp_path):
-    """A key from a file, the real client, an answer that runs when the signal comes, and exit code 0."""
+    """A key from a file, the real client, an answer and half a body when the signal comes, and exit code 0."""
     (tmp_path / "key").write_text("s3cret\n")
     words = ["serve", str(folder), "--port", "0", "--slots", "2", "--api-key-file", str(tmp_path / "key")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -203,12 +203,19 @@ def test_the_process_from_start_to_sigterm(folder, tmp_path):
         assert process.stdout is not None
         ready = process.stdout.readline()
         assert ready.startswith("ready: http://127.0.0.1:"), process.communicate()
-        with openai.OpenAI(base_url=f"{ready.split()[1]}/v1", api_key="s3cret", max_retries=0) as client:
+        host, port = ready.split()[1].removeprefix("http://").split(":")
+        with (
+            openai.OpenAI(base_url=f"{ready.split()[1]}/v1", api_key="s3cret", max_retries=0) as client,
+            socket.create_connection((host, int(port)), timeout=20) as half,
+        ):
+            key = b"Authorization: Bearer s3cret"
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + key + b"\r\nContent-Length: 9\r\n\r\n{")
             stream = client.completions.create(model="mine", prompt="a", max_tokens=60, stream=True)
             pieces = [next(stream)]
             process.send_signal(signal.SIGTERM)
             pieces += list(stream)
             assert pieces[-1].choices[0].finish_reason in ("length", "stop")
+            assert half.recv(100).startswith(b"HTTP/1.1 503")
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "")
         assert "finishing what runs" in err

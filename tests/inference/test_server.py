@@ -2,6 +2,9 @@
 
 import asyncio
 import socket
+import sys
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -9,7 +12,11 @@ import openai
 import pytest
 from scripted import END, LENGTH, ScriptedEngine, embed, service, serving
 
-from jaxtrain.inference.server.incoming import Limits
+from jaxtrain.inference.server.address import bind, listen
+from jaxtrain.inference.server.app import EventStream
+from jaxtrain.inference.server.incoming import SEND_SECONDS, Limits, read_body
+from jaxtrain.inference.server.prometheus import HttpCounters, metrics_text
+from jaxtrain.inference.server.refused import RefusedError
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 
@@ -155,6 +162,49 @@ def test_a_body_that_never_ends_is_given_up(engine):
         with socket.create_connection((host, int(port)), timeout=20) as half:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             assert half.recv(100).startswith(b"HTTP/1.1 408")
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+def test_a_body_that_has_not_arrived_does_not_keep_a_server_that_ends():
+    async def asked() -> None:
+        ending = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.01, ending.set)
+        await read_body(never, Limits(20_000, 60.0, ending_seconds=0.05), ending)
+
+    began = time.monotonic()
+    with pytest.raises(RefusedError, match="the server ends") as refused:
+        asyncio.run(asked())
+    assert (refused.value.status, refused.value.code) == (503, "server_ends")
+    assert time.monotonic() - began < 30
+
+
+def test_a_client_that_takes_nothing_counts_as_gone():
+    """And what is written for it ends."""
+    cancelled, sent, counters = [], [], HttpCounters()
+
+    async def events() -> AsyncIterator[bytes]:
+        while True:
+            yield b"data: {}\n\n"
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 4:
+            await never()
+
+    asyncio.run(EventStream(events(), lambda: cancelled.append(True), counters, 0.05)({}, never, send))
+    assert (cancelled, len(sent)) == ([True], 4)
+    assert "http_clients_left_total 1" in metrics_text(counters, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an option of Linux")
+def test_the_system_drops_a_client_that_takes_nothing():
+    with bind("127.0.0.1", 0, has_key=False) as taken:
+        listen(taken)
+        with socket.create_connection(taken.getsockname()), taken.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SEND_SECONDS
 
 
 def test_tokens_over_http(address):

@@ -5,9 +5,11 @@ import ipaddress
 import os
 import resource
 import socket
+import sys
 from pathlib import Path
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.server.incoming import SEND_SECONDS
 
 KEY_VARIABLE = "JAXTRAIN_API_KEY"
 _BACKLOG = 2048
@@ -84,10 +86,15 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 def listen(taken: socket.socket) -> None:
     """Let clients connect to a socket from `bind`, as many as there may come.
 
+    The system drops a connection whose client takes nothing for `SEND_SECONDS`: what was written for it would be kept,
+    and the server could not end.
+
     Raises:
         ConfigError: another process listens there since.
     """
     host, port = taken.getsockname()[:2]
+    if sys.platform == "linux":  # what connects has the options of this socket
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_SECONDS))
     try:
         taken.listen(_BACKLOG)
     except OSError as error:

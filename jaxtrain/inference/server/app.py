@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxtrain.inference.server.answers import chunk, first_chunk, last_chunk, new_envelope, whole_answer
 from jaxtrain.inference.server.bodies import chat_call, completion_call
@@ -23,7 +23,7 @@ from jaxtrain.inference.server.call import Call, engine_requests
 from jaxtrain.inference.server.choices import Piece
 from jaxtrain.inference.server.embeddings import embedding_answer, embedding_call
 from jaxtrain.inference.server.fields import parse_body
-from jaxtrain.inference.server.incoming import GoneError, Limits, read_body, while_there
+from jaxtrain.inference.server.incoming import SEND_SECONDS, GoneError, Limits, read_body, while_there
 from jaxtrain.inference.server.prometheus import HttpCounters, metrics_text
 from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.refused import RefusedError
@@ -79,9 +79,12 @@ def build_app(service: Service) -> Starlette:
 
     Args:
         service: what is served.
+
+    Returns:
+        The application; its `state.ending` is an event to set, on the event loop, once no more bodies are waited for.
     """
-    counters = HttpCounters()
-    endpoints = _Endpoints(service, counters)
+    counters, ending = HttpCounters(), asyncio.Event()
+    endpoints = _Endpoints(service, counters, ending)
     table: list[tuple[str, str, _Handler]] = [
         ("GET", "/", endpoints.page),
         ("GET", "/health", endpoints.health),
@@ -109,7 +112,9 @@ def build_app(service: Service) -> Starlette:
         counters.answered("other", error.status_code)
         return _refusal(RefusedError(error.status_code, said), headers=headers)
 
-    return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+    app = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+    app.state.ending = ending
+    return app
 
 
 def _guarded(handler: _Handler, path: str, service: Service, counters: HttpCounters) -> _Handler:
@@ -161,8 +166,8 @@ def _encoded(value: Any) -> bytes:
 class _Endpoints:
     """One method per endpoint."""
 
-    def __init__(self, service: Service, counters: HttpCounters):
-        self._service, self._counters = service, counters
+    def __init__(self, service: Service, counters: HttpCounters, ending: asyncio.Event):
+        self._service, self._counters, self._ending = service, counters, ending
         self._texts = TokenTexts(service.reader.tokenizer)
 
     async def page(self, request: HttpRequest) -> Response:
@@ -233,7 +238,7 @@ class _Endpoints:
         return _json(await asyncio.to_thread(detokenize, body, self._service.reader))
 
     async def _body(self, request: HttpRequest) -> dict[str, Any]:
-        raw = await read_body(request.receive, self._service.limits)
+        raw = await read_body(request.receive, self._service.limits, self._ending)
         return await asyncio.to_thread(parse_body, raw)
 
     async def _write(self, request: HttpRequest, read: Callable[..., Call]) -> Response:
@@ -297,15 +302,22 @@ class EventStream(Response):
         events: encoded.
         cancel: called at the end, whatever happened.
         counters: count clients that left.
+        seconds: in which the client must take an event, or it counts as gone.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None], counters: HttpCounters):
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        cancel: Callable[[], None],
+        counters: HttpCounters,
+        seconds: float = SEND_SECONDS,
+    ):
         # Proxies that collect an answer before they pass it on leave events alone that say so.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._cancel, self._counters = events, cancel, counters
+        self._events, self._cancel, self._counters, self._seconds = events, cancel, counters, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -316,7 +328,15 @@ class EventStream(Response):
             self._cancel()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._send_one(send, start)
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send_one(send, {"type": "http.response.body", "body": event, "more_body": True})
+        await self._send_one(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_one(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await send(message)
+        except TimeoutError:
+            raise GoneError from None

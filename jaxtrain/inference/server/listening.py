@@ -18,7 +18,20 @@ _KEEP_ALIVE = 30
 
 
 class _Server(uvicorn.Server):
-    """Ends at the first SIGTERM or Ctrl-C when all answers are given, and at the second at once."""
+    """Ends at the first SIGTERM or Ctrl-C when all answers are given, and at the second at once.
+
+    Args:
+        config: of it.
+        ending: of the application, see `build_app`.
+    """
+
+    def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
+        super().__init__(config)
+        self._ending = ending
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending.set()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,7 +69,7 @@ def serve_app(app: Starlette, taken: socket.socket, *, when_ready: Callable[[], 
         timeout_keep_alive=_KEEP_ALIVE,
         backlog=2048,
     )
-    server = _Server(config)
+    server = _Server(config, app.state.ending)
 
     async def serve() -> None:
         serving = asyncio.ensure_future(server.serve(sockets=[taken]))
