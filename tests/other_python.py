@@ -37,6 +37,7 @@ ONE_PYTHON = (
     "parallel/test_refusals.py",
     "plan/",
     "preferences/",
+    "run/test_early_stopping.py",
     "run/test_given_batches.py",
     "run/test_kept_tokenizer.py",
     "run/test_lock.py",
