@@ -78,7 +78,9 @@ def _of_chosen_end(
     """What a run says that chose the end of its documents itself, where its published model ends texts otherwise."""
     data = (info.get("config") or {}).get("data") or {}
     name = (data.get("tokenizer") or {}).get("end")
-    end = None if name is None else tokenizer.token_id(name)
+    if not isinstance(name, str):
+        return Texts(), None
+    end = tokenizer.token_id(name)
     files = {file: _decoded(text) for file, text in origin.files.items() if file in TEXT_FILES}
     if end is None or end != tokenizer.end_of_text or end in _end_ids(files, origin.config):
         return Texts(), None
