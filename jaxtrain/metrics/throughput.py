@@ -82,7 +82,7 @@ class Meter:
             loss: of the step.
             grad_norm: global norm of the gradients before clipping.
             learning_rate: of the step; None where it is not known.
-            skipped_steps: steps with non-finite gradients so far.
+            skipped_steps: steps so far that left the state as it was.
             device_memory_bytes: peak memory of a device, in bytes; None where it is not known.
             more: metrics of the task, appended.
 

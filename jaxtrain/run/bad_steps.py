@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
@@ -65,7 +66,7 @@ class BadSteps:
         spikes = self._run.config.spikes
         if spikes is not None and int(metrics["spiked"]):
             self._spiked(spikes, number, float(metrics["loss"]), float(metrics["grad_norm"]))
-        elif int(metrics["skipped_in_a_row"]) and self._shown < _MOST_SHOWN:
+        elif int(metrics["skipped_in_a_row"]) and self._shown < _MOST_SHOWN and not _is_empty(metrics):
             self._shown += 1
             began = time.monotonic()
             with self._spent.measure("compiling"):
@@ -111,3 +112,8 @@ class BadSteps:
 
         found = from_process_0(newest)
         return None if found < 0 else found
+
+
+def _is_empty(metrics: Mapping[str, jax.Array]) -> bool:
+    """Whether the batch of a step had no weight, which is skipped without a fault; it ends no row of bad steps."""
+    return float(metrics["weight"]) == 0 and bool(np.isfinite(metrics["grad_norm"]))

@@ -20,9 +20,10 @@ from jaxtrain.train.spikes import SpikeHistory
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SkippedSteps:
-    """Steps that left the state as it was (not finite, or a spike): `total`, and `in_a_row`; int32 [].
+    """Steps that left the state as it was (not finite, a spike, no weight): `total`, and `in_a_row`; int32 [].
 
-    Steps that are not finite while a loss scale can still fall do not count in a row.
+    Batches without any weight, and steps that are not finite while a loss scale can still fall, are no bad signs: they
+    do not count in a row, and do not end a row either.
     """
 
     total: jax.Array
@@ -51,7 +52,7 @@ class TrainState:
         model_state: nested dict of what changes without a gradient.
         loss_scale: fp16 only, else None.
         key: typed PRNG key; every random number of step k derives from `fold_in(key, k)`.
-        skipped: counts of non-finite steps and spikes.
+        skipped: counts of non-finite steps, spikes, and batches without any weight.
         ema: moving average of the trainable params in float32, or None.
         ema_model_state: the same average of the floating leaves of model_state, None where ema is.
         spikes: the losses and gradient norms that spikes are told by, or None.

@@ -75,14 +75,16 @@ def update_state(
     tree = constrain_gradients(gradients.tree, layout, settings.zero)
     grad_norm = gradient_norm(unscaled(tree, scale), sliced=settings.sliced_norm)
     loss = gradients.loss_sum / divisor(gradients.weight)
-    accepted = finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    # A batch without any weight says nothing: momentum and decay would move parameters by it, and its sum of 0 would be
+    # the best loss ever to an optimizer that reads one. Nor has it a loss that others could be compared with.
+    weighs = gradients.weight != 0
+    accepted = finite & weighs
     history, seen, spiked = state.spikes, {}, None
     if settings.spikes is not None and history is not None:
-        # A batch without any weight has no loss that others could be compared with.
-        weighs = gradients.weight != 0
-        spiked = finite & weighs & history.spiked(loss, grad_norm, settings.spikes)
-        accepted = finite & ~spiked
-        history = history.after(loss, grad_norm, accepted=accepted & weighs, spiked=spiked)
+        spiked = accepted & history.spiked(loss, grad_norm, settings.spikes)
+        accepted = accepted & ~spiked
+        history = history.after(loss, grad_norm, accepted=accepted, spiked=spiked)
         seen = {"spiked": spiked.astype(jnp.int32), "spikes": history.spikes}
     clip = None
     if settings.clip_norm is not None:
@@ -121,13 +123,18 @@ def update_state(
 
     # While a loss scale still falls, a skip is its search and no sign of divergence.
     settled = state.loss_scale is None or state.loss_scale.scale <= settings.loss_scaling.minimum
-    skipped = state.skipped.count(accepted, settled=settled if spiked is None else settled | spiked)
+    is_bad = settled if spiked is None else settled | spiked
+    skipped = state.skipped.count(accepted, settled=is_bad & (weighs | ~finite))
+    loss_scale = state.loss_scale
+    if loss_scale is not None:
+        # Gradients that are 0 for want of a weight are no sign that the scale could grow.
+        loss_scale = keep(loss_scale.move(finite, settings.loss_scaling), loss_scale, weighs | ~finite)
     new_state = TrainState(
         step=state.step + 1,
         params=merge_leaves(trained, state.params),
         optimizer_state=optimizer_state,
         model_state=keep(gradients.model_state, state.model_state, accepted),
-        loss_scale=None if state.loss_scale is None else state.loss_scale.move(finite, settings.loss_scaling),
+        loss_scale=loss_scale,
         key=state.key,
         skipped=skipped,
         ema=ema,

@@ -221,7 +221,7 @@ def _lost(run: RunFiles) -> Iterator[tuple[str, str]]:
     skipped = (run.last("skipped_steps") or 0) - spikes
     if skipped:
         steps = "1 step was" if skipped == 1 else f"{skipped:,.0f} steps were"
-        yield "bad", f"{steps} skipped, because gradients were not finite."
+        yield "bad", f"{steps} skipped, because gradients were not finite or no target of the batch had a weight."
     if spikes:
         steps = "1 step was" if spikes == 1 else f"{spikes:,.0f} steps were"
         yield "bad", f"{steps} skipped as spikes of the loss or the gradient norm."
