@@ -304,6 +304,19 @@ def row_numbers(count: int) -> jax.Array:
     return jnp.arange(count) + (jax.lax.axis_index("data") * count if manual else 0)
 
 
+def sum_over_shards(x: jax.Array) -> jax.Array:
+    """Sum an array over those shards of a batch that the code being traced handles itself; elsewhere the array itself.
+
+    The compiler sums over the axes that it handles; of those that the code handles, `pipe` splits no batch.
+    """
+    layout = _layout.get()
+    if layout is None:
+        return x
+    split = (*layout.rules["batch"], *layout.rules["sequence"])
+    axes = tuple(axis for axis in split if axis in layout.manual and layout.mesh.shape[axis] > 1)
+    return jax.lax.psum(x, axes) if axes else x
+
+
 def shard_key(key: jax.Array) -> jax.Array:
     """The key of this shard of `data` in code that handles the axis itself; elsewhere the key as it is.
 

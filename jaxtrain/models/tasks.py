@@ -15,9 +15,10 @@ from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.loss import check_blocks, check_z_loss
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.sharding import sum_over_shards
 from jaxtrain.models.preferences import dpo, reward
 from jaxtrain.models.targets import broadcast_weights, checked_ids, num_classes
-from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task, TaskSums
+from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task, TaskSums, divisor
 from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums
 from jaxtrain.ops.loss.right import weight_of_right
@@ -34,8 +35,9 @@ def language_modeling(
 
     Negative targets are ignored.
 
-    A model with experts gives a dict: `logits`, `router_loss` [B, L] (added to the loss of each token, in training) and
-    numbers that are reported as they are.
+    A model with experts gives a dict: `logits`, in training also `router_loss` [B, L], whose mean is added to the loss,
+    and numbers that are reported as they are. The mean is over the `router_tokens` (float32 []) of all devices that the
+    router's loss is not 0 for, whatever their weights; without that entry it is by the weights.
 
     Args:
         z_loss: weight of the squared logsumexp, in training; None: without it.
@@ -134,7 +136,7 @@ def _token_task(
         if z_loss is not None:
             metrics["z_loss"] = (sums.z_loss, weight)
         if "router_loss" in more:
-            router_loss = jnp.sum(more.pop("router_loss") * weights)
+            router_loss = _router_sum(more.pop("router_loss"), weights, tokens=more.pop("router_tokens", None))
             metrics["router_loss"] = (router_loss, weight)
             total = total + router_loss
         if metrics:
@@ -147,6 +149,18 @@ def _token_task(
     train = functools.partial(loss_with, z_loss, False)
     loss = LogitsLoss(train, functools.partial(loss_with, None, counts_right), has_separate_rows=True)
     return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
+
+
+def _router_sum(losses_BL: jax.Array, weights_BL: jax.Array, *, tokens: jax.Array | None) -> jax.Array:
+    """The router's losses of the rows of this device, of which the quotient with the weights of all is their mean.
+
+    A token without a weight (of a prompt) is routed as the others are, and its probabilities balance what the load
+    counts; so the mean is over all tokens that are routed.
+    """
+    if tokens is None:
+        return jnp.sum(losses_BL * weights_BL)
+    weight = jax.lax.stop_gradient(sum_over_shards(jnp.sum(weights_BL)))
+    return jnp.sum(losses_BL) * (weight / divisor(jax.lax.stop_gradient(tokens)))
 
 
 def classification() -> Task:

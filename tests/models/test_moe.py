@@ -64,6 +64,22 @@ def test_output_is_that_of_the_dense_experts(activation):
     assert np.sum(load) == pytest.approx(1)
 
 
+def test_padding_counts_in_no_load_and_no_loss():
+    module = MoE(CONFIG, nnx.Rngs(0))
+    y, losses, load = module(X[:1, :4])
+    # Padding that all goes where the first token goes.
+    padded = jnp.concatenate([X[:1, :4], jnp.broadcast_to(X[:1, :1], (1, 8, 16))], axis=1)
+    real = (jnp.arange(12) < 4)[None]
+    found_y, found_losses, found_load = module(padded, real)
+    np.testing.assert_array_equal(found_load, load)
+    np.testing.assert_allclose(found_losses[:, :4], losses, rtol=1e-6)
+    assert not np.any(found_losses[:, 4:])
+    np.testing.assert_allclose(found_y[:, :4], y, rtol=1e-4, atol=1e-8)  # as in the test of dense experts
+    nothing = module(X, jnp.zeros((2, 6), bool))
+    assert not np.any(nothing[1])
+    assert not np.any(nothing[2])
+
+
 def test_half_precision_routes_in_float32():
     module = MoE(CONFIG, nnx.Rngs(0))
     x = X.astype(jnp.bfloat16)

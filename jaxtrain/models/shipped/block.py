@@ -330,7 +330,7 @@ class Block(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         attended_BLD, cache = self.attend(x_BLD, positions_BL, segments_BL, keys[0], cache, local, bias_HW)
         mlp_input_BLD = x_BLD if self.form == "parallel" else attended_BLD
-        x_BLD, routing = self.feed(attended_BLD, mlp_input_BLD, keys[1])
+        x_BLD, routing = self.feed(attended_BLD, mlp_input_BLD, keys[1], segments_BL)
         return x_BLD, routing, cache
 
     def attend(
@@ -351,14 +351,19 @@ class Block(nnx.Module):
         return x_BLD, cache
 
     def feed(
-        self, x_BLD: jax.Array, mlp_input_BLD: jax.Array, key: jax.Array | None
+        self,
+        x_BLD: jax.Array,
+        mlp_input_BLD: jax.Array,
+        key: jax.Array | None,
+        segments_BL: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
         """Add the output of the MLP (or experts) to the residual stream; its input is another one beside attention."""
         with jax.named_scope("mlp"):
             inner_BLD = self.inner(mlp_input_BLD if self.form == "post" else self.mlp_norm(mlp_input_BLD))
             routing: Routing | None = None
             if isinstance(self.mlp, MoE):
-                y_BLD, loss_BL, load_E = self.mlp(inner_BLD)
+                real_BL = None if segments_BL is None else segments_BL != 0
+                y_BLD, loss_BL, load_E = self.mlp(inner_BLD, real_BL)
                 routing = Routing.of(loss_BL, load_E)
             else:
                 y_BLD = self.mlp(inner_BLD)

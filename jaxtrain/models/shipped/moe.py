@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.layout.sharding import constrain
+from jaxtrain.layout.sharding import constrain, sum_over_shards
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
 from jaxtrain.ops.experts.compute import Kernels, route, router_loss
@@ -24,34 +24,38 @@ _INIT_STDDEV = 0.02  # as the transformer's other kernels
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """Losses and loads of the routers, summed over layers.
+    """Losses and loads of the routers, summed over layers; padding counts in none of them.
 
     Attributes:
         loss_BL: auxiliary loss of each token, float32.
         busiest: share of the routed slots that the busiest expert got, times the number of experts, float32 []; it is
             1 where all experts get equally many.
         unused: share of the experts that got no token, float32 [].
+        tokens: number of the tokens that are routed over all devices, float32 []; of one layer, as all have the same.
     """
 
     loss_BL: jax.Array
     busiest: jax.Array
     unused: jax.Array
+    tokens: jax.Array
 
     @staticmethod
-    def none(tokens_BL: jax.Array) -> "Routing":
-        """Return zeros: the value before the first layer."""
+    def none(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> "Routing":
+        """Return zeros beside the number of tokens: the value before the first layer."""
         zeros_BL = constrain(jnp.zeros(tokens_BL.shape, jnp.float32), "batch", "sequence")
-        return Routing(zeros_BL, jnp.float32(0), jnp.float32(0))
+        real = tokens_BL.size if segments_BL is None else jnp.sum(segments_BL != 0)
+        return Routing(zeros_BL, jnp.float32(0), jnp.float32(0), sum_over_shards(jnp.asarray(real, jnp.float32)))
 
     @staticmethod
     def of(loss_BL: jax.Array, load_E: jax.Array) -> "Routing":
-        """Make the value of one layer.
+        """Make the value of one layer, without its number of tokens.
 
         Args:
             loss_BL: auxiliary loss of each token, float32.
             load_E: share of the routed slots of each expert, float32.
         """
-        return Routing(loss_BL, jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32)))
+        busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
+        return Routing(loss_BL, busiest, unused, jnp.float32(0))
 
     def plus(self, other: "Routing") -> "Routing":
         """Add another value, entry by entry."""
@@ -66,10 +70,10 @@ class Routing:
 
         Returns:
             `expert_busiest` and `experts_unused`, float32 [], means over the layers; in training also `router_loss`
-            [B, L], the sum over the layers.
+            [B, L], the sum over the layers, and `router_tokens` float32 [], the number of tokens that it is of.
         """
         means = {"expert_busiest": self.busiest / num_layers, "experts_unused": self.unused / num_layers}
-        return {"router_loss": self.loss_BL, **means} if train else means
+        return {"router_loss": self.loss_BL, "router_tokens": self.tokens, **means} if train else means
 
 
 class Kernel(nnx.Module):
@@ -108,16 +112,17 @@ class MoE(nnx.Module):
         self.gate = make("gate", init) if "gate" in shapes else None
         self.down = make("down", init_out)
 
-    def __call__(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Route each token to its experts and add their outputs, weighted by the router.
 
         Args:
             x_BLD: any float dtype.
+            real_BL: bool, False for padding, which goes through experts and counts nowhere; None: there is none.
 
         Returns:
-            The output [B, L, D] in the dtype of x; the router's loss of each token, float32 [B, L], to be averaged as
-            the task averages losses of tokens; and the share of routed slots of each expert over the global batch,
-            float32 [E], without a gradient.
+            The output [B, L, D] in the dtype of x; the router's loss of each token, float32 [B, L], 0 for padding, to
+            be averaged over the others; and the share of routed slots of each expert over the global batch, float32
+            [E], without a gradient.
         """
         config = self.config
         with jax.named_scope("router"):
@@ -127,13 +132,14 @@ class MoE(nnx.Module):
             logits_BLE = jnp.einsum("BLD,DE->BLE", x32_BLD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
             logits_BLE = constrain(logits_BLE, "batch", "sequence", None)
             weights_BLA, ids_BLA = route(logits_BLE, config.experts_per_token)
-            load_E = expert_load(ids_BLA, config.num_experts)
+            load_E = expert_load(ids_BLA, config.num_experts, real_BL)
             loss_BL = router_loss(
                 logits_BLE,
                 load_E,
                 load_balance_weight=config.load_balance_weight,
                 router_z_weight=config.router_z_weight,
             )
+            loss_BL = loss_BL if real_BL is None else jnp.where(real_BL, loss_BL, 0.0)
         gate_EDF = None if self.gate is None else self.gate.kernel[...]
         kernels = Kernels(self.up.kernel[...], gate_EDF, self.down.kernel[...])
         y_BLD = experts_mlp(x_BLD, weights_BLA, ids_BLA, kernels)

@@ -237,7 +237,9 @@ def transformer(
         head_key = None if key is None else jax.random.fold_in(key, 1)
         needs = head_inputs(config.head, read.tokens_BL.shape, read.segments_BL, head_key)
         # What travels beside the residual stream; most models have nothing.
-        beside: dict[str, Any] = {} if config.experts is None else {"routing": Routing.none(read.tokens_BL)}
+        beside: dict[str, Any] = {}
+        if config.experts is not None:
+            beside["routing"] = Routing.none(read.tokens_BL, read.segments_BL)
         beside |= {} if needs.is_empty else {"head": needs}
         bias_HW = relative_bias(module.relative_positions, config, read.tokens_BL.shape[1] - 1)
         # Every stage of a pipeline needs it, and only the first has the table.

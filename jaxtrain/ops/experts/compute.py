@@ -76,20 +76,20 @@ def count_tokens(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
 def router_loss(
     logits_BLE: jax.Array, load_E: jax.Array, *, load_balance_weight: float, router_z_weight: float
 ) -> jax.Array:
-    """Compute the auxiliary loss of each token; its mean over tokens is the loss of the papers.
+    """Compute the auxiliary loss of each token; its mean over the tokens that the load counts is that of the papers.
 
-    With f_e the share of routed slots that expert e got and P_e its mean probability, the mean is
+    With f_e the share of routed slots that expert e got and P_e its mean probability over the same tokens, the mean is
 
         load_balance_weight * E * sum_e f_e P_e  +  router_z_weight * mean(logsumexp(logits)^2).
 
-    A token's part is linear in its own probabilities for given f, so that tasks weight it as they weight losses, and
-    any split of the tokens over devices sums to the same number. An even load makes the first term 1.
+    A token's part is linear in its own probabilities for given f, so that any split of the tokens over devices sums to
+    the same number. An even load makes the first term `load_balance_weight`.
 
     Source: Fedus et al. 2021 (Switch, equations 4 to 6); Zoph et al. 2022 (ST-MoE, equation 5).
 
     Args:
         logits_BLE: float32.
-        load_E: float32, f over all tokens of the batch; no gradient flows to it.
+        load_E: float32, f over all tokens of the batch but padding; no gradient flows to it.
         load_balance_weight, router_z_weight: factors of the two terms.
 
     Returns:

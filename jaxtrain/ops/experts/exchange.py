@@ -9,29 +9,28 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.manual import run_manually, spec_of
 from jaxtrain.layout.rules import Entry, entry_axes, entry_degree
-from jaxtrain.layout.sharding import Layout, current_layout
+from jaxtrain.layout.sharding import Layout, current_layout, sum_over_shards
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts
 from jaxtrain.ops.experts.rounds import exchanged_experts
 
 
-def expert_load(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
+def expert_load(ids_BLK: jax.Array, num_experts: int, real_BL: jax.Array | None = None) -> jax.Array:
     """Compute the share of the routed slots that each expert got, over all devices.
 
     Args:
         ids_BLK: int32, experts of each token.
         num_experts: E.
+        real_BL: bool, False for padding, which counts for no expert; None: there is none.
 
     Returns:
-        float32 [E], replicated, with the sum 1; no gradient flows through it.
+        float32 [E], replicated, with the sum 1 (0 where all is padding); no gradient flows through it.
     """
-    counts_E = count_tokens(ids_BLK, num_experts)
-    layout = current_layout()
-    if layout is not None:
-        # The compiler sums over the axes that it handles; of those that the code handles, `pipe` splits no batch.
-        split = (*layout.rules["batch"], *layout.rules["sequence"])
-        axes = tuple(axis for axis in split if axis in layout.manual and layout.mesh.shape[axis] > 1)
-        counts_E = jax.lax.psum(counts_E, axes) if axes else counts_E
-    load_E = counts_E.astype(jnp.float32) / jnp.sum(counts_E).astype(jnp.float32)
+    if real_BL is not None:
+        ids_BLK = jnp.where(real_BL[..., None], ids_BLK, num_experts)
+    counts_E = sum_over_shards(count_tokens(ids_BLK, num_experts))
+    total = jnp.sum(counts_E)
+    total = total if real_BL is None else jnp.maximum(total, 1)
+    load_E = counts_E.astype(jnp.float32) / total.astype(jnp.float32)
     return jax.lax.stop_gradient(load_E)
 
 
