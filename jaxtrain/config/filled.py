@@ -6,12 +6,14 @@ from typing import Any
 from jaxtrain.config.base import Group
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.rope import LongRope
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.published.longrope import longrope_factor
 
 
 def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any]:
-    """Returns the keys of a model group as plain values, with the sizes that follow from others filled in.
+    """Returns the keys of a model group as plain values, with what follows from other keys filled in.
 
     Args:
         model: The model group of a config.
@@ -22,6 +24,11 @@ def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any
         settings |= dict(num_decoder_layers=model.decoder_layers)
     if isinstance(model, TransformerConfig | EncoderDecoderConfig):
         settings |= dict(num_kv_heads=model.kv_heads, head_dim=model.head_width, mlp_dim=model.mlp_width)
+    if isinstance(model, TransformerConfig) and isinstance(model.rope_scaling, LongRope):
+        scaling = model.rope_scaling
+        if scaling.attention_factor is None:
+            factor = longrope_factor(scaling.original_length, model.max_sequence_length)
+            settings["rope_scaling"] |= dict(attention_factor=factor)
     if isinstance(model, ViTConfig):
         settings |= dict(mlp_dim=model.mlp_width)
     if "vocab_size" in settings and settings["vocab_size"] is None:

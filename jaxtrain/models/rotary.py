@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxtrain.config.rope import AnyRope, LinearRope, LongRope, RopeScaling, YarnRope
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.layout.sharding import constrain
+from jaxtrain.published.longrope import longrope_factor
 
 
 def rotary_frequencies(dims: int, theta: float, scaling: AnyRope | None, *, length: int = 1) -> jax.Array:
@@ -73,8 +75,7 @@ def rotary_factor(scaling: AnyRope | None, *, max_length: int) -> float:
         case YarnRope() if scaling.attention_factor is None:
             return 0.1 * math.log(scaling.factor) + 1
         case LongRope() if scaling.attention_factor is None:
-            extension = max_length / scaling.original_length
-            return math.sqrt(1 + math.log(extension) / math.log(scaling.original_length)) if extension > 1 else 1.0
+            return longrope_factor(scaling.original_length, max_length)
         case YarnRope() | LongRope():
             assert scaling.attention_factor is not None
             return scaling.attention_factor
@@ -88,13 +89,14 @@ def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *
     Args:
         x_BLHK: queries or keys, any float dtype; the rotation is computed in float32.
         positions_BL: positions of the tokens, integers; a batch of 1 serves all rows.
-        frequencies: radians per position, float32 [R / 2]; the first R of K dims are rotated, the others stay.
+        frequencies: radians per position, float32 [R / 2], or [B, L, R / 2] where tokens have their own; the first R
+            of K dims are rotated, the others stay.
         factor: of cos and sin.
 
     Returns:
         [B, L, H, K] in the dtype of x_BLHK.
     """
-    dims = 2 * frequencies.shape[0]
+    dims = 2 * frequencies.shape[-1]
     if dims < x_BLHK.shape[-1]:
         rotated = rotate(x_BLHK[..., :dims], positions_BL, frequencies, factor=factor)
         return jnp.concatenate([rotated, x_BLHK[..., dims:]], axis=-1)
@@ -106,19 +108,53 @@ def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)
 
 
-def model_frequencies(config: TransformerConfig, local: jax.Array | None, *, length: int) -> jax.Array:
+def model_frequencies(
+    config: TransformerConfig, local: jax.Array | None, *, length: int, long_BL: jax.Array | None = None
+) -> jax.Array:
     """The frequencies of a layer of a transformer.
 
     Args:
         config: of the model.
         local: whether the layer is a local one, bool []; None: the model has none.
         length: positions of the sequence, or of the cache.
+        long_BL: from `long_documents`; None: all tokens are in sequences of `length`.
 
     Returns:
-        Radians per position, float32 [R / 2].
+        Radians per position, float32 [R / 2], or [B, L, R / 2] with `long_BL`.
     """
-    frequencies = rotary_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling, length=length)
+
+    def scaled(length: int) -> jax.Array:
+        return rotary_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling, length=length)
+
+    frequencies = scaled(length)
+    if long_BL is not None:
+        frequencies = jnp.where(long_BL[..., None], frequencies, scaled(1))
     if local is None or config.local_layers is None or config.local_layers.rope_theta is None:
         return frequencies
     own = rotary_frequencies(config.rotary_dims, config.local_layers.rope_theta, None)
     return jnp.where(local, own, frequencies)
+
+
+def long_documents(scaling: AnyRope | None, positions_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array | None:
+    """Find the tokens that longrope rotates by its long factors: those of documents longer than the original length.
+
+    The length of a document is its largest position plus one, so that in a packed or padded row it has the factors that
+    it has alone.
+
+    Args:
+        scaling: of the frequencies.
+        positions_BL: positions of the tokens in their documents; a batch of 1 serves all rows.
+        segments_BL: numbers of the documents of packed rows, and 0 for padding; None: every row is one document.
+
+    Returns:
+        bool [B, L]; None where all tokens of the rows have the same factors, which the length of the row says.
+    """
+    if segments_BL is None or not isinstance(scaling, LongRope) or segments_BL.shape[1] <= scaling.original_length:
+        return None
+    with jax.named_scope("long_documents"):
+        # Every pair is compared, in one fused reduction: far less than attention does with them, and no stage of a
+        # pipeline has to send parts of a sharded sequence to and fro, as scans along it would.
+        beyond_BL = jnp.broadcast_to(positions_BL >= scaling.original_length, segments_BL.shape)
+        others_BL = constrain(jnp.where(beyond_BL, segments_BL, 0), "batch", None)
+        long_BL = jnp.any(segments_BL[:, :, None] == others_BL[:, None, :], axis=-1) & (segments_BL != 0)
+        return constrain(long_BL, "batch", "sequence")

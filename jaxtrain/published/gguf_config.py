@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.gguf import GgufFile, read_tensor
+from jaxtrain.published.longrope import longrope_factor
 
 # Keys that change nothing in the outputs, or that the tensors say themselves.
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
@@ -255,8 +256,7 @@ def _phi3(keys: _Keys) -> dict[str, Any]:
         return config | {"rope_scaling": None}
     if missing := set(tables.values()) - set(keys.file.tensors):
         raise ConfigError(f"{keys.file.path} has one table of rotary factors, but no tensor {missing.pop()}")
-    ratio = config["max_position_embeddings"] / original
-    usual = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    usual = longrope_factor(original, config["max_position_embeddings"])
     if not math.isclose(given, usual, rel_tol=1e-4):
         raise keys.unsupported("rope.scaling.attn_factor", given, f"the length of the context asks for {usual:.6f}")
     factors = {

@@ -7,11 +7,13 @@ form takes a theta of 10000 in silence where there is no `rope_theta`.
 A family declares `*rope_keys(theta)` among its keys, and calls `read_rope` and `write_rope`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.keys import Key, Own
+from jaxtrain.published.longrope import longrope_factor
 
 _REQUIRED = object()
 
@@ -71,6 +73,10 @@ def read_rope(file: Mapping[str, Any], *, family: str, original_length: int | No
     scaling = _group(file["rope_scaling"], "rope_scaling") or parameters
     theta = scaling.get("rope_theta", parameters.get("rope_theta", file["rope_theta"]))
     found = read_scaling(scaling, family=family, original_length=original_length)
+    if found is not None and found["kind"] == "longrope" and found["attention_factor"] is None:
+        # It follows from the length of the file, which a run may lower: every score of attention would change with it.
+        lengths = int(found["original_length"]), int(file["max_position_embeddings"])
+        found["attention_factor"] = longrope_factor(*lengths)
     return {"rope_theta": _number(theta, "rope_theta"), "rope_scaling": found}
 
 
@@ -123,6 +129,11 @@ def _number(value: object, key: str) -> float:
 def write_rope(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary keys of a config.json, in both forms."""
     theta, scaling = model["rope_theta"], write_scaling(model["rope_scaling"])
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        usual = longrope_factor(scaling["original_max_position_embeddings"], model["max_sequence_length"])
+        # Readers compute it from the lengths.
+        if math.isclose(scaling.get("attention_factor", usual), usual):
+            scaling.pop("attention_factor", None)
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     if model["rotary_fraction"] != 1:
         parameters["partial_rotary_factor"] = model["rotary_fraction"]

@@ -18,7 +18,7 @@ from jaxtrain.layout.sharding import constrain, current_layout, platform
 from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.layers import Linear, Norm, dropout
-from jaxtrain.models.rotary import model_frequencies, rotary_factor, rotate
+from jaxtrain.models.rotary import long_documents, model_frequencies, rotary_factor, rotate
 from jaxtrain.models.shipped.cache import LayerCache, read_cache, ring_positions, unrolled_on, write_cache
 from jaxtrain.models.shipped.initial import Stddevs, small_stddevs
 from jaxtrain.models.shipped.moe import MoE, Routing
@@ -83,7 +83,9 @@ class Attention(nnx.Module):
         length = x_BLD.shape[1] if cache is None else cache.length
         q_BLHK = self.query(x_BLD)
         k_BSGK, v_BSGK = self.key(x_BLD), self.value(x_BLD)
-        q_BLHK, k_BSGK = self._positioned(q_BLHK, k_BSGK, positions_BL, local, length)
+        scaling = self.config.rope_scaling
+        long_BL = long_documents(scaling, positions_BL, segments_BL) if cache is None else None
+        q_BLHK, k_BSGK = self._positioned(q_BLHK, k_BSGK, positions_BL, local, length, long_BL)
         q_BLHK = checkpoint_name(constrain(q_BLHK, "batch", "sequence", "activation_heads", None), "query")
         k_BSGK = checkpoint_name(constrain(k_BSGK, "batch", "sequence", "activation_kv_heads", None), "key")
         v_BSGK = checkpoint_name(constrain(v_BSGK, "batch", "sequence", "activation_kv_heads", None), "value")
@@ -96,14 +98,20 @@ class Attention(nnx.Module):
         return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
 
     def _positioned(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, positions_BL: jax.Array, local: jax.Array | None, length: int
+        self,
+        q_BLHK: jax.Array,
+        k_BLGK: jax.Array,
+        positions_BL: jax.Array,
+        local: jax.Array | None,
+        length: int,
+        long_BL: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Queries and keys with their norms, their positions and the scale of the scores."""
         config = self.config
         if self.query_norm is not None and self.key_norm is not None:
             q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
         if config.position == "rotary":
-            frequencies = model_frequencies(config, local, length=length)
+            frequencies = model_frequencies(config, local, length=length, long_BL=long_BL)
             factor = rotary_factor(config.rope_scaling, max_length=config.max_sequence_length)
             q_BLHK = rotate(q_BLHK, positions_BL, frequencies, factor=factor)
             k_BLGK = rotate(k_BLGK, positions_BL, frequencies, factor=factor)

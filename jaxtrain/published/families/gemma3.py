@@ -15,7 +15,7 @@ from jaxtrain.published.families.gemma2 import ACTIVATION, BLOCK, scalar_of, sca
 from jaxtrain.published.families.gemma2 import tensors as gemma2_tensors
 from jaxtrain.published.family import Family
 from jaxtrain.published.keys import Fixed, Key, Mapped, Own, read_keys, write_keys
-from jaxtrain.published.rope import read_rope, rope_keys, write_rope, write_scaling
+from jaxtrain.published.rope import read_rope, rope_keys, write_rope
 
 _LOCAL = (1, 1, 1, 1, 1, 0)
 _LINEAR8 = dict(kind="linear", factor=8.0)
@@ -94,7 +94,7 @@ def to_published(model: Mapping[str, Any]) -> dict[str, Any]:
     local_theta = model["rope_theta"] if local is None or local["rope_theta"] is None else local["rope_theta"]
     rope = write_rope(model)
     rope["rope_parameters"] = {
-        "full_attention": {"rope_theta": model["rope_theta"], **(write_scaling(model["rope_scaling"]) or _PLAIN)},
+        "full_attention": {"rope_theta": model["rope_theta"], **(rope["rope_scaling"] or _PLAIN)},
         "sliding_attention": {"rope_theta": local_theta, **_PLAIN},
     }
     # A rope_scaling beside them would be taken for that of both kinds of layers.
