@@ -17,7 +17,7 @@ class ScheduleConfig(Group):
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     """Shape after warmup; wsd (warmup, stable, decay) holds the peak and decays linearly at the end."""
     warmup_steps: StepCount = 0
-    """Steps over which the learning rate rises from zero to the peak."""
+    """Steps before the learning rate reaches the peak: it rises evenly, from peak / (warmup_steps + 1) in step 0."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of the final decay (null: 10 % of the run); other kinds: step where decay ends (null: the last)."""
     final_fraction: Share = 0.1
