@@ -152,7 +152,11 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
         (length,) = workload.input_shape
         if workload.pairs:
             entries = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
-            pairs = {name: jax.ShapeDtypeStruct((rows // 2, 2, length), dtype) for name, dtype in entries.items()}
+            pairs: dict[str, Any] = {
+                name: jax.ShapeDtypeStruct((rows // 2, 2, length), dtype) for name, dtype in entries.items()
+            }
+            if workload.numbers == 4 * length + 1:
+                pairs["inputs"] = {"tokens": pairs["inputs"], "segments": pairs["inputs"]}
             return pairs | {"reference": jax.ShapeDtypeStruct((rows // 2, 2), np.float32)}
         if workload.decoder_length is not None:
             written = jax.ShapeDtypeStruct((rows, workload.decoder_length), np.int32)
@@ -161,8 +165,10 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
                 inputs |= {"segments": tokens, "decoder_segments": written}
             return {"inputs": inputs, "targets": written}
         if workload.weighted:
-            packed = {"tokens": tokens, "segments": tokens, "positions": tokens}
-            inputs = packed if workload.numbers == 5 * length else tokens
+            marked = {"tokens": tokens, "segments": tokens}
+            packed = marked | {"positions": tokens}
+            by_numbers: dict[int | None, Any] = {5 * length: packed, 4 * length: marked}
+            inputs = by_numbers.get(workload.numbers, tokens)
             return {"inputs": inputs, "targets": tokens, "weights": jax.ShapeDtypeStruct(tokens.shape, np.float32)}
         if workload.numbers in (None, 2 * length):
             return {"inputs": tokens, "targets": tokens}
