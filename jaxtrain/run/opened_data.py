@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config
-from jaxtrain.config.padding import marks_padding
-from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,14 +30,11 @@ def open_saved_data(
         DataError: the data cannot be opened, or was made with another tokenizer.
     """
     from jaxtrain.data import open_data
-    from jaxtrain.data.sources.marked import with_segments
 
     saved = info.get("data") or {}
     length = getattr(config.model, "max_sequence_length", None)
     task = config.task if isinstance(config.task, str) else None
     data = open_data(config.data, sequence_length=length, seed=config.seed, task=task, reading=saved.get("reading"))
-    if marks_padding(config) and recorded_parts(info)["model"] is None:
-        data = with_segments(data)
     _check_tokenizer(data, tokenizer, run_dir)
     remarks = []
     same = saved.get("fingerprint") == json.loads(json.dumps(data.fingerprint))

@@ -247,7 +247,7 @@ def _assembled(
     if model is None and data is None:
         check_kinds(config, own_task=task is not None)
     with progress.phase("reading data") as phase:
-        opened = data if data is not None else open_run_data(config, own_model=model is not None)
+        opened = data if data is not None else open_run_data(config)
         phase.note(opened.description[0] if opened.description else "")
     if config.evaluation.early_stopping is not None and opened.validation is None:
         raise ConfigError(

@@ -14,7 +14,6 @@ from jaxtrain.config.fit import check_sizes
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer, MuonDirection, OptimizerConfig
-from jaxtrain.config.padding import marks_padding
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
@@ -77,20 +76,13 @@ class Run:
         }
 
 
-def open_run_data(config: Config, *, own_model: bool = False) -> "Data":
-    """The data of a config, with the model's sequence length where the data leaves its own out.
-
-    Args:
-        config: of the run.
-        own_model: whether a model from Python takes the place of the config's.
-    """
+def open_run_data(config: Config) -> "Data":
+    """The data of a config, with the model's sequence length where the data leaves its own out."""
     from jaxtrain.data import open_data
-    from jaxtrain.data.sources.marked import with_segments
 
     length = getattr(config.model, "max_sequence_length", None)
     task = config.task if isinstance(config.task, str) else None
-    data = open_data(config.data, sequence_length=length, seed=config.seed, task=task)
-    return with_segments(data) if marks_padding(config) and not own_model else data
+    return open_data(config.data, sequence_length=length, seed=config.seed, task=task)
 
 
 def length_notes(config: Config) -> list[str]:

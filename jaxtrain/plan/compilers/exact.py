@@ -152,11 +152,7 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
         (length,) = workload.input_shape
         if workload.pairs:
             entries = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
-            pairs: dict[str, Any] = {
-                name: jax.ShapeDtypeStruct((rows // 2, 2, length), dtype) for name, dtype in entries.items()
-            }
-            if workload.numbers == 4 * length + 1:
-                pairs["inputs"] = {"tokens": pairs["inputs"], "segments": pairs["inputs"]}
+            pairs = {name: jax.ShapeDtypeStruct((rows // 2, 2, length), dtype) for name, dtype in entries.items()}
             return pairs | {"reference": jax.ShapeDtypeStruct((rows // 2, 2), np.float32)}
         if workload.decoder_length is not None:
             written = jax.ShapeDtypeStruct((rows, workload.decoder_length), np.int32)
@@ -165,10 +161,8 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
                 inputs |= {"segments": tokens, "decoder_segments": written}
             return {"inputs": inputs, "targets": written}
         if workload.weighted:
-            marked = {"tokens": tokens, "segments": tokens}
-            packed = marked | {"positions": tokens}
-            by_numbers: dict[int | None, Any] = {5 * length: packed, 4 * length: marked}
-            inputs = by_numbers.get(workload.numbers, tokens)
+            packed = {"tokens": tokens, "segments": tokens, "positions": tokens}
+            inputs = packed if workload.numbers == 5 * length else tokens
             return {"inputs": inputs, "targets": tokens, "weights": jax.ShapeDtypeStruct(tokens.shape, np.float32)}
         if workload.numbers in (None, 2 * length):
             return {"inputs": tokens, "targets": tokens}

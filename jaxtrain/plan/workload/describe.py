@@ -28,7 +28,6 @@ from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.fit import check_sizes
 from jaxtrain.config.kinds import PREFERENCES, check_kinds, gives_tokens
 from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
-from jaxtrain.config.padding import marks_padding
 from jaxtrain.config.schema import Config
 from jaxtrain.config.span_sizes import span_sizes
 from jaxtrain.config.special_tokens import added_tokens
@@ -164,11 +163,9 @@ def _numbers_of_text(config: Config, length: int) -> tuple[int | None, int]:
             return None, 3 * length
         case ChatData() as chats:
             # Inputs, targets and weights of both answers; or those with segments and positions of packed rows.
-            if gives_pairs(chats, config.task):
-                return None, (8 if marks_padding(config) else 6) * length
-            return None, (5 if chats.packing else 4 if marks_padding(config) else 3) * length
+            return None, (6 if gives_pairs(chats, config.task) else 5 if chats.packing else 3) * length
         case DocumentsData(rows="document"):
-            return None, (4 if marks_padding(config) else 3) * length
+            return None, 3 * length
         case TextData() | JsonlData() | DocumentsData() | TokenData() | MixtureData() | SyntheticData() as stream:
             if isinstance(stream.corruption, SpanCorruption):
                 decoder_length = span_sizes(stream.corruption, length).targets_length
@@ -250,8 +247,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
     pairs = takes_tokens and config.task in PREFERENCES
     if pairs:
         (length,) = input_shape[-1:]  # of data from Python, [2, L]
-        numbers = (3 if given or not marks_padding(config) else 4) * length + 1
-        sizes = replace(sizes, notes=(*sizes.notes, _PAIRS), numbers=numbers)
+        sizes = replace(sizes, notes=(*sizes.notes, _PAIRS), numbers=3 * length + 1)
         input_shape, rows = (length,), 2 * rows
     workload = Workload(
         unit, input_shape, vocab_size, num_outputs, rows, 0.0, sizes.notes, sizes.decoder_length, sizes.numbers, pairs
