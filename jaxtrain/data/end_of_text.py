@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtrain.data.special import END_KEY, SETTINGS_FILE, names_beside
+from jaxtrain.data.special import END_KEY, OLDER_SETTINGS_FILE, SETTINGS_FILE, names_beside
 from jaxtrain.published.json_text import parse_json
 from jaxtrain.runtime.files import write_bytes_atomic
 
@@ -31,7 +31,9 @@ def save_end(tokenizer: EndedTokenizer, path: Path) -> None:
     said = tokenizer.token_id(names_beside(path).get(END_KEY, ""))
     if tokenizer.end_of_text in (tokenizer.usual_end if said is None else said, None):
         return
-    file = path.parent / SETTINGS_FILE
+    # Frames of encoders are named in the one file alone, and may end otherwise.
+    is_settings = path.with_name(SETTINGS_FILE).exists()
+    file = path.with_name(SETTINGS_FILE if is_settings else OLDER_SETTINGS_FILE)
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
         content = parse_json(file.read_text("utf-8"))

@@ -7,8 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.errors import DataError, UserError
-from jaxtrain.published.gguf import read_gguf
-from jaxtrain.published.gguf_tokenizer import tokenizer_files
 from jaxtrain.published.json_text import parse_json
 
 # Role -> the names that published tokenizers give it, in the order in which they are tried.
@@ -79,7 +77,7 @@ class SpecialIds:
 def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> SpecialIds:
     """Finds the special tokens of a tokenizer.
 
-    The config's names come first, then those of the files beside the tokenizer, then the usual ones.
+    The config's names come first, then those of the tokenizer_config.json beside the file, then the usual ones.
 
     Args:
         tokenizer: Has the ids.
@@ -105,10 +103,11 @@ def _find(tokenizer: NamedTokens, role: str, given: str | None, listed: str | No
 
 
 def _listed(config: TokenizerConfig) -> dict[str, str]:
-    """Returns role -> name of what the files beside a tokenizer.json say."""
+    """Returns role -> name of what the tokenizer_config.json beside a tokenizer says."""
     if config.kind != "file" or config.path is None:
         return {}
-    names = names_beside(Path(config.path))
+    # A run keeps the end of text in the other file, and evaluates with the frame that it was trained with.
+    names = _names_in(Path(config.path).expanduser().with_name(SETTINGS_FILE))
     values = {role: names.get(key) for role, key in _FILE_KEYS.items()}
     values["end"] = values["end"] or names.get(END_KEY)
     return {role: name for role, name in values.items() if name is not None}
@@ -120,21 +119,32 @@ def names_beside(tokenizer: Path) -> dict[str, str]:
     Args:
         tokenizer: The tokenizer.json, whose folder may hold tokenizer_config.json and special_tokens_map.json.
     """
+    from jaxtrain.published.gguf import read_gguf  # which few need
+    from jaxtrain.published.gguf_tokenizer import tokenizer_files
+
     path = tokenizer.expanduser()
     found: dict[str, str] = {}
     for name in (OLDER_SETTINGS_FILE, SETTINGS_FILE):
-        content: Any = None
-        with contextlib.suppress(OSError, ValueError, UserError):  # what reads a file as a whole says what is wrong
-            if path.suffix == ".gguf":
-                text = tokenizer_files(path, read_gguf(path).metadata).get(name, "{}")
-            else:
-                text = (path.parent / name).read_text("utf-8")
-            content = parse_json(text)
-        for key, value in content.items() if isinstance(content, dict) else ():
-            value = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(value, str):
-                found[key] = value
+        if path.suffix == ".gguf":
+            with contextlib.suppress(OSError, ValueError, UserError):  # what reads a file as a whole says what is wrong
+                found |= _names_of(parse_json(tokenizer_files(path, read_gguf(path).metadata).get(name, "{}")))
+        else:
+            found |= _names_in(path.with_name(name))
     return found
+
+
+def _names_in(file: Path) -> dict[str, str]:
+    """Returns the names of special tokens in a file, none where it cannot be read."""
+    try:
+        return _names_of(parse_json(file.read_text("utf-8")))
+    except (OSError, ValueError, UserError):
+        return {}
+
+
+def _names_of(content: Any) -> dict[str, str]:
+    names = content.items() if isinstance(content, dict) else ()
+    plain = {key: value.get("content") if isinstance(value, dict) else value for key, value in names}
+    return {key: value for key, value in plain.items() if key.endswith("_token") and isinstance(value, str)}
 
 
 def needed(found: int | None, role: str, *, what: str) -> int:

@@ -139,7 +139,7 @@ def long_documents(scaling: AnyRope | None, positions_BL: jax.Array, segments_BL
     """Find the tokens that longrope rotates by its long factors: those of documents longer than the original length.
 
     The length of a document is its largest position plus one, so that in a packed or padded row it has the factors that
-    it has alone.
+    it has alone. Positions count up by one within a document.
 
     Args:
         scaling: of the frequencies.
@@ -152,9 +152,13 @@ def long_documents(scaling: AnyRope | None, positions_BL: jax.Array, segments_BL
     if segments_BL is None or not isinstance(scaling, LongRope) or segments_BL.shape[1] <= scaling.original_length:
         return None
     with jax.named_scope("long_documents"):
-        # Every pair is compared, in one fused reduction: far less than attention does with them, and no stage of a
-        # pipeline has to send parts of a sharded sequence to and fro, as scans along it would.
-        beyond_BL = jnp.broadcast_to(positions_BL >= scaling.original_length, segments_BL.shape)
-        others_BL = constrain(jnp.where(beyond_BL, segments_BL, 0), "batch", None)
-        long_BL = jnp.any(segments_BL[:, :, None] == others_BL[:, None, :], axis=-1) & (segments_BL != 0)
-        return constrain(long_BL, "batch", "sequence")
+        # A document is long if it has a token at position `original_length`: for each token, as far behind it as it is
+        # before that position. Scans along a sharded sequence would send its parts to and fro in stages of a pipeline.
+        length = segments_BL.shape[1]
+        positions_BL = jnp.broadcast_to(positions_BL, segments_BL.shape)
+        left_BL = scaling.original_length - positions_BL
+        there_BL = jnp.arange(length) + jnp.maximum(left_BL, 0)
+        whole_BL = constrain(segments_BL, "batch", None)
+        found_BL = jnp.take_along_axis(whole_BL, jnp.minimum(there_BL, length - 1), axis=1)
+        long_BL = (left_BL <= 0) | ((there_BL < length) & (found_BL == segments_BL))
+        return constrain(long_BL & (segments_BL != 0), "batch", "sequence")

@@ -7,7 +7,6 @@ form takes a theta of 10000 in silence where there is no `rope_theta`.
 A family declares `*rope_keys(theta)` among its keys, and calls `read_rope` and `write_rope`.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,8 +74,9 @@ def read_rope(file: Mapping[str, Any], *, family: str, original_length: int | No
     found = read_scaling(scaling, family=family, original_length=original_length)
     if found is not None and found["kind"] == "longrope" and found["attention_factor"] is None:
         # It follows from the length of the file, which a run may lower: every score of attention would change with it.
-        lengths = int(found["original_length"]), int(file["max_position_embeddings"])
-        found["attention_factor"] = longrope_factor(*lengths)
+        original, longest = found["original_length"], file["max_position_embeddings"]
+        if isinstance(original, int) and isinstance(longest, int) and min(original, longest) > 1:
+            found["attention_factor"] = longrope_factor(original, longest)
     return {"rope_theta": _number(theta, "rope_theta"), "rope_scaling": found}
 
 
@@ -132,7 +132,7 @@ def write_rope(model: Mapping[str, Any]) -> dict[str, Any]:
     if scaling is not None and scaling["rope_type"] == "longrope":
         usual = longrope_factor(scaling["original_max_position_embeddings"], model["max_sequence_length"])
         # Readers compute it from the lengths.
-        if math.isclose(scaling.get("attention_factor", usual), usual):
+        if scaling.get("attention_factor", usual) == usual:
             scaling.pop("attention_factor", None)
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     if model["rotary_fraction"] != 1:

@@ -77,14 +77,16 @@ def update_state(
     loss = gradients.loss_sum / divisor(gradients.weight)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     # A batch without any weight says nothing: momentum and decay would move parameters by it, and its sum of 0 would be
-    # the best loss ever to an optimizer that reads one. Nor has it a loss that others could be compared with.
-    weighs = gradients.weight != 0
+    # the best loss ever to an optimizer that reads one. Weights of both signs may sum to 0 too, and say something.
+    has_weight = gradients.weight != 0
+    weighs = has_weight | (gradients.loss_sum != 0) | (grad_norm != 0)
     accepted = finite & weighs
     history, seen, spiked = state.spikes, {}, None
     if settings.spikes is not None and history is not None:
-        spiked = accepted & history.spiked(loss, grad_norm, settings.spikes)
+        # A loss that is not divided by a weight cannot be compared with others.
+        spiked = accepted & has_weight & history.spiked(loss, grad_norm, settings.spikes)
         accepted = accepted & ~spiked
-        history = history.after(loss, grad_norm, accepted=accepted, spiked=spiked)
+        history = history.after(loss, grad_norm, accepted=accepted & has_weight, spiked=spiked)
         seen = {"spiked": spiked.astype(jnp.int32), "spikes": history.spikes}
     clip = None
     if settings.clip_norm is not None:

@@ -48,7 +48,7 @@ def run(*words, **settings):
         (["train", "--help"], 23, 108, []),
         (["ckpt", "--help"], 23, 106, []),
         (["config"], 27, 113, []),
-        (["config", "quickstart"], 94, 190, ["pydantic", "yaml"]),
+        (["config", "quickstart"], 96, 190, ["pydantic", "yaml"]),
     ],
     ids=["--help", "--version", "train --help", "ckpt --help", "config", "config quickstart"],
 )

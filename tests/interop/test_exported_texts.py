@@ -215,11 +215,12 @@ def test_runs_on_chats_and_their_folders_chat_alike(cli, tmp_path, monkeypatch):
     (tmp_path / "short.jinja").write_text(short)
     other = ["model.from=base", "finetune.lora.rank=2", "data.template=short.jinja", "data.stop=<|endoftext|>"]
     done("train", "quickstart", *words, *other, "--run-dir", "adapted")
-    line = "the chat template short.jinja and '<|endoftext|>' as the end of an answer\n"
+    # The folder names both ends already: that of its answers, which is its end of text, and that of its documents.
+    line = "the chat template short.jinja\n"
     for folder, more in {"adapter": (), "merged": ("--merge",)}.items():
         assert done("export", "adapted", "-o", folder, *more).err.count(line) == 1
     import_run("adapter", "imported_adapter", base="base")
     import_run("merged", "imported_merged")
-    assert of_run("adapted") == ("Why?<|endoftext|>", {0})
+    assert of_run("adapted") == ("Why?<|endoftext|>", ends)
     found = [of_folder("adapter"), of_folder("merged"), of_run("imported_adapter"), of_run("imported_merged")]
     assert found == [of_run("adapted")] * 4

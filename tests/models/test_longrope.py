@@ -49,10 +49,17 @@ def test_a_padded_row_is_the_text_alone(logits):
         np.testing.assert_allclose(found[:, :size], logits(tokens), atol=1e-5)
 
 
-def test_long_documents_are_found_in_any_order_of_positions():
+def test_long_documents_are_found_wherever_their_positions_begin():
     random = np.random.default_rng(0)
-    segments_BL = np.stack([np.repeat([2, 0, 1, 7, 0], random.multinomial(30, [0.2] * 5)) for _ in range(16)])
-    positions_BL = random.integers(0, ORIGINAL + 1, segments_BL.shape)
+    sizes_BS = random.multinomial(30, [0.2] * 5, size=16)
+    segments_BL = np.stack([np.repeat([2, 0, 1, 7, 0], sizes) for sizes in sizes_BS])
+    starts_BS = random.integers(0, ORIGINAL // 2, sizes_BS.shape)
+    positions_BL = np.stack(
+        [
+            np.concatenate([start + np.arange(size) for start, size in zip(*row, strict=True)])
+            for row in zip(starts_BS, sizes_BS, strict=True)
+        ]
+    )
     found_BL = long_documents(SCALING, jnp.asarray(positions_BL), jnp.asarray(segments_BL))
     assert found_BL is not None
     longest_BL = [[max(p[s == one]) if one else 0 for one in s] for p, s in zip(positions_BL, segments_BL, strict=True)]

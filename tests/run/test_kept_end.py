@@ -60,7 +60,7 @@ def test_a_run_keeps_the_end_of_its_documents(tmp_path: Path, capsys: pytest.Cap
     assert said["eos_token_id"] == end
     assert json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())["eos_token"] == "<|eot|>"
     # run.json says it where the file beside the tokenizer is gone.
-    (run_dir / "tokenizer_config.json").unlink()
+    (run_dir / "special_tokens_map.json").unlink()
     again = jt.open_run(run_dir).tokenizer
     assert again is not None
     assert again.end_of_text == end

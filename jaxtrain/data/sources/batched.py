@@ -38,6 +38,8 @@ def check_not_batched(rows: grain.MapDataset, name: str) -> None:
     if not isinstance(rows, _batched_type()):
         return
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(rows[0])]
+    if all(len(shape) < 2 for shape in shapes):
+        return  # of tokens, which a batch makes a sequence: a row
     size = shapes[0][0] if shapes and shapes[0] else "..."
     instead = f" and set the batch size (batch_size={size} in fit)" if name == "data" else ""
     raise DataError(

@@ -47,7 +47,8 @@ def read_csv(path: Path, asked: AskedColumns, *, skipped: SkippedRecords | None)
     _, header = next(rows, ("", []))
     header = stripped_header(header)
     chosen = _target_column(header, target=asked.target, path=path)
-    names = input_columns(_usual(header, chosen, asked, path), header[chosen], asked.columns, where=f"{path}:1")
+    columns = asked.columns and [name if name in header else name.strip() for name in asked.columns]
+    names = input_columns(_usual(header, chosen, asked, path), header[chosen], columns, where=f"{path}:1")
     places = [header.index(name) for name in names]
     first_text = None
     for where, row in rows:
