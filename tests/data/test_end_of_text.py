@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from jaxtrain.config.tokenizer import TokenizerConfig
 from jaxtrain.data import build_tokenizer, load_tokenizer, open_data, prepare_tokens
+from jaxtrain.data.special import special_ids
 from jaxtrain.errors import DataError
 
 
@@ -108,3 +109,16 @@ def test_shards_and_mixtures_keep_the_end(tmp_path, capsys):
     parts[0]["source"] = {"kind": "tokens", "path": str(tmp_path / "other")}
     with pytest.raises(DataError, match=r"documents of .*other end with another token than those of the rest"):
         open_data({"kind": "mixture", "components": parts, "tokenizer": of_shards}, sequence_length=8)
+
+
+def test_the_frames_of_encoders_are_the_same_where_a_run_kept_its_tokenizer(tmp_path):
+    """A run keeps the end of text beside its tokenizer, which is no name of a frame."""
+    beside = {"special_tokens_map": {"cls_token": "<s>", "sep_token": "</s>", "eos_token": "</s>"}}
+    file = published(tmp_path / "tokenizer", ("[CLS]", "[SEP]", "<s>", "</s>"), **beside)
+    tokenizer = load_tokenizer(file)
+    trained = special_ids(tokenizer, TokenizerConfig(kind="file", path=str(file)))
+    (tmp_path / "run").mkdir()
+    tokenizer.save(tmp_path / "run" / "tokenizer.json")
+    kept = TokenizerConfig(kind="file", path=str(tmp_path / "run" / "tokenizer.json"))
+    assert special_ids(load_tokenizer(tmp_path / "run" / "tokenizer.json"), kept) == trained
+    assert trained.start == tokenizer.token_id("[CLS]")

@@ -212,6 +212,7 @@ def test_names_of_columns_have_no_spaces_around_them_and_dates_are_no_numbers(tm
     path.write_text(lines("a, b, y", *(f"{i}, {i}, {'xy'[i % 2]}" for i in range(20))))
     data = rows_of(path, target="y")
     assert data.reading["columns"] == ["a", "b"]
+    assert rows_of(path, target=" y", columns=["a", " b"]).reading["columns"] == ["a", "b"]
     assert open_data({"kind": "table", "path": str(path)}, reading={**data.reading, "columns": ["a", " b"]}).train
     assert read_input_columns(str(path), ["a", " b"], num_columns=2, target=None)[3].tolist() == [3.0, 3.0]
     path.write_text(lines("a,y", "2024_01,1"))

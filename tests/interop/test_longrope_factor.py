@@ -54,3 +54,21 @@ def test_a_model_of_ours_without_one_is_written_as_before():
     written = family_of("phi3").to_published(settings_of(group))
     assert "attention_factor" not in written["rope_parameters"]
     assert family_of("phi3").from_published(written)["rope_scaling"] == settings_of(group)["rope_scaling"]
+
+
+@pytest.mark.parametrize("factor", [round(FACTOR, 11), math.nextafter(FACTOR, 2)], ids=["rounded", "next"])
+def test_a_factor_beside_the_usual_one_is_written(factor):
+    family = family_of("phi3")
+    read = family.from_published(FILE | {"rope_parameters": FILE["rope_parameters"] | {"attention_factor": factor}})
+    assert family.from_published(family.to_published(settings_of(loaded()) | read)) == read
+
+
+@pytest.mark.parametrize("original", [0, 1, "x"])
+def test_a_wrong_original_length_is_named(original, tmp_path):
+    keys = json.loads(json.dumps(FILE))
+    for group in (keys, keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}):
+        if "original_max_position_embeddings" in group:
+            group["original_max_position_embeddings"] = original
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(jt.ConfigError, match="original_length"):
+        jt.load_config({"model": {"kind": "transformer", "from": str(tmp_path)}})

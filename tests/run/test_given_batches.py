@@ -287,3 +287,11 @@ def test_data_rows_and_batches_may_be_named_tuples() -> None:
     assert listed.train[3]["targets"] == Y[3]  # pyright: ignore[reportIndexIssue]
     spec = BatchStream([pair(X[:8], Y[:8])]).spec()
     assert {name: leaf.shape for name, leaf in spec.items()} == {"inputs": (8, 4), "targets": (8,)}
+
+
+def test_tokens_that_grain_batches_are_a_sequence() -> None:
+    ids = np.arange(201, dtype=np.int32) % 16
+    rows = grain.MapDataset.source(range(200)).map(lambda i: {"inputs": ids[i], "targets": ids[i + 1]}).batch(20)
+    data = data_of(rows, validation=None)
+    assert len(data.train) == 10
+    assert data.input_shape == (20,)

@@ -107,3 +107,17 @@ def test_it_neither_counts_in_a_row_of_bad_steps_nor_ends_one() -> None:
         found.append(int(metrics["skipped_in_a_row"]))
     assert found == [1, 1, 2, 2, 0]
     assert int(state.skipped.total) == 4
+
+
+@pytest.mark.parametrize("degrees", [{"data": 1}, {"data": 2}], ids=["one device", "data=2"])
+def test_weights_that_cancel_train(degrees: dict[str, int]) -> None:
+    """Advantages of both signs may sum to 0, and say something all the same."""
+    step = make_step(jt.Task.calling("signed", called), degrees)
+    state = step.init(0)
+    before = kept(state)
+    state, metrics = step(state, batch(0, np.where(np.arange(ROWS) % 2, 1.0, -1.0)[:, None]))
+    assert float(metrics["weight"]) == 0
+    assert float(metrics["grad_norm"]) > 0
+    assert int(metrics["skipped_steps"]) == 0
+    moved = jax.tree.map(lambda old, new: np.any(old != new), before.params, jax.device_get(state.params))
+    assert all(jax.tree.leaves(moved))
