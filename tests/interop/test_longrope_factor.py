@@ -63,12 +63,12 @@ def test_a_factor_beside_the_usual_one_is_written(factor):
     assert family.from_published(family.to_published(settings_of(loaded()) | read)) == read
 
 
-@pytest.mark.parametrize("original", [0, 1, "x"])
+@pytest.mark.parametrize("original", [0, 1])
 def test_a_wrong_original_length_is_named(original, tmp_path):
     keys = json.loads(json.dumps(FILE))
     for group in (keys, keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}):
         if "original_max_position_embeddings" in group:
             group["original_max_position_embeddings"] = original
     (tmp_path / "config.json").write_text(json.dumps(keys))
-    with pytest.raises(jt.ConfigError, match="original_length"):
+    with pytest.raises(jt.ConfigError, match=r"^model\.rope_scaling\.original_length is "):
         jt.load_config({"model": {"kind": "transformer", "from": str(tmp_path)}})
