@@ -11,5 +11,5 @@ def num_pieces(elements: int, size: int) -> int:
         elements: of the array.
         size: of the dim.
     """
-    wanted = -(-elements // _PIECE)
+    wanted = max(1, -(-elements // _PIECE))
     return next((count for count in range(wanted, min(4 * wanted, size) + 1) if size % count == 0), 1)

@@ -242,6 +242,7 @@ sys.stderr.write(f"{' '.join(map(str, words))}\\n")  # one write: print makes ma
 """
 
 
+@pytest.mark.long
 def test_a_script_of_ones_own_is_launched_and_joins(tmp_path):
     (tmp_path / "my.py").write_text(SCRIPT)
     words = ["launch", "--processes", "2", "--emulate", "2", "--", "python", "my.py", "--debug", "a b"]

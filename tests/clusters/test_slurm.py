@@ -29,10 +29,11 @@ pytestmark = [
     pytest.mark.skipif(not INSTALLED, reason="slurmctld is not installed: apt-get install slurm-wlm to run it"),
 ]
 NODE = "zzz2"
+# A batch takes a fifth of a second, so that jobs which train for minutes leave the machine to other tests.
 TINY = [
-    *("quickstart", "train.steps=1000000", "train.global_batch_size=4", "parallel.fsdp=2", "data.tokenizer.kind=byte"),
-    *("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2", "model.mlp_dim=64", "data.sequence_length=32"),
-    *("evaluation.every=null", "evaluation.sample_prompt=null", "logging.report=false"),
+    *("digits_mlp", "data={call: 'watched_parts:read', args: {folder: .}}", "model={kind: mlp, hidden_dims: [8]}"),
+    *("train.steps=1000000", "train.global_batch_size=4", "parallel.fsdp=2"),
+    *("parallel.max_replicated_fraction=1", "evaluation.every=null", "logging.report=false"),
     *("logging.every=5", "checkpoint.every=20"),
 ]
 # Programs in place of jaxtrain: one ends at once, one at SIGTERM, one says which GPUs jax would take, had it any.
@@ -179,7 +180,10 @@ def cluster(tmp_path, monkeypatch) -> Iterator[Cluster]:
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     # The end of a lost node's job is waited for this long, not 30 s.
     monkeypatch.setenv("SLURM_CLUSTER_LINES", "KillWait=8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    # `watched_parts` waits as long as this file says.
+    (work / "0").write_text("0.2")
+    modules = [ROOT, ROOT / "tests" / "faults", *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, modules)))
     made = Cluster(folder, work)
     yield made
     made.close()

@@ -110,6 +110,7 @@ def test_a_process_that_dies_between_the_two_programs_ends_the_other(tmp_path: P
     assert "step 1/4" not in found[0][2]
 
 
+@pytest.mark.long
 def test_a_loop_of_one_s_own_takes_one_program_too(tmp_path: Path) -> None:
     found = run_two(tmp_path, "own loop", "gives up", "compiles")
     assert [code for code, _, _ in found] == [0, 0], found

@@ -105,6 +105,7 @@ def check_clean(log: str) -> None:
         assert text not in log, log
 
 
+@pytest.mark.long
 def test_a_stuck_source_ends_a_single_run(tmp_path: Path) -> None:
     with running(tmp_path, 1, data_seconds=2) as runs:
         runs.wait_for_steps(3)

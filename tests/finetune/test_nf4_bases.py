@@ -57,8 +57,8 @@ def test_every_layout_equals_one_device(base, degrees, remat):
     assert np.abs(np.diff(alone(base))).min() > 1e-3, "a run that learns nothing would prove nothing"
 
 
-REMATS = [pytest.param("nf4", "none", id="nf4"), pytest.param("int8", "none", id="int8")]
-REMATS += [pytest.param("nf4", remat, id=f"nf4, {remat}") for remat in ("full", "dots")]
+REMATS = [pytest.param("nf4", "none", id="nf4"), pytest.param("int8", "none", id="int8", marks=pytest.mark.long)]
+REMATS += [pytest.param("nf4", remat, id=f"nf4, {remat}", marks=pytest.mark.long) for remat in ("full", "dots")]
 
 
 @pytest.mark.parametrize(("base", "remat"), REMATS)

@@ -62,6 +62,7 @@ def test_read_as_floats_it_gives_the_logits_of_transformers():
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
 
 
+@pytest.mark.long
 def test_read_as_a_base_it_is_taken_as_it_is():
     """Codes and scales of the file, also on a mesh, and the logits of the floats."""
     step, params = start(FOLDER, fsdp=2, tensor=2)

@@ -44,7 +44,7 @@ LAYOUTS = {
 WITHOUT_REMAT = ("data=2,zero=2", "context=2,data=2", "pipe=2,context=2")
 # The branch of local layers meets every axis; of the other forms, what shards their parameters and splits their stack.
 ROWS = {
-    "sandwich": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), *((row, "none") for row in WITHOUT_REMAT)],
+    "sandwich": [("fsdp=2,tensor=2", "dots"), *((row, "none") for row in WITHOUT_REMAT)],
     "parallel": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full")],
     "post": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), ("context=2,data=2", "none")],
     "relative": [("fsdp=2,tensor=2", "dots"), ("pipe=2,tensor=2", "full"), ("data=2,zero=2", "none")],

@@ -48,7 +48,7 @@ def test_transformer(row: str, remat: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ["data=8", "fsdp=8", "zero=1", "tensor=2,fsdp=2,data=2", "context=2,tensor=2,fsdp=2"])
+@pytest.mark.parametrize("row", ["tensor=2,fsdp=2,data=2", "context=2,tensor=2,fsdp=2"])
 def test_transformer_in_one_go(row: str) -> None:
     """Without accumulation the step has no manual region over `data`."""
     check("transformer", row, TRANSFORMERS[row], 1, "dots")
@@ -66,20 +66,24 @@ def test_experts(row: str, remat: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ["data=8", "context=4,ring,data=2", "pipe=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("row", ["data=8", "pipe=2,context=2,tensor=2"])
 def test_gpt2_with_dropout(row: str) -> None:
     check("gpt2", row, TRANSFORMERS[row], 4, "dots")
 
 
-@pytest.mark.parametrize(("row", "accumulation"), [*[(row, 4) for row in EVERY_MODEL], ("data=2,fsdp=4", 1)])
-@pytest.mark.parametrize("name", ["resnet", "mlp"])
+# A ResNet's statistics meet `data`, a state in parts and channels in parts; the other rows differ in what an MLP has too.
+RESNET = [("data=8", 4), ("zero=2", 4), ("tensor=2,fsdp=2,data=2", 4), ("data=2,fsdp=4", 1)]
+OTHERS = [("resnet", *row) for row in RESNET] + [("mlp", row, 4) for row in EVERY_MODEL] + [("mlp", "data=2,fsdp=4", 1)]
+
+
+@pytest.mark.parametrize(("name", "row", "accumulation"), OTHERS)
 @pytest.mark.long
 def test_every_model(name: str, row: str, accumulation: int) -> None:
     check(name, row, EVERY_MODEL[row], accumulation)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ["tensor=2,fsdp=2,data=2", "pipe=2,data=2,tensor=2,zero=1", "context=4,ring"])
+@pytest.mark.parametrize("row", ["pipe=2,data=2,tensor=2,zero=1", "context=4,ring"])
 def test_bf16(row: str) -> None:
     """Within the rounding of bf16.
 

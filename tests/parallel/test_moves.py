@@ -12,12 +12,6 @@ from jaxtrain.checkpoint import Checkpointer
 ONE = layout(data=1)
 # before, after, model, optimizer
 MOVES: dict[str, tuple[Layout, Layout, str, str]] = {
-    "interleaved stages to fsdp": (
-        layout(pipe=4, data=2, schedule="interleaved_1f1b"),
-        layout(fsdp=8),
-        "transformer",
-        "adamw",
-    ),
     "interleaved stages of zero 2 to fsdp": (
         layout(pipe=4, data=2, schedule="interleaved_1f1b", zero=2),
         layout(fsdp=8),

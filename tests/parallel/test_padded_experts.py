@@ -65,10 +65,9 @@ def reference(accumulation: int) -> tuple[np.ndarray, Any]:
 @pytest.mark.parametrize(
     ("where", "accumulation"),
     [
-        pytest.param(layout(data=4), 2, id="data-accumulation"),
         pytest.param(layout(expert=2, data=2, zero=2), 2, id="expert-zero-2"),
-        pytest.param(layout(pipe=2, data=2), 2, id="pipe-data"),
-        pytest.param(layout(context=2, expert=2), 1, id="context-expert"),
+        pytest.param(layout(pipe=2, data=2), 2, id="pipe-data", marks=pytest.mark.long),
+        pytest.param(layout(context=2, expert=2), 1, id="context-expert", marks=pytest.mark.long),
     ],
 )
 def test_numbers_of_one_device(where: Layout, accumulation: int) -> None:

@@ -84,13 +84,15 @@ def _reference(name: str, accumulation: int = 1) -> tuple[np.ndarray, Any]:
 
 _ROWS = [
     pytest.param("rotary encoder_decoder", layout(context=2, tensor=2), 1, "none", id="encoder_decoder-rotary-context"),
-    pytest.param("encoder_decoder", layout(data=2, fsdp=2, tensor=2), 1, "full", id="encoder_decoder-all-axes-remat"),
-    pytest.param("transformer", layout(pipe=2, tensor=2), 1, "none", id="transformer-pipe-tensor"),
-    pytest.param("encoder_decoder", layout(fsdp=2, tensor=2, sp=True), 1, "none", id="encoder_decoder-sequence-split"),
-    pytest.param("encoder_decoder", layout(data=2, fsdp=2, zero=2), 1, "none", id="encoder_decoder-zero-2"),
-    pytest.param("encoder_decoder", layout(data=2, tensor=2), 2, "sqrt", id="encoder_decoder-accumulation"),
+    pytest.param(
+        "encoder_decoder", layout(data=2, fsdp=2, tensor=2, sp=True), 2, "sqrt",
+        id="encoder_decoder-all-axes-accumulation-sequence-split",
+    ),
+    pytest.param("encoder_decoder", layout(data=2, fsdp=2, zero=2), 1, "full", id="encoder_decoder-zero-2-remat"),
     pytest.param("transformer", layout(data=2, fsdp=2), 2, "full", id="transformer-accumulation-remat"),
-    pytest.param("transformer", layout(pipe=2, schedule="interleaved_1f1b"), 1, "full", id="transformer-chunks"),
+    pytest.param(
+        "transformer", layout(pipe=2, tensor=2, schedule="interleaved_1f1b"), 1, "full", id="transformer-chunks-tensor"
+    ),
 ]  # fmt: skip
 
 

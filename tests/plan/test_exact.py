@@ -60,6 +60,7 @@ def test_without_the_compiler_the_analytic_answer_is_given_and_marked(cli) -> No
     assert "pip install" not in cli("plan", "gpt2_124m", "--on", "v5e-8", "--analytic").err
 
 
+@pytest.mark.long
 def test_exact_insists_on_a_compiler(cli, tmp_path) -> None:
     page = tmp_path / "plan.html"
     # No compiler for it runs anywhere.

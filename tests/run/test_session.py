@@ -84,6 +84,7 @@ def test_a_run_directory_holds_what_the_design_says(tmp_path: Path, capfd: pytes
     assert "report.html" in out
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     """A learning rate that ruins the model after the start leaves an early step as the best."""
     train(
@@ -100,6 +101,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     assert kept == {best, 8}
 
 
+@pytest.mark.long
 def test_divergence_ends_the_run_with_advice(tmp_path: Path) -> None:
     """Weights that grow a million times in a step soon overflow, for good."""
     config = write_config(tmp_path, optimizer=dict(kind="sgd", learning_rate=1e6, clip_norm=None, momentum=0.0))
