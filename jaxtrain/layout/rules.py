@@ -201,8 +201,10 @@ def spread_axis(
         outermost: Whether to take the outermost dim that divides in place of the largest.
 
     Returns:
-        `entries`; unchanged where no dim divides.
+        `entries`; unchanged where no dim divides, and of an array without elements.
     """
+    if 0 in shape:  # a collective over a dim of size 0 is no program
+        return entries
     degree = degrees[axis]
     dims = [d for d in range(len(shape)) if d not in skip]
     fits = [d for d in dims if shape[d] % (degree * entry_degree(entries[d], degrees)) == 0]

@@ -22,11 +22,11 @@ MOVES: dict[str, tuple[Layout, Layout, str, str]] = {
     "stages to zero 2, factored": (layout(pipe=4), layout(data=4, fsdp=2, zero=2), "transformer", "adafactor"),
     "experts to one device, int8": (layout(expert=4, data=2), ONE, "experts", "adamw int8"),
     "one device to experts x tensor": (ONE, layout(expert=2, tensor=2, fsdp=2), "experts", "muon"),
-    "context to stages of experts": (
-        layout(context=4, data=2),
+    "experts to stages of experts": (
+        layout(expert=4, data=2),
         layout(pipe=2, expert=2, data=2),
         "experts",
-        "lion bfloat16",
+        "adamw",
     ),
 }
 # Both of its steps are those of rows of test_layouts.py that plain pytest runs.
