@@ -89,6 +89,32 @@ def test_state_is_that_of_the_step(name: str, overrides: list[str], num_devices:
     assert memory.state_bytes == pytest.approx(sharded_bytes(step.abstract_state), rel=0.005)
 
 
+# What is frozen, under every policy, as the step stores it: a plan of too few bytes says that a run fits.
+FROZEN = {
+    "nothing": [],
+    "blocks": ["optimizer.freeze=['blocks/*']"],
+    "adapters": [LORA],
+    "adapters over nf4": [LORA, "finetune.base=nf4"],
+}
+POLICIES = ("fp32", "bf16", "bf16_pure", "fp16", "fp8")
+QUICK = {("blocks", "bf16"), ("blocks", "bf16_pure"), ("adapters over nf4", "bf16_pure")}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "policy"),
+    [
+        pytest.param(frozen, policy, marks=() if (frozen, policy) in QUICK else pytest.mark.long)
+        for frozen in FROZEN
+        for policy in POLICIES
+    ],
+)
+def test_what_is_frozen_takes_the_bytes_of_the_step(frozen: str, policy: str) -> None:
+    config = load_config("quickstart", overrides=[*FROZEN[frozen], f"precision.policy={policy}"]).config
+    state = step_of(config, 1).abstract_state
+    parts = analyse(config, target_of(find("h100"), 1)).memory.parts
+    assert parts["parameters"] == sharded_bytes(state.params)
+
+
 def test_gpt3_trains_what_the_paper_counts() -> None:
     """Hu et al. 2021, table 4: rank 4 on query and value of GPT-3 175B. Nothing else has gradients or moments."""
     words = ["model.size=gpt3_175b", "finetune.lora={rank: 4, targets: [query, value]}", "data.sequence_length=256"]
@@ -153,6 +179,15 @@ def test_what_does_not_fit_is_told_of_smaller_bases() -> None:
 
 
 WRONG = {
+    "nothing frozen": (
+        "optimizer.freeze=['layerz/*']",
+        r"optimizer\.freeze: 'layerz/\*' matches no parameter; there are embedding,",
+    ),
+    "everything frozen": ("optimizer.freeze=['*']", r"optimizer\.freeze matches every parameter; leave one to train"),
+    "muon's adamw": (
+        "optimizer={kind: muon, adamw: ['layerz/*']}",
+        r"optimizer\.adamw: 'layerz/\*' matches no parameter; there are embedding,",
+    ),
     "unknown layer": ("finetune.lora={rank: 4, targets: [quary]}", r"lora\.targets: 'quary' matches no linear layer"),
     "rank": ("finetune.lora={rank: 4096}", r"lora\.rank=4096 exceeds a dim of"),
     "an adapted kernel trained whole": (
@@ -175,3 +210,14 @@ def test_a_plan_refuses_what_a_run_refuses(words: str, message: str) -> None:
     overrides = [LORA, words.removeprefix(LORA).strip()] if words.startswith(LORA) else [words]
     with pytest.raises(ConfigError, match=message):
         analyse(load_config("quickstart", overrides=overrides).config, target_of(find("h100"), 1))
+
+
+def test_a_degree_of_tensor_that_shards_nothing_is_refused_as_by_the_step() -> None:
+    overrides = ["model.hidden_dims=[]", "parallel.tensor=2", "parallel.data=1"]
+    config = load_config("digits_mlp", overrides=overrides).config
+    refused = []
+    for check in (lambda: analyse(config, target_of(find("h100"), 2)), lambda: step_of(config, 2)):
+        with pytest.raises(ConfigError, match="but no parameter of the model mlp is sharded over it") as caught:
+            check()
+        refused.append(str(caught.value))
+    assert refused[0] == refused[1]

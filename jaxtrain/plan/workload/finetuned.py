@@ -17,6 +17,7 @@ from jaxtrain.models.adapted_axes import adapted_rows
 from jaxtrain.models.adapter_targets import Layers, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Shapes, Tensors
+from jaxtrain.optim.rules import check_patterns
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.published.nf4_blocks import BLOCK, NESTED_BLOCK
 
@@ -59,10 +60,11 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
         tensors: of its model, all floats.
 
     Raises:
-        ConfigError: targets or a rank that the model cannot have, or patterns that freeze every parameter.
+        ConfigError: targets or a rank that the model cannot have, or patterns that freeze every parameter or none.
     """
     axes, lora = model_axes(config.model), config.finetune.lora
     if lora is None:
+        check_patterns("optimizer.freeze", config.optimizer.freeze, list(tensors.params))
         frozen = frozenset(path for path in tensors.params if _matches(path, config.optimizer.freeze))
         if frozen and len(frozen) == len(tensors.params):
             raise ConfigError("optimizer.freeze matches every parameter; leave one to train")
