@@ -179,15 +179,6 @@ def test_what_does_not_fit_is_told_of_smaller_bases() -> None:
 
 
 WRONG = {
-    "nothing frozen": (
-        "optimizer.freeze=['layerz/*']",
-        r"optimizer\.freeze: 'layerz/\*' matches no parameter; there are embedding,",
-    ),
-    "everything frozen": ("optimizer.freeze=['*']", r"optimizer\.freeze matches every parameter; leave one to train"),
-    "muon's adamw": (
-        "optimizer={kind: muon, adamw: ['layerz/*']}",
-        r"optimizer\.adamw: 'layerz/\*' matches no parameter; there are embedding,",
-    ),
     "unknown layer": ("finetune.lora={rank: 4, targets: [quary]}", r"lora\.targets: 'quary' matches no linear layer"),
     "rank": ("finetune.lora={rank: 4096}", r"lora\.rank=4096 exceeds a dim of"),
     "an adapted kernel trained whole": (
@@ -212,12 +203,49 @@ def test_a_plan_refuses_what_a_run_refuses(words: str, message: str) -> None:
         analyse(load_config("quickstart", overrides=overrides).config, target_of(find("h100"), 1))
 
 
-def test_a_degree_of_tensor_that_shards_nothing_is_refused_as_by_the_step() -> None:
-    overrides = ["model.hidden_dims=[]", "parallel.tensor=2", "parallel.data=1"]
-    config = load_config("digits_mlp", overrides=overrides).config
+# id: (config, overrides, devices, the line)
+SAME = {
+    "nothing frozen": (
+        *("quickstart", ["optimizer.freeze=['layerz/*']"], 1),
+        "optimizer.freeze: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",
+    ),
+    "everything frozen": (
+        *("quickstart", ["optimizer.freeze=['*']"], 1),
+        "optimizer.freeze matches every parameter; leave one to train",
+    ),
+    "muon leaves nothing": (
+        *("quickstart", ["optimizer={kind: muon, adamw: ['layerz/*']}"], 1),
+        "optimizer.adamw: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",
+    ),
+    "a group's muon leaves nothing": (
+        *("quickstart", ["optimizer.groups=[{match: [embedding], optimizer: {kind: muon, adamw: [head]}}]"], 1),
+        "optimizer.groups.0.optimizer.adamw: 'head' matches no parameter; there are blocks/attention/key/kernel, ",
+    ),
+    "tensor shards nothing": (
+        *("digits_mlp", ["model.hidden_dims=[]", "parallel.tensor=2", "parallel.data=1"], 2),
+        "parallel.tensor=2, but no parameter of the model mlp is sharded over it; give the model axes, such as ",
+    ),
+    "a decay within the warmup": (
+        *("quickstart", ["optimizer.schedule={kind: cosine, warmup_steps: 10, decay_steps: 5}"], 1),
+        "optimizer.schedule.decay_steps=5 is not above warmup_steps=10; raise it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "overrides", "num_devices", "line"), SAME.values(), ids=SAME)
+def test_a_plan_refuses_in_the_words_of_the_step(name: str, overrides: list[str], num_devices: int, line: str) -> None:
+    config = load_config(name, overrides=overrides).config
     refused = []
-    for check in (lambda: analyse(config, target_of(find("h100"), 2)), lambda: step_of(config, 2)):
-        with pytest.raises(ConfigError, match="but no parameter of the model mlp is sharded over it") as caught:
+    for check in (lambda: analyse(config, target_of(find("h100"), num_devices)), lambda: step_of(config, num_devices)):
+        with pytest.raises(ConfigError) as caught:
             check()
         refused.append(str(caught.value))
+    assert refused[0].startswith(line)
     assert refused[0] == refused[1]
+
+
+def test_a_plan_refuses_a_roll_back_without_checkpoints_as_a_run_does() -> None:
+    config = load_config("quickstart", overrides=["spikes.action=roll_back", "checkpoint.every=null"]).config
+    assert config.checkpoint.every_minutes is None
+    with pytest.raises(ConfigError, match=r"spikes\.action=roll_back goes back to a checkpoint, and checkpoint\.every"):
+        analyse(config, target_of(find("h100"), 1))

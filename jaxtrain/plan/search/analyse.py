@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.kinds import PREFERENCES, task_name
 from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.optimizers import check_schedule
 from jaxtrain.config.remat import BLOCK_INPUT, check_remat
 from jaxtrain.config.schema import Config
+from jaxtrain.config.spikes import check_roll_back
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
@@ -104,6 +106,10 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
             "use precision.policy=bf16"
         )
     check_remat(config.remat.policy, config.remat.names, config.remat.offload)
+    check_roll_back(config.spikes, config.checkpoint)
+    if config.optimizer.learning_rate is not None:
+        # Of the run that the config describes: `--tokens` asks what others cost.
+        check_schedule(config.optimizer.schedule, config.train.steps)
     config = with_degrees(config, target.num_devices)
     if target.hardware.kind == "cpu":
         config = _on_one_memory(config)

@@ -33,7 +33,7 @@ from jaxtrain.optim.rules import (
     is_stored,
     moment_block,
 )
-from jaxtrain.plan.workload.finetuned import LOW_RANK, finetuned
+from jaxtrain.plan.workload.finetuned import LOW_RANK, finetuned, in_step_order
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 _FP32 = 4
@@ -158,7 +158,7 @@ def _optimizer_bytes(config: Config, tensors: Tensors, one: Parameter, size: int
 def _check_matches(config: Config, placed: Sequence[Parameter]) -> None:
     """Raise where a pattern of `optimizer.groups` matches no trained parameter, or one of `adamw` none at all."""
     for key, patterns in adamw_patterns(config.optimizer).items():
-        check_patterns(key, patterns, [one.path for one in placed])
+        check_patterns(key, patterns, in_step_order(one.path for one in placed))
     if not isinstance(config.optimizer, CalledOptimizer):
         matches = [group.match for group in config.optimizer.groups]
         check_groups("optimizer.groups.{}.match", matches, [one.path for one in placed if one.trained])

@@ -5,7 +5,7 @@ Names and dims of axes come from the rules that adapt the model (`models/adapter
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import ModelConfig, TransformerConfig
@@ -64,7 +64,7 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
     """
     axes, lora = model_axes(config.model), config.finetune.lora
     if lora is None:
-        check_patterns("optimizer.freeze", config.optimizer.freeze, list(tensors.params))
+        check_patterns("optimizer.freeze", config.optimizer.freeze, in_step_order(tensors.params))
         frozen = frozenset(path for path in tensors.params if _matches(path, config.optimizer.freeze))
         if frozen and len(frozen) == len(tensors.params):
             raise ConfigError("optimizer.freeze matches every parameter; leave one to train")
@@ -106,6 +106,11 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
     quantized = {path: math.prod(tensors.params[path]) for path in kernels} if base else {}
     stored = replace(tensors, params=params)
     return Finetuned(stored, rows, itemsizes, frozenset(itemsizes), adapters, quantized)
+
+
+def in_step_order(paths: Iterable[str]) -> list[str]:
+    """Paths of parameters as the step lists them, for the same message: jax sorts the keys of each dict."""
+    return sorted(paths, key=lambda path: path.split("/"))
 
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:
