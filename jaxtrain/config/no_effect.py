@@ -96,6 +96,8 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
             yield f"evaluation.{key}", "evaluation.sample_prompt is null"
     if config.profile.start_step is None:
         yield "profile.num_steps", "profile.start_step is null"
+    elif config.profile.start_step >= config.train.steps:
+        yield "profile", f"the first profiled step comes after the last one, train.steps={config.train.steps}"
 
 
 def _of_transformer(model: TransformerConfig) -> Iterator[tuple[str, str]]:

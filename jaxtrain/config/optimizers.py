@@ -7,6 +7,7 @@ from pydantic import Field
 from jaxtrain.config.base import Group
 from jaxtrain.config.call import Call
 from jaxtrain.config.numbers import Epsilon, Fraction, PositiveFloat, PositiveInt, Scale, Share, StepCount, Weight
+from jaxtrain.errors import ConfigError
 
 Beta = Fraction
 
@@ -22,6 +23,27 @@ class ScheduleConfig(Group):
     """wsd: steps of the final decay (null: 10 % of the run); other kinds: step where decay ends (null: the last)."""
     final_fraction: Share = 0.1
     """Learning rate at the end, as a fraction of the peak."""
+
+
+def check_schedule(config: ScheduleConfig, steps: int) -> None:
+    """Raises where a decay does not fit between the warmup and the end of the run.
+
+    Args:
+        config: Shape, warmup and end.
+        steps: Steps of the run.
+
+    Raises:
+        ConfigError: Names the keys.
+    """
+    warmup, decay = config.warmup_steps, config.decay_steps
+    if decay is None:
+        return
+    if config.kind == "wsd" and warmup + decay > steps:
+        raise ConfigError(
+            f"optimizer.schedule: warmup_steps={warmup} + decay_steps={decay} exceed train.steps={steps}; lower one"
+        )
+    if config.kind != "wsd" and decay <= warmup:
+        raise ConfigError(f"optimizer.schedule.decay_steps={decay} is not above warmup_steps={warmup}; raise it")
 
 
 class _Rate(Group):

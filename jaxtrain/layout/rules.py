@@ -6,7 +6,7 @@ name. `sharding.py` makes jax's PartitionSpecs from what these functions return.
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxtrain.config.arguments import check_kind, refusal
 from jaxtrain.errors import ConfigError
@@ -310,3 +310,28 @@ def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int,
             f"(largest: {', '.join(largest)}); give them dims that divide, lower parallel.fsdp, "
             f"or allow it with parallel.max_replicated_fraction={math.ceil(fraction * 100) / 100}"
         )
+
+
+def check_tensor_used(
+    sizes: Mapping[str, int], sharded: Collection[str], tensor: int, rules: Mapping[str, tuple[str, ...]], *, model: str
+) -> None:
+    """Checks that some parameter is sharded over `tensor`, which would else repeat the work of one device.
+
+    Args:
+        sizes: Path -> elements of each parameter.
+        sharded: Paths of those that are sharded over `tensor`.
+        tensor: Degree of the axis.
+        rules: Logical name -> mesh axes.
+        model: Name of the model, for the message.
+
+    Raises:
+        ConfigError: None is, although the degree is above 1.
+    """
+    if tensor == 1 or sharded:
+        return
+    largest = max(sizes, key=lambda path: sizes[path], default="")
+    names = ", ".join(name for name, axes in rules.items() if "tensor" in axes and "activation" not in name)
+    raise ConfigError(
+        f"parallel.tensor={tensor}, but no parameter of the model {model} is sharded over it; give the model "
+        f"axes, such as {{{largest!r}: ...}} with the names {names}, or use parallel.tensor=1"
+    )

@@ -8,13 +8,14 @@ from typing import Any
 
 import flax.errors
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import refusal, shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import mesh_text, parameters_table, parameters_text
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
-from jaxtrain.layout.rules import FamilyTable, check_replicated_share, entry_axes
+from jaxtrain.layout.rules import FamilyTable, check_replicated_share, check_tensor_used, entry_axes
 from jaxtrain.layout.scatter import attach_parts, has_parts, waiting_paths
 from jaxtrain.layout.sharding import (
     Layout,
@@ -191,16 +192,20 @@ def stored_params(model: Model, params: Params, policy: Policy, trainable: Calla
         model: what they are parameters of.
         params: as `Model.init` or a user gives them.
         policy: trained parameters are stored in its param dtype.
-        trainable: parameter path -> whether it is trained; None: all are. Frozen ones keep the dtype that they came
-            in: they may be quantized. Those of an adapted model are stored in the compute dtype, in which they are
-            read: that is half of the bytes under bf16, and the same numbers.
+        trainable: parameter path -> whether it is trained; None: all are. Frozen ones are stored in the param dtype
+            where that is narrower than the dtype that they came in, and else as they came: they may be quantized, or
+            somebody's half precision on purpose. Those of an adapted model are stored in the compute dtype, in which
+            they are read: that is half of the bytes under bf16, and the same numbers.
     """
-    frozen_in = None if model.adapted is None else policy.compute_dtype
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         if trainable is None or trainable(path_name(path)):
             return cast_floats(leaf, policy.param_dtype)
-        return leaf if frozen_in is None else cast_floats(leaf, frozen_in)
+        if model.adapted is not None:
+            return cast_floats(leaf, policy.compute_dtype)
+        # The model reads them in the compute dtype, in which the policies of ours that store fewer bits compute too.
+        is_wider = not is_quantized(leaf) and leaf.dtype.itemsize > jnp.dtype(policy.param_dtype).itemsize
+        return cast_floats(leaf, policy.param_dtype) if is_wider else leaf
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantized)
 
@@ -282,17 +287,10 @@ def _check_table(params: Params, model: Model) -> None:
 
 def _check_tensor(params: Params, model: Model, layout: Layout) -> None:
     """Raise where `tensor` > 1 although no parameter is sharded over it."""
-    tensor = layout.mesh.shape["tensor"]
-    specs = layout.parameters.values()
-    if tensor == 1 or any("tensor" in entry_axes(entry) for one in specs for entry in one.stored):
-        return
     sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    largest = max(sizes, key=lambda path: sizes[path], default="")
-    names = ", ".join(name for name, axes in layout.rules.items() if "tensor" in axes and "activation" not in name)
-    raise ConfigError(
-        f"parallel.tensor={tensor}, but no parameter of the model {model.name} is sharded over it; give the model "
-        f"axes, such as {{{largest!r}: ...}} with the names {names}, or use parallel.tensor=1"
-    )
+    specs = layout.parameters
+    sharded = [path for path in specs if any("tensor" in entry_axes(entry) for entry in specs[path].stored)]
+    check_tensor_used(sizes, sharded, layout.mesh.shape["tensor"], layout.rules, model=model.name)
 
 
 def listed(paths: Iterable[str]) -> str:

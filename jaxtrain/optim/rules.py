@@ -14,6 +14,7 @@ from jaxtrain.config.optimizers import (
     CalledOptimizer,
     DirectionConfig,
     LionDirection,
+    MuonDirection,
     OptimizerConfig,
     SGDDirection,
 )
@@ -59,6 +60,19 @@ def directions(config: OptimizerConfig) -> list[DirectionConfig]:
     """
     assert not isinstance(config, CalledOptimizer)
     return [*(group.optimizer or config for group in config.groups), config]
+
+
+def adamw_patterns(config: OptimizerConfig) -> dict[str, tuple[str, ...]]:
+    """Key -> patterns of the matrices that Muon leaves to AdamW, of the keys that have any.
+
+    Args:
+        config: of the optimizer.
+    """
+    if isinstance(config, CalledOptimizer):
+        return {}
+    groups = [f"optimizer.groups.{number}.optimizer.adamw" for number in range(len(config.groups))]
+    of_keys = zip([*groups, "optimizer.adamw"], directions(config), strict=True)
+    return {key: one.adamw for key, one in of_keys if isinstance(one, MuonDirection) and one.adamw}
 
 
 def group_number(path: str, groups: Sequence[Sequence[str]]) -> int:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.optimizers import ScheduleConfig
-from jaxtrain.errors import ConfigError
+from jaxtrain.config.optimizers import ScheduleConfig, check_schedule
 
 
 def _constant(peak: float, final: float, start: int, end: int) -> optax.Schedule:
@@ -54,6 +53,7 @@ def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.
     Raises:
         ConfigError: `decay_steps` does not fit between the warmup and the end of the run.
     """
+    check_schedule(config, steps)
     warmup = config.warmup_steps
     final = peak * config.final_fraction
     # Step `warmup` is the first at the peak; the learning rate of step 0 is above 0.
@@ -61,16 +61,10 @@ def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.
     if config.kind == "wsd":
         # Warmup, stable, decay (Hu et al. 2024, MiniCPM): the decay ends with the run.
         decay = config.decay_steps or max(min(steps // 10, steps - warmup), 1)
-        if config.decay_steps and warmup + decay > steps:
-            raise ConfigError(
-                f"optimizer.schedule: warmup_steps={warmup} + decay_steps={decay} exceed train.steps={steps}; lower one"
-            )
         pieces = [optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)]
         boundaries = [max(steps - decay, warmup)]
     else:
         end = config.decay_steps or max(steps, warmup + 1)
-        if end <= warmup:
-            raise ConfigError(f"optimizer.schedule.decay_steps={end} is not above warmup_steps={warmup}; raise it")
         pieces, boundaries = [_SHAPES[config.kind](peak, final, warmup, end)], []
     if ramp is not None:
         pieces, boundaries = [ramp, *pieces], [warmup, *boundaries]

@@ -140,7 +140,7 @@ def _restore(
         wanted = select_leaves(wanted, lambda path: stored_name(f"params/{path}") in info.leaves)
     averaged = {name for name in info.leaves if is_inside(name, "ema")}
     if not averaged:
-        params = checkpoints.restore(_as_saved(wanted, info), step=step, prefix="params")
+        params = _read_params(checkpoints, wanted, info)
         # Without an average of ours, what the optimizer keeps for evaluation, as `TrainState.evaluation_params` has it.
         params = read_kept_weights(checkpoints, params, step=step)
         model_state = checkpoints.restore(wanted_state, step=step, prefix="model_state")
@@ -149,7 +149,7 @@ def _restore(
         params = checkpoints.restore(ema, step=step, prefix="ema")
         if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(wanted)):
             # Frozen parameters have no average.
-            params = merge_leaves(params, checkpoints.restore(_as_saved(wanted, info), step=step, prefix="params"))
+            params = merge_leaves(params, _read_params(checkpoints, wanted, info))
         model_state = checkpoints.restore(wanted_state, step=step, prefix="model_state")
         saved = checkpoints.restore(ema_state, step=step, prefix="ema_model_state")
         model_state = averaged_model_state(saved, model_state)
@@ -162,11 +162,12 @@ def _restore(
     return Restored(step, params, model_state)
 
 
-def _as_saved(wanted: "Params", info: "CheckpointInfo") -> "Params":
-    """Parameters as shapes in the dtypes that a checkpoint has: what is trained is not known to who opens it."""
+def _read_params(checkpoints: Checkpointer, wanted: "Params", info: "CheckpointInfo") -> "Params":
+    """Parameters of a checkpoint, which may hold them in other dtypes: what is trained is not known to who opens it."""
     import jax
     import jax.numpy as jnp
 
+    from jaxtrain.run.saved_form import in_dtypes, with_saved_floats
     from jaxtrain.train.base import base_of
 
     def one(path: "jax.tree_util.KeyPath", leaf: "jax.ShapeDtypeStruct") -> "jax.ShapeDtypeStruct":
@@ -174,7 +175,11 @@ def _as_saved(wanted: "Params", info: "CheckpointInfo") -> "Params":
         kind = jnp.dtype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
         return jax.ShapeDtypeStruct(leaf.shape, kind, sharding=leaf.sharding)
 
-    return wanted if base_of(info.metadata) is None else jax.tree_util.tree_map_with_path(one, wanted)
+    if base_of(info.metadata) is not None:
+        adapters = jax.tree_util.tree_map_with_path(one, wanted)
+        return checkpoints.restore(adapters, step=info.step, prefix="params")
+    saved = checkpoints.restore(with_saved_floats(wanted, info.leaves), step=info.step, prefix="params")
+    return in_dtypes(saved, wanted)
 
 
 def quantized_params(params: "Params", sharded_model: "ShardedModel", format: str) -> "tuple[Params, str]":

@@ -13,7 +13,6 @@ from jaxtrain.config.call import Call
 from jaxtrain.config.fit import check_sizes
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.models import CalledModel
-from jaxtrain.config.optimizers import CalledOptimizer, MuonDirection, OptimizerConfig
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
@@ -25,7 +24,7 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task, is_shipped
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.optim.rules import check_patterns, directions
+from jaxtrain.optim.rules import adamw_patterns, check_patterns
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
@@ -183,7 +182,8 @@ def build_step(
     model = finetuned(config, model_of(config, **sizes, model=model), drawn=own.skip)
     optimizer = config.optimizer
     if own.optimizer is None:
-        _check_matrices_of_adamw(optimizer, model)
+        for key, patterns in adamw_patterns(optimizer).items():
+            check_patterns(key, patterns, list(parameter_shapes(model)))
     peak = optimizer.learning_rate
     # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
@@ -213,19 +213,6 @@ def spike_rule(config: Config) -> SpikeRule | None:
     """When a step of a config counts as a spike; None: never."""
     spikes = config.spikes
     return None if spikes is None else SpikeRule(spikes.window, spikes.sigmas, spikes.watch)
-
-
-def _check_matrices_of_adamw(optimizer: OptimizerConfig, model: Model) -> None:
-    """Raise where Muon leaves a matrix to AdamW that the model does not have."""
-    if isinstance(optimizer, CalledOptimizer):
-        return
-    keys = [
-        *(f"optimizer.groups.{number}.optimizer.adamw" for number in range(len(optimizer.groups))),
-        "optimizer.adamw",
-    ]
-    for key, direction in zip(keys, directions(optimizer), strict=True):
-        if isinstance(direction, MuonDirection) and direction.adamw:
-            check_patterns(key, direction.adamw, list(parameter_shapes(model)))
 
 
 def _check_call(config: Any, input_shape: Any) -> None:

@@ -119,6 +119,15 @@ IDLE = {
         ["model.local_layers.window"],
     ),
     "what the position reads": (["model.position=relative", "model.relative_buckets=16"], []),
+    "a profile after the last step": (
+        ["train.steps=20", "profile={start_step: 20, num_steps: 2}"],
+        ["profile.start_step", "profile.num_steps"],
+    ),
+    "a profile of the last step": (["train.steps=20", "profile.start_step=19"], []),
+    "a whole group": (
+        ["optimizer.schedule={kind: inverse_sqrt, warmup_steps: 2, decay_steps: 3, final_fraction: 0}"],
+        ["optimizer.schedule.decay_steps", "optimizer.schedule.final_fraction"],
+    ),
     "an end": (["optimizer.schedule.final_fraction=0.5"], []),
     "at its default": (["parallel.schedule=1f1b", "profile.num_steps=3"], []),
 }

@@ -89,6 +89,32 @@ def test_state_is_that_of_the_step(name: str, overrides: list[str], num_devices:
     assert memory.state_bytes == pytest.approx(sharded_bytes(step.abstract_state), rel=0.005)
 
 
+# What is frozen, under every policy, as the step stores it: a plan of too few bytes says that a run fits.
+FROZEN = {
+    "nothing": [],
+    "blocks": ["optimizer.freeze=['blocks/*']"],
+    "adapters": [LORA],
+    "adapters over nf4": [LORA, "finetune.base=nf4"],
+}
+POLICIES = ("fp32", "bf16", "bf16_pure", "fp16", "fp8")
+QUICK = {("blocks", "bf16"), ("blocks", "bf16_pure"), ("adapters over nf4", "bf16_pure")}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "policy"),
+    [
+        pytest.param(frozen, policy, marks=() if (frozen, policy) in QUICK else pytest.mark.long)
+        for frozen in FROZEN
+        for policy in POLICIES
+    ],
+)
+def test_what_is_frozen_takes_the_bytes_of_the_step(frozen: str, policy: str) -> None:
+    config = load_config("quickstart", overrides=[*FROZEN[frozen], f"precision.policy={policy}"]).config
+    state = step_of(config, 1).abstract_state
+    parts = analyse(config, target_of(find("h100"), 1)).memory.parts
+    assert parts["parameters"] == sharded_bytes(state.params)
+
+
 def test_gpt3_trains_what_the_paper_counts() -> None:
     """Hu et al. 2021, table 4: rank 4 on query and value of GPT-3 175B. Nothing else has gradients or moments."""
     words = ["model.size=gpt3_175b", "finetune.lora={rank: 4, targets: [query, value]}", "data.sequence_length=256"]
@@ -175,3 +201,51 @@ def test_a_plan_refuses_what_a_run_refuses(words: str, message: str) -> None:
     overrides = [LORA, words.removeprefix(LORA).strip()] if words.startswith(LORA) else [words]
     with pytest.raises(ConfigError, match=message):
         analyse(load_config("quickstart", overrides=overrides).config, target_of(find("h100"), 1))
+
+
+# id: (config, overrides, devices, the line)
+SAME = {
+    "nothing frozen": (
+        *("quickstart", ["optimizer.freeze=['layerz/*']"], 1),
+        "optimizer.freeze: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",
+    ),
+    "everything frozen": (
+        *("quickstart", ["optimizer.freeze=['*']"], 1),
+        "optimizer.freeze matches every parameter; leave one to train",
+    ),
+    "muon leaves nothing": (
+        *("quickstart", ["optimizer={kind: muon, adamw: ['layerz/*']}"], 1),
+        "optimizer.adamw: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",
+    ),
+    "a group's muon leaves nothing": (
+        *("quickstart", ["optimizer.groups=[{match: [embedding], optimizer: {kind: muon, adamw: [head]}}]"], 1),
+        "optimizer.groups.0.optimizer.adamw: 'head' matches no parameter; there are blocks/attention/key/kernel, ",
+    ),
+    "tensor shards nothing": (
+        *("digits_mlp", ["model.hidden_dims=[]", "parallel.tensor=2", "parallel.data=1"], 2),
+        "parallel.tensor=2, but no parameter of the model mlp is sharded over it; give the model axes, such as ",
+    ),
+    "a decay within the warmup": (
+        *("quickstart", ["optimizer.schedule={kind: cosine, warmup_steps: 10, decay_steps: 5}"], 1),
+        "optimizer.schedule.decay_steps=5 is not above warmup_steps=10; raise it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "overrides", "num_devices", "line"), SAME.values(), ids=SAME)
+def test_a_plan_refuses_in_the_words_of_the_step(name: str, overrides: list[str], num_devices: int, line: str) -> None:
+    config = load_config(name, overrides=overrides).config
+    refused = []
+    for check in (lambda: analyse(config, target_of(find("h100"), num_devices)), lambda: step_of(config, num_devices)):
+        with pytest.raises(ConfigError) as caught:
+            check()
+        refused.append(str(caught.value))
+    assert refused[0].startswith(line)
+    assert refused[0] == refused[1]
+
+
+def test_a_plan_refuses_a_roll_back_without_checkpoints_as_a_run_does() -> None:
+    config = load_config("quickstart", overrides=["spikes.action=roll_back", "checkpoint.every=null"]).config
+    assert config.checkpoint.every_minutes is None
+    with pytest.raises(ConfigError, match=r"spikes\.action=roll_back goes back to a checkpoint, and checkpoint\.every"):
+        analyse(config, target_of(find("h100"), 1))

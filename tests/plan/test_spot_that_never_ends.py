@@ -1,4 +1,4 @@
-"""Spot devices that are taken away faster than a run restarts: no price of hundreds of digits."""
+"""Spot devices on which a run gets little done: no price of hundreds of digits, and the true reason."""
 
 import re
 
@@ -9,13 +9,40 @@ from jaxtrain.plan.catalogue.hardware import parse_targets
 from jaxtrain.plan.report.show import table
 from jaxtrain.plan.search.analyse import Terms, analyse
 
-# id: (interruptions of a node an hour, what the row says)
-ROWS = {"once a day": (1 / 24, r"\$[\d,]+ in "), "every second": (3600.0, "not sensible: interrupted every 1")}
+# id: (config, interruptions of a node an hour, seconds between saves (None: Young's), what the row says)
+ROWS = {
+    "once a day": ("llama3_8b", 1 / 24, None, r"\$[\d,]+ in "),
+    "every second": ("llama3_8b", 3600.0, None, "not sensible: interrupted every 1"),
+    "a run of a moment": (
+        "quickstart",
+        1 / 24,
+        None,
+        "not sensible: the run is shorter than a save, which takes 5.0 s",
+    ),
+    "saves without end": ("llama3_8b", 1 / 24, 0.1, r"not sensible: a save, after every 0\.1\d* s of work, takes"),
+}
 
 
-@pytest.mark.parametrize(("rate", "said"), ROWS.values(), ids=ROWS)
-def test_spot_row(rate, said):
-    terms = Terms(interruptions_per_node_hour=rate)
-    shown = table([analyse(load_config("llama3_8b").config, parse_targets("h100x8")[0], terms)])
+@pytest.mark.parametrize(("config", "rate", "interval", "said"), ROWS.values(), ids=ROWS)
+def test_spot_row(config, rate, interval, said):
+    terms = Terms(interruptions_per_node_hour=rate, checkpoint_interval_seconds=interval)
+    shown = table([analyse(load_config(config).config, parse_targets("h100x8")[0], terms)])
     (row,) = [line for line in shown.splitlines() if line.startswith("  spot  ")]
     assert re.search(said, row)
+
+
+# id: (config, overrides, bytes of a checkpoint: 12 per trained number with AdamW, and 4 per frozen one that it holds)
+SAVES = {
+    "adapters": ("llama3.1_8b_lora", ["finetune.lora.rank=512"], 12 * 32 * 41_943_040),
+    "adapters over nf4": ("llama2_13b_nf4", ["finetune.lora.rank=512"], 12 * 32 * 62_586_880),
+    "frozen blocks": ("llama3_8b", ["optimizer.freeze=['blocks/*']"], 12 * 1_050_677_248 + 4 * 6_979_584_000),
+}
+
+
+@pytest.mark.parametrize(("name", "overrides", "saved"), SAVES.values(), ids=SAVES)
+def test_a_save_of_adapters_is_without_their_base(name, overrides, saved):
+    config = load_config(name, overrides=[*overrides, "parallel.fsdp=8", "train.accumulation_steps=1"]).config
+    cost = analyse(config, parse_targets("h100x8")[0]).cost
+    assert cost is not None
+    assert cost.spot is not None
+    assert cost.spot.save_seconds == pytest.approx(saved / 1e9, rel=1e-6)

@@ -7,13 +7,14 @@ from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.report.style import STYLE as REPORT_STYLE
 from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.report.amounts import dollars, hours
 from jaxtrain.plan.report.page_bars import is_timed, memory_bars, range_text, time_bars, why_untimed
 from jaxtrain.plan.report.page_candidates import candidates
 from jaxtrain.plan.report.page_html import seconds_text, text
 from jaxtrain.plan.report.page_layout import layout_pictures
 from jaxtrain.plan.report.page_plots import cost_picture, roofline_pictures
 from jaxtrain.plan.report.page_style import SCRIPT, STYLE
-from jaxtrain.plan.report.rows import dollars, headings, hours, labels, remarks, sections, verdict
+from jaxtrain.plan.report.rows import headings, labels, remarks, sections, verdict
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.layouts import Found
 from jaxtrain.runtime.files import write_text_atomic

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.report.amounts import dollars, hours
 from jaxtrain.plan.report.page_bars import range_text
 from jaxtrain.plan.report.page_html import text
-from jaxtrain.plan.report.rows import dollars, hours
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.layouts import Found, describe_layout, why_not
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxtrain.metrics.format import format_count
+from jaxtrain.plan.report.amounts import dollars, hours
 from jaxtrain.plan.report.page_bars import is_timed
 from jaxtrain.plan.report.page_html import PALETTE, block_colors, legend, rate_text, seconds_text, swatch, text
-from jaxtrain.plan.report.rows import dollars, hours, labels
+from jaxtrain.plan.report.rows import labels
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import BlockTime
 from jaxtrain.plan.time.step import peak_rate

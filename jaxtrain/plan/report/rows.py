@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost
+from jaxtrain.plan.report.amounts import UNKNOWN, dollars, hours, why_not_sensible
 from jaxtrain.plan.report.trained import finetuning, trained_rows
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import StepTime, Traffic
 
-_UNKNOWN = "not known"
 # What cannot run takes no time and costs nothing; `plan --json` has the figures that it would have with more memory.
 _NONE = "none: it does not fit"
 
@@ -54,7 +54,7 @@ class _Units:
         return f"< 0.01 {self.memory_name}" if 0 < size < 0.005 else f"{size:,.2f} {self.memory_name}"
 
     def milliseconds(self, seconds: float) -> str:
-        return f"{1e3 * seconds:,.{self.milliseconds_decimals}f} ms" if math.isfinite(seconds) else _UNKNOWN
+        return f"{1e3 * seconds:,.{self.milliseconds_decimals}f} ms" if math.isfinite(seconds) else UNKNOWN
 
 
 def labels(estimates: Sequence[Estimate]) -> list[str]:
@@ -238,9 +238,7 @@ def _memory_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     rows["of it between steps"] = part(memory.state_bytes)
     for name, count in memory.host_parts.items():
         rows[f"on the host: {name}"] = _Fact(f"{units.memory(count):>12}")
-    rows["of capacity"] = _Fact(
-        _UNKNOWN if not capacity else f"{100 * total / capacity:.1f} % of {_capacity(capacity)}"
-    )
+    rows["of capacity"] = _Fact(UNKNOWN if not capacity else f"{100 * total / capacity:.1f} % of {_capacity(capacity)}")
     if exact is not None:
         how = "compiled in" if exact.temporary_bytes is not None else "ran out of memory after"
         took = f"{how} {format_duration(exact.compile_seconds)}"
@@ -265,7 +263,7 @@ def _verdict(estimate: Estimate, units: _Units) -> str:
     if estimate.fits is None and estimate.unknown is not None and exact is None:
         return f"not known: the parts above take {units.memory(needed)}; {estimate.unknown}"
     if estimate.fits is None or memory.capacity_bytes is None:
-        return f"takes {units.memory(needed)}; the capacity is {_UNKNOWN}"
+        return f"takes {units.memory(needed)}; the capacity is {UNKNOWN}"
     fits = "fits" if estimate.fits else "does not fit"
     if exact is not None:
         capacity = exact.capacity_bytes or memory.capacity_bytes - memory.reserved_bytes
@@ -282,8 +280,8 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
         return {"step time": _Fact(_NONE)}
     if time is None:
         if estimate.unknown is not None:
-            return {"step time": _Fact(f"{_UNKNOWN}: {estimate.unknown}")}
-        reason = f"{_UNKNOWN}: no peak for {estimate.config.precision.policy} on this hardware"
+            return {"step time": _Fact(f"{UNKNOWN}: {estimate.unknown}")}
+        reason = f"{UNKNOWN}: no peak for {estimate.config.precision.policy} on this hardware"
         return {"step time": _Fact(reason)}
     ms = units.milliseconds
     span = f"{ms(time.low_seconds).removesuffix(' ms')} to {ms(time.high_seconds).removesuffix(' ms')}"
@@ -317,7 +315,7 @@ def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
 def _utilization(time: StepTime) -> str:
     likely = time.model_flops_utilization
     if likely is None:
-        return _UNKNOWN
+        return UNKNOWN
     slow, fast = (
         100 * likely * time.seconds / seconds if seconds else math.nan
         for seconds in (time.high_seconds, time.low_seconds)
@@ -343,18 +341,17 @@ def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     if estimate.fits is False:
         return {"time to train": _Fact(_NONE)}
     if cost is None:
-        return {"cost": _Fact(f"{_UNKNOWN}" + ("" if estimate.time else " without a step time"))}
+        return {"cost": _Fact(f"{UNKNOWN}" + ("" if estimate.time else " without a step time"))}
     rows = {
         "steps": f"{cost.steps:,}",
         "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
         "device-hours": f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.3g}",
         "on demand": dollars(cost.on_demand_usd),
-        "spot": _UNKNOWN,
+        "spot": UNKNOWN,
     }
     spot = cost.spot
     if spot is not None and not spot.is_sensible:
-        between = hours(spot.hours / spot.interruptions)
-        rows["spot"] = f"not sensible: interrupted every {between}"
+        rows["spot"] = f"not sensible: {why_not_sensible(spot)}"
     elif spot is not None:
         rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
         recommended = hours(spot.recommended_interval_seconds / 3600)
@@ -362,7 +359,7 @@ def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
         rows["spot checkpoints"] = f"every {asked}" + ("" if asked == recommended else f" (best: {recommended})")
         rows["spot efficiency"] = f"{100 * spot.efficiency:.1f} %, {_few(spot.interruptions)} interruptions expected"
     if cost.energy_kwh is None:
-        rows["energy"] = _UNKNOWN
+        rows["energy"] = UNKNOWN
     else:
         rows["energy"] = f"{_three_digits(cost.energy_kwh)} kWh, {dollars(cost.energy_usd)}"
     rows["buying the devices"] = dollars(cost.purchase_usd)
@@ -378,23 +375,5 @@ def _break_even(cost: Cost) -> str:
     if cost.break_even_hours is not None:
         return f"after {cost.break_even_hours:,.0f} hours of rent"
     if cost.purchase_usd is None or cost.on_demand_usd is None:
-        return _UNKNOWN
+        return UNKNOWN
     return "never: rent is $0"
-
-
-def hours(count: float) -> str:
-    """A time with its unit: hours, or minutes or seconds where it is less than one of the larger."""
-    if count < 1 / 60:
-        return format_duration(3600 * count)
-    if count < 1:
-        return f"{60 * count:.3g} minutes"
-    return f"{count:,.1f} hours" if count >= 10 else f"{count:.3g} hours"
-
-
-def dollars(usd: float | None) -> str:
-    """An amount of US dollars, with cents where they count."""
-    if usd is None:
-        return _UNKNOWN
-    if 0 < usd < 0.005:
-        return "under $0.01"
-    return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"

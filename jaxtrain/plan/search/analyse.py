@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.kinds import PREFERENCES, task_name
 from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.optimizers import check_schedule
 from jaxtrain.config.remat import BLOCK_INPUT, check_remat
 from jaxtrain.config.schema import Config
+from jaxtrain.config.spikes import check_roll_back
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
-from jaxtrain.layout.rules import check_replicated_share, entry_axes
+from jaxtrain.layout.rules import DEFAULT_RULES, check_replicated_share, check_tensor_used, entry_axes
 from jaxtrain.parallel.division import (
     batch_shards,
     check_model_axes,
@@ -104,6 +106,10 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
             "use precision.policy=bf16"
         )
     check_remat(config.remat.policy, config.remat.names, config.remat.offload)
+    check_roll_back(config.spikes, config.checkpoint)
+    if config.optimizer.learning_rate is not None:
+        # Of the run that the config describes: `--tokens` asks what others cost.
+        check_schedule(config.optimizer.schedule, config.train.steps)
     config = with_degrees(config, target.num_devices)
     if target.hardware.kind == "cpu":
         config = _on_one_memory(config)
@@ -122,12 +128,15 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     rows = workload.rows / batch_shards(degrees) / microbatches_of(config)
     experts = expert_work(config, target, rows * (workload.sequence_length or 1) / degrees["context"])
     batch = device_batch(config, workload, schedule, attention, experts)
+    _check_tensor(config, placed, degrees["tensor"])
     _check_replicated(config, placed, degrees["fsdp"])
     state = state_bytes(config, tensors, placed, degrees)
     memory = step_memory(config, workload, target, placed, state, batch, schedule)
     time = step_time(config, workload, target, placed, state, batch, schedule, memory.host_parts)
     alone: dict[str, int] = {axis: 1 for axis in AXES}
-    saved = state_bytes(config, tensors, shard_parameters(config, tensors, alone), alone).total
+    whole = state_bytes(config, tensors, shard_parameters(config, tensors, alone), alone)
+    # Checkpoints of adapters name their base and do not hold it; what `optimizer.freeze` names is saved like the rest.
+    saved = whole.total - (whole.frozen if config.finetune.lora is not None else 0)
     cost = None if time is None else run_cost(config, target, saved, time.seconds, terms)
     return Estimate(
         config=config,
@@ -140,6 +149,14 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
         cost=cost,
         notes=_notes(config, target, workload, batch, has_time=time is not None),
     )
+
+
+def _check_tensor(config: Config, placed: Sequence[Parameter], tensor: int) -> None:
+    """Raise where the step would refuse that no parameter is sharded over `tensor`."""
+    sizes = {one.path: math.prod(one.shape) for one in placed}
+    sharded = [one.path for one in placed if any("tensor" in entry_axes(entry) for entry in one.entries)]
+    name = getattr(config.model, "size", None) or config.model.kind
+    check_tensor_used(sizes, sharded, tensor, DEFAULT_RULES, model=name)
 
 
 def _check_replicated(config: Config, placed: Sequence[Parameter], fsdp: int) -> None:

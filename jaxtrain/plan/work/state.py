@@ -23,15 +23,17 @@ from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.optim.rules import (
+    adamw_patterns,
     as_matrix,
     check_groups,
+    check_patterns,
     directions,
     factored_dims,
     group_number,
     is_stored,
     moment_block,
 )
-from jaxtrain.plan.workload.finetuned import LOW_RANK, finetuned
+from jaxtrain.plan.workload.finetuned import LOW_RANK, finetuned, in_step_order
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
 _FP32 = 4
@@ -122,7 +124,7 @@ def state_bytes(
     params = sum(one.itemsize * local_size(one.shape, entries, degrees) for one, entries in stored)
     frozen = sum(one.itemsize * local_size(one.shape, one.entries, degrees) for one in placed if not one.trained)
     optimizer = average = 0
-    _check_groups(config, placed)
+    _check_matches(config, placed)
     for one in placed:
         if not one.trained:
             continue
@@ -153,8 +155,10 @@ def _optimizer_bytes(config: Config, tensors: Tensors, one: Parameter, size: int
             return _FP32 * (numbers + (size if optimizer.b1 else 0))
 
 
-def _check_groups(config: Config, placed: Sequence[Parameter]) -> None:
-    """Raise where a pattern of `optimizer.groups` matches no trained parameter."""
+def _check_matches(config: Config, placed: Sequence[Parameter]) -> None:
+    """Raise where a pattern of `optimizer.groups` matches no trained parameter, or one of `adamw` none at all."""
+    for key, patterns in adamw_patterns(config.optimizer).items():
+        check_patterns(key, patterns, in_step_order(one.path for one in placed))
     if not isinstance(config.optimizer, CalledOptimizer):
         matches = [group.match for group in config.optimizer.groups]
         check_groups("optimizer.groups.{}.match", matches, [one.path for one in placed if one.trained])

@@ -5,7 +5,7 @@ Names and dims of axes come from the rules that adapt the model (`models/adapter
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.models import ModelConfig, TransformerConfig
@@ -17,6 +17,7 @@ from jaxtrain.models.adapted_axes import adapted_rows
 from jaxtrain.models.adapter_targets import Layers, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Shapes, Tensors
+from jaxtrain.optim.rules import check_patterns
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.published.nf4_blocks import BLOCK, NESTED_BLOCK
 
@@ -59,10 +60,11 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
         tensors: of its model, all floats.
 
     Raises:
-        ConfigError: targets or a rank that the model cannot have, or patterns that freeze every parameter.
+        ConfigError: targets or a rank that the model cannot have, or patterns that freeze every parameter or none.
     """
     axes, lora = model_axes(config.model), config.finetune.lora
     if lora is None:
+        check_patterns("optimizer.freeze", config.optimizer.freeze, in_step_order(tensors.params))
         frozen = frozenset(path for path in tensors.params if _matches(path, config.optimizer.freeze))
         if frozen and len(frozen) == len(tensors.params):
             raise ConfigError("optimizer.freeze matches every parameter; leave one to train")
@@ -104,6 +106,11 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
     quantized = {path: math.prod(tensors.params[path]) for path in kernels} if base else {}
     stored = replace(tensors, params=params)
     return Finetuned(stored, rows, itemsizes, frozenset(itemsizes), adapters, quantized)
+
+
+def in_step_order(paths: Iterable[str]) -> list[str]:
+    """Paths of parameters as the step lists them, for the same message: jax sorts the keys of each dict."""
+    return sorted(paths, key=lambda path: path.split("/"))
 
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:
