@@ -132,6 +132,31 @@ def test_a_published_tokenizer_without_the_frame_of_the_run_gets_it(theirs, data
     assert Tokenizer.from_str(str(files["tokenizer.json"])).encode("one two").tokens == ["one", "two", "<eos>"]
 
 
+@pytest.mark.parametrize(
+    ("data", "special", "tokens", "framed"),
+    [
+        pytest.param(
+            {"kind": "text_pairs"},
+            *(("<pad>", "</s>"), {"pad_token": "<pad>"}, ["o", "</s>"]),
+            id="pairs for an encoder-decoder",
+        ),
+        pytest.param(
+            {"kind": "text", "corruption": {"kind": "mask"}},
+            *(("[PAD]", "[CLS]", "[SEP]", "[MASK]"), NAMED | {"mask_token": "[MASK]"}, ["[CLS]", "o", "[SEP]"]),
+            id="masked text for an encoder",
+        ),
+    ],
+)
+def test_other_rows_with_a_frame_have_it(data, special, tokens, framed):
+    is_pairs = data["kind"] == "text_pairs"
+    model = {"kind": "encoder_decoder"} if is_pairs else {"kind": "transformer", "causal": False}
+    made = load_config({"model": model, "data": data}).config
+    found, _ = exported_texts({}, own(special), None, model=MODEL, config=made)
+    assert found.tokens == tokens
+    assert found.tokenizer is not None
+    assert Tokenizer.from_str(found.tokenizer).encode("o").tokens == framed
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("causal", [False, True], ids=["encoder", "decoder"])
 def test_a_folder_reads_the_rows_of_its_run(causal, tmp_path):
