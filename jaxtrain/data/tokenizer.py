@@ -272,9 +272,29 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = require_file(path, what="tokenizer")
     try:
         text = _gguf_text(path) if path.suffix == ".gguf" else path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise _not_json(path, error) from None
+    tokenizer = load_tokenizer_text(text, path)
+    named = tokenizer.token_id(names_beside(path).get(END_KEY, "")) if isinstance(tokenizer, BpeTokenizer) else None
+    if named is not None:
+        tokenizer.end_of_text = named
+    return tokenizer
+
+
+def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeTokenizer:
+    """Makes the tokenizer of the text of a tokenizer.json; see `load_tokenizer`.
+
+    Args:
+        text: The text.
+        where: Names it in messages.
+
+    Raises:
+        DataError: It is not that of a tokenizer.
+    """
+    try:
         content = parse_json(text)
     except ValueError as error:
-        raise DataError(f"tokenizer {path} is not JSON ({error}); give a tokenizer.json") from None
+        raise _not_json(where, error) from None
     if isinstance(content, dict) and content.get("jaxtrain_tokenizer") == "byte":
         return ByteTokenizer(content.get("special", ()))
     from tokenizers import Tokenizer as Model
@@ -283,12 +303,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         model = Model.from_str(text)
     except Exception as error:  # The library raises bare Exception.
         reason = str(error).splitlines()[0]
-        raise DataError(f"tokenizer {path} is not a tokenizer of the tokenizers library ({reason})") from None
-    tokenizer = BpeTokenizer(model)
-    named = tokenizer.token_id(names_beside(path).get(END_KEY, ""))
-    if named is not None:
-        tokenizer.end_of_text = named
-    return tokenizer
+        raise DataError(f"tokenizer {where} is not a tokenizer of the tokenizers library ({reason})") from None
+    return BpeTokenizer(model)
+
+
+def _not_json(where: str | Path, error: ValueError) -> DataError:
+    return DataError(f"tokenizer {where} is not JSON ({error}); give a tokenizer.json")
 
 
 def _gguf_text(path: Path) -> str:

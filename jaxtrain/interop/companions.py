@@ -26,11 +26,14 @@ class Texts:
         template: Chat template in the language of jinja2; None: that of the origin, if any.
         tokens: Name of a special token (eos_token) -> its text.
         ids: Key of config.json and generation_config.json (eos_token_id) -> an id, a list of ids, or null.
+        tokenizer: Text of a tokenizer.json that says how the run's rows are framed; None: that of the origin or the run
+            does, or rows are not framed.
     """
 
     template: str | None = None
     tokens: Mapping[str, str] = field(default_factory=dict)
     ids: Mapping[str, int | list[int] | None] = field(default_factory=dict)
+    tokenizer: str | None = None
 
 
 def without_ids(settings: Mapping[str, Any]) -> dict[str, None]:
@@ -64,6 +67,8 @@ def companions(
     is_own = False
     if tokenizer is not None and "tokenizer.json" not in files:
         found["tokenizer.json"], is_own = tokenizer, True
+    if texts.tokenizer is not None:
+        found["tokenizer.json"] = texts.tokenizer
     said: dict[str, Any] = dict(texts.tokens)
     if texts.template is not None:
         if TEMPLATE in files:

@@ -14,8 +14,21 @@ from jaxtrain.errors import CheckpointError
 # tokenizer.ggml.token_type
 _CONTROL, _USER_DEFINED = 3, 4
 
-# The names of special tokens in tokenizer_config.json <- the key of their id.
-_SPECIAL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
+# The names of special tokens in tokenizer_config.json <- the key of their id, spelled as GGUF does.
+_SPECIAL = {
+    **{"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"},
+    **{"unk_token": "unknown_token_id", "sep_token": "seperator_token_id", "mask_token": "mask_token_id"},
+}
+# Of these, what generation_config.json numbers.
+_GENERATES = ("bos_token", "eos_token", "pad_token")
+# What ends a turn or a message beside the end of a text: the key of its id, and the names by which readers of GGUF find
+# it in files without the key.
+_TURN_ENDS = {
+    "eot_token_id": (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]"),
+    ),
+    "eom_token_id": ("<|eom_id|>",),
+}
 
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _LLAMA_WORDS = (
@@ -45,6 +58,8 @@ _BPE_WORDS = {
 }
 # A word that is in the vocabulary is one token, even where no merges lead to it.
 _WHOLE_WORDS = {"llama-bpe"}
+# Files of these rules that do not say whether a text gets a beginning give it one, as all of SentencePiece do.
+_BEGUN = {"llama-bpe"}
 _NORMALIZERS = {"qwen2": {"type": "NFC"}}
 
 
@@ -75,7 +90,10 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
     settings.update({name: tokens[token] for name, token in special.items()})
     if metadata.get("tokenizer.chat_template"):
         settings["chat_template"] = metadata["tokenizer.chat_template"]
-    generation = {f"{name}_id": token for name, token in special.items()}
+    generation: dict[str, Any] = {f"{name}_id": special[name] for name in _GENERATES if name in special}
+    ends = _ends(path, metadata, tokens)
+    if ends:
+        generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     return {
         "tokenizer.json": json.dumps(_tokenizer(path, metadata, tokens), ensure_ascii=False),
         "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2) + "\n",
@@ -88,6 +106,18 @@ def _token(path: Path, metadata: Mapping[str, Any], key: str, tokens: list[str])
     if token is not None and not (isinstance(token, int) and 0 <= token < len(tokens)):
         raise CheckpointError(f"{path}: tokenizer.ggml.{key} is {token!r}, but there are {len(tokens)} tokens")
     return token
+
+
+def _ends(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    """Returns the tokens at which the model stops: the end of a text first, then those of turns and messages."""
+    kinds = _numbers(path, metadata, "token_type", [1] * len(tokens), len(tokens))
+    found = [_token(path, metadata, "eos_token_id", tokens)]
+    for key, names in _TURN_ENDS.items():
+        given = _token(path, metadata, key, tokens)
+        # Text may spell the name of a token that is no control token.
+        named = [i for i, name in enumerate(tokens) if name in names and kinds[i] == _CONTROL]
+        found += named if given is None else [given]
+    return [end for end in dict.fromkeys(found) if end is not None]
 
 
 def _tokenizer(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
@@ -107,7 +137,7 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> di
         "padding": None,
         "added_tokens": _added(path, metadata, tokens),
         **parts,
-        "post_processor": _beginning(path, metadata, tokens),
+        "post_processor": _around(path, metadata, tokens),
     }
 
 
@@ -130,22 +160,31 @@ def _numbers(path: Path, metadata: Mapping[str, Any], key: str, default: list | 
     return found
 
 
-def _beginning(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any] | None:
-    """Returns what adds a token before each text for those who ask for special tokens; None: nothing does."""
-    first = _token(path, metadata, "bos_token_id", tokens)
-    # Files of SentencePiece models that leave the key out add the token.
-    usual = metadata["tokenizer.ggml.model"] == "llama"
-    if first is None or not metadata.get("tokenizer.ggml.add_bos_token", usual):
+def _around(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any] | None:
+    """Returns what adds tokens around each text for those who ask for special tokens; None: nothing does."""
+    usual = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _BEGUN
+    places = {}
+    for key, id_key, default in (
+        ("add_bos_token", "bos_token_id", usual),
+        ("add_eos_token", "eos_token_id", False),
+    ):
+        token = _token(path, metadata, id_key, tokens)
+        places[key] = None if not metadata.get(f"tokenizer.ggml.{key}", default) else token
+    before, after = places["add_bos_token"], places["add_eos_token"]
+    if before is None and after is None:
         return None
-    begin = {"SpecialToken": {"id": tokens[first], "type_id": 0}}
+
+    def framed(name: str, kind: int) -> list[dict[str, Any]]:
+        around = [[] if i is None else [{"SpecialToken": {"id": tokens[i], "type_id": kind}}] for i in (before, after)]
+        return [*around[0], {"Sequence": {"id": name, "type_id": kind}}, *around[1]]
+
     return {
         "type": "TemplateProcessing",
-        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [
-            *(begin, {"Sequence": {"id": "A", "type_id": 0}}),
-            *({"SpecialToken": {"id": tokens[first], "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}),
-        ],
-        "special_tokens": {tokens[first]: {"id": tokens[first], "ids": [first], "tokens": [tokens[first]]}},
+        "single": framed("A", 0),
+        "pair": [*framed("A", 0), *framed("B", 1)],
+        "special_tokens": {
+            tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in (before, after) if i is not None
+        },
     }
 
 

@@ -15,6 +15,7 @@ from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.loss_notes import loss_notes
 from jaxtrain.run.own_parts import OwnParts
+from jaxtrain.run.rounding_notes import rounding_notes
 from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.runtime.compiler_options import option_notes
@@ -58,6 +59,7 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         *mesh_notes(mesh),
         *pipeline_notes(run.step.pipeline),
         *(loss_notes(run) if own["model"] is None else []),
+        *rounding_notes(run, own),
         *_evaluation_notes(loaded, run, own_data=own["data"] is not None),
         *option_notes(run.step.compiler_options, asked=config.compiler_options),
         *notes,

@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.data import LabelledTextData, TaggedTextData, TextPairData
+from jaxtrain.config.schema import Config
 from jaxtrain.data.chat.formats import (
     ChatFormat,
     files_beside,
@@ -13,7 +16,10 @@ from jaxtrain.data.chat.formats import (
     published_tokens,
 )
 from jaxtrain.data.special import special_ids
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from jaxtrain.data.text.frame import make_frame
+from jaxtrain.data.text.frame_file import framed_file
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer_text, tokenizer_sha256
+from jaxtrain.errors import DataError
 from jaxtrain.inference.prompts import encoder_prompts
 from jaxtrain.interop.companions import GENERATION, SETTINGS, TEMPLATE, TEXT_FILES, Texts
 from jaxtrain.interop.save import Origin
@@ -21,11 +27,17 @@ from jaxtrain.models.model import Model
 from jaxtrain.published.json_text import parse_json
 
 _END, _END_ID = "eos_token", "eos_token_id"
+_AS_TRAINED = "written as the run was trained, not as its published model says: "
 _NAMES_END = re.compile(rf"\b{_END}\b")
 
 
 def exported_texts(
-    info: Mapping[str, Any], tokenizer: Tokenizer | None, origin: Origin | None, *, model: Model
+    info: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    origin: Origin | None,
+    *,
+    model: Model,
+    config: Config | None = None,
 ) -> tuple[Texts, str | None]:
     """Finds what a run was trained to read and write, where its published model does not say the same.
 
@@ -34,6 +46,7 @@ def exported_texts(
         tokenizer: Of the run.
         origin: What the run kept of the published model that it started from, or None.
         model: Of the run.
+        config: Of the run, which says how its rows are framed; None: they are not.
 
     Returns:
         What is written, and a line for people where it takes the place of what the published model says.
@@ -46,6 +59,15 @@ def exported_texts(
     form = format_of_reading((info.get("data") or {}).get("reading"))
     if form is not None:
         return _of_chats(form, tokenizer, origin)
+    found, replaced = _of_documents(info, tokenizer, origin, model=model)
+    if config is None or not isinstance(tokenizer, BpeTokenizer) or not _is_framed(config):
+        return found, replaced
+    return _with_frame(found, replaced, tokenizer, origin, config=config)
+
+
+def _of_documents(
+    info: Mapping[str, Any], tokenizer: BpeTokenizer | ByteTokenizer, origin: Origin | None, *, model: Model
+) -> tuple[Texts, str | None]:
     if model.decoder is None:
         return Texts(), None
     if origin is not None and "tokenizer.json" in origin.files:
@@ -72,6 +94,57 @@ def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
     return {name: text for name, text in base.items() if name != TEMPLATE} | own
 
 
+def _is_framed(config: Config) -> bool:
+    """Whether special tokens stand around the texts of the rows."""
+    kinds = LabelledTextData | TaggedTextData | TextPairData
+    return isinstance(config.data, kinds) or getattr(config.data, "corruption", None) is not None
+
+
+def _with_frame(
+    found: Texts, replaced: str | None, tokenizer: BpeTokenizer, origin: Origin | None, *, config: Config
+) -> tuple[Texts, str | None]:
+    """Adds the frame of the rows, which a tokenizer.json without a post-processor leaves to its readers."""
+    texts = (*TEXT_FILES, "tokenizer.json")
+    files = {} if origin is None else {name: _decoded(text) for name, text in origin.files.items() if name in texts}
+    text = files.get("tokenizer.json")
+    if text is not None and not _is_same(text, tokenizer):
+        return found, replaced
+    special = special_ids(tokenizer, getattr(config.data, "tokenizer", None))
+    pair = bool(getattr(config.data, "second_text", None))
+    framed = framed_file(tokenizer.to_json() if text is None else text, tokenizer, special, pair=pair)
+    if framed is None and text is not None:
+        return found, replaced
+    ids = {entry for entry, _ in make_frame(tokenizer, special, pair=pair).entries}
+    # An encoder-decoder has an end of text in place of [SEP], and no decoder hides tokens.
+    is_encoder = not getattr(config.model, "causal", True)
+    reads = config.model.kind == "encoder_decoder"
+    named = {
+        "cls_token": special.start if special.start in ids and not reads else None,
+        "sep_token": special.end if special.end in ids and not reads else None,
+        "mask_token": special.mask if is_encoder else None,
+        "pad_token": special.padding,
+    }
+    known = published_tokens(files, tokenizer)[0] if files else {}
+    tokens = {name: _name(tokenizer, i) for name, i in named.items() if i is not None and name not in known}
+    tokens = {name: one for name, one in tokens.items() if one is not None}
+    numbers = dict(found.ids)
+    if origin is None and special.padding is not None and not is_encoder and not reads:
+        # By it readers find the last token of each of several rows.
+        numbers["pad_token_id"] = special.padding
+    if framed is not None and text is not None:
+        line = "the special tokens around a text (tokenizer.json)"
+        replaced = f"{_AS_TRAINED}{line}" if replaced is None else f"{replaced} and {line}"
+    return replace(found, tokens={**tokens, **found.tokens}, ids=numbers, tokenizer=framed), replaced
+
+
+def _is_same(text: str, tokenizer: BpeTokenizer) -> bool:
+    """Whether a tokenizer.json is that of the run."""
+    try:
+        return tokenizer_sha256(load_tokenizer_text(text, "the published model")) == tokenizer_sha256(tokenizer)
+    except DataError:
+        return False
+
+
 def _of_chosen_end(
     info: Mapping[str, Any], tokenizer: BpeTokenizer | ByteTokenizer, origin: Origin
 ) -> tuple[Texts, str | None]:
@@ -84,7 +157,7 @@ def _of_chosen_end(
     files = {file: _decoded(text) for file, text in origin.files.items() if file in TEXT_FILES}
     if end is None or end != tokenizer.end_of_text or end in _end_ids(files, origin.config):
         return Texts(), None
-    replaced = f"written as the run was trained, not as its published model says: {name!a} as the end of a text"
+    replaced = f"{_AS_TRAINED}{name!a} as the end of a text"
     return Texts(tokens={_END: name}, ids={_END_ID: end}), replaced
 
 
@@ -133,7 +206,7 @@ def _of_chats(
         parts.append(f"{shown!a} as the end of an answer")
     replaced = None
     if parts:
-        replaced = f"written as the run was trained, not as its published model says: {' and '.join(parts)}"
+        replaced = f"{_AS_TRAINED}{' and '.join(parts)}"
     return Texts(template, tokens, ids), replaced
 
 

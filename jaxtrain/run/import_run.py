@@ -151,7 +151,9 @@ def export_run(
             f"--base {base} is for weights, and adapters are written in float32; leave it out, or add --merge to write "
             "base and adapters together"
         )
-    texts, replaced = exported_texts(info, None if file is None else load_tokenizer(file), origin, model=model)
+    texts, replaced = exported_texts(
+        info, None if file is None else load_tokenizer(file), origin, model=model, config=run.config
+    )
     if replaced is not None:
         print_remark(replaced)
     if has_adapters and not merge:

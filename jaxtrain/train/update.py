@@ -102,7 +102,8 @@ def update_state(
         updates = grad = unscaled(gradients, scale)
         if clip is not None:
             updates = jax.tree.map(lambda g: g * clip, updates)
-        # In float32 as everything the optimizer reads: weight decay of bf16 parameters is not rounded before it counts.
+        # In float32 as everything the optimizer reads: weight decay of bf16 parameters is rounded with the rest of the
+        # update, not before.
         read = cast_floats(trained, jnp.float32)
         extra = extra_arguments(loss, grad, mean_loss)
         updates, moved = update_optimizer(optimizer, updates, optimizer_state, read, extra)

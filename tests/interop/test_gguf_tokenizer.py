@@ -7,7 +7,8 @@ import pytest
 from gguf_files import gguf_bytes
 from tokenizers import Tokenizer
 
-from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.data.chat.formats import files_beside, published_format
+from jaxtrain.data.tokenizer import BpeTokenizer, load_tokenizer
 from jaxtrain.errors import CheckpointError, DataError
 from jaxtrain.published.gguf_tokenizer import tokenizer_files
 
@@ -57,7 +58,7 @@ def tokens_of(text, **changed):
     ],
 )
 def test_each_rule_divides_text_as_published(pre, expected):
-    assert tokens_of("abc ab 123", pre=pre) == expected
+    assert tokens_of("abc ab 123", pre=pre, add_bos_token=False) == expected
 
 
 def test_special_tokens_are_found_in_text():
@@ -72,18 +73,68 @@ def test_special_tokens_are_found_in_text():
     }
 
 
-@pytest.mark.parametrize(("adds", "expected"), [(True, ["<|im_start|>", "a"]), (False, ["a"])])
-def test_a_first_token_is_added_where_the_file_says_so(adds, expected):
-    assert tokens_of("a", add_bos_token=adds) == expected
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        pytest.param({"add_bos_token": True}, ["<|im_start|>", "a"], id="a beginning"),
+        pytest.param({"add_bos_token": False, "pre": "llama-bpe"}, ["a"], id="none"),
+        pytest.param({"pre": "llama-bpe"}, ["<|im_start|>", "a"], id="Llama 3 without the key"),
+        pytest.param({}, ["a"], id="another rule without the key"),
+        pytest.param({"add_eos_token": True}, ["a", "<|im_end|>"], id="an end"),
+        pytest.param({"add_eos_token": True, "pre": "llama-bpe"}, ["<|im_start|>", "a", "<|im_end|>"], id="both"),
+        pytest.param({"add_bos_token": True, "bos_token_id": None}, ["a"], id="no such token"),
+    ],
+)
+def test_tokens_around_a_text_are_those_of_the_file(said, expected):
+    metadata = BYTE_PAIRS | {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+    assert Tokenizer.from_str(tokenizer_files(PATH, metadata)["tokenizer.json"]).encode("a").tokens == expected
+
+
+# Gemma ends its texts with <eos> and its answers with <end_of_turn>.
+TURNS = ["<eos>", "<end_of_turn>", "<|eom_id|>", "<|end|>", "a"]
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds", "ends"),
+    [
+        pytest.param({"eot_token_id": 3}, [3, 3, 1, 3, 1], [0, 3], id="the key stands before names"),
+        pytest.param({"eot_token_id": 1, "eom_token_id": 2}, [3, 3, 3, 1, 1], [0, 1, 2], id="turn and message"),
+        pytest.param({"eot_token_id": 0, "eom_token_id": 0}, [3] * 5, 0, id="one token for all"),
+        pytest.param({}, [3, 3, 1, 1, 1], [0, 1], id="by its name"),
+        pytest.param({}, [3, 3, 3, 3, 1], [0, 1, 3, 2], id="by several names"),
+        pytest.param({}, [3, 1, 1, 4, 1], 0, id="a name of plain text"),
+        pytest.param({"eos_token_id": None}, [3, 3, 1, 1, 1], 1, id="without an end of text"),
+    ],
+)
+def test_a_model_stops_at_the_ends_of_texts_turns_and_messages(said, kinds, ends):
+    given = {"model": "llama", "tokens": TURNS, "scores": [0.0] * 5, "token_type": kinds, "eos_token_id": 0, **said}
+    files = tokenizer_files(PATH, {f"tokenizer.ggml.{key}": value for key, value in given.items()})
+    assert json.loads(files["generation_config.json"])["eos_token_id"] == ends
+    # What a template calls the end of text stays the end of text.
+    assert json.loads(files["tokenizer_config.json"]).get("eos_token") == (None if "eos_token_id" in said else "<eos>")
+
+
+def test_chats_over_a_file_stop_at_its_end_of_turn(tmp_path):
+    template = "{% for m in messages %}{{ m['content'] + '<end_of_turn>' }}{% endfor %}"
+    given = {"model": "llama", "tokens": TURNS, "scores": [0.0] * 5, "token_type": [3, 3, 1, 1, 1], "eos_token_id": 0}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in given.items()}
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(metadata | {"tokenizer.chat_template": template}, {}))
+    tokenizer = load_tokenizer(path)
+    assert isinstance(tokenizer, BpeTokenizer)
+    form = published_format(files_beside(path), str(path), tokenizer)
+    assert form is not None
+    assert form.stop == (0, 1)
 
 
 def test_special_tokens_and_chat_template_are_kept():
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    files = tokenizer_files(PATH, BYTE_PAIRS | {"tokenizer.chat_template": template})
+    more = {"tokenizer.chat_template": template, "tokenizer.ggml.unknown_token_id": 0}
+    files = tokenizer_files(PATH, BYTE_PAIRS | more)
     settings = json.loads(files["tokenizer_config.json"])
     assert settings["chat_template"] == template
-    names = ("bos_token", "eos_token", "pad_token")
-    assert [settings[name] for name in names] == ["<|im_start|>", "<|im_end|>", "<|im_end|>"]
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    assert [settings[name] for name in names] == ["<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>"]
     assert json.loads(files["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
 
@@ -122,6 +173,7 @@ WRONG = {
         f"tokenizer.ggml.token_type does not hold one number per token ({len(TOKENS)})",
     ),
     "no scores": (dict(model="llama"), "tokenizer.ggml.scores does not hold one number per token"),
+    "an end of turn": (dict(eot_token_id=999), "tokenizer.ggml.eot_token_id is 999, but there are"),
     "an id": (dict(eos_token_id=999), f"tokenizer.ggml.eos_token_id is 999, but there are {len(TOKENS)} tokens"),
 }
 

@@ -140,8 +140,9 @@ def _unstopped(template: Template, one: _Marked, ids: np.ndarray, train_on: str)
     inside = " inside {% generation %}" if template.marks_answers and train_on != "all" else ""
     return ConfigError(
         f"the chat template {template.format.label} writes no stop token (id {stop}){inside} at the end of an answer "
-        f"({one.where}), so a model would never learn to stop; set data.stop to the token that it writes there, or "
-        "data.template to another template"
+        f"({one.where}), so a model would never learn to stop: template or stop tokens (data.stop, or the files of the "
+        "model) are not the model's; set data.stop to the token that it writes there, or data.template to another "
+        "template"
     )
 
 
