@@ -20,7 +20,7 @@ from jaxtrain.runtime import collector
 from jaxtrain.runtime.accelerators import has_accelerator
 from jaxtrain.runtime.allocator import restart
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, write_error
+from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, own_output, write_error
 
 INTERNAL_ERROR = 1
 INTERRUPTED = 130
@@ -28,6 +28,9 @@ BROKEN_PIPE = 141
 
 # What the user, and not a defect, is the cause of.
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+# Several processes of these would do the work several times, or stop each other.
+_ALONE = ("sweep", "serve", "data prepare", "submit slurm", "submit job", "submit jobset")
 
 _DESCRIPTION = "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs."
 
@@ -160,6 +163,10 @@ def _check_inner(name: str, words: Sequence[str], emulate: int | None) -> list[s
     inner, rest = _find_command(words, wanted="command or program")
     if COMMANDS[inner].takes_command:
         raise _usage_error(f"jaxtrain {name}", f"{inner!r} cannot be run inside {name!r}")
+    if inner in _ALONE:
+        raise ConfigError(
+            f"jaxtrain {name}: {inner!r} works in one process; run it without {name}, as in: {COMMANDS[inner].example}"
+        )
     options = [] if emulate is None else ["--emulate", str(emulate)]
     found = _parse(inner, [*options, *(word for word in rest if word != "--debug")])
     if getattr(found, "config", None) is not None:
@@ -279,6 +286,7 @@ def run_program() -> NoReturn:
     # A program that runs `python -m jaxtrain` inside itself (`runpy`) may go on after it, and has its own code.
     if sys._getframe(1).f_globals is sys.modules["__main__"].__dict__:
         exit_code.keep()
+        own_output()
     code = main()
     exit_code.set_code(code)
     sys.exit(code)

@@ -25,6 +25,7 @@ from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.allocator import restart_environment
+from jaxtrain.runtime.cluster import detect_cluster
 from jaxtrain.runtime.cores import usable_cores
 from jaxtrain.runtime.peaks import FORMATS, peak_flops
 
@@ -137,6 +138,10 @@ def _machine() -> dict[str, Any]:
 def _start(
     name: str, overrides: Sequence[str], emulate: int | None, reasons: dict[str, str]
 ) -> dict[str, float] | None:
+    if detect_cluster() is not None:
+        # A run that is timed here would join the others, in place of this process.
+        reasons["start"] = "the start of one process among several is not timed; run bench in a process alone"
+        return None
     try:
         cold, warm = cold_and_warm(name, overrides, emulate=emulate)
     except NoStepError as error:

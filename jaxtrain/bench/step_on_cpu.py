@@ -21,7 +21,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     from jaxtrain.config.schema import Config
     from jaxtrain.runtime import distributed
 
-    distributed.start(emulate=1, compilation_cache=None)
+    distributed.start_alone(emulate=1, compilation_cache=None)
     import jax
 
     from jaxtrain.bench.whole_step import workload_step

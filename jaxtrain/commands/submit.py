@@ -12,7 +12,8 @@ from jaxtrain.commands.shared_arguments import add_config, add_emulate
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, check_job, num_gpus, slurm_script
+from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, asked_gpus, check_job, num_gpus, slurm_script
+from jaxtrain.submit.slurm_options import asks_for_gpus
 
 
 def slurm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +92,10 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
     asked = _job(arguments, name="jaxtrain", folder=folder)
     check_job(asked)
     gpus, emulated = num_gpus(asked), arguments.emulate
-    if gpus is not None and emulated is not None:
-        raise ConfigError(f"--emulate {emulated} trains on the CPU, and --gpus-per-node asks for GPUs; leave out one")
+    has_gpus = gpus is not None or asks_for_gpus(asked.sbatch_options)
+    if has_gpus and emulated is not None:
+        option, _ = asked_gpus(asked) or ("--sbatch", "")
+        raise ConfigError(f"--emulate {emulated} trains on the CPU, and {option} asks for GPUs; leave out one")
     per_node = tasks * emulated if emulated is not None else gpus
     training = checked_training(
         arguments.config,
@@ -108,7 +111,12 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
         print_remark(f"jaxtrain: not compared with a cluster: {found}")
     else:
         check_fits(job, found)
-    if per_node is None:
+    if has_gpus and per_node is None:
+        print_remark(
+            "jaxtrain: the GPUs that --sbatch asks for are not counted, nor the degrees of parallel compared with "
+            "them; ask by --gpus-per-node for that"
+        )
+    elif per_node is None:
         print_remark(
             "jaxtrain: without --gpus-per-node the job asks for no GPU, and every process trains on its CPU cores"
         )

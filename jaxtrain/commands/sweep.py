@@ -17,6 +17,7 @@ from jaxtrain.metrics.report.files import read_json
 from jaxtrain.metrics.report.many import TRIAL_FILE, write_many
 from jaxtrain.run.folder import run_folder
 from jaxtrain.run.lock import RunLock
+from jaxtrain.runtime.cluster import detect_cluster
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.remarks import print_remark
 
@@ -43,8 +44,14 @@ def run_sweep(
         75 after a signal, 0 where a trial was done, else the exit code of the last trial.
 
     Raises:
-        ConfigError: a setting is wrong, or the directory holds another sweep.
+        ConfigError: a setting is wrong, the directory holds another sweep, or this is one of several processes.
     """
+    cluster = detect_cluster()
+    if cluster is not None:
+        raise ConfigError(
+            f"this is one of several processes (found through {cluster.source}), and every trial would join them in "
+            "its place; start a sweep as a single process"
+        )
     trials = [[f"{key}={value}" for key, value in trial.items()] for trial in draw_trials(words, num_trials, seed)]
     # Every mistake in a setting is reported before anything starts.
     loaded = [load_config(config, overrides=trial) for trial in trials]

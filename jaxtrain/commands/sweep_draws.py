@@ -16,13 +16,15 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
     Raises:
         ConfigError: a word cannot be read, or it is not said how many values of a range are drawn.
     """
-    choices = {}
+    choices: dict[str, list[str] | tuple[str, str, bool]] = {}
     for word in words:
         key, _, text = word.partition("=")
         # A list, mapping or quoted text of YAML is one value, whatever is in it.
         values = [text] if text.startswith(("[", "{", '"', "'")) else text.split(",")
         if not key or "" in values:
             raise ConfigError(f"cannot read {word!r}; write key=value, key=v1,v2 or key=low..high")
+        if key in choices:
+            raise ConfigError(f"{key} is given twice, the second time as {word!r}; write it once, as in {key}=v1,v2")
         choices[key] = _read_range(word, text) or values
     ranges = [key for key, found in choices.items() if not isinstance(found, list)]
     if num_trials is None and (ranges or seed is not None):
@@ -59,8 +61,12 @@ def _draw(choice: list[str] | tuple[str, str, bool], generator: random.Random) -
     is_whole = low.lstrip("-").isdigit() and high.lstrip("-").isdigit()
     if is_whole and not is_log:
         return str(generator.randint(int(low), int(high)))
-    first, last = float(low), float(high)
+    # Every whole number has the cell that rounds to it; without this the bounds would have half of theirs.
+    margin = 0.5 if is_whole else 0.0
+    first, last = float(low) - margin, float(high) + margin
     value = math.exp(generator.uniform(math.log(first), math.log(last))) if is_log else generator.uniform(first, last)
+    if is_whole:
+        return str(min(max(round(value), int(low)), int(high)))
     # Six digits read well; in a range that is narrower than they are, all digits.
     short = f"{value:.6g}"
-    return str(round(value)) if is_whole else short if first <= float(short) <= last else repr(value)
+    return short if first <= float(short) <= last else repr(value)

@@ -19,6 +19,7 @@ from jaxtrain.runtime.heartbeats import LOST
 from jaxtrain.runtime.node_devices import local_device_ids
 from jaxtrain.runtime.relay import relayed
 from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.streams import keep_output_apart
 
 # A process that is silent for this long counts as failed, and the others end: they cannot continue without it.
 _HEARTBEAT_SECONDS = 30
@@ -66,21 +67,37 @@ def start(
     """
     import jax
 
-    # jax reads it when it first uses a GPU.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     if emulate is not None:
         # Each is a thread, and more than this many stop the process.
         emulate = check_whole(emulate, what="emulate (number of devices)", least=1, most=4096, write="start(emulate=8)")
-        _emulate(emulate)
     if lost_seconds is not None:
         takes, write = "a number of seconds above 0", "start(lost_seconds=25)"
         check_number(lost_seconds, what="start: lost_seconds", takes=takes, write=write)
         if lost_seconds <= 0:
             raise ConfigError(refusal("start: lost_seconds", takes, lost_seconds, write))
-    use_cache(compilation_cache)
+    start_alone(emulate=emulate, compilation_cache=compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
         _join(cluster, lost_seconds)
+
+
+def start_alone(*, emulate: int | None = None, compilation_cache: str | None = "auto") -> None:
+    """Prepares jax as `start` does, but joins no cluster.
+
+    A process that helps one of several inherits the environment in which that one joined. If it joined as well, jax
+    would take it for a second incarnation, and abort all of them.
+
+    Args:
+        emulate, compilation_cache: see `start`.
+
+    Raises:
+        ConfigError: Emulation is asked for after jax has started, or the cache folder cannot be made.
+    """
+    # jax reads it when it first uses a GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
+    if emulate is not None:
+        _emulate(emulate)
+    use_cache(compilation_cache)
 
 
 def _emulate(num_devices: int) -> None:
@@ -158,6 +175,9 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
         raise ConfigError(line) from error
     finally:
         timer.cancel()
+    # Only process 0 prints results; under `launch` the output of the others is shown to nobody.
+    if cluster.process_id in (0, None):
+        keep_output_apart()
 
 
 def _coordinator_lost() -> None:

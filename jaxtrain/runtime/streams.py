@@ -1,9 +1,12 @@
 """Standard output and error of a command: closed by whoever started it, or on a disk that is full. No jax here."""
 
 import contextlib
+import io
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
+
+_is_of_results = False
 
 
 def open_closed_streams() -> None:
@@ -23,6 +26,31 @@ def open_closed_streams() -> None:
                 os.close(null)
         # Not by its number, which another file may have taken before.
         setattr(sys, name, open(os.devnull, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def own_output() -> None:
+    """Makes this process the program `jaxtrain`, whose standard output is for results."""
+    global _is_of_results
+    _is_of_results = True
+
+
+def keep_output_apart() -> None:
+    """Lets standard output have what Python writes alone, where this process is the program `jaxtrain`.
+
+    What libraries write to descriptor 1 goes to standard error: Gloo, whose C++ code names the processes that it
+    connects at the first collective between them, would make `--json` unreadable.
+    """
+    if not _is_of_results:
+        return
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream of a test has no number
+        if sys.stdout.fileno() != 1:
+            return
+        sys.stdout.flush()
+        raw: Any = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        # The same objects with another number, since some hold the stream that they found as they were made.
+        io.FileIO.__init__(raw, kept, "wb", closefd=False)
 
 
 def write_error(stream: TextIO) -> OSError | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.submit.slurm_options import check_options, gpus_of_gres
 from jaxtrain.submit.slurm_times import parse_time
 from jaxtrain.submit.training import check_text
 
@@ -68,17 +69,27 @@ class SlurmJob:
     srun_options: Sequence[str] = ()
 
 
+def asked_gpus(job: SlurmJob) -> tuple[str, str] | None:
+    """The option by which a job asks for the GPUs of a node, and its value, as `8` or `a100:8`; None: by none."""
+    if job.gpus_per_node is not None:
+        return "--gpus-per-node", job.gpus_per_node
+    found = gpus_of_gres(job.sbatch_options)
+    return None if found is None else ("--sbatch=--gres", found)
+
+
 def num_gpus(job: SlurmJob) -> int | None:
     """GPUs of a node of the job, or None where it asks for none.
 
     Raises:
         ConfigError: the number cannot be read.
     """
-    if job.gpus_per_node is None:
+    asked = asked_gpus(job)
+    if asked is None:
         return None
-    found = re.fullmatch(r"(?:[\w.+-]+:)?([1-9]\d{0,3})", job.gpus_per_node, re.ASCII)
+    option, text = asked
+    found = re.fullmatch(r"(?:[\w.+-]+:)?([1-9]\d{0,3})", text, re.ASCII)
     if found is None:
-        raise ConfigError(f"--gpus-per-node {job.gpus_per_node!r} is no number of GPUs; write 8, or with a type a100:8")
+        raise ConfigError(f"{option} {text!r} is no number of GPUs; write 8, or with a type a100:8")
     return int(found[1])
 
 
@@ -97,12 +108,7 @@ def check_job(job: SlurmJob) -> None:
             check_text(word, option=option)
             if not word.startswith("-"):
                 raise ConfigError(f"{option} {word!r} is no option; write it whole, as in {option}=--exclusive")
-    for word in job.sbatch_options:
-        if re.match(r"--array\b|-a(?!-)", word):
-            raise ConfigError(
-                f"--sbatch {word}: all jobs of an array would train in one run directory; submit one job per run, each "
-                "with a --run-dir of its own"
-            )
+    check_options(job.sbatch_options)
     if job.mem is not None and re.fullmatch(r"\d{1,12}[KMGT]?", job.mem, re.ASCII) is None:
         raise ConfigError(f"--mem {job.mem!r} is no size of memory; write 64G, or 0 for all of a node's")
     gpus = num_gpus(job)

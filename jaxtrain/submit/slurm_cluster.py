@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.submit.slurm import SlurmJob, num_gpus
+from jaxtrain.submit.slurm import SlurmJob, asked_gpus, num_gpus
 from jaxtrain.submit.slurm_times import parse_partition_limit, parse_time, shown_time
 
 # A controller that is busy answers within seconds; one that is down never does.
@@ -136,13 +136,14 @@ def _problem(job: SlurmJob, name: str, nodes: Sequence[Nodes]) -> str | None:
     if job.time is None and limit is not None and limit <= job.warning_seconds:
         return f"partition {name} ends jobs after {shown_time(limit)}; lower --warning-seconds {job.warning_seconds}"
     gpus = num_gpus(job)
-    kind = job.gpus_per_node.rpartition(":")[0] if job.gpus_per_node is not None else ""
+    option, text = asked_gpus(job) or ("", "")
+    kind = text.rpartition(":")[0]
     cpus = (job.cpus_per_task or 1) * job.tasks_per_node
     able = sum(one.count for one in nodes if gpus is None or _has_gpus(one, kind, gpus))
     if able < job.nodes:
         most = max((one.gpus.get(kind, 0) if kind else sum(one.gpus.values())) for one in nodes)
         return (
-            f"--gpus-per-node {job.gpus_per_node}: of the {_counted(total)} of partition {name} {able} have so many "
+            f"{option} {text}: of the {_counted(total)} of partition {name} {able} have so many "
             f"(the most is {most}); ask for fewer, or another --partition"
         )
     able = sum(one.count for one in nodes if one.cpus >= cpus and (gpus is None or _has_gpus(one, kind, gpus)))

@@ -181,6 +181,14 @@ USAGE = {
     "no processes": (f"launch --processes 0 -- {TRAIN}", r"--processes: '0' is not a whole number of 1 or more"),
     "no devices": (f"launch --processes 2 --emulate 0 -- {TRAIN}", r"--emulate: '0' is not a whole number"),
     "a launch inside": (f"launch --processes 2 -- launch --processes 2 -- {TRAIN}", r"'launch' cannot be run inside"),
+    "a sweep": (
+        "launch --processes 2 --emulate 1 -- sweep quickstart optimizer.learning_rate=1e-3,1e-2",
+        r"jaxtrain launch: 'sweep' works in one process; run it without launch, as in: jaxtrain sweep quick",
+    ),
+    "tokens": (
+        "launch --processes 2 -- data prepare quickstart -o tokens",
+        r"jaxtrain launch: 'data prepare' works in one process; run it without launch, as in: jaxtrain data prep",
+    ),
     "unknown command": ("launch --processes 2 -- trian quickstart", r"no command or program 'trian', did you mean 'tr"),
     "unknown option": (f"launch --processes 2 -- {TRAIN} --resum=must", r"jaxtrain train: no option --resum"),
     "unknown key": (f"launch --processes 2 -- {TRAIN} train.step=4", r"unknown key 'train\.step' \(command line\)"),
@@ -220,6 +228,16 @@ def test_the_launcher_does_not_import_jax(tmp_path):
     assert last == "False 0"
     assert sum("seed" in line for line in shown) == 1, "one process writes"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
+def test_results_alone_are_on_standard_output(tmp_path, buffered):
+    """Gloo, which connects CPU processes, writes to descriptor 1 itself."""
+    words = ["launch", "--processes", "2", "--emulate", "1", "--", "doctor", "--json"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"} | ({} if buffered else {"PYTHONUNBUFFERED": "1"})
+    command = [sys.executable, "-m", "jaxtrain", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
+    assert json.loads(done.stdout)["devices"]["process_count"] == 2, done.stdout + done.stderr
 
 
 # Every device of both processes takes part in the sum.

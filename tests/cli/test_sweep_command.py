@@ -4,6 +4,7 @@ The trials of the plain tests are processes of a small script that ends as it is
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -78,6 +79,13 @@ def test_drawn_values_depend_on_seed_and_number_alone():
     assert all(trial["e"].isdigit() and 16 <= int(trial["e"]) <= 1024 for trial in many)
 
 
+def test_whole_numbers_of_a_logarithmic_range_have_equal_cells():
+    drawn = [trial["a"] for seed in range(5) for trial in draw_trials(["a=2..6:log"], 1000, seed)]
+    for number in range(2, 7):
+        share = math.log((number + 0.5) / (number - 0.5)) / math.log(6.5 / 1.5)
+        assert drawn.count(str(number)) / len(drawn) == pytest.approx(share, abs=0.03)  # 4 to 5 standard deviations
+
+
 @pytest.mark.parametrize(
     ("words", "number", "seed", "said"),
     [
@@ -91,6 +99,7 @@ def test_drawn_values_depend_on_seed_and_number_alone():
         pytest.param(["a=1e-4...1e-2"], 3, None, "write 1e-4..1e-2, or 1e-4..0.1e-2", id="three-dots"),
         pytest.param(["a=1..2:lin"], 3, None, "a=1..2:lin is no range", id="scale"),
         pytest.param(["a=1..inf"], 3, None, "a=1..inf is no range", id="infinite"),
+        pytest.param(["a=1,2", "b=1", "a=3"], None, None, "a is given twice, the second time as 'a=3'", id="twice"),
         pytest.param([f"{key}=1,2,3,4" for key in "abcdefgh"], None, None, "65536 trials are too many", id="too-many"),
     ],
 )
@@ -152,6 +161,15 @@ def test_names_of_trials_are_texts_whatever_the_folder_is_called(cli, trials, tm
         assert cli("sweep", "quickstart", "seed=3", "--run-dir", folder).code == 0
         name = json.loads((tmp_path / folder / "000" / "run.json").read_text())["name"]
         assert load_config("quickstart", overrides=[f"name={name}"]).name == f"{folder}-000"
+
+
+def test_one_of_several_processes_starts_no_trials(cli, trials, monkeypatch):
+    for name, value in {"COORDINATOR_ADDRESS": "127.0.0.1:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    answer = cli("sweep", "quickstart", "seed=3", "--run-dir", str(trials))
+    assert (answer.code, len(answer.err.splitlines())) == (2, 1)
+    assert "one of several processes (found through JAX_COORDINATOR_ADDRESS)" in answer.err
+    assert not trials.exists()
 
 
 def test_a_run_is_no_sweep(cli, trials):

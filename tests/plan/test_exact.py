@@ -49,6 +49,15 @@ def test_the_cpu_s_own_compiler_is_always_there(cli) -> None:
     assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], rel=0.01)
 
 
+def test_a_compiler_s_process_joins_no_cluster(monkeypatch) -> None:
+    """As a second one under the number of the process that asks, it would have jax abort all of them."""
+    for name, value in {"COORDINATOR_ADDRESS": "127.0.0.1:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    monkeypatch.setenv("JAXTRAIN_JOIN_TIMEOUT_SECONDS", "1")
+    estimate = with_compiler(analytic_plan(load_config("digits_mlp").config, parse_targets("cpu")[0]), lambda _: None)
+    assert estimate.exact is not None, estimate.exact_missing
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
 def test_without_the_compiler_the_analytic_answer_is_given_and_marked(cli) -> None:
     answer = cli("plan", "gpt2_124m", "--on", "v5e-8")

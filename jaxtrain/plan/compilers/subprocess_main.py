@@ -21,7 +21,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     """
     cpu = request["topology"] is None
     os.environ["JAX_PLATFORMS"] = "cpu"
-    distributed.start(emulate=request["num_devices"] if cpu else 1)
+    distributed.start_alone(emulate=request["num_devices"] if cpu else 1)
     from jaxtrain.plan.compilers.exact import exact_memory
     from jaxtrain.plan.compilers.step_state import step_state
     from jaxtrain.plan.compilers.topology import topology_devices
