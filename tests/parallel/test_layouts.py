@@ -71,7 +71,7 @@ def test_gpt2_with_dropout(row: str) -> None:
     check("gpt2", row, TRANSFORMERS[row], 4, "dots")
 
 
-# A ResNet's statistics meet `data`, a state in parts and channels in parts; the other rows differ in what an MLP has too.
+# A ResNet's statistics meet `data`, a state in parts and channels in parts; what else rows differ in an MLP has too.
 RESNET = [("data=8", 4), ("zero=2", 4), ("tensor=2,fsdp=2,data=2", 4), ("data=2,fsdp=4", 1)]
 OTHERS = [("resnet", *row) for row in RESNET] + [("mlp", row, 4) for row in EVERY_MODEL] + [("mlp", "data=2,fsdp=4", 1)]
 
