@@ -56,8 +56,8 @@ def run_trial(trial: optuna.Trial, config: str, overrides: list[str], directory:
         result = jt.run_config(loaded, run_dir=folder, callbacks=[jt.Callback(on_evaluation=look)])
     except jt.DivergedError:
         raise optuna.TrialPruned from None
-    # Not by the number of steps: a run that the config's early stopping ended is complete.
-    if is_pruned:
+    # Neither a run that the config's early stopping ended nor one that had done its last step was cut short here.
+    if is_pruned and result.step < loaded.config.train.steps:
         raise optuna.TrialPruned
     return result.metrics["eval_loss"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import flax.errors
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import refusal, shown
@@ -192,20 +191,16 @@ def stored_params(model: Model, params: Params, policy: Policy, trainable: Calla
         model: what they are parameters of.
         params: as `Model.init` or a user gives them.
         policy: trained parameters are stored in its param dtype.
-        trainable: parameter path -> whether it is trained; None: all are. Frozen ones are stored in the param dtype
-            where that is narrower than the dtype that they came in, and else as they came: they may be quantized, or
-            somebody's half precision on purpose. Those of an adapted model are stored in the compute dtype, in which
-            they are read: that is half of the bytes under bf16, and the same numbers.
+        trainable: parameter path -> whether it is trained; None: all are. Frozen ones keep the dtype that they came
+            in: they may be quantized. Those of an adapted model are stored in the compute dtype, in which they are
+            read: that is half of the bytes under bf16, and the same numbers.
     """
+    frozen_in = None if model.adapted is None else policy.compute_dtype
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         if trainable is None or trainable(path_name(path)):
             return cast_floats(leaf, policy.param_dtype)
-        if model.adapted is not None:
-            return cast_floats(leaf, policy.compute_dtype)
-        # The model reads them in the compute dtype, in which the policies of ours that store fewer bits compute too.
-        is_wider = not is_quantized(leaf) and leaf.dtype.itemsize > jnp.dtype(policy.param_dtype).itemsize
-        return cast_floats(leaf, policy.param_dtype) if is_wider else leaf
+        return leaf if frozen_in is None else cast_floats(leaf, frozen_in)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantized)
 

@@ -9,8 +9,8 @@ from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.models.model import Params
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.roll_back import SpikeError
-from jaxtrain.run.saved_form import as_kept, as_saved
-from jaxtrain.train.base import with_base
+from jaxtrain.run.spike_history import as_kept, as_saved
+from jaxtrain.train.base import with_base, without_base
 from jaxtrain.train.state import TrainState, select_leaves
 from jaxtrain.train.step import TrainStep
 
@@ -46,10 +46,11 @@ def restored_before(
     Raises:
         CheckpointError: no checkpoint can be read.
     """
+    target = without_base(step.abstract_state, trained_leaves(step))
     to_step = spike.to_step
     while True:
         try:
-            state = checkpointer.restore(as_saved(step, checkpointer, to_step=to_step), step=to_step)
+            state = checkpointer.restore(as_saved(target, checkpointer, step=to_step), step=to_step)
             break
         except DamagedError as error:
             older = [one for one in checkpointer.steps() if one < to_step]
@@ -58,5 +59,4 @@ def restored_before(
                 raise
             report(f"{error}; step {to_step} is used instead")
     spike = SpikeError(spike.step, spike.loss, spike.grad_norm, to_step=to_step)
-    state = as_kept(state, step)
-    return spike, state if frozen is None else with_base(state, frozen)
+    return spike, as_kept(state if frozen is None else with_base(state, frozen), step)

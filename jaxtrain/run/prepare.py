@@ -53,9 +53,9 @@ from jaxtrain.run.resume import (
     set_aside,
 )
 from jaxtrain.run.roll_back import RECORD, check_can_go_back
-from jaxtrain.run.saved_form import as_kept, as_saved
 from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.session import Session
+from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.agreement import together, told
@@ -63,7 +63,7 @@ from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
 from jaxtrain.runtime.tried_options import Attempt, settle, try_options
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
-from jaxtrain.train.base import BaseRecord, base_of, with_base
+from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.start import restore_base
 from jaxtrain.train.state import TrainState
@@ -128,7 +128,7 @@ def prepare_session(
             if own_step.params is None and not own_step.skip:
                 notes += class_notes(run.config, (run.data.reading or {}).get("classes"))
         if resumed is not None:
-            target = as_saved(run.step, checkpointer)
+            target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes.append(f"resuming step {resumed} from {checkpointer.directory}: {same}")
@@ -298,7 +298,8 @@ def _compiled_state(
             _compile(created, run, progress, check)
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
-                state = as_kept(checkpointer.restore(as_saved(run.step, checkpointer)), run.step)
+                saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
+                state = as_kept(checkpointer.restore(saved), run.step)
                 record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
                 if record is None or trains is None:
                     return state, None

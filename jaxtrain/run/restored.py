@@ -167,7 +167,7 @@ def _read_params(checkpoints: Checkpointer, wanted: "Params", info: "CheckpointI
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.run.saved_form import in_dtypes, with_saved_floats
+    from jaxtrain.run.saved_floats import in_dtypes, with_saved_floats
     from jaxtrain.train.base import base_of
 
     def one(path: "jax.tree_util.KeyPath", leaf: "jax.ShapeDtypeStruct") -> "jax.ShapeDtypeStruct":

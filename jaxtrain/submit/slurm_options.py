@@ -27,6 +27,8 @@ _SET = {
     "no-requeue": (None, None),
     "open-mode": (None, None),
 }
+# What the script writes too, and a job without a limit, of which there is nothing to be warned.
+_AS_WRITTEN = re.compile(r"--requeue|--open-mode=append|(--time=|-t ?)(0|UNLIMITED|INFINITE)", re.IGNORECASE)
 _LETTERS = {letter: name for name, (letter, _) in _SET.items() if letter is not None} | {"a": "array"}
 # Options of sbatch with whose names those of options above begin.
 _SHORTER = ("gpus",)
@@ -52,7 +54,7 @@ def check_options(options: Sequence[str]) -> None:
                 f"--sbatch {word}: all jobs of an array would train in one run directory; submit one job per run, each "
                 "with a --run-dir of its own"
             )
-        if name in _SET:
+        if name in _SET and not _AS_WRITTEN.fullmatch(word):
             ours = _SET[name][1]
             instead = "its restarts need it as it is; leave it out" if ours is None else f"use {ours} instead"
             raise ConfigError(f"--sbatch {word}: the script sets --{name} itself; {instead}")
@@ -92,5 +94,6 @@ def gpus_of_gres(options: Sequence[str]) -> str | None:
 
 def asks_for_gpus(options: Sequence[str]) -> bool:
     """Return whether any option asks for GPUs, of the job, a task or a node."""
-    named = any(re.match(rf"--gpus(-per-task|-per-socket)?(=|$)|-[{_FLAGS}]*G", word) for word in options)
+    ways = rf"--gpus(-per-task|-per-socket)?(=|$)|--tres-per-task=.*gres[/:]gpu|-[{_FLAGS}]*G"
+    named = any(re.match(ways, word) for word in options)
     return named or gpus_of_gres(options) is not None

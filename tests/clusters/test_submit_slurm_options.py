@@ -47,6 +47,11 @@ def test_an_option_that_the_script_sets(option, said):
     assert str(caught.value) == f"--sbatch {option}: {said}"
 
 
+@pytest.mark.parametrize("option", ["--time=UNLIMITED", "-t0", "--requeue", "--open-mode=append"])
+def test_what_the_script_writes_too_and_no_limit_are_taken(option):
+    check_options([option])
+
+
 def test_other_options_are_taken():
     names = "exclusive gpus=8 gpus-per-task=1 gres=gpu:8 mem-per-cpu=2G nodelist=a time-min=5 ntasks-per-core=1 error=x"
     check_options(
@@ -77,6 +82,7 @@ GPUS = {
     "--gres=nvme:1": "without --gpus-per-node the job asks for no GPU",
     "--gres=nvme:1,gpu:a100:8": None,
     "--gpus=16": "the GPUs that --sbatch asks for are not counted",
+    "--tres-per-task=gres/gpu:8": "the GPUs that --sbatch asks for are not counted",
     "-sG16": "the GPUs that --sbatch asks for are not counted",
 }
 

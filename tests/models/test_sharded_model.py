@@ -112,24 +112,17 @@ def test_it_writes_text_as_the_step_does() -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-# policy: dtypes of what is drawn in float16 and float32 and frozen, and of what is trained. Only what is wider is cast.
-FROZEN = {
-    "bf16_pure": (jnp.float16, jnp.bfloat16, jnp.bfloat16),
-    "bf16": (jnp.float16, jnp.float32, jnp.float32),
-    "fp16": (jnp.float16, jnp.float32, jnp.float32),
-}
-
-
-@pytest.mark.parametrize("policy", FROZEN)
-def test_frozen_parameters_take_no_more_bits_than_trained_ones_and_never_more_than_their_own(policy: str) -> None:
+def test_frozen_parameters_keep_their_dtype() -> None:
     model = jt.from_functions(
-        lambda key: {"half": jnp.ones((4, 4), jnp.float16), "whole": jnp.ones((4, 4)), "head": jnp.ones((4, 2))},
-        lambda params, x: x @ params["half"] @ params["whole"] @ params["head"],
+        lambda key: {"frozen": jnp.ones((4, 4), jnp.float16), "head": jnp.ones((4, 2))},
+        lambda params, x: x @ params["frozen"] @ params["head"],
     )
     trainable = lambda path: path == "head"  # noqa: E731
-    alone = jt.shard_model(model, mesh=mesh(), policy=policy, trainable=trainable)
-    found = alone.abstract_params
-    assert tuple(found[name].dtype for name in ("half", "whole", "head")) == FROZEN[policy]
+    alone = jt.shard_model(model, mesh=mesh(), policy="bf16_pure", trainable=trainable)
+    assert {name: leaf.dtype for name, leaf in alone.abstract_params.items()} == {
+        "frozen": jnp.float16,
+        "head": jnp.bfloat16,
+    }
 
 
 def test_what_does_not_fit_is_one_line() -> None:

@@ -1,56 +1,56 @@
-"""Runs with `optimizer.freeze` in bf16_pure: frozen parameters in bf16, also where an earlier version saved float32."""
+"""Runs in bf16_pure whose frozen parameters stay float32, as they were drawn: they go on and can be opened."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
+import optax
 from training_runs import TINY, losses
 
 import jaxtrain as jt
-from jaxtrain.layout.sharding import path_name
-from jaxtrain.models import sharded
-from jaxtrain.precision.policy import cast_floats
-from jaxtrain.train import program
 
-FREEZE = {"precision.policy": "bf16_pure", "optimizer.freeze": ["blocks/*"]}
+FREEZE = {"precision.policy": "bf16_pure", "optimizer.freeze": ["blocks/*"], "optimizer.ema_decay": None}
 
 
-def train(run_dir: Path, steps: int) -> jt.Result:
-    return jt.run_config(TINY, run_dir=run_dir, overrides={**FREEZE, "train.steps": steps})
+def kinds(params: dict) -> dict[str, set[str]]:
+    return {name: {leaf.dtype.name for leaf in jax.tree.leaves(part)} for name, part in params.items()}
 
 
-def stored_as_they_came(model: Any, params: Any, policy: Any, trainable: Any) -> Any:
-    """The rule of earlier versions: what is frozen keeps the dtype that it is drawn in."""
+def test_a_run_of_a_config_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def train(name: str, steps: int) -> jt.Result:
+        return jt.run_config(TINY, run_dir=tmp_path / name, overrides={**FREEZE, "train.steps": steps})
 
-    def one(path: Any, leaf: Any) -> Any:
-        return cast_floats(leaf, policy.param_dtype) if trainable(path_name(path)) else leaf
-
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
-def dtypes(run_dir: Path) -> set[str]:
-    with jt.Checkpointer(run_dir / "checkpoints", read_only=True) as checkpointer:
-        info = checkpointer.info(checkpointer.steps()[-1])
-    return {dtype for name, (_, dtype) in info.leaves.items() if name.startswith("params.blocks.")}
+    found = kinds(train("whole", 4).state.params)
+    assert found.pop("blocks") == {"float32"}
+    assert set.union(*found.values()) == {"bfloat16"}
+    assert kinds(jt.open_run(tmp_path / "whole").params) == {"blocks": {"float32"}, **found}
+    train("stopped", 2)
+    train("stopped", 4)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-def test_a_run_that_saved_frozen_float32_goes_on_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model computes in bf16, so that the losses are those of a run that stored bf16 from the first step on."""
-    whole, earlier = tmp_path / "whole", tmp_path / "earlier"
-    train(whole, 4)
-    assert dtypes(whole) == {"bfloat16"}
-    with monkeypatch.context() as patch:
-        for module in (sharded, program):
-            patch.setattr(module, "stored_params", stored_as_they_came)
-        train(earlier, 2)
-    assert dtypes(earlier) == {"float32"}
-    opened = jt.open_run(earlier).params["blocks"]
-    assert {leaf.dtype for leaf in jax.tree.leaves(opened)} == {jnp.dtype(jnp.bfloat16)}
-    train(earlier, 4)
-    assert dtypes(earlier) == {"bfloat16"}
-    assert losses(earlier) == losses(whole)
-    frozen = [jt.open_run(folder).params["blocks"] for folder in (whole, earlier)]
-    jax.tree.map(np.testing.assert_array_equal, *frozen)
+def test_a_run_from_python_is_opened_without_knowing_what_was_trained(tmp_path: Path) -> None:
+    """In the dtype that the policy computes in."""
+    model = jt.from_functions(
+        lambda key: {"first": jax.random.normal(key, (8, 8)), "head": jax.random.normal(key, (8, 4))},
+        lambda params, x: x @ params["first"] @ params["head"],
+    )
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(16, 8)).astype(np.float32), random.integers(0, 4, 16)
+    result = jt.fit(
+        model,
+        jt.classification(),
+        optax.sgd(0.1),
+        data=rows,
+        steps=2,
+        batch_size=8,
+        policy="bf16_pure",
+        trainable=lambda path: path == "head",
+        mesh=jt.make_mesh(data=1, devices=jax.devices()[:1]),
+        run_dir=tmp_path / "run",
+        logging={"report": False, "tensorboard": False},
+    )
+    assert kinds(result.state.params) == {"first": {"float32"}, "head": {"bfloat16"}}
+    opened = jt.open_run(tmp_path / "run", model=model).params
+    assert kinds(opened) == {"first": {"bfloat16"}, "head": {"bfloat16"}}
+    np.testing.assert_array_equal(opened["first"], result.state.params["first"].astype("bfloat16"))

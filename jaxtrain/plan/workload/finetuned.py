@@ -68,7 +68,8 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
         frozen = frozenset(path for path in tensors.params if _matches(path, config.optimizer.freeze))
         if frozen and len(frozen) == len(tensors.params):
             raise ConfigError("optimizer.freeze matches every parameter; leave one to train")
-        return Finetuned(tensors, axes, {}, frozen, {}, {})
+        # What is frozen stays in the float32 that it is drawn in, under bf16_pure too.
+        return Finetuned(tensors, axes, dict.fromkeys(frozen, _FP32), frozen, {}, {})
     linears, base = _linears(config.model, tensors.params), config.finetune.base
     experts = isinstance(config.model, TransformerConfig) and config.model.experts is not None
     found = find_targets(Layers(config.model.kind, tensors.params, linears, tensors.stack, experts), lora)
