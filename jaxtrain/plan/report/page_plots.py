@@ -171,6 +171,8 @@ def cost_picture(estimates: Sequence[Estimate]) -> str | None:
 
 
 def _usd(value: float) -> str:
+    if value < 0.01:  # `dollars` says the same of all of them
+        return f"${value:.1g}"
     return dollars(value).removesuffix(".00") if value < 10_000 else f"${_count(value)}"
 
 
