@@ -8,7 +8,7 @@ processes may run it at once. Runs are in DIRECTORY/<number of the trial>; `jaxt
 After a signal the run is saved and the exit code is 75; the next start first goes on with that run.
 """
 
-# Optuna is in no extra: whoever searches installs it.
+# Optuna is in no extra for users: whoever searches installs it.
 # pyright: reportMissingImports=false
 import argparse
 import sys

@@ -65,6 +65,17 @@ def test_a_run_that_early_stopping_ended_is_complete(start, capsys):
     assert "with held-out loss 1, run" in capsys.readouterr().out
 
 
+def test_a_run_that_looks_bad_at_its_last_step_is_complete(start, monkeypatch, capsys):
+    def whole(look):
+        ended = SimpleNamespace(step=12, metrics={"eval_loss": 1.0})
+        look(ended)
+        return ended
+
+    monkeypatch.setattr(optuna.Trial, "should_prune", lambda trial: True)
+    assert start(whole)[0] == 0
+    assert "with held-out loss 1, run" in capsys.readouterr().out
+
+
 def test_a_run_that_looks_bad_is_pruned(start, monkeypatch, capsys):
     monkeypatch.setattr(optuna.Trial, "should_prune", lambda trial: True)
     assert start(early_stopped)[0] == 1
