@@ -47,7 +47,7 @@ def run_sweep(
         ConfigError: a setting is wrong, the directory holds another sweep, or this is one of several processes.
     """
     cluster = detect_cluster()
-    if cluster is not None:
+    if cluster is not None and cluster.num_processes != 1:
         raise ConfigError(
             f"this is one of several processes (found through {cluster.source}), and every trial would join them in "
             "its place; start a sweep as a single process"

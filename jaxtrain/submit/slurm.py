@@ -109,6 +109,11 @@ def check_job(job: SlurmJob) -> None:
             if not word.startswith("-"):
                 raise ConfigError(f"{option} {word!r} is no option; write it whole, as in {option}=--exclusive")
     check_options(job.sbatch_options)
+    if job.gpus_per_node is not None and (found := gpus_of_gres(job.sbatch_options)) is not None:
+        raise ConfigError(
+            f"--gpus-per-node {job.gpus_per_node} and --sbatch=--gres, for gpu:{found}, both ask for the GPUs of a "
+            "node; leave out one"
+        )
     if job.mem is not None and re.fullmatch(r"\d{1,12}[KMGT]?", job.mem, re.ASCII) is None:
         raise ConfigError(f"--mem {job.mem!r} is no size of memory; write 64G, or 0 for all of a node's")
     gpus = num_gpus(job)

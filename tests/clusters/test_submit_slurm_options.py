@@ -112,6 +112,14 @@ def test_gpus_as_a_resource_are_compared(submit, options, line):
     assert answer.err.startswith(f"jaxtrain: {line}"), answer.err
 
 
+def test_gpus_asked_for_twice_are_refused(submit):
+    answer = submit("--sbatch=--gres=gpu:8", "--gpus-per-node", "4")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == (
+        "jaxtrain: --gpus-per-node 4 and --sbatch=--gres, for gpu:8, both ask for the GPUs of a node; leave out one\n"
+    )
+
+
 def test_gpus_as_a_resource_are_compared_with_the_nodes(tmp_path):
     job = SlurmJob(name="a", folder=tmp_path, output=tmp_path / "a", sbatch_options=["--gres=gpu:a100:8"])
     nodes = Nodes("main", True, 2, None, None, 64, {"a100": 4})
