@@ -6,7 +6,7 @@ import given
 import jax
 import jax.numpy as jnp
 import numpy as np
-from given import OPTIMIZER, TASK, Net, X, Y
+from given import MASKED, OPTIMIZER, TASK, Net, X, Y
 
 import jaxtrain as jt
 from jaxtrain.data.tokenizer import ByteTokenizer
@@ -100,7 +100,21 @@ ROWS = {
         "float32[2, 4]",
         "wanted is float32[4, 3]",
     ),
-    "TrainStep.init: an array as parameters": (lambda: given.step().init(0, params=X), "w is missing", "does not fit"),
+    "TrainStep.init: an array as parameters": (
+        lambda: given.step().init(0, params=X),
+        "it is one array",
+        "wanted is a tree of arrays",
+    ),
+    "TrainStep.init: an object as parameters": (
+        lambda: given.step().init(0, params=object()),
+        "params is an instance of object",
+        "give a tree of arrays",
+    ),
+    "TrainStep.init: what is evaluated": (
+        lambda: given.step().init(0, params=jt.EvaluationState(given.state().params, {})),
+        "params is an EvaluationState",
+        "params=state.evaluation_params",
+    ),
     "TrainStep.batch_shardings: an array": (lambda: given.step().batch_shardings(X), "ndarray", "{'inputs': x"),
     "TrainStep.batch_shardings: empty": (lambda: given.step().batch_shardings({}), "an empty dict", "give it arrays"),
     "TrainStep.batch_shardings: words": (
@@ -112,6 +126,7 @@ ROWS = {
     "TrainStep.loader: an array": (lambda: given.step().loader(X), "an array float32[8, 4]", "Batches(rows, 32"),
     "TrainStep.loader: data": (lambda: given.step().loader(given.data()), "a Data", "Batches(data.train, 32"),
     "TrainStep.place: an array": (lambda: given.step().place(X), "ndarray", "{'inputs': x"),
+    "TrainStep.place: masked": (lambda: given.step().place({"inputs": MASKED}), "the batch holds inputs", ".filled(0)"),
     "TrainStep.place: text": (lambda: given.step().place({"inputs": ["a"]}), "inputs", "numbers"),
     "TrainStep.lower: an array": (lambda: given.step().lower(X), "ndarray", "{'inputs': x"),
     "TrainStep.lower: an empty batch": (lambda: given.step().lower({}), "an empty dict", "give it arrays"),
