@@ -18,6 +18,11 @@ def fit(model=None, task=TASK, optimizer=OPTIMIZER, **more):
     return jt.fit(model or given.model(), task, optimizer, **{**words, **more})
 
 
+def without_jit():
+    with jax.disable_jit():
+        fit()
+
+
 def called(inputs=X, **more):
     """Calls a model inside a loss, which is traced."""
     task = jt.Task.calling("mine", lambda apply, batch, key: (apply(inputs, **more).sum(), 1.0, {}))
@@ -86,6 +91,7 @@ ROWS = {
     "fit: two lengths": (lambda: fit(epochs=1), "steps= or epochs=", "leave one out"),
     "fit: epochs in words": (lambda: fit(steps=None, epochs="a"), "'a'", "such as 5"),
     "fit: steps in words": (lambda: fit(steps="a"), "'a'", "int"),
+    "fit: without jit": (without_jit, "jax_disable_jit is on", "call step(state, batch)"),
     "fit: a size of 0": (lambda: fit(batch_size=0), "0", "global_batch_size"),
     "fit: a number as data": (lambda: fit(data=3), "3", "inputs"),
     "fit: no data": (lambda: fit(data={}), "", "inputs"),

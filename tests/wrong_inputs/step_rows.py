@@ -31,6 +31,11 @@ def run(config="digits_mlp", **more):
     return jt.run_config(config, run_dir=more.pop("run_dir", given.folder()), **more)
 
 
+def without_jit(function):
+    with jax.disable_jit():
+        return function()
+
+
 def fresh():
     """A state that nothing else uses."""
     return given.step().init(0)
@@ -139,6 +144,7 @@ ROWS = {
         "drop the last dimension",
     ),
     "TrainStep.use: a function": (lambda: given.step().use(print), "the function print", "step.lower(batch).compile()"),
+    "TrainStep.use: without jit": (lambda: without_jit(lambda: given.step().compile(SPEC)), "jit", "switch it off"),
     "TrainStep.__call__: swapped": (lambda: given.step()(BATCH, fresh()), "a dict", "step.init(seed)"),
     "TrainStep.__call__: parameters": (lambda: given.step()({"w": X}, BATCH), "a dict", "step.init(seed)"),
     "TrainStep.__call__: a tuple": (lambda: given.step()(fresh(), (X, Y)), "tuple", "{'inputs': x"),
