@@ -64,7 +64,7 @@ def check_jit() -> None:
     Raises:
         ConfigError: jax_disable_jit is on.
     """
-    if jax.config.jax_disable_jit:
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue] made when jax is imported
         raise ConfigError(
             "jax_disable_jit is on, and a step that is compiled ahead of time, as fit and runs do, cannot be called "
             "without jit; switch it off, or call step(state, batch) of a step that was not compiled"
