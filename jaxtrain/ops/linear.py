@@ -19,6 +19,7 @@ from jaxtrain.ops.fp8 import fp8_matmul
 from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.ops.low_rank import adapter_inputs, low_rank_matmul
 from jaxtrain.ops.nf4 import nf4_matmul
+from jaxtrain.ops.ranks import aligned
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.precision.nf4 import Nf4Kernel
 from jaxtrain.precision.quantized import QuantizedKernel
@@ -90,7 +91,7 @@ def linear(
     else:
         y_NO = _product(x.reshape(*rows, sizes[0]), kernel.reshape(*sizes), wanted)
     if bias is not None:
-        y_NO = y_NO + bias.reshape(-1)
+        y_NO = y_NO + aligned(bias.reshape(-1), y_NO)
     return y_NO.reshape(*leading, *outputs)
 
 
