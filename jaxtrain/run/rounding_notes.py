@@ -68,4 +68,6 @@ def _trained_scales(run: Run) -> list[str]:
 def _highest_shown(run: Run) -> float:
     """The highest learning rate that the metrics will show, of 32 steps; 0: they show none."""
     rate, steps = run.step.program.settings.learning_rate, run.config.train.steps
-    return 0.0 if rate is None else max(float(rate(jnp.int32(steps * part // 32))) for part in range(32))
+    if rate is None:
+        return 0.0
+    return max(float(jnp.asarray(rate(jnp.int32(steps * part // 32)))) for part in range(32))
