@@ -47,6 +47,10 @@ def test_told_with_where_it_was_set(name):
 REFUSED = {
     "a task of other data": (["task=classification"], "set task=language_modeling"),
     "a model of other data": (["model.kind=mlp"], "use model.kind=transformer"),
+    "fp8 over kernels in 4 bits": (
+        ["precision.policy=fp8", "finetune.base=nf4", "finetune.lora.rank=2"],
+        "finetune.base=nf4 stores them in 4 bits; use precision.policy=bf16, or leave finetune.base out",
+    ),
 }
 
 
