@@ -7,10 +7,12 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.forks import drop_in_children
 from jaxtrain.runtime.remarks import print_remark
 
 LOCK_NAME = "lock"
@@ -32,6 +34,7 @@ class RunLock:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = Path(run_dir)
         self._descriptor: int | None = None
+        self._keep_in_children: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
         try:
@@ -59,6 +62,8 @@ class RunLock:
             # Some network file systems are mounted without locks; refusing to train there would help nobody.
             print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
         self._descriptor = descriptor
+        # A worker that outlives its parent would hold the directory.
+        self._keep_in_children = drop_in_children(self._forget)
         content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         # What it says is for people alone: a full disk does not keep the lock from being held.
         with contextlib.suppress(OSError):
@@ -66,7 +71,14 @@ class RunLock:
             os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return self
 
+    def _forget(self) -> None:
+        """In a forked child: the lock stays that of its parent."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def __exit__(self, *exception: object) -> None:
+        self._keep_in_children()
         if self._descriptor is not None:
             # The file stays: if deleted, one process could hold it and another a new file of the same name.
             descriptor, self._descriptor = self._descriptor, None
