@@ -124,7 +124,7 @@ class Interrupt:
         if self._watcher is not None:
             previous, read, write = self._wakeup
             signal.set_wakeup_fd(previous)
-            # The watcher reads what is left, then the end: a byte, because a child that C code forked may hold the pipe.
+            # The watcher reads what is left, then the end: a byte, since a child that C code forked may hold the pipe.
             with contextlib.suppress(OSError):
                 os.write(write, _END)
             os.close(write)

@@ -19,6 +19,19 @@ LOCK_NAME = "lock"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
+class InUseError(ConfigError):
+    """Another process holds the run directory.
+
+    Args:
+        run_dir: directory of the run.
+        holder: the process, for people.
+    """
+
+    def __init__(self, run_dir: Path, holder: str) -> None:
+        super().__init__(f"run directory {run_dir} is in use by {holder}; use another --run-dir or stop it")
+        self.holder = holder
+
+
 class RunLock:
     """Holds a run directory for this process, and creates it if need be; a context manager.
 
@@ -52,9 +65,7 @@ class RunLock:
         except BlockingIOError as error:
             holder = _holder(descriptor)
             os.close(descriptor)
-            raise ConfigError(
-                f"run directory {self.run_dir} is in use by {holder}; use another --run-dir or stop it"
-            ) from error
+            raise InUseError(self.run_dir, holder) from error
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 os.close(descriptor)
@@ -70,6 +81,18 @@ class RunLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return self
+
+    def is_in_place(self) -> bool:
+        """Whether the file that is held is the one at its path; True where that cannot be found out."""
+        if self._descriptor is None:
+            return True
+        try:
+            there = os.stat(self.run_dir / LOCK_NAME, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return os.path.samestat(there, os.fstat(self._descriptor))
 
     def _forget(self) -> None:
         """In a forked child: the lock stays that of its parent."""

@@ -38,6 +38,7 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.left_out import left_out_notes
+from jaxtrain.run.lock import RunLock
 from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import own_parts, replaced_notes
 from jaxtrain.run.own_program import own_digests
@@ -88,6 +89,7 @@ def prepare_session(
     progress: Progress,
     interrupt: Interrupt,
     activity: Activity,
+    lock: RunLock,
     main: bool,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made.
@@ -102,6 +104,7 @@ def prepare_session(
         progress: what people see.
         interrupt: entered.
         activity: is told what this process does.
+        lock: by which the main process holds the directory.
         main: whether this process writes.
 
     Raises:
@@ -193,6 +196,7 @@ def prepare_session(
             metadata=metadata,
             spent=spent,
             main=main,
+            lock=lock,
             report=progress.message,
         )
         metadata["run"] = record.kept

@@ -154,11 +154,11 @@ def train_loaded(
     main = distributed.is_main_process()
     if jax.process_count() == 1:  # of several only the main one needs the packages, and it says so with its rows
         check_trackers(loaded.config.logging)
-    shown = progress or Progress(process_index=0 if main else 1)
+    shown, lock = progress or Progress(process_index=0 if main else 1), RunLock(folder)
     with (
         files_for_the_group(),
         shown,
-        distributed.on_main_process(RunLock(folder)),
+        distributed.on_main_process(lock),
         Interrupt(loaded.config.notices or NoticesConfig()) as interrupt,
         watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
     ):
@@ -181,6 +181,7 @@ def train_loaded(
                 progress=shown,
                 interrupt=interrupt,
                 activity=activity,
+                lock=lock,
                 main=main,
             )
         with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
