@@ -6,17 +6,23 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.cluster import environment_number, in_pod
 from jaxtrain.runtime.forks import drop_in_children
+from jaxtrain.runtime.notebook import in_notebook
 from jaxtrain.runtime.remarks import print_remark
 
 LOCK_NAME = "lock"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
+_JOIN_SECONDS = 300
+_LOOK_SECONDS = 1.0
 
 
 class InUseError(ConfigError):
@@ -110,6 +116,46 @@ class RunLock:
                 os.ftruncate(descriptor, 0)
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+def wait_for_holder(run_dir: Path) -> None:
+    """Waits until nobody holds a run directory, where a scheduler starts this process; elsewhere it returns at once.
+
+    A job that is started again may begin while the pods of the one before it still save. The exit code of a directory
+    that is in use would end it for good. It waits as long as for other processes to join, and `RunLock` then refuses.
+
+    Args:
+        run_dir: directory of the run.
+    """
+    end, is_told = time.monotonic() + _patience_seconds(), False
+    while time.monotonic() < end:
+        try:
+            descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = _holder(descriptor)
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)
+        if holder.startswith(f"process {os.getpid()} on {socket.gethostname()} "):
+            return
+        if not is_told:
+            is_told = True
+            shown = f"waiting up to {end - time.monotonic():.0f} s for its end"
+            print_remark(f"jaxtrain: run directory {run_dir} is in use by {holder}: {shown}")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _patience_seconds() -> int:
+    """How long a held directory is waited for: not at all by who sees the line that it is held."""
+    is_scheduled = in_pod() or "SLURM_JOB_ID" in os.environ or _JOIN_TIMEOUT in os.environ
+    is_seen = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+    return (environment_number(_JOIN_TIMEOUT) or _JOIN_SECONDS) if is_scheduled and not is_seen else 0
 
 
 def _in_the_way(run_dir: Path) -> str:
