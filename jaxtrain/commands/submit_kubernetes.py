@@ -84,8 +84,9 @@ def _submit(arguments: argparse.Namespace, *, jobset: bool) -> int:
     from jaxtrain.submit.jobs import job_manifests, jobset_manifests
     from jaxtrain.submit.kubectl import apply_manifests, manifests_text
     from jaxtrain.submit.kubernetes import KubernetesRun, most_name_length, parse_environment, parse_volumes
-    from jaxtrain.submit.pod_training import num_devices_fit, pod_training
+    from jaxtrain.submit.pod_training import pod_training
     from jaxtrain.submit.tpu_slices import tpu_slice
+    from jaxtrain.submit.training import check_devices
 
     if arguments.replicas is not None:
         raise ConfigError(
@@ -127,14 +128,16 @@ def _submit(arguments: argparse.Namespace, *, jobset: bool) -> int:
         ),
         config_file=training.config_file,
     )
-    num_devices_fit(training.loaded, run.num_devices)
+    check_devices(training.loaded, run.num_devices)
     for note in _notes(run, training.run_dir, training.loaded.config.checkpoint.directory):
         print_remark(f"jaxtrain: {note}")
     kind = "jobset" if jobset else "job"
     about = f"-n {run.namespace}"
     header = [
         f"jaxtrain {' '.join(shlex.quote(word) for word in training.words)}, on {hosts} host{'s' if hosts > 1 else ''}",
-        f"To start it:  kubectl apply -f FILE      To stop it (it saves first):  kubectl delete {kind} {name} {about}",
+        "To start it:  kubectl apply -f FILE",
+        # By default kubectl returns before the pods have ended.
+        f"To stop it (it saves first):  kubectl delete {kind} {name} {about} --cascade=foreground",
         f"What process 0 prints:  kubectl logs -f {about} -l app.kubernetes.io/instance={name}",
     ]
     manifests = jobset_manifests(run) if jobset else job_manifests(run)

@@ -42,7 +42,7 @@ def job_of(jobset):
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
 def test_one_job_has_all_hosts_as_its_pods(submit, kind):
-    manifests = submit(kind, *COMMON, "--hosts", "4", "--gpus", "8")
+    manifests = submit(kind, "train.global_batch_size=32", *COMMON, "--hosts", "4", "--gpus", "8")
     if kind == "jobset":
         assert manifests["JobSet"]["spec"]["replicatedJobs"][0]["replicas"] == 1
         # jax reads the name of the JobSet as the subdomain.
@@ -114,7 +114,7 @@ def test_a_single_pod_has_no_rights_and_looks_for_nobody(submit):
 
 
 def test_a_slice_of_tpus(submit):
-    manifests = submit("jobset", *COMMON, "--tpu", "v5e/4x4", "--queue", "tpus")
+    manifests = submit("jobset", "train.global_batch_size=16", *COMMON, "--tpu", "v5e/4x4", "--queue", "tpus")
     pod = pod_of(manifests)
     assert job_of(manifests["JobSet"])["spec"]["parallelism"] == 4
     assert pod["nodeSelector"] == {
