@@ -50,6 +50,7 @@ from jaxtrain.run.resume import (
     check_same_computation,
     choose_start,
     finished_row,
+    recorded_save,
     run_metadata,
     set_aside,
 )
@@ -173,7 +174,13 @@ def prepare_session(
             watch.check_metric(metric_names(run, state, evaluator))
         if resumed is None and main:
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
+            lost = 0 if resume == "never" else recorded_save(run_dir)
             previous = set_aside(run_dir)
+            if lost:
+                progress.message(
+                    f"run.json names a save of step {lost}, and {checkpointer.directory} holds no checkpoint: training "
+                    "begins again at step 0 (was it deleted, or on a disk that is gone?)"
+                )
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
             begin_there(checkpointer, keep, run_dir, progress.message)
