@@ -17,7 +17,7 @@ from storage_runs import SMALL, fill, small_disk, train
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.errors import StorageError
+from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.run.lock import RunLock
 from jaxtrain.run.saved_config import saved_config
 
@@ -272,3 +272,9 @@ def test_a_compilation_cache_that_cannot_be_written_is_one_line(tmp_path: Path, 
     assert len(lines) == 1
     assert "cannot be written" in lines[0]
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.skipif(sys.getfilesystemencoding() != "utf-8", reason="the other line is for such a locale")
+def test_a_name_that_is_no_utf8_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"bad\\xff has bytes that are no UTF-8, which checkpoints need; rename it"):
+        Checkpointer("bad\udcff", read_only=True)
