@@ -16,6 +16,12 @@ from jaxtrain.runtime.early_signals import end_at_signals
 from jaxtrain.runtime.forks import drop_in_children
 from jaxtrain.runtime.heartbeats import Connection
 
+# jax and Python 3.12 warn of forks of a process with threads, which is what users do all the same.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+]
+
 # As data code does that keeps workers: they live until the process ends them as it exits.
 WITH_WORKERS = """
 import multiprocessing, os, signal, sys, time
