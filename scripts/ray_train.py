@@ -1,7 +1,8 @@
 """Trains what a config describes with Ray: one worker per host, joined by Ray Train's JaxTrainer (alpha in Ray 2.60).
 
     pip install 'jaxtrain[cuda12]' 'ray[train]==2.60.0'
-    python scripts/ray_train.py --workers 2 --gpus 8 --results /shared/ray -- llama3_8b --run-dir /shared/runs/llama
+    python scripts/ray_train.py --workers 2 --gpus 8 --results /shared/ray -- \\
+        llama3_8b train.accumulation_steps=4 --run-dir /shared/runs/llama
 
 The words after `--` are those of `jaxtrain train`. The directories must be on a file system that all workers share. A
 worker that is lost ends its group; Ray starts a new one, which resumes from the newest checkpoint. See docs/ray.md.

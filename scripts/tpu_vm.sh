@@ -3,7 +3,7 @@
 #
 #   gcloud compute tpus tpu-vm create NAME --zone=ZONE --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite
 #   scripts/tpu_vm.sh install NAME ZONE dist/jaxtrain-0.1.0-py3-none-any.whl
-#   scripts/tpu_vm.sh train NAME ZONE llama3_8b parallel.fsdp=16 --run-dir /mnt/runs/llama
+#   scripts/tpu_vm.sh train NAME ZONE llama3_8b parallel.fsdp=16 train.accumulation_steps=4 --run-dir /mnt/runs/llama
 #   scripts/tpu_vm.sh log NAME ZONE       follow the output of the first host
 #   scripts/tpu_vm.sh stop NAME ZONE      save and stop (exit code 75); the same `train` goes on from there
 #

@@ -232,6 +232,11 @@ def checked_directory(directory: str | os.PathLike[str] | RemotePath) -> Place:
         is_same = False
     if not is_same:
         shown_path = os.fsencode(path).decode("utf-8", errors="backslashreplace")
+        if sys.getfilesystemencoding() == "utf-8":
+            raise ConfigError(
+                f"checkpoint directory {shown_path} has bytes that are no UTF-8, which checkpoints need; rename it, "
+                "or use another directory"
+            )
         raise ConfigError(
             f"checkpoint directory {shown_path} has letters that the locale's encoding "
             f"({sys.getfilesystemencoding()}) writes otherwise than UTF-8, which checkpoints need; set PYTHONUTF8=1 or "

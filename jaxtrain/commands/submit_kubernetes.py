@@ -12,7 +12,11 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 
 if TYPE_CHECKING:
+    from jaxtrain.config.checkpoint import CheckpointConfig
     from jaxtrain.submit.kubernetes import KubernetesRun
+
+# Numbers of a manifest have 32 bits; a Job counts the starts of all its pods.
+_MOST_RESTARTS = 2**31 - 1
 
 
 def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +88,9 @@ def _submit(arguments: argparse.Namespace, *, jobset: bool) -> int:
     from jaxtrain.submit.jobs import job_manifests, jobset_manifests
     from jaxtrain.submit.kubectl import apply_manifests, manifests_text
     from jaxtrain.submit.kubernetes import KubernetesRun, most_name_length, parse_environment, parse_volumes
-    from jaxtrain.submit.pod_training import num_devices_fit, pod_training
+    from jaxtrain.submit.pod_training import pod_training
     from jaxtrain.submit.tpu_slices import tpu_slice
+    from jaxtrain.submit.training import check_devices
 
     if arguments.replicas is not None:
         raise ConfigError(
@@ -127,14 +132,21 @@ def _submit(arguments: argparse.Namespace, *, jobset: bool) -> int:
         ),
         config_file=training.config_file,
     )
-    num_devices_fit(training.loaded, run.num_devices)
-    for note in _notes(run, training.run_dir, training.loaded.config.checkpoint.directory):
+    check_devices(training.loaded, run.num_devices)
+    if run.restarts * run.hosts > _MOST_RESTARTS:
+        raise ConfigError(
+            f"--restarts {run.restarts} on {hosts} hosts are more than Kubernetes counts; use at most "
+            f"{_MOST_RESTARTS // hosts}"
+        )
+    for note in _notes(run, training.run_dir, training.loaded.config.checkpoint):
         print_remark(f"jaxtrain: {note}")
     kind = "jobset" if jobset else "job"
     about = f"-n {run.namespace}"
     header = [
         f"jaxtrain {' '.join(shlex.quote(word) for word in training.words)}, on {hosts} host{'s' if hosts > 1 else ''}",
-        f"To start it:  kubectl apply -f FILE      To stop it (it saves first):  kubectl delete {kind} {name} {about}",
+        "To start it:  kubectl apply -f FILE",
+        # By default kubectl returns before the pods have ended.
+        f"To stop it (it saves first):  kubectl delete {kind} {name} {about} --cascade=foreground",
         f"What process 0 prints:  kubectl logs -f {about} -l app.kubernetes.io/instance={name}",
     ]
     manifests = jobset_manifests(run) if jobset else job_manifests(run)
@@ -148,7 +160,7 @@ def _submit(arguments: argparse.Namespace, *, jobset: bool) -> int:
     return 0
 
 
-def _notes(run: "KubernetesRun", run_dir: str, checkpoints: str | None) -> list[str]:
+def _notes(run: "KubernetesRun", run_dir: str, keep: "CheckpointConfig") -> list[str]:
     from jaxtrain.submit.names import moving_image
 
     notes = []
@@ -157,13 +169,28 @@ def _notes(run: "KubernetesRun", run_dir: str, checkpoints: str | None) -> list[
             f"--image {run.image} has no fixed tag: a pod that starts later may get another version, and processes of "
             "different versions do not train together"
         )
-    if not any(run_dir == volume.path or run_dir.startswith(f"{volume.path}/") for volume in run.volumes):
-        then = "the run starts anew" if checkpoints is None else f"{checkpoints} then counts as that of another run"
+    if not _is_on_volume(run, run_dir):
+        then = (
+            "the run starts anew" if keep.directory is None else f"{keep.directory} then counts as that of another run"
+        )
         notes.append(
             f"the run directory {run_dir} lies on no volume and is lost with its pod ({then}); add --volume CLAIM:PATH "
             "of a claim that all hosts may write to (ReadWriteMany)"
         )
+    kept = {"directory": "every new pod begins at step 0", "mirror": "no later pod finds the copies"}
+    for key, then in kept.items():
+        place = getattr(keep, key)
+        if place is not None and "://" not in place and not _is_on_volume(run, place):
+            notes.append(
+                f"checkpoint.{key}={place} lies on no volume and is lost with its pod ({then}); name a folder below "
+                "the PATH of a --volume, or an address such as gs://bucket/run"
+            )
     return notes
+
+
+def _is_on_volume(run: "KubernetesRun", path: str) -> bool:
+    normal = os.path.normpath(path)
+    return any(normal == volume.path or normal.startswith(f"{volume.path.rstrip('/')}/") for volume in run.volumes)
 
 
 def _write(output: str, text: str) -> None:

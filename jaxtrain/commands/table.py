@@ -330,19 +330,19 @@ COMMANDS: dict[str, Command] = {
     ),
     "submit slurm": Command(
         "write the batch script with which Slurm trains a config, or submit it",
-        "jaxtrain submit slurm llama3_8b --nodes 4 --gpus-per-node 8 --time 2-0",
+        "jaxtrain submit slurm llama3_8b train.accumulation_steps=2 --nodes 4 --gpus-per-node 8 --time 2-0",
         _submit_slurm_arguments,
         _submit_slurm,
     ),
     "submit job": Command(
         "write a training as a Kubernetes Job",
-        "jaxtrain submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 8 --volume runs:/runs",
+        "jaxtrain submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs",
         _kubernetes_arguments,
         _submit_job,
     ),
     "submit jobset": Command(
         "write a training as a JobSet of Kubernetes, whose hosts start again together",
-        "jaxtrain submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/4x4 --volume runs:/runs",
+        "jaxtrain submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/2x4 --volume runs:/runs",
         _kubernetes_arguments,
         _submit_jobset,
     ),

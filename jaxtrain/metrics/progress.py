@@ -5,12 +5,12 @@ of `jaxtrain sample ... > file` holds only the sample. A notebook shows standard
 progress are one output below the cell, which is updated.
 """
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, TextIO
 
 from jaxtrain.config.secrets import redacted_text
@@ -74,7 +74,7 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Show that a phase runs and, at its end, how long it took.
 
@@ -176,12 +176,9 @@ class Progress:
     def _line(self, text: str) -> None:
         if self.silent:
             return
-        try:
+        # The disk of a log is full, or its reader left: a run is not lost over the lines that say how it goes.
+        with contextlib.suppress(OSError):
             _write(self._errors, text)
-        except BrokenPipeError:
-            raise
-        except OSError:
-            pass  # the disk of a log is full: a run is not lost over the lines that say how it goes
 
 
 def describe(values: Mapping[str, Any]) -> list[str]:

@@ -64,7 +64,7 @@ def run_info(
         A dict of strict JSON values, with status `running`. Environment variables are not in it, because they may hold
         keys and tokens, and what looks like one in the command or the config reads "(redacted)".
     """
-    commit, dirty = git_state(Path.cwd())
+    commit, dirty = git_state(Path())  # no path in full: the current folder may have been deleted
     return strict_json(
         {
             "name": name,

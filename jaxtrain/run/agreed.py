@@ -79,7 +79,7 @@ def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
         "directory of the run": (str(run_dir), ""),
         "--resume": (str(resume), ""),
         "code of jaxtrain (SHA-256)": (package_digest()[:16], ""),
-        "git commit": (str(git_state(Path.cwd())[0]), ""),
+        "git commit": (str(git_state(Path())[0]), ""),
         "XLA_FLAGS": (" ".join(sorted(os.environ.get("XLA_FLAGS", "").split())), ""),
     }
 

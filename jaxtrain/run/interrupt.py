@@ -28,6 +28,7 @@ from typing import Any, Self
 from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.runtime.early_signals import end_at_signal
+from jaxtrain.runtime.forks import drop_in_children
 from jaxtrain.runtime.notebook import in_notebook
 from jaxtrain.runtime.notices import watch_metadata
 from jaxtrain.runtime.remarks import print_remark
@@ -47,6 +48,8 @@ _STOPPED_AT_ONCE = 130
 _LEAVING_SECONDS = 2.0
 _HEARING_SECONDS = 0.3
 _TICK_SECONDS = 0.1
+# In the pipe of signals, where no signal has the number 0.
+_END = b"\0"
 
 
 class StopNow(BaseException):
@@ -102,6 +105,7 @@ class Interrupt:
         self._watcher: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
         self._wakeup = (-1, -1, -1)
+        self._keep_in_children: Callable[[], None] = lambda: None
         self._stop_metadata: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
@@ -120,15 +124,16 @@ class Interrupt:
         if self._watcher is not None:
             previous, read, write = self._wakeup
             signal.set_wakeup_fd(previous)
-            os.close(write)  # the watcher reads what is left, then the end
-            self._watcher.join()
-            os.close(read)
+            # The watcher reads what is left, then the end: a byte, since a child that C code forked may hold the pipe.
+            with contextlib.suppress(OSError):
+                os.write(write, _END)
+            os.close(write)
+            self._watcher.join(_LEAVING_SECONDS)
+            if not self._watcher.is_alive():
+                os.close(read)
             self._watcher = None
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not set from Python and cannot be set back from it.
-            if handler is not None:
-                signal.signal(number, handler)
-        self._previous.clear()
+        self._keep_in_children()
+        self._set_back()
         readers = [thread for thread in threading.enumerate() if thread not in self._threads]
         if readers and (self._wanted or self._presses > 1) and not _is_interactive():
             code = _STOPPED_AT_ONCE if self._presses > 1 else PreemptedError.exit_code
@@ -235,6 +240,25 @@ class Interrupt:
         self._wakeup = (signal.set_wakeup_fd(write, warn_on_full_buffer=False), read, write)
         self._watcher = threading.Thread(target=self._watch, name="jaxtrain-signals", daemon=True)
         self._watcher.start()
+        self._keep_in_children = drop_in_children(self._forget)
+
+    def _set_back(self) -> None:
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not set from Python and cannot be set back from it.
+            if handler is not None:
+                signal.signal(number, handler)
+        self._previous.clear()
+
+    def _forget(self) -> None:
+        """In a forked child, whose signals are not those of the run."""
+        previous, read, write = self._wakeup
+        signal.set_wakeup_fd(previous)
+        os.close(read)
+        os.close(write)
+        self._watcher, self._keep_in_children = None, lambda: None
+        self._set_back()
+        if self._several:  # jax's own handler would keep a worker from being ended by SIGTERM
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, once it is in Python again."""
@@ -269,8 +293,6 @@ class Interrupt:
             ready, _, _ = select.select([descriptor], [], [], None if is_quiet else _TICK_SECONDS)
             if ready:
                 heard = os.read(descriptor, 64)
-                if not heard:
-                    return
                 if previous != -1:
                     with contextlib.suppress(OSError):
                         os.write(previous, heard)
@@ -278,6 +300,8 @@ class Interrupt:
                     presses += number == signal.SIGINT
                     if number in self._previous:
                         self._hear(signal.Signals(number))
+                if not heard or _END in heard:
+                    return
                 if presses > 1 and self._insisted is None:
                     self._insisted = time.monotonic()
             self._lose_patience()

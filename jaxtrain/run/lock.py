@@ -6,15 +6,36 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.cluster import environment_number, in_pod
+from jaxtrain.runtime.forks import drop_in_children
+from jaxtrain.runtime.notebook import in_notebook
 from jaxtrain.runtime.remarks import print_remark
 
 LOCK_NAME = "lock"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
+_JOIN_SECONDS = 300
+_LOOK_SECONDS = 1.0
+
+
+class InUseError(ConfigError):
+    """Another process holds the run directory.
+
+    Args:
+        run_dir: directory of the run.
+        holder: the process, for people.
+    """
+
+    def __init__(self, run_dir: Path, holder: str) -> None:
+        super().__init__(f"run directory {run_dir} is in use by {holder}; use another --run-dir or stop it")
+        self.holder = holder
 
 
 class RunLock:
@@ -32,6 +53,7 @@ class RunLock:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = Path(run_dir)
         self._descriptor: int | None = None
+        self._keep_in_children: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
         try:
@@ -49,9 +71,7 @@ class RunLock:
         except BlockingIOError as error:
             holder = _holder(descriptor)
             os.close(descriptor)
-            raise ConfigError(
-                f"run directory {self.run_dir} is in use by {holder}; use another --run-dir or stop it"
-            ) from error
+            raise InUseError(self.run_dir, holder) from error
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 os.close(descriptor)
@@ -59,6 +79,8 @@ class RunLock:
             # Some network file systems are mounted without locks; refusing to train there would help nobody.
             print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
         self._descriptor = descriptor
+        # A worker that outlives its parent would hold the directory.
+        self._keep_in_children = drop_in_children(self._forget)
         content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         # What it says is for people alone: a full disk does not keep the lock from being held.
         with contextlib.suppress(OSError):
@@ -66,7 +88,26 @@ class RunLock:
             os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return self
 
+    def is_in_place(self) -> bool:
+        """Whether the file that is held is the one at its path; True where that cannot be found out."""
+        if self._descriptor is None:
+            return True
+        try:
+            there = os.stat(self.run_dir / LOCK_NAME, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def _forget(self) -> None:
+        """In a forked child: the lock stays that of its parent."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def __exit__(self, *exception: object) -> None:
+        self._keep_in_children()
         if self._descriptor is not None:
             # The file stays: if deleted, one process could hold it and another a new file of the same name.
             descriptor, self._descriptor = self._descriptor, None
@@ -75,6 +116,46 @@ class RunLock:
                 os.ftruncate(descriptor, 0)
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+def wait_for_holder(run_dir: Path) -> None:
+    """Waits until nobody holds a run directory, where a scheduler starts this process; elsewhere it returns at once.
+
+    A job that is started again may begin while the pods of the one before it still save. The exit code of a directory
+    that is in use would end it for good. It waits as long as for other processes to join, and `RunLock` then refuses.
+
+    Args:
+        run_dir: directory of the run.
+    """
+    end, is_told = time.monotonic() + _patience_seconds(), False
+    while time.monotonic() < end:
+        try:
+            descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = _holder(descriptor)
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)
+        if holder.startswith(f"process {os.getpid()} on {socket.gethostname()} "):
+            return
+        if not is_told:
+            is_told = True
+            shown = f"waiting up to {end - time.monotonic():.0f} s for its end"
+            print_remark(f"jaxtrain: run directory {run_dir} is in use by {holder}: {shown}")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _patience_seconds() -> int:
+    """How long a held directory is waited for: not at all by who sees the line that it is held."""
+    is_scheduled = in_pod() or "SLURM_JOB_ID" in os.environ or _JOIN_TIMEOUT in os.environ
+    is_seen = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+    return (environment_number(_JOIN_TIMEOUT) or _JOIN_SECONDS) if is_scheduled and not is_seen else 0
 
 
 def _in_the_way(run_dir: Path) -> str:

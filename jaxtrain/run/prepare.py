@@ -38,6 +38,7 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.left_out import left_out_notes
+from jaxtrain.run.lock import RunLock
 from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import own_parts, replaced_notes
 from jaxtrain.run.own_program import own_digests
@@ -49,6 +50,7 @@ from jaxtrain.run.resume import (
     check_same_computation,
     choose_start,
     finished_row,
+    recorded_save,
     run_metadata,
     set_aside,
 )
@@ -89,6 +91,7 @@ def prepare_session(
     progress: Progress,
     interrupt: Interrupt,
     activity: Activity,
+    lock: RunLock,
     main: bool,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made.
@@ -103,6 +106,7 @@ def prepare_session(
         progress: what people see.
         interrupt: entered.
         activity: is told what this process does.
+        lock: by which the main process holds the directory.
         main: whether this process writes.
 
     Raises:
@@ -172,7 +176,13 @@ def prepare_session(
             watch.check_metric(metric_names(run, state, evaluator))
         if resumed is None and main:
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
+            lost = 0 if resume == "never" else recorded_save(run_dir)
             previous = set_aside(run_dir)
+            if lost:
+                progress.message(
+                    f"run.json names a save of step {lost}, and {checkpointer.directory} holds no checkpoint: training "
+                    "begins again at step 0 (was it deleted, or on a disk that is gone?)"
+                )
             if previous is not None:
                 progress.message(f"what an earlier run left here was moved to {previous}")
             begin_there(checkpointer, keep, run_dir, progress.message)
@@ -195,6 +205,7 @@ def prepare_session(
             metadata=metadata,
             spent=spent,
             main=main,
+            lock=lock,
             report=progress.message,
         )
         metadata["run"] = record.kept

@@ -21,6 +21,7 @@ from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_wri
 from jaxtrain.run.described import described
 from jaxtrain.run.in_place import InPlace
 from jaxtrain.run.kept_tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
+from jaxtrain.run.lock import RunLock
 from jaxtrain.run.mended import kept_info
 from jaxtrain.run.published import keep_published
 from jaxtrain.run.restarted import seconds_before
@@ -125,7 +126,11 @@ class RunRecord:
                 self._report(f"run.json of {self._run_dir} cannot be written: {self._unwritten}; training goes on")
 
     def look(self) -> None:
-        """Write again what is gone of the run directory, and say so."""
+        """Write again what is gone of the run directory, and say so.
+
+        Raises:
+            StorageError: another run has the directory, see `is_lost`; said once.
+        """
         if self._place is None or not self._has_begun:
             return
         files: dict[str, Callable[[], None]] = {}
@@ -134,6 +139,11 @@ class RunRecord:
         if self._tokenizer is not None:
             files[TOKENIZER_FILE] = functools.partial(self._keep_tokenizer, self._tokenizer)
         self._place.look(files)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another run has the directory, in which this one must write nothing more."""
+        return self._place is not None and self._place.is_lost
 
     def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
         digest, line = keep_tokenizer(self._run_dir, tokenizer)
@@ -226,8 +236,11 @@ class RunRecord:
             self._trackers.end(status)
 
     def _close_files(self, status: str, final: Scalars, progress: Progress) -> None:
-        self.look()
+        with contextlib.suppress(StorageError):  # what ends there, ends; `is_lost` says what must not be written
+            self.look()
         writers, self._writers = self._writers, MultiWriter(())
+        if self.is_lost:
+            self._info = None
         if self._info is None:
             writers.close()
             return
@@ -279,6 +292,7 @@ def open_record(
     metadata: Mapping[str, Any],
     spent: TimeSpent,
     main: bool,
+    lock: RunLock | None = None,
     report: Callable[[str], None] = print_remark,
 ) -> RunRecord:
     """Open the writers of a run and say what its run.json will hold; rows after the resumed step are dropped.
@@ -292,6 +306,7 @@ def open_record(
         metadata: what a checkpoint of the run says of it: the parts that came from Python, and what they compute.
         spent: where the time of this process went so far.
         main: whether this process writes.
+        lock: by which it holds the directory; None: nobody looks after that.
         report: called with one line for people.
 
     Raises:
@@ -323,7 +338,7 @@ def open_record(
     return RunRecord(
         run_dir,
         writers=writers,
-        place=InPlace(run_dir, metrics=metrics, report=report),
+        place=InPlace(run_dir, lock=lock, metrics=metrics, report=report),
         report=report,
         info=info,
         was_done=was_done,

@@ -111,6 +111,13 @@ def check_resumed(
     return changes
 
 
+def recorded_save(run_dir: Path) -> int:
+    """The step of the newest save that run.json names, which may not have been completed; 0: it names none."""
+    saves = read_run_info(run_dir).get("saves")
+    steps = [save.get("step") for save in saves if isinstance(save, dict)] if isinstance(saves, list) else []
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
     names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")

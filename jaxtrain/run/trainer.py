@@ -19,6 +19,7 @@ from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.result import Result
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.agreement import meet
 from jaxtrain.runtime.files import files_for_the_group
 
 if TYPE_CHECKING:
@@ -147,18 +148,21 @@ def train_loaded(
     loaded = _with_early_stopping(loaded, stopping)
     from jaxtrain.run.agreed import agree_on_start
     from jaxtrain.run.interrupt import Interrupt
-    from jaxtrain.run.lock import RunLock
+    from jaxtrain.run.lock import RunLock, wait_for_holder
     from jaxtrain.run.watchdog import watched
 
     agree_on_start(loaded, folder, resume=resume)
     main = distributed.is_main_process()
     if jax.process_count() == 1:  # of several only the main one needs the packages, and it says so with its rows
         check_trackers(loaded.config.logging)
-    shown = progress or Progress(process_index=0 if main else 1)
+    shown, lock = progress or Progress(process_index=0 if main else 1), RunLock(folder)
+    if main:
+        wait_for_holder(folder)
+    meet()
     with (
         files_for_the_group(),
         shown,
-        distributed.on_main_process(RunLock(folder)),
+        distributed.on_main_process(lock),
         Interrupt(loaded.config.notices or NoticesConfig()) as interrupt,
         watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
     ):
@@ -181,6 +185,7 @@ def train_loaded(
                 progress=shown,
                 interrupt=interrupt,
                 activity=activity,
+                lock=lock,
                 main=main,
             )
         with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():

@@ -7,6 +7,7 @@ from types import FrameType
 from typing import NoReturn
 
 from jaxtrain.errors import PreemptedError, UserError
+from jaxtrain.runtime.forks import drop_in_children
 
 # Ctrl-C is Python's own, and ends the process at once as well.
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -14,9 +15,18 @@ _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 def end_at_signals() -> None:
     """Ends this process with exit code 75 at a signal that would kill it, until a run sets handlers of its own."""
+    deadly = [number for number in _HEARD if signal.getsignal(number) is signal.SIG_DFL]
+    for number in deadly:
+        signal.signal(number, end_at_signal)
+    if deadly:
+        drop_in_children(_be_killed_by_signals)
+
+
+def _be_killed_by_signals() -> None:
+    """In a forked child, such as a worker of own data code, which the signal ends and not the run."""
     for number in _HEARD:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, end_at_signal)
+        if signal.getsignal(number) is end_at_signal:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def end_at_signal(number: int, frame: FrameType | None) -> NoReturn:

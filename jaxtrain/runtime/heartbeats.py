@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from jaxtrain.runtime.forks import drop_in_children
+
 # The exit code of a run that stood still, or whose other processes are lost.
 LOST = 70
 # A process that sends more without a line end is none of ours.
@@ -109,6 +111,8 @@ class Connection:
         with contextlib.suppress(OSError):
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = opened
+        # A worker that outlives its parent would keep the others from seeing that the parent is lost.
+        self._keep_in_children = drop_in_children(opened.close)
         self._in, self._out = b"", b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
@@ -146,6 +150,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection."""
+        self._keep_in_children()
         self.socket.close()
 
 
@@ -169,6 +174,7 @@ class Waker:
     def __init__(self) -> None:
         self.socket, self._write = socket.socketpair()
         self.socket.setblocking(False)
+        self._keep_in_children = drop_in_children(self._close)
 
     def wake(self) -> None:
         """End the wait; called by any thread."""
@@ -182,6 +188,10 @@ class Waker:
 
     def close(self) -> None:
         """Close both ends."""
+        self._keep_in_children()
+        self._close()
+
+    def _close(self) -> None:
         self.socket.close()
         self._write.close()
 

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.runtime.forks import drop_in_children
 from jaxtrain.runtime.heartbeats import Connection, News, Patience, Peer, Status, Waker, encoded
 
 # Who connects and does not say who it is within this time is none of ours.
@@ -44,6 +45,8 @@ class Hub:
         self._num_processes, self._token = num_processes, token
         self._listener = _listen(host)
         self._listener.setblocking(False)
+        # A worker that outlives its parent would take the connections of the next start, and never answer.
+        self._keep_in_children = drop_in_children(self._listener.close)
         self.port: int = self._listener.getsockname()[1]
         self._waker = Waker()
         self._strangers: dict[Connection, float] = {}
@@ -120,6 +123,7 @@ class Hub:
         for connection in [*self._strangers, *(member.connection for member in self._members.values())]:
             if connection is not None:
                 connection.close()
+        self._keep_in_children()
         self._listener.close()
         self._selector.close()
         self._waker.close()

@@ -67,6 +67,12 @@ def relayed(coordinator: str, *, timeout: float, lost: Callable[[], object]) -> 
         return coordinator
     finally:
         listener.close()
+    if process.stdin is not None:
+        # Imported here, because the relay itself runs this file without the package. A worker that outlives its parent
+        # would keep the relay.
+        from jaxtrain.runtime.forks import drop_in_children
+
+        drop_in_children(process.stdin.close)
     _start(_await_loss, process, lost)
     return f"unix:{path}"
 

@@ -59,7 +59,7 @@ def apply_manifests(text: str, run: KubernetesRun) -> None:
         run: The run, whose queue, claims, secrets and account must be there: pods would wait for them without end.
 
     Raises:
-        ConfigError: There is no kubectl, or the cluster lacks one of these.
+        ConfigError: There is no kubectl, the cluster lacks one of these, or the job is there and has ended.
         ClusterError: kubectl failed; the message ends with its reason.
     """
     program = shutil.which("kubectl")
@@ -75,10 +75,27 @@ def apply_manifests(text: str, run: KubernetesRun) -> None:
             raise ConfigError(
                 f"{option} {name}: {_reason(done.stderr)} (namespace {run.namespace}); create it, or name another"
             )
+    _check_job(program, run, "jobset" if "kind: JobSet" in text.splitlines() else "job")
     done = _ask(program, ["apply", "-f", "-"], text)
     if done.returncode:
         raise ClusterError(f"kubectl apply failed: {_reason(done.stderr)}")
     print(done.stdout, end="")
+
+
+def _check_job(program: str, run: KubernetesRun, kind: str) -> None:
+    """Raises where a job of this name has ended or is being deleted: applying it starts nothing, and is no error."""
+    shown = 'jsonpath={.metadata.deletionTimestamp} {.status.conditions[?(@.status=="True")].type}'
+    done = _ask(program, ["get", kind, run.name, "-n", run.namespace, "-o", shown])
+    deleted, _, conditions = done.stdout.partition(" ")
+    ended = next((one for one in conditions.split() if one in ("Complete", "Completed", "Failed")), None)
+    if done.returncode or not (deleted or ended):
+        return
+    if deleted:
+        raise ConfigError(f"{kind} {run.name} is being deleted; run this again once it is gone, or use another --name")
+    raise ConfigError(
+        f"{kind} {run.name} is there and has ended ({ended}), so that applying it starts nothing; delete it first, and "
+        f"the run goes on from its checkpoint: kubectl delete {kind} {run.name} -n {run.namespace} --cascade=foreground"
+    )
 
 
 def _needed(run: KubernetesRun) -> list[tuple[str, str, str]]:

@@ -121,7 +121,9 @@ def parse_environment(texts: Iterable[str]) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(refusal("--env", "NAME=VALUE", text.partition("=")[0], "--env NCCL_DEBUG=WARN"))
-        if names_secret(name) or redacted_text(value) != value:
+        # Google's libraries take a path by this name, such as that of a mounted Secret.
+        is_path = name == "GOOGLE_APPLICATION_CREDENTIALS" and value.startswith("/")
+        if (names_secret(name) and not is_path) or redacted_text(value) != value:
             raise ConfigError(
                 f"--env {name}: a manifest shows its values to all who may read it; put {name} into a Secret of the "
                 "cluster and write --secret NAME-OF-THE-SECRET"

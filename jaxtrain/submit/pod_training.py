@@ -9,7 +9,6 @@ from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, reda
 from jaxtrain.config.shipped import is_shipped
 from jaxtrain.config.yaml_file import read_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import config_degrees, resolve_degrees
 from jaxtrain.run.folder import run_folder
 from jaxtrain.submit.kubernetes import CONFIG_FOLDER, check_config_file
 
@@ -73,17 +72,3 @@ def pod_training(config: str, overrides: Sequence[str], *, run_dir: str | None, 
 def _holds_secret(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
     return redacted_text(text) != text or bool(redacted_keys(redacted(read_yaml(path)[0])))
-
-
-def num_devices_fit(loaded: Loaded, num_devices: int) -> None:
-    """Raises where the degrees of a config do not fit the devices of all pods.
-
-    Args:
-        loaded: The config.
-        num_devices: Devices of all pods together.
-
-    Raises:
-        ConfigError: They do not; the message says what would work.
-    """
-    if not loaded.config.parallel.auto:
-        resolve_degrees(config_degrees(loaded.config.parallel), num_devices)

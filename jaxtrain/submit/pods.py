@@ -121,8 +121,8 @@ def _environment(run: KubernetesRun) -> list[Manifest]:
     # Without the first, a pod whose accelerator does not start would train on its CPUs.
     platforms = "tpu,cpu" if run.tpu is not None else "cuda,cpu" if run.gpus is not None else "cpu"
     values = {"JAX_PLATFORMS": platforms, "PYTHONUNBUFFERED": "1"}
-    if run.hosts > 1:
-        values["JAXTRAIN_JOIN_TIMEOUT_SECONDS"] = str(JOIN_SECONDS)
+    # Also for one host: as long it waits for pods of the job before, which may save for all of their grace period.
+    values["JAXTRAIN_JOIN_TIMEOUT_SECONDS"] = str(max(JOIN_SECONDS, run.grace_seconds + 60))
     return [{"name": name, "value": _literal(value)} for name, value in {**values, **run.environment}.items()]
 
 

@@ -10,6 +10,7 @@ from jaxtrain.config.secrets import redacted_words
 from jaxtrain.config.shipped import is_shipped
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
+from jaxtrain.parallel.division import check_rows, step_microbatches
 from jaxtrain.run.folder import folder_of
 
 
@@ -50,7 +51,7 @@ def checked_training(
         stay as they are: they are relative to the folder in which the command runs.
 
     Raises:
-        ConfigError: the config is wrong, its degrees do not fit the devices, or a setting holds a secret.
+        ConfigError: the config is wrong, its degrees or its batch do not fit the devices, or a setting holds a secret.
     """
     loaded = load_config(config, overrides=overrides)
     hidden = next((word for word in overrides if redacted_words([word]) != [word]), None)
@@ -59,12 +60,31 @@ def checked_training(
             f"{hidden.partition('=')[0]} holds a secret, which the script would show; put it into the environment, or "
             "into the config file"
         )
-    if num_devices is not None and not loaded.config.parallel.auto:
-        resolve_degrees(config_degrees(loaded.config.parallel), num_devices)
+    if num_devices is not None:
+        check_devices(loaded, num_devices)
     folder = folder_of(loaded, run_dir).absolute()
     place = config if is_shipped(config) else os.path.abspath(config)
     options = [] if emulate is None else ["--emulate", str(emulate)]
     return Training(("train", place, *overrides, *options, "--run-dir", str(folder)), loaded, folder)
+
+
+def check_devices(loaded: Loaded, num_devices: int) -> None:
+    """Raise where the degrees or the batch of a config do not fit the devices of all processes.
+
+    Args:
+        loaded: the config.
+        num_devices: devices of all processes together.
+
+    Raises:
+        ConfigError: the line that `train` would end with.
+    """
+    config = loaded.config
+    if config.parallel.auto:
+        return
+    degrees = resolve_degrees(config_degrees(config.parallel), num_devices)
+    microbatches = step_microbatches(config.parallel, degrees["pipe"], config.train.accumulation_steps)
+    name = "accumulation_steps" if degrees["pipe"] == 1 else "microbatches"
+    check_rows(config.train.global_batch_size, degrees, {name: microbatches})
 
 
 def check_text(text: str | None, *, option: str) -> None:

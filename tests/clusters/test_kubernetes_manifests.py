@@ -42,7 +42,7 @@ def job_of(jobset):
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
 def test_one_job_has_all_hosts_as_its_pods(submit, kind):
-    manifests = submit(kind, *COMMON, "--hosts", "4", "--gpus", "8")
+    manifests = submit(kind, "train.global_batch_size=32", *COMMON, "--hosts", "4", "--gpus", "8")
     if kind == "jobset":
         assert manifests["JobSet"]["spec"]["replicatedJobs"][0]["replicas"] == 1
         # jax reads the name of the JobSet as the subdomain.
@@ -114,7 +114,7 @@ def test_a_single_pod_has_no_rights_and_looks_for_nobody(submit):
 
 
 def test_a_slice_of_tpus(submit):
-    manifests = submit("jobset", *COMMON, "--tpu", "v5e/4x4", "--queue", "tpus")
+    manifests = submit("jobset", "train.global_batch_size=16", *COMMON, "--tpu", "v5e/4x4", "--queue", "tpus")
     pod = pod_of(manifests)
     assert job_of(manifests["JobSet"])["spec"]["parallelism"] == 4
     assert pod["nodeSelector"] == {
@@ -224,6 +224,7 @@ REFUSED = {
     "cpus": ((*COMMON, "--cpus", "0"), "--cpus takes a number of CPUs above 0"),
     "grace": ((*COMMON, "--grace", "0"), "--grace: '0' is not a whole number of 1 or more"),
     "variable": ((*COMMON, "--env", "A B=1"), "--env takes NAME=VALUE"),
+    "more starts than are counted": ((*COMMON, "--restarts", "1000000000", "--hosts", "4"), "use at most 536870911"),
     "secret in a variable": ((*COMMON, "--env", "WANDB_API_KEY=abc"), "write --secret NAME-OF-THE-SECRET"),
     "secret as a value": ((*COMMON, "--env", "PROXY=http://u:pw@host"), "write --secret NAME-OF-THE-SECRET"),
     "run directory in a store": ((*IMAGE, "--run-dir", "gs://bucket/run"), "is not a path on this machine"),
@@ -259,8 +260,13 @@ def test_the_directory_of_a_run_is_not_in_the_pods(cli, tmp_path):
         (IMAGE, "runs/quickstart lies on no volume and is lost with its pod"),
         ((*COMMON, "--run-dir", "/tmp/x"), "/tmp/x lies on no volume"),
         ((*IMAGE, "checkpoint.directory=gs://bucket/x"), "(gs://bucket/x then counts as that of another run)"),
+        (
+            (*COMMON, "checkpoint.directory=ckpts"),
+            "checkpoint.directory=ckpts lies on no volume and is lost with its pod",
+        ),
+        ((*COMMON, "checkpoint.mirror=/runsx/copy"), "checkpoint.mirror=/runsx/copy lies on no volume"),
     ],
-    ids=["no tag", "latest", "no volume", "elsewhere", "checkpoints in a store"],
+    ids=["no tag", "latest", "no volume", "elsewhere", "checkpoints in a store", "checkpoints", "mirror"],
 )
 def test_what_would_be_lost_is_said(cli, words, note):
     answer = cli("submit", "job", "quickstart", *words)
@@ -368,6 +374,23 @@ def test_what_pods_would_wait_for_without_end_is_asked_for(cli, kubectl, words, 
 def test_who_may_not_read_secrets_may_name_them(cli, kubectl):
     kubectl("if 'secret' in sys.argv: sys.exit('Error from server (Forbidden): secrets is forbidden')")
     assert cli("submit", "job", "quickstart", *COMMON, "--secret", "wandb", "--run").code == 0
+
+
+@pytest.mark.parametrize(
+    ("shown", "line"),
+    [
+        (" Failed FailureTarget", "quickstart is there and has ended (Failed), so that applying it starts nothing"),
+        (" Completed", "and the run goes on from its checkpoint: kubectl delete KIND quickstart -n default --cascade"),
+        ("2026-11-26T06:00:00Z Suspended", "quickstart is being deleted; run this again once it is gone"),
+    ],
+    ids=["failed", "done", "being deleted"],
+)
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_a_job_that_has_ended_is_not_started_by_applying_it(cli, kubectl, kind, shown, line):
+    kubectl(f"if sys.argv[2] == {kind!r}: print({shown!r}, end='')\nif sys.argv[1] == 'apply': sys.exit('applied')")
+    answer = cli("submit", kind, "quickstart", *COMMON, "--run")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert line.replace("KIND", kind) in answer.err
 
 
 def test_without_kubectl_one_line_says_what_works(cli, monkeypatch, tmp_path):

@@ -29,7 +29,7 @@ VERSIONS = ("1.31", "1.37")
 @pytest.fixture
 def written(capsys):
     def call(kind, *words):
-        assert main(["submit", kind, "quickstart", *COMMON, *words]) == 0
+        assert main(["submit", kind, "quickstart", "train.global_batch_size=32", *COMMON, *words]) == 0
         return list(yaml.safe_load_all(capsys.readouterr().out))
 
     return call

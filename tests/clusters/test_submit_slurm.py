@@ -177,7 +177,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(cli, sinfo, tmp_path, options,
     words = [word for word in options.split(" ") if word]
     quiet = [] if "--cpus-per-task" in options else ["--cpus-per-task=1"]
     quiet += [] if "--gpus-per-node" in options else ["--emulate=1"]
-    answer = cli("submit", "slurm", "quickstart", *words, *quiet)
+    answer = cli("submit", "slurm", "quickstart", "train.global_batch_size=48", *words, *quiet)
     last = answer.err.splitlines()[-1]
     assert (answer.code, answer.out) == (2, "")
     assert re.sub(r"^jaxtrain( submit slurm)?: ", "", last).startswith(line.format(work=tmp_path / "work")), last
@@ -204,7 +204,7 @@ def test_times_as_slurm_reads_them(text, seconds):
     ],
 )
 def test_what_the_cluster_can_run(cli, sinfo, options):
-    assert cli("submit", "slurm", "quickstart", *options.split()).code == 0
+    assert cli("submit", "slurm", "quickstart", "train.global_batch_size=48", *options.split()).code == 0
 
 
 SINFOS = {
@@ -228,6 +228,7 @@ def test_without_a_cluster_the_script_is_printed_all_the_same(cli, commands, pro
 
 
 EVERYTHING = (
+    "train.global_batch_size=32 "
     "--nodes 4 --gpus-per-node a100:8 --tasks-per-node 2 --cpus-per-task 12 --mem 0 --time 2-0 --partition a,b "
     "--account lab --qos high --constraint a100|h100 --job-name big --signal USR2 --warning-seconds 300 "
     "--max-restarts 7 --restart-at 75,137 --sbatch=--exclusive "
@@ -255,7 +256,7 @@ def test_the_whole_script(cli, commands, tmp_path):
     assert "\n  75 | 137)\n" in text
     assert "\nmodule\tload\tcuda\n" in text
     srun = "srun --kill-on-bad-exit=0 --wait=60 --label --cpus-per-task=12 --mpi=none \\\n"
-    assert f"{srun}  jaxtrain train quickstart --run-dir {work}/r\n" in text
+    assert f"{srun}  jaxtrain train quickstart train.global_batch_size=32 --run-dir {work}/r\n" in text
 
 
 # A path, an override and a setup line that a shell, or a comment, would take apart.

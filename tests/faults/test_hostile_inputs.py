@@ -235,6 +235,10 @@ def test_commands_of_a_run_whose_streams_cannot_be_written(tmp_path):
     full = f"train digits_mlp train.steps=1 --run-dir {tmp_path}/full"
     check_stream(full, ">/dev/full 2>&1", 1, "")
     assert json.loads((tmp_path / "full" / "run.json").read_text())["status"] == "done"
+    # So it is where a reader leaves while the run goes on.
+    unread = f"train digits_mlp train.steps=1 --run-dir {tmp_path}/unread"
+    check_stream(unread, "2>&1 | true; exit ${PIPESTATUS[0]}", 141, "")
+    assert json.loads((tmp_path / "unread" / "run.json").read_text())["status"] == "done"
 
 
 @pytest.mark.long

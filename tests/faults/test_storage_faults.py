@@ -17,7 +17,8 @@ from storage_runs import SMALL, fill, small_disk, train
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.errors import StorageError
+from jaxtrain.errors import ConfigError, StorageError
+from jaxtrain.run.lock import RunLock
 from jaxtrain.run.saved_config import saved_config
 
 STEPS = 12
@@ -64,6 +65,7 @@ LOST: dict[str, tuple[Callable[[Path], object], str]] = {
     "all of it deleted": (shutil.rmtree, "was deleted, moved or unmounted"),
     "moved away": (lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")), "was deleted, moved or unmounted"),
     "its checkpoints deleted": (lambda run_dir: shutil.rmtree(run_dir / "checkpoints"), "the state is saved again"),
+    "its lock deleted": (lambda run_dir: (run_dir / "lock").unlink(), "lock is written again"),
     "metrics and run.json replaced by folders": (replace_by_folders, "metrics.jsonl is written again (5 rows)"),
 }
 LONG = {name: () if name == "all of it deleted" else pytest.mark.long for name in LOST}
@@ -84,6 +86,29 @@ def test_what_vanishes_while_a_run_goes_on_is_written_again(
     # Another process finds the run whole.
     result, _ = train(run_dir, train__steps=STEPS + 1, checkpoint__every=None)
     assert result.step == STEPS + 1
+
+
+@pytest.mark.parametrize(
+    "lose", [lambda run_dir: (run_dir / "lock").unlink(), shutil.rmtree], ids=["lock", "directory"]
+)
+def test_two_runs_in_one_directory_do_not_mix(tmp_path: Path, lose: Callable[[Path], object]) -> None:
+    run_dir = tmp_path / "run"
+    other = RunLock(run_dir)
+
+    def start_another() -> None:
+        lose(run_dir)
+        other.__enter__()
+        (run_dir / "other").write_text("")
+
+    actions = {5: once_complete(run_dir, 4, start_another)}
+    with pytest.raises(StorageError, match=rf"run is in use by process {os.getpid()} on .* saves nothing more there$"):
+        train(run_dir, actions, checkpoint__every=2)
+    other.__exit__()
+    assert (run_dir / "other").is_file()
+    if (run_dir / "checkpoints").exists():
+        assert Checkpointer(run_dir / "checkpoints", read_only=True).steps() == [2, 4]
+        assert json.loads((run_dir / "run.json").read_text())["status"] == "running"
+        assert [step for step, _ in logged(run_dir)] == [1, 2, 3, 4, 5]
 
 
 def test_a_disk_that_is_full_for_a_while_costs_nothing(undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -247,3 +272,9 @@ def test_a_compilation_cache_that_cannot_be_written_is_one_line(tmp_path: Path, 
     assert len(lines) == 1
     assert "cannot be written" in lines[0]
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.skipif(sys.getfilesystemencoding() != "utf-8", reason="the other line is for such a locale")
+def test_a_name_that_is_no_utf8_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"bad\\xff has bytes that are no UTF-8, which checkpoints need; rename it"):
+        Checkpointer("bad\udcff", read_only=True)

@@ -35,6 +35,23 @@ def _plain(**settings):
     return Progress(live=False, errors=errors, output=output, **settings), errors, output
 
 
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError], ids=["its reader left", "a full disk"])
+def test_a_stream_that_takes_no_lines_ends_no_run(error):
+    class Unwritable(io.StringIO):
+        def write(self, text):
+            raise error
+
+    progress, output = Progress(live=False, errors=Unwritable(), output=io.StringIO()), Unwritable()
+    with progress.phase("compiling"):
+        pass
+    progress.start(10, 0)
+    progress.update(1, _ROW)
+    progress.finish([])
+    # The answer is another matter: whoever asked for it does not have it.
+    with pytest.raises(error):
+        Progress(live=False, errors=Unwritable(), output=output).result("done")
+
+
 def test_plain_run_prints_a_line_a_logged_row(clock):
     progress, errors, output = _plain()
     progress.banner(["quickstart", "1 device"])

@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +46,13 @@ def _git(directory, *arguments):
         check=True,
         capture_output=True,
     )
+
+
+def test_git_state_of_a_folder_that_was_deleted(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert git_state(Path()) == (None, None)
 
 
 def test_git_state(tmp_path):

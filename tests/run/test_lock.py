@@ -1,15 +1,17 @@
 """One process per run directory, and nothing to clean up after a killed one."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.lock import LOCK_NAME, RunLock
+from jaxtrain.run.lock import LOCK_NAME, RunLock, wait_for_holder
 
 HOLD = """
 import sys, time
@@ -92,3 +94,37 @@ def test_a_link_to_a_folder_that_is_missing_is_named(tmp_path, name, said):
     (tmp_path / "away").mkdir()
     with RunLock(tmp_path / name):
         assert (tmp_path / "away").is_dir()
+
+
+def test_a_scheduled_process_waits_for_the_one_before(tmp_path, holder, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    threading.Timer(0.5, holder.kill).start()
+    wait_for_holder(tmp_path / "run")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"run is in use by process {holder.pid} on " in line
+    assert re.search(r": waiting up to (300|299) s for its end$", line)
+    with RunLock(tmp_path / "run"):
+        wait_for_holder(tmp_path / "run")  # not for itself, which would never end
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_terminal", "waits"),
+    [
+        ({}, False, False),
+        ({"JAXTRAIN_JOIN_TIMEOUT_SECONDS": "1"}, False, True),
+        ({"JAXTRAIN_JOIN_TIMEOUT_SECONDS": "1"}, True, False),
+        ({"JAXTRAIN_JOIN_TIMEOUT_SECONDS": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False, True),
+    ],
+    ids=["started by hand", "told how long", "at a terminal", "in a pod"],
+)
+def test_the_wait_ends(tmp_path, holder, monkeypatch, capsys, variables, is_terminal, waits):
+    for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "JAXTRAIN_JOIN_TIMEOUT_SECONDS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    wait_for_holder(tmp_path / "run")
+    assert capsys.readouterr().err.count("waiting up to 1 s for its end") == waits
+    with pytest.raises(ConfigError, match="in use by process"):
+        RunLock(tmp_path / "run").__enter__()
