@@ -25,7 +25,7 @@ def needs_order(layout: Layout | None) -> bool:
         layout: of that code, which is manual over every axis of several devices: elsewhere an array is of all devices,
             and looking at a number of it would be another exchange.
     """
-    if layout is None or not is_cpu(layout):
+    if layout is None or not _is_cpu(layout):
         return False
     several = {axis for axis, degree in layout.mesh.shape.items() if degree > 1}
     return bool(several) and several <= layout.manual
@@ -41,7 +41,7 @@ def after(tree: Tree, done: jax.Array) -> Tree:
     Returns:
         The same values.
     """
-    is_there = turn_of(done) == 0
+    is_there = _turn(done) == 0
 
     def wait(leaf: jax.Array) -> jax.Array:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -50,13 +50,21 @@ def after(tree: Tree, done: jax.Array) -> Tree:
     return jax.tree.map(wait, tree)
 
 
-def turn_of(done: jax.Array) -> jax.Array:
-    """0, int32 [], which no compiler knows before the array is there."""
+def turn_of(done: jax.Array, layout: Layout | None) -> jax.Array:
+    """0, int32 []: on CPU devices one that nobody knows before `done` is there.
+
+    Args:
+        done: one number: what it is there for may be an array of all devices.
+        layout: of the code being traced.
+    """
+    return _turn(done) if layout is not None and _is_cpu(layout) else jnp.int32(0)
+
+
+def _turn(done: jax.Array) -> jax.Array:
     first = jax.lax.convert_element_type(done.reshape(-1)[0], jnp.float32)
     # Of 32 bits at most 32 are set.
     return (jax.lax.population_count(jax.lax.bitcast_convert_type(first, jnp.uint32)) >> 6).astype(jnp.int32)
 
 
-def is_cpu(layout: Layout) -> bool:
-    """Whether the mesh is of CPU devices."""
+def _is_cpu(layout: Layout) -> bool:
     return layout.mesh.devices.flat[0].platform == "cpu"

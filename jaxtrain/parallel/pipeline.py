@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.gather import constrain_parameters
-from jaxtrain.layout.order import is_cpu, turn_of
+from jaxtrain.layout.order import turn_of
 from jaxtrain.models.task import TaskSums, divisor
 from jaxtrain.parallel import stage as on_stage
 from jaxtrain.parallel.gradients import Gradients
@@ -238,17 +238,17 @@ def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array
         What it sends, and a 0 that is there as soon as that is.
     """
 
-    zero = turn_of if is_cpu(work.stage.pipeline.layout) else jnp.zeros_like
+    layout = work.stage.pipeline.layout
 
     def forward(microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> tuple[Tree, jax.Array]:
-        return on_stage.forward(work.stage, microbatch, chunk, carry), zero(microbatch)
+        return on_stage.forward(work.stage, microbatch, chunk, carry), turn_of(microbatch, layout)
 
     microbatch, chunk = tick.forward_microbatch, jnp.maximum(tick.forward_chunk, 0)
     carry = on_stage.index(moving.inputs, jnp.maximum(tick.forward_slot, 0))
     return jax.lax.cond(
         (microbatch >= 0) & ~on_stage.is_last(work.stage, chunk),
         forward,
-        lambda microbatch, chunk, carry: (work.no_carry, zero(chunk)),
+        lambda microbatch, chunk, carry: (work.no_carry, turn_of(chunk, layout)),
         microbatch,
         chunk,
         carry,
