@@ -5,7 +5,6 @@ flattened tokens, fp32, AdamW) in one jitted step and a plain loop, and prints o
 """
 
 import json
-import sys
 import time
 
 STARTED = time.time()
@@ -115,4 +114,8 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="?", type=int, default=20)
+    main(parser.parse_args().steps)

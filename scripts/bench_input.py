@@ -7,6 +7,7 @@
 The script makes the images: smooth shapes with noise, JPEG of quality 90, close to ImageNet's 110 kB at 500 x 375.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -199,10 +200,13 @@ def _format_files(folder: Path, texts: list[str], table: Any, parquet: Any, ipc:
 
 
 if __name__ == "__main__":
-    kind, *rest = sys.argv[1:] or ["images"]
-    if kind == "images":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", choices=("images", "wait", "formats"), default="images")
+    parser.add_argument("configs", nargs="*", help="for wait")
+    asked = parser.parse_args()
+    if asked.kind == "images":
         images()
-    elif kind == "formats":
+    elif asked.kind == "formats":
         formats()
     else:
-        wait(rest)
+        wait(asked.configs)

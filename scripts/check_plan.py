@@ -6,6 +6,7 @@ It uses the GPU or TPU of this machine where that is in the catalogue; on a CPU 
 one line per config and the median of the ratios.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -30,14 +31,14 @@ def measured(state: TrainState) -> int:
     return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards if shard.device == device)
 
 
-def main() -> None:
+def main(configs: list[str]) -> None:
     """Print predicted and measured figures."""
     distributed.start(compilation_cache=None)
     target = this_machine()
     if target is None:
         sys.exit(f"{jax.devices()[0].device_kind} is not in the catalogue (jaxtrain plan --list)")
     ratios = []
-    for words in sys.argv[1:] or ["bench_cpu", "quickstart", "digits_mlp"]:
+    for words in configs:
         name, *overrides = words.split()
         config = load_config(name, overrides=overrides).config
         estimate = analyse(config, target)
@@ -71,4 +72,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", default=["bench_cpu", "quickstart", "digits_mlp"])
+    main(parser.parse_args().configs)

@@ -6,6 +6,7 @@ The script needs the compilers of the targets (pip install 'jaxtrain[aot]'). A r
 minutes for a TPU.
 """
 
+import argparse
 import json
 import sys
 from datetime import date
@@ -20,14 +21,14 @@ from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime import distributed
 
 
-def main() -> None:
+def main(on: str, configs: list[str]) -> None:
     """Print one row per config."""
     distributed.start(emulate=1, compilation_cache=None)
-    target = parse_targets(sys.argv[1])[0]
+    target = parse_targets(on)[0]
     if target.topology is None:
         sys.exit(f"no compiler for {target.name}")
     devices = topology_devices(target.topology)
-    for words in sys.argv[2:]:
+    for words in configs:
         name, *overrides = words.split()
         config = load_config(name, overrides=overrides).config
         memory = exact_memory(config, describe_workload(config), devices)
@@ -46,4 +47,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("configs", nargs="+")
+    asked = parser.parse_args()
+    main(asked.target, asked.configs)

@@ -6,6 +6,7 @@ The script adds precision.policy=fp8 to the config. It needs the compiler of the
 and takes half a minute.
 """
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -23,14 +24,14 @@ from jaxtrain.runtime.tried_options import compile_trying
 from jaxtrain.train.assemble import build_step
 
 
-def main() -> None:
+def main(on: str, configs: list[str]) -> None:
     """Print one row per config."""
     distributed.start(emulate=1, compilation_cache=None)
-    target = parse_targets(sys.argv[1])[0]
+    target = parse_targets(on)[0]
     if target.topology is None:
         sys.exit(f"no compiler for {target.name}")
     devices = topology_devices(target.topology)
-    for words in sys.argv[2:]:
+    for words in configs:
         name, *overrides = words.split()
         config = load_config(name, overrides=[*overrides, "precision.policy=fp8"]).config
         workload = describe_workload(config)
@@ -51,4 +52,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("configs", nargs="+")
+    asked = parser.parse_args()
+    main(asked.target, asked.configs)

@@ -7,7 +7,7 @@ The hidden state has 8,192 tokens and the output layer 128,256 ids, in bf16. The
 temporary memory of each way: the memory of the program besides the hidden state, the output layer and their gradients.
 """
 
-import sys
+import argparse
 from typing import Any, get_args
 
 import jax
@@ -38,10 +38,10 @@ def temporaries(device: Any, width: int, by: Logits, dtype: str) -> int:
     return memory.temp_size_in_bytes
 
 
-def main() -> None:
+def main(targets: list[str]) -> None:
     """Print the table."""
     distributed.start(emulate=1, compilation_cache=None)
-    for target in sys.argv[1:] or ["cpu"]:
+    for target in targets:
         device = jax.devices()[0] if target == "cpu" else topology_devices(target)[0]
         for width in WIDTHS:
             found = {by: temporaries(device, width, by, "bfloat16") for by in get_args(Logits)}
@@ -50,4 +50,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", default=["cpu"])
+    main(parser.parse_args().targets)

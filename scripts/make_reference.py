@@ -5,6 +5,7 @@ python scripts/make_reference.py
 `tests/test_reference.py` runs every example, and fails where the committed pages differ from what this script writes.
 """
 
+import argparse
 import ast
 import functools
 import re
@@ -317,4 +318,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Whatever else is asked for, it must not write.
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,3 +73,12 @@ def test_every_name_has_a_summary_of_one_sentence(name):
     assert summary.endswith(".")
     # It is a cell of a table.
     assert len(summary) <= 160
+
+
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("--nosuch", 2)])
+def test_the_script_writes_only_where_nothing_else_is_asked_for(word, code):
+    before = {path: path.stat().st_mtime_ns for path in (ROOT / "docs" / "reference").iterdir()}
+    script = ROOT / "scripts" / "make_reference.py"
+    done = subprocess.run([sys.executable, str(script), word], capture_output=True, text=True)
+    assert (done.returncode, "usage: make_reference.py" in done.stdout + done.stderr) == (code, True)
+    assert {path: path.stat().st_mtime_ns for path in (ROOT / "docs" / "reference").iterdir()} == before

@@ -27,9 +27,11 @@ def print_config(
         The exit code 0.
 
     Raises:
-        ConfigError: the config or a key is wrong, or no key begins with `only`.
+        ConfigError: the config or a key is wrong, or no key begins with `only`, or the form takes none.
     """
     if form == "json-schema":
+        if only:
+            raise ConfigError("jaxtrain config: --json-schema prints every key; leave out --only")
         from jaxtrain.config.schema import Config
 
         print_text(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False))

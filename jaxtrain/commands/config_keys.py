@@ -4,6 +4,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.config import Loaded, load_config
@@ -26,7 +27,7 @@ def print_loaded(config: str, overrides: Sequence[str], *, form: str, only: str 
     for note in loaded.notes:
         print_remark(note)
     if form == "yaml":
-        print_text(to_yaml(loaded.config.model_dump(mode="json")).rstrip("\n"))
+        print_text(to_yaml(_chosen_values(loaded, only)).rstrip("\n"))
     elif form == "sharding":
         from jaxtrain.commands.own_code import own_code
         from jaxtrain.commands.sharding import print_shardings
@@ -55,6 +56,20 @@ def _chosen(loaded: Loaded, only: str | None) -> list[DescribedGroup]:
         close = nearest(only, loaded.config)
         raise ConfigError(f"--only {only}: no key begins with it" + (f"; did you mean {close!r}?" if close else ""))
     return kept
+
+
+def _chosen_values(loaded: Loaded, only: str | None) -> dict[str, Any]:
+    """The config, or what is below a prefix at its place in it."""
+    values = loaded.config.model_dump(mode="json")
+    if only is None:
+        return values
+    _chosen(loaded, only)
+    path, found = only.rstrip(".").split("."), values
+    for part in path:
+        found = found[part]
+    for part in reversed(path):
+        found = {part: found}
+    return found
 
 
 def _print_keys(groups: Sequence[DescribedGroup]) -> None:

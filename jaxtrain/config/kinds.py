@@ -87,6 +87,12 @@ def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = No
         ConfigError: names what would work.
     """
     check_freeze(config.finetune, config.optimizer.freeze)
+    if config.precision.policy == "fp8" and config.finetune.base is not None:
+        raise ConfigError(
+            f"precision.policy=fp8 multiplies kernels of floats, and finetune.base={config.finetune.base} stores them "
+            f"in {8 if config.finetune.base == 'int8' else 4} bits; use precision.policy=bf16, or leave finetune.base "
+            "out"
+        )
     called_task = isinstance(config.task, Call)
     if config.model.kind == "transformer" and not (own_task or called_task):
         _check_sight(config)

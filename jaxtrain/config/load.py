@@ -16,7 +16,7 @@ from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.config.keys import can_be, members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
-from jaxtrain.config.no_effect import no_effect_notes
+from jaxtrain.config.no_effect import check_tokenizer, no_effect_notes
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
@@ -388,6 +388,7 @@ def load_config(
         origins = {
             key: where for key, where in origins.items() if where != f"{run_dir}/run.json" or _is_set(config, key)
         }
+    check_tokenizer(config, origins)
     notes = (*tree.notes, *no_effect_notes(config, origins))
     size = getattr(config.model, "size", None)
     for key in ALL_SIZES.get(size or "", {}):

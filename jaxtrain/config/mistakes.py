@@ -4,6 +4,7 @@ A mistake of another kind is a row of `_MESSAGES`; what no row knows is shown wi
 """
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -162,6 +163,9 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
             "where": where_set(mistake.where, mistake.path),
             "takes": f"it takes keys of its own, such as {example.path}",
         }
+    above = tuple(key.path.split("."))
+    if key.type == "map of text" and len(mistake.path) > len(above):
+        return _wrong_entry(mistake, above)
     value = _value(mistake.values, key.path, mistake.value)
     message = message or mistake.message.removeprefix("Input should be ")
     example = f", as in [{value}]" if key.type == "list of text" and isinstance(value, str) else ""
@@ -173,6 +177,26 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
         "where": where_set(mistake.where, tuple(key.path.split("."))),
         "takes": f"it takes {key.type}{example}{limit}",
     }
+
+
+def _wrong_entry(mistake: Mistake, above: KeyPath) -> dict[str, Any]:
+    """A name or a text of a map, as of `logging.tags`."""
+    name, path, value = mistake.path[len(above)], mistake.path[: len(above) + 1], mistake.value
+    where = where_set(mistake.where, path)
+    if mistake.path[-1] == "[key]":
+        takes = "a name there is 1 to 60 letters, digits, '_' and '-'"
+        return {"key": f"a name in {'.'.join(above)}", "value": _show(name), "where": where, "takes": takes}
+    takes = "it takes text"
+    if isinstance(value, str):
+        takes += f" of at most {mistake.context.get('max_length')} characters"
+    elif isinstance(value, dict):
+        takes += "; a point in a name is read as a group, write '_'"
+    elif not isinstance(value, list):
+        quoted = json.dumps(_show(value))
+        # A shell takes the outer quotes away.
+        example = f"{'.'.join(path)}='{quoted}'" if where == "command line" else f"{name}: {quoted}"
+        takes += f": quote it, as in {example}"
+    return {"key": ".".join(path), "value": _show(value), "where": where, "takes": takes}
 
 
 _MOST_COUNTED = 100

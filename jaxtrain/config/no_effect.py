@@ -1,13 +1,23 @@
-"""Keys that somebody set and that do nothing beside the others: a note each, since a layout may come and go."""
+"""Keys that somebody set and that do nothing beside the others: a note each, since a layout may come and go.
+
+The path of a tokenizer that is not read is refused: it is surely a mistake, and another model would be trained.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.data import LabelledTextData, SyntheticData, TextData, TextPairData
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
+from jaxtrain.config.models import MLPConfig, ResNetConfig
 from jaxtrain.config.published import published_from
 from jaxtrain.config.schema import Config
+from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
+from jaxtrain.config.tokenizer import TokenizerConfig
 from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.vit import ViTConfig
+from jaxtrain.config.watchdog import WatchdogConfig
+from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin
 
 # Keys of a transformer or an encoder-decoder -> the positions that read them.
@@ -22,6 +32,45 @@ _POSITIONS = {
 }
 # Keys of the logits of the vocabulary.
 _OUTPUT_LAYER = ("tie_embeddings", "logits_scale", "logits_softcap")
+# Keys of synthetic data -> the tasks that read them.
+_SYNTHETIC = {
+    "vocab_size": ("tokens",),
+    "image_size": ("images",),
+    "num_channels": ("images",),
+    "num_classes": ("images", "table"),
+    "num_columns": ("table",),
+}
+# Where a key is set, from what gives way to what does not; files come before both.
+_LATER = {"command line": 1, "keyword": 2}
+
+
+def check_tokenizer(config: Config, origins: Mapping[str, str]) -> None:
+    """Raise where the path of a tokenizer is given and is not read.
+
+    It may stay where what is set later chose another kind of tokenizer, and in the config of a run.
+
+    Args:
+        config: validated.
+        origins: dotted keys that somebody set -> where.
+
+    Raises:
+        ConfigError: names the key and what reads it.
+    """
+    key, kind_key = "data.tokenizer.path", "data.tokenizer.kind"
+    tokenizer = getattr(config.data, "tokenizer", None)
+    if not isinstance(tokenizer, TokenizerConfig) or tokenizer.kind == "file" or tokenizer.path is None:
+        return
+    where = origins.get(key, "")
+    if where and not where.endswith("run.json") and not _gave_way(origins, key, kind_key):
+        raise ConfigError(
+            f"{key}={tokenizer.path} ({where}) is not read, since {kind_key} is {tokenizer.kind}; set {kind_key}=file, "
+            "or leave the path out"
+        )
+
+
+def _gave_way(origins: Mapping[str, str], key: str, to: str) -> bool:
+    """Whether a key was set where what is set later, as on the command line, decides for another one."""
+    return to in origins and _LATER.get(origins[to], 0) > _LATER.get(origins[key], 0)
 
 
 def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ...]:
@@ -33,6 +82,9 @@ def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ..
     """
     # The config that a run keeps holds every key: what is at its default asks for nothing.
     default, reasons = _default(config), tuple(_reasons(config))
+    reasons += tuple(
+        (key, why) for key, by, why in _decided(config) if key in origins and not _gave_way(origins, key, by)
+    )
     published = published_from(config.model)
     # What a published config.json says was set by nobody here, nor what a run keeps of it.
     theirs = () if published is None else (str(config_origin(Path(published))), "run.json")
@@ -46,9 +98,15 @@ def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ..
 
 
 def _default(config: Config) -> Config:
-    """The defaults, those of the model by its kind."""
+    """The defaults, those of the model and the data by their kind, and those of groups that are null by default."""
     model = config.model
-    return Config(model=type(model)()) if isinstance(model, TransformerConfig | EncoderDecoderConfig) else Config()
+    found = Config(model=type(model)()) if isinstance(model, TransformerConfig | EncoderDecoderConfig) else Config()
+    groups: dict[str, Any] = {"data": type(config.data).model_construct()}
+    if config.spikes is not None:
+        groups["spikes"] = SpikesConfig()
+    if config.watchdog is not None:
+        groups["watchdog"] = WatchdogConfig()
+    return found.model_copy(update=groups)
 
 
 def _value(config: Config, key: str) -> Any:
@@ -86,6 +144,7 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if not parallel.auto:
         for key, axis in (
             ("schedule", "pipe"),
+            ("chunks", "pipe"),
             ("context_attention", "context"),
             ("sequence_parallel", "tensor"),
         ):
@@ -94,10 +153,47 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if evaluation.sample_prompt is None:
         for key in ("sample_tokens", "sample_temperature"):
             yield f"evaluation.{key}", "evaluation.sample_prompt is null"
+    if isinstance(config.data, SyntheticData):
+        for key, tasks in _SYNTHETIC.items():
+            if config.data.task not in tasks:
+                yield (
+                    f"data.{key}",
+                    f"data.task={config.data.task} does not read it, {' and '.join(tasks)} do"
+                    + ("" if len(tasks) > 1 else "es"),
+                )
+    if config.finetune.base != "nf4":
+        base = config.finetune.base or "null"
+        yield "finetune.double_quantization", f"finetune.base={base} does not read it, nf4 does"
+    if config.watchdog is not None and not config.watchdog.enabled:
+        for key in type(config.watchdog).model_fields:
+            if key != "enabled":
+                yield f"watchdog.{key}", "watchdog.enabled is false"
+    if config.spikes is not None and config.spikes.action != "roll_back":
+        for key in ("roll_back_steps", "skip_batches", "max_roll_backs"):
+            yield f"spikes.{key}", f"spikes.action={config.spikes.action} does not read it, roll_back does"
+    if config.checks == ChecksConfig():
+        yield "checks", "checks.replay_every and checks.replicas_every are null"
     if config.profile.start_step is None:
         yield "profile.num_steps", "profile.start_step is null"
     elif config.profile.start_step >= config.train.steps:
         yield "profile", f"the first profiled step comes after the last one, train.steps={config.train.steps}"
+
+
+def _decided(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Keys that do nothing, the key that decides so, and why; nothing is said where that one was set later."""
+    data, prompt = config.data, "evaluation.sample_prompt"
+    if isinstance(config.model, MLPConfig | ResNetConfig | ViTConfig):
+        yield prompt, "model.kind", f"model.kind={config.model.kind} generates no text"
+    elif isinstance(data, SyntheticData):
+        yield prompt, "data.kind", "data.kind=synthetic has no tokenizer"
+    if isinstance(data, TextData | LabelledTextData | TextPairData) and data.path is not None:
+        yield "data.builtin", "data.path", "data.path is read instead"
+    tokenizer = getattr(data, "tokenizer", None)
+    if isinstance(tokenizer, TokenizerConfig):
+        for key, kind in (("vocab_size", "bpe"), ("path", "file")):
+            if tokenizer.kind != kind:
+                why = f"data.tokenizer.kind={tokenizer.kind} does not read it, {kind} does"
+                yield f"data.tokenizer.{key}", "data.tokenizer.kind", why
 
 
 def _of_transformer(model: TransformerConfig) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,8 @@ from jaxtrain.errors import ConfigError
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
-TagName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")]
+# No point: it would part a key from the one below it.
+TagName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
 TagText = Annotated[str, Field(max_length=500)]
 Degree = Annotated[int, Field(gt=0, le=2**20)] | Literal["auto"]
 TaskName = Literal[

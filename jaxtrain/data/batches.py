@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
+from jaxtrain.data.masked import check_unmasked
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.card import card
 from jaxtrain.runtime.cores import usable_cores
@@ -326,6 +327,8 @@ def _stacked(rows: list[Any]) -> Batch:
             raise DataError(
                 f"rows hold {path_name(path)} of shapes {shapes[0]} and {shapes[1]}; pad or crop them to one shape"
             )
+        for leaf in leaves:
+            check_unmasked(leaf, f"a row holds {path_name(path)}")
         return np.stack(leaves)
 
     return jax.tree_util.tree_map_with_path(stack, *rows)

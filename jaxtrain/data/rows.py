@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.arguments import check_kind, shown
+from jaxtrain.data.masked import check_unmasked
 from jaxtrain.data.permutation import permuted
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree_path import path_name
@@ -342,6 +343,7 @@ def _check_weights(parts: Sequence[Rows], weights: Sequence[float]) -> None:
 
 
 def _array(path: Any, value: Any) -> np.ndarray:
+    check_unmasked(value, f"ArrayRows: {path_name(path)} is an array")
     try:
         array = np.asarray(value)
     except ValueError:

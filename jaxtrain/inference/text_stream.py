@@ -1,7 +1,8 @@
 """Text of tokens as they come: whole characters, up to a stop. No jax here."""
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from typing import Any, Protocol
 
 from jaxtrain.errors import ConfigError
@@ -53,12 +54,9 @@ class TextStream:
         stop_tokens: Collection[int] = (),
         hidden: Collection[int] = (),
     ):
-        self._tokenizer = tokenizer
         self._stop = checked_stops(stop)
         self._stop_tokens, self._hidden = frozenset(stop_tokens), frozenset(hidden)
-        # Before it, the first token of a text would lose its space in the tokenizers that write "▁word".
-        self._anchor = [int(i) for i in tokenizer.encode("a")]
-        self._anchor_length = len(tokenizer.decode(self._anchor)) if self._anchor else 0
+        self._decode = _continued(tokenizer)
         self._tokens: list[int] = []  # those whose text is not certain
         self._given_of_tokens = 0  # characters of their text that were certain
         self._held = ""  # certain text that may begin a stop string
@@ -98,7 +96,7 @@ class TextStream:
         return self._release(piece, is_end=True)
 
     def _decoded(self) -> str:
-        return self._tokenizer.decode([*self._anchor, *self._tokens])[self._anchor_length :] if self._tokens else ""
+        return self._decode(self._tokens)
 
     def _release(self, piece: str, *, is_end: bool) -> str:
         """Give out what is certain of the text that is held and this piece after it."""
@@ -121,18 +119,66 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Codec):
-        anchor = [int(i) for i in tokenizer.encode("a")]
-        start = len(tokenizer.decode(anchor)) if anchor else 0
+        decode = _continued(tokenizer)
 
         @functools.lru_cache(maxsize=65_536)
         def text(token: int) -> str:
-            return tokenizer.decode([*anchor, token])[start:]
+            return decode([token])
 
         self._text = text
 
     def __call__(self, token: int) -> str:
         """The text of a token."""
         return self._text(token)
+
+
+class TokenPlaces:
+    """Where tokens begin in the text of all of them, in characters; those that share a character begin where it does.
+
+    A token after bytes that may be part of a character has its place when it is certain whether they are.
+
+    Args:
+        tokenizer: turns ids into text.
+        hidden: ids that are left out of the text.
+    """
+
+    def __init__(self, tokenizer: Codec, *, hidden: Collection[int] = ()):
+        self._decode, self._hidden = _continued(tokenizer), frozenset(hidden)
+        self._start = 0  # characters before the tokens whose text is not certain
+        self._tokens: list[int] = []
+        # Of these and the hidden ones among them: the text before each, and its length after it (None: hidden).
+        self._seen: list[tuple[str, int | None]] = []
+        self._text = ""
+
+    def feed(self, token: int) -> list[int]:
+        """The places of the tokens that are not certain yet, this one the last; a later call may move them on.
+
+        Args:
+            token: the next id.
+        """
+        before, is_hidden = self._text, token in self._hidden
+        if not is_hidden:
+            self._tokens.append(int(token))
+            self._text = self._decode(self._tokens)
+        self._seen.append((before, None if is_hidden else len(self._text)))
+        certain = self._text[: len(self._text) - _incomplete(self._text)]
+        places = self._places(certain)
+        if certain == self._text:
+            self._start += len(certain)
+            self._tokens, self._seen, self._text = [], [], ""
+        return places
+
+    def finish(self) -> list[int]:
+        """The places of the tokens that are not certain yet, when no further one comes."""
+        return self._places(self._text)
+
+    def _places(self, certain: str) -> list[int]:
+        places = []
+        for before, length in self._seen:
+            own = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, certain, strict=False)))
+            # A token that adds no character is part of the last one.
+            places.append(self._start + (own if length is None else min(own, max(length - 1, 0))))
+        return places
 
 
 def checked_stops(stop: Any) -> tuple[str, ...]:
@@ -150,6 +196,14 @@ def checked_stops(stop: Any) -> tuple[str, ...]:
         if not isinstance(one, str) or not one:
             raise ConfigError(f"stop has {one!r:.60}; use texts of at least one character: ['END']")
     return tuple(stop)
+
+
+def _continued(tokenizer: Codec) -> Callable[[Sequence[int]], str]:
+    """Ids -> their text as a continuation: a space before the first word stays."""
+    # Before it, the first token of a text would lose its space in the tokenizers that write "▁word".
+    anchor = [int(i) for i in tokenizer.encode("a")]
+    start = len(tokenizer.decode(anchor)) if anchor else 0
+    return lambda ids: tokenizer.decode([*anchor, *ids])[start:] if ids else ""
 
 
 def _incomplete(decoded: str) -> int:

@@ -52,10 +52,10 @@ class Trend:
         self._last = math.nan
 
     def add(self, value: float) -> None:
-        """Add the next loss; NaN and infinities are ignored."""
+        """Add the next loss; NaN and infinities are not drawn."""
+        self._last = value
         if not math.isfinite(value):
             return
-        self._last = value
         if self._seen % self._stride == 0:
             self._values.append(value)
         self._seen += 1
@@ -64,7 +64,7 @@ class Trend:
             self._stride *= 2
 
     def ends(self) -> tuple[float, float]:
-        """Return the first and the last loss; NaN where there is none."""
+        """Return the first loss that is drawn and the last one, finite or not; NaN where none is drawn."""
         return (self._values[0], self._last) if self._values else (math.nan, math.nan)
 
     def sparkline(self) -> str:

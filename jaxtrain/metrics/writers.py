@@ -201,7 +201,7 @@ def open_writers(run_dir: Path, config: LoggingConfig, *, resumed_step: int) -> 
     jsonl.truncate_after(resumed_step)
     writers: list[Writer] = [jsonl]
     if config.tensorboard:
-        writers.append(TensorBoardWriter(run_dir / "tensorboard", resumed_step=resumed_step))
+        writers.append(TensorBoardWriter(run_dir / "tensorboard", resumed_step=resumed_step, earlier=jsonl.path))
     return MultiWriter(writers)
 
 

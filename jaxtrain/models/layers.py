@@ -12,6 +12,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.initializers import Initializer
 from jaxtrain.ops.dropout import drop_by_row
 from jaxtrain.ops.linear import linear
+from jaxtrain.ops.ranks import aligned
 
 
 class Linear(nnx.Module):
@@ -72,10 +73,10 @@ class Norm(nnx.Module):
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
-        scale = self.scale[...].astype(jnp.float32)
+        scale = aligned(self.scale[...].astype(jnp.float32), y)
         y = y * (1 + scale if self.offset else scale)
         if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
+            y = y + aligned(self.bias[...].astype(jnp.float32), y)
         return y.astype(x.dtype)
 
 

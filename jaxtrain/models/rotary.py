@@ -12,6 +12,7 @@ import numpy as np
 from jaxtrain.config.rope import AnyRope, LinearRope, LongRope, RopeScaling, YarnRope
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.layout.sharding import constrain
+from jaxtrain.ops.ranks import aligned
 from jaxtrain.published.longrope import longrope_factor
 
 
@@ -100,7 +101,8 @@ def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *
     if dims < x_BLHK.shape[-1]:
         rotated = rotate(x_BLHK[..., :dims], positions_BL, frequencies, factor=factor)
         return jnp.concatenate([rotated, x_BLHK[..., dims:]], axis=-1)
-    angles = positions_BL[..., None].astype(jnp.float32) * frequencies  # [B, L, R / 2]
+    positions_BL1 = positions_BL[..., None].astype(jnp.float32)
+    angles = positions_BL1 * aligned(frequencies, positions_BL1)  # [B, L, R / 2]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     if factor != 1:
         cos, sin = cos * factor, sin * factor

@@ -64,7 +64,7 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> Scaled:
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     above = ((bits & 0x7FFFFF) > _TOP_MANTISSA).astype(jnp.int32)
     exponent = _TOP_EXPONENT[jnp.dtype(dtype)] - ((bits >> 23) - 127) - above
-    exponent = jnp.clip(exponent, -_MOST_EXPONENT, _MOST_EXPONENT)
+    exponent = jnp.minimum(exponent, _MOST_EXPONENT)  # at least -121, a normal float32 as its inverse is
     limit = float(jnp.finfo(dtype).max)
     values = jnp.clip(x.astype(jnp.float32) * _power_of_two(exponent), -limit, limit).astype(dtype)
     return Scaled(values, jnp.where(jnp.isfinite(largest), _power_of_two(-exponent), jnp.nan))

@@ -19,6 +19,7 @@ from jaxtrain.ops.fp8 import fp8_matmul
 from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.ops.low_rank import adapter_inputs, low_rank_matmul
 from jaxtrain.ops.nf4 import nf4_matmul
+from jaxtrain.ops.ranks import aligned
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.precision.nf4 import Nf4Kernel
 from jaxtrain.precision.quantized import QuantizedKernel
@@ -26,6 +27,8 @@ from jaxtrain.precision.quantized import QuantizedKernel
 # The number format of the step that is being traced, and one entry per layer that was multiplied in it. Set by
 # `use_linear_format` around a trace, never globally.
 _format: contextvars.ContextVar[tuple[str, list[str]] | None] = contextvars.ContextVar("linear_format", default=None)
+# The entry of a layer whose kernel is stored in a format of its own, in which it is multiplied.
+_STORED = "stored"
 
 
 @contextlib.contextmanager
@@ -47,11 +50,17 @@ def use_linear_format(name: str | None, *, required_of: str | None = None) -> It
         yield
     finally:
         _format.reset(token)
-    if name is not None and required_of is not None and not layers:
+    if name is None or required_of is None or name in layers:
+        return
+    if _STORED in layers:
         raise ConfigError(
-            f"precision.policy={name} is for linear layers (jaxtrain.models.layers.Linear), and the model "
-            f"{required_of} has none: nothing would run in it; use precision.policy=bf16"
+            f"precision.policy={name} multiplies kernels of floats, and those of the model {required_of} are stored in "
+            "int8 or nf4: nothing would run in it; use precision.policy=bf16, or leave base= of jt.adapt out"
         )
+    raise ConfigError(
+        f"precision.policy={name} is for linear layers (jaxtrain.models.layers.Linear), and the model "
+        f"{required_of} has none: nothing would run in it; use precision.policy=bf16"
+    )
 
 
 def linear(
@@ -90,7 +99,7 @@ def linear(
     else:
         y_NO = _product(x.reshape(*rows, sizes[0]), kernel.reshape(*sizes), wanted)
     if bias is not None:
-        y_NO = y_NO + bias.reshape(-1)
+        y_NO = y_NO + aligned(bias.reshape(-1), y_NO)
     return y_NO.reshape(*leading, *outputs)
 
 
@@ -132,11 +141,12 @@ def _adapted(
 
 def _product(x_NI: jax.Array, kernel_IO: Any, wanted: tuple[str, list[str]] | None) -> jax.Array:
     """x @ kernel for every kind of kernel without an adapter; `wanted` as in `_format`."""
+    if wanted is not None:
+        wanted[1].append(_STORED if isinstance(kernel_IO, QuantizedKernel | Nf4Kernel) else wanted[0])
     if isinstance(kernel_IO, QuantizedKernel):
         return int8_matmul(x_NI, kernel_IO)
     if isinstance(kernel_IO, Nf4Kernel):
         return nf4_matmul(x_NI, kernel_IO)
     if wanted is None:
         return jnp.dot(x_NI, kernel_IO)
-    wanted[1].append(wanted[0])
     return fp8_matmul(x_NI, kernel_IO)

@@ -18,6 +18,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, constrain, path_name
 from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.task import Batch, TaskSums
+from jaxtrain.parallel.divisors import as_means
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
 from jaxtrain.parallel.reduction import sum_dtype
@@ -48,6 +49,7 @@ def global_row_gradients(
     count: int,
     layout: Layout,
     zero: int,
+    powers_of_two: bool = False,
 ) -> Gradients:
     """Compute the gradients of a loss over all rows, with the model applied to one microbatch at a time.
 
@@ -57,6 +59,7 @@ def global_row_gradients(
         count: microbatches.
         layout: of the step.
         zero: ZeRO stage.
+        powers_of_two: as for `compute_gradients`.
 
     Returns:
         The gradients, and the sums over the global batch.
@@ -106,6 +109,7 @@ def global_row_gradients(
     zeros = keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))
     (total, _), _ = jax.lax.scan(second, (zeros, model_state), (indices, inputs, of_outputs))
     loss_sum, weight, metrics = sums
+    total = as_means(total, weight, powers_of_two=powers_of_two)
     return Gradients(total, loss_sum, weight, last_state, metrics)
 
 

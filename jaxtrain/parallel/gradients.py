@@ -19,19 +19,21 @@ from jaxtrain.layout.scatter import Factors, Parts, use_parts
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
 from jaxtrain.layout.stack_sums import StackSums, use_stack_sums
 from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
+from jaxtrain.parallel.divisors import as_means, loss_constant, loss_divisor
 from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
 from jaxtrain.parallel.reduction import DataReduction, sum_dtype
 from jaxtrain.parallel.traced import calls_back, traced
 from jaxtrain.runtime.choices import note_choice
 
-# What the loss of a microbatch gives besides the number to differentiate: loss sum, weight, model_state, metric sums.
+# What the loss of a microbatch gives besides the number to differentiate, which is the loss sum over the `loss_divisor`
+# of the weight, times the loss scale: loss sum, weight, model_state, metric sums.
 LossParts = tuple[jax.Array, jax.Array, Tree, Sums]
 # (trained params, what the loss reads besides, model_state, batch, key) -> (loss to differentiate, its parts)
 LossFunction = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[jax.Array, LossParts]]
 # By path, arrays of a tree of parameters.
 ByPath = dict[str, jax.Array]
-# (sums of the gradients of the stack, those of the other trained params, and the same arguments) -> (gradients of those
-# that are in no sum yet, the other sums after this microbatch, the parts)
+# (sums of the gradients of the stack, those of the other trained params, and the same arguments) -> (gradients of the
+# sum over rows, of those that are in no sum yet, the other sums after this microbatch, the parts)
 Differentiate = Callable[[ByPath, ByPath, Tree, Tree, Tree, Batch, jax.Array], tuple[ByPath, ByPath, LossParts]]
 # The arguments of the loss -> (gradients summed over microbatches times their weights, model_state, sums)
 Accumulate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, TaskSums]]
@@ -69,10 +71,11 @@ def compute_gradients(
     zero: int = 0,
     on_shards: bool = True,
     stack: str | None = None,
+    powers_of_two: bool = False,
 ) -> Gradients:
     """Compute the gradients of the mean loss, over all microbatches.
 
-    The differentiated loss of a microbatch is its own mean (so that fp16 gradients keep their range); the sum over
+    The differentiated loss of a microbatch is its own mean (or nearly, see `parallel/divisors.py`); the sum over
     microbatches weights each by its share of the global weight, so that the result is that of one large batch.
 
     Args:
@@ -89,6 +92,7 @@ def compute_gradients(
             and draws random numbers of these shapes.
         stack: path of a stack of layers that the loss runs once, by `scan_stack`; None: there is none. The sums over
             microbatches take the gradient of each of its layers in the backward pass, see `layout/stack_sums.py`.
+        powers_of_two: as the loss got it for its `loss_divisor`.
 
     Returns:
         The gradients, and the sums over the global batch.
@@ -97,12 +101,11 @@ def compute_gradients(
         tree, (loss_sum, weight, model_state, metrics) = jax.grad(loss, has_aux=True)(
             params, fixed, model_state, batch, jax.random.fold_in(key, 0)
         )
+        tree = as_means(tree, weight, powers_of_two=powers_of_two)
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     arguments = (params, fixed, model_state, batch, key)
-    if on_shards:
-        accumulate = _choose_accumulation(loss, arguments, accumulation_steps, layout, zero, stack)
-    else:
-        accumulate = _automatic(loss, accumulation_steps, layout, zero, stack)
+    how = (accumulation_steps, layout, zero, stack, powers_of_two)
+    accumulate = _choose_accumulation(loss, arguments, *how) if on_shards else _automatic(loss, *how)
     total, model_state, (loss_sum, weight, metrics) = accumulate(*arguments)
     total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)
@@ -115,6 +118,7 @@ def _choose_accumulation(
     layout: Layout,
     zero: int,
     stack: str | None,
+    powers_of_two: bool,
 ) -> Accumulate:
     """Accumulate on shards of `data` where that gives the same numbers and can be compiled.
 
@@ -127,13 +131,14 @@ def _choose_accumulation(
         count: microbatches.
         layout: of the step.
         zero: ZeRO stage.
-        stack: see `compute_gradients`.
+        stack, powers_of_two: see `compute_gradients`.
     """
-    automatic = _automatic(loss, count, layout, zero, stack)
+    how = (count, layout, zero, stack, powers_of_two)
+    automatic = _automatic(loss, *how)
     params, _, model_state, batch, _ = arguments
     if layout.mesh.shape["data"] == 1 or jax.tree.leaves(model_state):
         return automatic
-    on_shards, operations = traced(_on_shards(loss, params, batch, count, layout, zero, stack), *arguments)
+    on_shards, operations = traced(_on_shards(loss, params, batch, *how), *arguments)
     if not calls_back(operations):
         return on_shards
     why = "the model or its loss calls back to Python (jax.debug.print), which jax cannot on a shard of data"
@@ -141,7 +146,9 @@ def _choose_accumulation(
     return automatic
 
 
-def _automatic(loss: LossFunction, count: int, layout: Layout, zero: int, stack: str | None) -> Accumulate:
+def _automatic(
+    loss: LossFunction, count: int, layout: Layout, zero: int, stack: str | None, powers_of_two: bool
+) -> Accumulate:
     """Build the accumulation whose collectives the compiler places; arguments as those of `_on_shards`."""
 
     def keep_part(total: Tree) -> Tree:
@@ -152,11 +159,19 @@ def _automatic(loss: LossFunction, count: int, layout: Layout, zero: int, stack:
         return keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))
 
     inside = partial(_inside, stack=stack, layout=layout, zero=zero)
-    return partial(_accumulate, _differentiate(loss, None, stack), keep_part, count, zeros, inside)
+    differentiate = _differentiate(loss, None, stack, powers_of_two=powers_of_two)
+    return partial(_accumulate, differentiate, keep_part, count, zeros, inside)
 
 
 def _on_shards(
-    loss: LossFunction, params: Tree, batch: Batch, count: int, layout: Layout, zero: int, stack: str | None
+    loss: LossFunction,
+    params: Tree,
+    batch: Batch,
+    count: int,
+    layout: Layout,
+    zero: int,
+    stack: str | None,
+    powers_of_two: bool,
 ) -> Accumulate:
     """Build the accumulation that is manual over `data`: each shard its own rows, reduced after the loop.
 
@@ -166,7 +181,7 @@ def _on_shards(
         count: microbatches.
         layout: of the step.
         zero: ZeRO stage.
-        stack: see `compute_gradients`.
+        stack, powers_of_two: see `compute_gradients`.
 
     Returns:
         A function of global arrays.
@@ -174,7 +189,11 @@ def _on_shards(
     reduction = DataReduction(layout, zero, stack)
     manual = dataclasses.replace(layout, manual=layout.manual | {"data"})
     differentiate = _differentiate(
-        loss, reduction if reduction.each_microbatch else None, stack, adds_rest=zero == 1 and stack is not None
+        loss,
+        reduction if reduction.each_microbatch else None,
+        stack,
+        powers_of_two=powers_of_two,
+        adds_rest=zero == 1 and stack is not None,
     )
     inside = partial(_inside, stack=stack, layout=layout, zero=zero)
 
@@ -200,7 +219,12 @@ def _on_shards(
 
 
 def _differentiate(
-    loss: LossFunction, reduction: DataReduction | None, stack: str | None, *, adds_rest: bool = False
+    loss: LossFunction,
+    reduction: DataReduction | None,
+    stack: str | None,
+    *,
+    powers_of_two: bool,
+    adds_rest: bool = False,
 ) -> Differentiate:
     """Build the gradients of a microbatch, of which those of the stack are added to the sums as they arise.
 
@@ -209,15 +233,17 @@ def _differentiate(
         reduction: given where each device keeps its part of every microbatch's gradient, as soon as a layer's is there
             (ZeRO-2). Then shards are summed before their gradients can be weighted, so that what is differentiated is
             the sum over rows, divided by the count of targets, so that fp16 gradients keep their range.
-        stack: see `compute_gradients`.
+        stack, powers_of_two: see `compute_gradients`.
         adds_rest: whether the backward pass adds the gradients outside the stack to their sums too, which a
             `reduction` does for those that it scatters.
     """
 
+    per = partial(loss_divisor, powers_of_two=powers_of_two)
+
     def differentiate(
         sums: ByPath, others: ByPath, params: Tree, fixed: Tree, model_state: Tree, batch: Batch, key: jax.Array
     ) -> tuple[ByPath, ByPath, LossParts]:
-        constant = float(jax.tree.leaves(batch.get("targets", batch))[0].size)
+        constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=powers_of_two)
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         whole = {path_name(path): leaf for path, leaf in leaves}
         zeros = {} if reduction is None else _by_path(reduction.zeros(params))
@@ -241,16 +267,16 @@ def _differentiate(
                     contexts.enter_context(use_stack_sums(passing))
                 mean, found = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
             assert passing.end is not None or not sums, f"{stack} is run by scan_stack"
-            mean = mean if reduction is None else mean * (divisor(found[1]) / constant)
+            mean = mean if reduction is None else mean * (per(found[1]) / constant)
             return (mean, passing.end or (sums, factor), parts.ends), found
 
         starts = {name: leaf if dims[name] is None else zeros[name] for name, leaf in whole.items() if name not in sums}
         unread = jnp.float32(0)
         (mean, _, ends), pull, found = jax.vjp(of, starts, sums, unread, others, (unread, unread), has_aux=True)
-        # As a mean, which the caller weights; what is added to sums is weighted there.
-        factor = divisor(found[1]) if reduction is None else jnp.float32(constant)
-        unit = jnp.float32(1) if reduction is None else constant / divisor(found[1])
-        attached = {name: (others[name], (unit, divisor(found[1]))) for name in ends}
+        # What is added to sums in the backward pass is weighted there.
+        factor = per(found[1]) if reduction is None else jnp.float32(constant)
+        unit = jnp.float32(1) if reduction is None else constant / per(found[1])
+        attached = {name: (others[name], (unit, per(found[1]))) for name in ends}
         gradients, sums, _, others, _ = pull((jnp.ones_like(mean), (sums, factor), attached))
         sums |= {name: others[name] for name in ends}
         gradients = {name: gradient for name, gradient in gradients.items() if name not in ends}
@@ -259,7 +285,8 @@ def _differentiate(
                 name: (_scatter(g.astype(sum_dtype(g)), None) if dims[name] is None else g) * unit
                 for name, g in gradients.items()
             }
-        return gradients, sums, found
+        weighted = {name: g.astype(sum_dtype(g)) * per(found[1]) for name, g in gradients.items()}
+        return weighted, sums, found
 
     return differentiate
 
@@ -298,14 +325,13 @@ def _accumulate(
         totals = _by_path(total)
         sums = {name: totals[name] for name in summed_inside}
         others = {name: total for name, total in totals.items() if name not in sums}
-        gradients, sums, (loss_sum, weight, new_state, metrics) = differentiate(
+        weighted, sums, (loss_sum, weight, new_state, metrics) = differentiate(
             sums, others, params, fixed, state, rows, jax.random.fold_in(key, index)
         )
         # The carry keeps its dtypes, whatever dtype a model computes its state in.
         state = jax.tree.map(
             lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), new_state, state
         )
-        weighted = {name: g.astype(sum_dtype(g)) * divisor(weight) for name, g in gradients.items()}
         added = [sums[name] if name in sums else total + weighted[name] for name, total in totals.items()]
         return (keep_part(jax.tree.unflatten(structure, added)), state), (loss_sum, weight, metrics)
 

@@ -31,6 +31,7 @@ def compute_mean_loss(
     zero: int = 0,
     on_shards: bool = True,
     stack: str | None = None,
+    powers_of_two: bool = False,
 ) -> jax.Array:
     """Compute the mean loss over all microbatches; arguments as those of `compute_gradients`.
 
@@ -39,7 +40,7 @@ def compute_mean_loss(
     Returns:
         float32 []: the loss without its scale.
     """
-    del zero, stack  # nothing is reduced here but two numbers
+    del zero, stack, powers_of_two  # nothing is reduced here but two numbers, nor divided but by the weight of all rows
     if accumulation_steps == 1:
         _, (total, weight, _, _) = loss(params, fixed, model_state, batch, jax.random.fold_in(key, 0))
         return total / divisor(weight)

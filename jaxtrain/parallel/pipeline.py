@@ -23,6 +23,7 @@ from jaxtrain.layout.gather import constrain_parameters
 from jaxtrain.layout.order import turn_of
 from jaxtrain.models.task import TaskSums, divisor
 from jaxtrain.parallel import stage as on_stage
+from jaxtrain.parallel.divisors import loss_constant
 from jaxtrain.parallel.gradients import Gradients
 from jaxtrain.parallel.microbatches import Tree, batch_specs
 from jaxtrain.parallel.reduction import DataReduction
@@ -110,6 +111,7 @@ def pipeline_gradients(
     *,
     scale: jax.Array,
     zero: int = 0,
+    powers_of_two: bool = False,
 ) -> Gradients:
     """Compute the gradients of the mean loss over the global batch, by the pipeline's schedule.
 
@@ -123,6 +125,7 @@ def pipeline_gradients(
         key: random key; the index of the microbatch is folded into it.
         scale: float32 [], loss scale.
         zero: ZeRO stage, see `DataReduction`.
+        powers_of_two: whether losses are differentiated over a power of two, see `parallel/divisors.py`.
 
     Returns:
         Gradients sharded over `pipe`, and over `data` as `DataReduction` says.
@@ -130,7 +133,8 @@ def pipeline_gradients(
     reduction = DataReduction(pipeline.layout, zero)
     # Losses are differentiated as sums over this constant, so that fp16 gradients keep their range.
     elements = jax.tree.leaves(batch.get("targets", batch))[0].size
-    constant = elements / (pipeline.schedule.num_microbatches * pipeline.layout.mesh.shape["data"])
+    share = elements / (pipeline.schedule.num_microbatches * pipeline.layout.mesh.shape["data"])
+    constant = loss_constant(share, powers_of_two=powers_of_two)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     over_pipe, everywhere = PartitionSpec("pipe"), PartitionSpec()
     run = on_stage.enter(

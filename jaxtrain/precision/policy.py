@@ -46,6 +46,19 @@ class Policy:
         for name, dtype in (("param_dtype", self.param_dtype), ("compute_dtype", self.compute_dtype)):
             if not _is_floating(dtype):
                 raise ConfigError(refusal(f"Policy: {name}", "a floating-point dtype", dtype, f"{name}=jnp.bfloat16"))
+            most = 64 if jax.config.jax_enable_x64 else 32  # pyright: ignore[reportAttributeAccessIssue]
+            if not 16 <= jnp.finfo(dtype).bits <= most:
+                takes = f"a dtype of 16 to {most} bits"
+                raise ConfigError(refusal(f"Policy: {name}", takes, jnp.dtype(dtype).name, f"{name}=jnp.bfloat16"))
+        if self.linear_format not in (None, "fp8"):
+            takes = "fp8, or None for the compute dtype"
+            raise ConfigError(refusal("Policy: linear_format", takes, self.linear_format, "linear_format='fp8'"))
+        if self.linear_format == "fp8" and jnp.dtype(self.compute_dtype) == jnp.float16:
+            # Its products are sums of numbers of up to 448 x 57344, scaled afterwards.
+            raise ConfigError(
+                "Policy: linear_format='fp8' takes compute_dtype bfloat16 or float32, not float16, in which products "
+                "of 8-bit numbers overflow; write compute_dtype=jnp.bfloat16"
+            )
         write = "loss_scaled=True"
         check_kind(self.loss_scaled, bool, what="Policy: loss_scaled", takes="True or False", write=write)
         try:

@@ -143,6 +143,7 @@ def fit(
     given["name"] = folder.name or "run"
     distributed.start(compilation_cache=settings.compilation_cache)
     from jaxtrain.train.checks import check_parts
+    from jaxtrain.train.given_params import path_given
     from jaxtrain.train.own_step import OwnStep, check_shown
 
     check_parts(model, task, optimizer)
@@ -161,7 +162,7 @@ def fit(
         trainable=trainable,
         rules=rules,
         mesh=mesh,
-        params=params,
+        params=path_given(params),
         model_state=model_state,
         skip=skip,
     )
@@ -268,7 +269,16 @@ def _sizes(data: "Data", settings: Config, *, epochs: float | None, has_batch_si
         if epochs is not None:
             raise ConfigError(f"epochs={epochs}, but an iterable of batches does not say its length; give steps=")
         return {"global_batch_size": data.train.batch_size}
-    return {} if epochs is None else {"steps": math.ceil(epochs * len(data.train) / size)}
+    return {} if epochs is None else {"steps": _num_steps(epochs, len(data.train), size)}
+
+
+def _num_steps(epochs: float, num_rows: int, size: int) -> int:
+    """The steps that so many passes take; the last batch may go beyond them.
+
+    A product of floats may lie a hair above the whole number that is meant: 1.1 * 100 is 110.00000000000001.
+    """
+    steps = epochs * num_rows / size
+    return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-12) else math.ceil(steps)
 
 
 def _check_sizes(config: Config, found: Mapping[str, int], data: "Data", *, epochs: float | None) -> None:

@@ -19,6 +19,7 @@ from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.called_sources import called_sources, source_changes
 from jaxtrain.run.opened_data import built_from, open_saved_data, rows_of_given
 from jaxtrain.run.own_parts import check_evaluable
+from jaxtrain.run.run_path import RunPath
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from jaxtrain.train.state import EvaluationState
 
 
-class OpenedRun:
+class OpenedRun(RunPath):
     """A run, opened by `open_run`.
 
     Attributes:
@@ -235,10 +236,9 @@ class OpenedRun:
         from jaxtrain.models.tasks import build_task
         from jaxtrain.run.predict import Predictor
 
-        task = self._own_task or build_task(self.config)
         return Predictor(
             self.sharded_model,
-            batch_axes=task.batch_axes,
+            batch_axes=(self._own_task or build_task(self.config)).batch_axes,
             trained_on=self.info.get("data") or {},
             compiler_options=self.config.compiler_options,
         )

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data import Batches, Data
+from jaxtrain.data.masked import check_unmasked
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError, UserError
 from jaxtrain.models.model import ModelState, Params
@@ -201,6 +202,7 @@ class Predictor:
 
 
 def _as_array(leaf: Any) -> np.ndarray:
+    check_unmasked(leaf, "predict was given an array")
     try:
         return np.asarray(leaf)
     except ValueError:

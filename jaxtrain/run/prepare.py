@@ -64,6 +64,7 @@ from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
 from jaxtrain.runtime.tried_options import Attempt, settle, try_options
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
+from jaxtrain.train.option_checks import check_jit
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.start import restore_base
 from jaxtrain.train.state import TrainState
@@ -107,6 +108,7 @@ def prepare_session(
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
+    check_jit()
     spent = TimeSpent(during=activity.during)
     with spent.measure("reading data"):
         parts = {"model": model, "task": task, "data": data, "own_step": own_step}

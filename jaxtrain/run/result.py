@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtrain.metrics.run_card import run_card, run_text
+from jaxtrain.run.run_path import RunPath
 
 if TYPE_CHECKING:
     from jaxtrain.train.state import TrainState
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(RunPath):
     """How a run ended.
 
     Attributes:

@@ -81,7 +81,9 @@ def random_key(seed: Any, like: Any) -> jax.Array:
         raise ConfigError(f"the seed is {_name(seed)}; give a whole number or jax.random.key(0)")
     if not -(2**31) <= int(seed) < 2**32:
         raise ConfigError(f"seed {int(seed)} has more than 32 bits, of which jax would drop some; use a smaller one")
-    return jax.random.key(int(seed))
+    # A seed is one number, which a user's guard need not ask about.
+    with jax.transfer_guard("allow"):
+        return jax.random.key(int(seed))
 
 
 def check_model(model: Any) -> None:

@@ -1,6 +1,7 @@
 """Parameters or model_state that are given: a table of paths, shapes and dtypes first, arrays when they are fetched."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import CheckpointInfo
@@ -19,7 +21,7 @@ from jaxtrain.interop.quantize import read_kernel
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.runtime.donation import first_deleted
-from jaxtrain.train.state import TrainState
+from jaxtrain.train.state import EvaluationState, TrainState
 
 # Moving averages, which evaluation uses, stand in for what they are averages of.
 _AVERAGES = {"params": "ema", "model_state": "ema_model_state"}
@@ -54,17 +56,32 @@ def paths_of(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def path_given(params: Any) -> Any:
+    """The path that stands for a run which was opened or trained, and anything else as it is."""
+    return os.fspath(params) if isinstance(params, os.PathLike) and not isinstance(params, Path) else params
+
+
 def given_tree(name: str, tree: Any) -> Given:
     """Arrays that a user gives, after checks of what they are."""
     if isinstance(tree, TrainState):
         raise ConfigError(f"{name} is a TrainState; write params=state.params, model_state=state.model_state")
+    if isinstance(tree, EvaluationState):
+        raise ConfigError(
+            f"{name} is an EvaluationState; write params=state.evaluation_params, "
+            "model_state=state.evaluation_model_state"
+        )
     if tree is None or isinstance(tree, str | bytes | int | float) or inspect.isroutine(tree):
         what = repr(tree) if isinstance(tree, str | int | float) else f"a {type(tree).__name__}"
         raise ConfigError(f"{name} is {what}; give a tree of arrays like that of model.init, or the path of a run")
     gone = first_deleted(tree)
     if gone is not None:
         raise ConfigError(f"{gone} of {name} is deleted, since a step took it over; copy arrays before that")
-    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = paths_of(tree)
+    if "" in leaves and not isinstance(tree, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        raise ConfigError(
+            f"{name} is an instance of {type(tree).__name__}; give a tree of arrays like that of model.init, or the "
+            "path of a run"
+        )
 
     def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
         return {path: jax.device_put(leaves[path], like.sharding) for path, like in wanted.items()}

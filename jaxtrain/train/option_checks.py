@@ -58,12 +58,26 @@ def _check_schedule(schedule: Callable[..., Any]) -> None:
         raise ConfigError(f"{what} gave {shown(rate)}; {write}")
 
 
+def check_jit() -> None:
+    """Raise where nothing is compiled.
+
+    Raises:
+        ConfigError: jax_disable_jit is on.
+    """
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue] made when jax is imported
+        raise ConfigError(
+            "jax_disable_jit is on, and a step that is compiled ahead of time, as fit and runs do, cannot be called "
+            "without jit; switch it off, or call step(state, batch) of a step that was not compiled"
+        )
+
+
 def check_compiled(compiled: Any) -> None:
-    """Raise where something is no compiled program.
+    """Raise where something is no compiled program, or none may be called.
 
     Raises:
         ConfigError: what was given, and how to make one.
     """
+    check_jit()
     if not isinstance(compiled, jax.stages.Compiled):
         raise ConfigError(
             refusal("TrainStep.use", "a compiled step", compiled, "step.use(step.lower(batch).compile())")

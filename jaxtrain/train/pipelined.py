@@ -83,7 +83,18 @@ def step_gradients(
     fixed = jax.tree.map(lambda t, p: p if t is None else None, trained, ready, is_leaf=lambda leaf: leaf is None)
     assert parts is not None
     stages = _ModelStages(parts, task, policy, train=True)
-    return pipeline_gradients(pipeline, stages, merge_leaves, chosen, fixed, dict(batch), key, scale=scale, zero=zero)
+    return pipeline_gradients(
+        pipeline,
+        stages,
+        merge_leaves,
+        chosen,
+        fixed,
+        dict(batch),
+        key,
+        scale=scale,
+        zero=zero,
+        powers_of_two=policy.linear_format is not None,
+    )
 
 
 def evaluation_sums(

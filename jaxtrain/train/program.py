@@ -14,9 +14,10 @@ from jaxtrain.layout.sharding import use_layout
 from jaxtrain.models.model import Model, ModelState, Params, PartsApply
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel, stored_params
-from jaxtrain.models.task import Batch, Task, TaskSums, divisor
+from jaxtrain.models.task import Batch, Task, TaskSums
 from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.optim.offload import to_host
+from jaxtrain.parallel.divisors import loss_divisor
 from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients
 from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.mean_loss import compute_mean_loss
@@ -236,6 +237,7 @@ def _gradients(
 ) -> Any:
     """Gradients of the mean loss over the global batch, times the loss scale (float32 []); or what `compute` gives."""
     sharded_model, task, settings = program.sharded_model, program.task, program.settings
+    powers_of_two = sharded_model.policy.linear_format is not None
 
     def loss(
         trained: Params, fixed: tuple[_Fixed, jax.Array], model_state: ModelState, rows: Batch, key: jax.Array
@@ -244,7 +246,12 @@ def _gradients(
         params = merge_leaves(trained, read.params)
         (loss_sum, weight, metrics), model_state = _sums_of(program, read, params, model_state, rows, key)
         weight = jax.lax.stop_gradient(weight)
-        return loss_sum / divisor(weight) * scale, (loss_sum, weight, model_state, metrics)
+        return loss_sum / loss_divisor(weight, powers_of_two=powers_of_two) * scale, (
+            loss_sum,
+            weight,
+            model_state,
+            metrics,
+        )
 
     step_key = jax.random.fold_in(state.key, state.step)
     if program.pipeline is not None:
@@ -267,14 +274,24 @@ def _gradients(
     arguments = (trained, (_fixed_of(program, state), scale), state.model_state, batch, step_key)
     with use_layout(layout):
         if task.rows == "global" and count > 1:
-            return global_row_gradients(_two_passes(program), *arguments, count=count, layout=layout, zero=zero)
+            passes = _two_passes(program, powers_of_two=powers_of_two)
+            return global_row_gradients(
+                passes, *arguments, count=count, layout=layout, zero=zero, powers_of_two=powers_of_two
+            )
         # A shard of data holds some rows of a microbatch only.
         on_shards = task.rows == "separate" and not task.calls_model
         if on_shards and count > 1 and layout.mesh.shape["data"] > 1:
             on_shards = not model_mixes_rows(sharded_model, state, batch, count)
         stack = None if task.calls_model else _stack_run_once(sharded_model.model)
         return compute(
-            loss, *arguments, accumulation_steps=count, layout=layout, zero=zero, on_shards=on_shards, stack=stack
+            loss,
+            *arguments,
+            accumulation_steps=count,
+            layout=layout,
+            zero=zero,
+            on_shards=on_shards,
+            stack=stack,
+            powers_of_two=powers_of_two,
         )
 
 
@@ -287,7 +304,7 @@ def _stack_run_once(model: Model) -> str | None:
     return parts.stack if parts.stack in model.gathers_itself else None
 
 
-def _two_passes(program: StepProgram) -> TwoPasses:
+def _two_passes(program: StepProgram, *, powers_of_two: bool) -> TwoPasses:
     """The outputs of a microbatch and the loss of all rows, for a task whose rows depend on one another."""
     sharded_model, task = program.sharded_model, program.task
 
@@ -301,6 +318,6 @@ def _two_passes(program: StepProgram) -> TwoPasses:
         with jax.named_scope("loss"):
             total, weight, metrics = task_sums(task, outputs, batch, train=True)
         weight = jax.lax.stop_gradient(weight)
-        return total / divisor(weight) * fixed[1], (total, weight, metrics)
+        return total / loss_divisor(weight, powers_of_two=powers_of_two) * fixed[1], (total, weight, metrics)
 
     return TwoPasses(outputs, loss)

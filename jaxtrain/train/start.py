@@ -321,6 +321,9 @@ def _taken(
     expected, stored = paths_of(drawn), paths_of(wanted)
     needed = [path for path in expected if path not in free and only(path) and not _matches(path, patterns)]
     missing = [path for path in needed if path not in given.leaves]
+    if set(expected) != set(given.leaves) and "" in (*expected, *given.leaves):  # a path that no pattern can be of
+        found, asked = ("one array" if "" in leaves else "a tree of arrays" for leaves in (given.leaves, expected))
+        raise ConfigError(f"{given.name} does not fit the model of this step: it is {found}, wanted is {asked}")
     extra = [path for path in given.leaves if path not in expected and not _matches(path, patterns)]
     if missing or extra:
         count = f" ({len(missing)} missing, {len(extra)} too many)" if len(missing) + len(extra) > 1 else ""

@@ -1,5 +1,6 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource
 from jaxtrain.train.checks import random_key
 from jaxtrain.train.first_state import FirstState
+from jaxtrain.train.given_params import path_given
 from jaxtrain.train.gradient_program import compile_gradients
 from jaxtrain.train.optimizer_arguments import check_optimizer_state
 from jaxtrain.train.option_checks import check_compiled
@@ -143,7 +145,7 @@ class TrainStep:
         self,
         seed: int | jax.Array,
         *,
-        params: Params | str | Path | None = None,
+        params: Params | str | os.PathLike[str] | None = None,
         model_state: ModelState | None = None,
         skip: Sequence[str] = (),
         adapter: str | Path | None = None,
@@ -159,7 +161,8 @@ class TrainStep:
                 ("runs/x"), of its `checkpoints` folder, or of one step in it ("runs/x/checkpoints/400"): its newest
                 intact step, or that one, is read straight into the shardings of this step. Of a run with a moving
                 average (`ema_decay`) the average is taken where a parameter has one, else what its optimizer keeps for
-                evaluation (Lookahead, schedule-free); its model_state comes along.
+                evaluation (Lookahead, schedule-free); its model_state comes along. What `open_run` and `fit` return
+                stands for the path of its run, or of the step that was opened.
             model_state: batch statistics and the like to start from, a tree like that of `model.init`; None: those of
                 the run in `params`, else those of `model.init`.
             skip: patterns of paths of parameters (and of model_state), with `*`, that are not taken from what is given
@@ -178,7 +181,7 @@ class TrainStep:
         key = random_key(seed, self.abstract_state.key)
         trains = self.program.settings.trainable
         start = accept_start(
-            params, model_state, skip, sharded_model=self.sharded_model, trains=trains, adapter=adapter
+            path_given(params), model_state, skip, sharded_model=self.sharded_model, trains=trains, adapter=adapter
         )
         state = self._first_state(key, start)
         give_back_free_memory()  # what reading took beside the arrays

@@ -72,6 +72,25 @@ def test_only_prints_one_group(cli):
     assert {line.split()[0].rpartition(".")[0] for line in answer.out.splitlines()[1:]} == {"optimizer.schedule"}
 
 
+def test_only_prints_the_yaml_of_one_group_at_its_place(cli, tmp_path):
+    answer = cli("config", "quickstart", "optimizer.schedule.warmup_steps=7", "--yaml", "--only", "optimizer.schedule")
+    (tmp_path / "part.yaml").write_text(answer.out)
+    assert answer.out.splitlines()[:2] == ["optimizer:", "  schedule:"]
+    assert load_config(tmp_path / "part.yaml").config.optimizer.schedule.warmup_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["quickstart", "--yaml", "--only", "optimize"], "--only optimize: no key begins with it; did you mean"),
+        (["--json-schema", "--only", "optimizer"], "--json-schema prints every key; leave out --only"),
+    ],
+)
+def test_only_is_not_passed_over(cli, words, said):
+    answer = cli("config", *words)
+    assert (answer.code, answer.out, said in answer.err, answer.err.count("\n")) == (2, "", True, 1)
+
+
 @pytest.mark.parametrize("columns", ["160", "60"], ids=["wide", "narrow"])
 def test_terminal_shows_groups_with_their_keys(cli, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)

@@ -1,5 +1,7 @@
 """What of a config does not belong together, told before any data is read; keys that do nothing are told too."""
 
+import json
+
 import pytest
 
 from jaxtrain.config import load_config
@@ -45,11 +47,16 @@ def test_told_with_where_it_was_set(name):
 REFUSED = {
     "a task of other data": (["task=classification"], "set task=language_modeling"),
     "a model of other data": (["model.kind=mlp"], "use model.kind=transformer"),
+    "fp8 over kernels in 4 bits": (
+        ["precision.policy=fp8", "finetune.base=nf4", "finetune.lora.rank=2"],
+        "finetune.base=nf4 stores them in 4 bits; use precision.policy=bf16, or leave finetune.base out",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_train_bench_and_plan_refuse_and_config_remarks(cli, name):
+def test_train_bench_and_plan_refuse_and_config_remarks(cli, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # rows beside it train in runs/quickstart too
     overrides, said = REFUSED[name]
     with pytest.raises(ConfigError, match=said):
         check_kinds(load_config("quickstart", overrides=overrides).config)
@@ -84,6 +91,7 @@ def test_options_of_a_loss_that_is_not_there_are_refused():
     check_kinds(config, own_task=True)  # which may read them
 
 
+_PROMPT = ("evaluation.sample_prompt",)
 # id: (overrides, the keys that are told)
 IDLE = {
     "names under dots": (["remat.names=[query]"], ["remat.names"]),
@@ -129,6 +137,42 @@ IDLE = {
         ["optimizer.schedule.decay_steps", "optimizer.schedule.final_fraction"],
     ),
     "an end": (["optimizer.schedule.final_fraction=0.5"], []),
+    "chunks without a pipeline": (["parallel.chunks=4"], ["parallel.chunks"]),
+    "scales of what is no nf4": (["finetune.double_quantization=false"], ["finetune.double_quantization"]),
+    "scales of nf4": (
+        ["finetune={double_quantization: false, base: nf4, lora: {rank: 2}}"],
+        [],
+    ),
+    "pictures of tokens": (
+        ["data={kind: synthetic, num_classes: 5, image_size: 8, num_columns: 3, num_channels: 1, vocab_size: 300}"],
+        ["data.num_classes", "data.image_size", "data.num_columns", "data.num_channels"],
+    ),
+    "columns of images": (
+        ["data={kind: synthetic, task: images, num_classes: 5, image_size: 8, num_columns: 3, vocab_size: 300}"],
+        ["data.num_columns", "data.vocab_size"],
+    ),
+    "a sample without a tokenizer": (["data={kind: synthetic}", "evaluation.sample_prompt=hello"], [*_PROMPT]),
+    "a sample of classes": (
+        ["model.kind=mlp", "data={kind: digits}", "task=classification", "evaluation.sample_prompt=hello"],
+        [*_PROMPT],
+    ),
+    "a shipped prompt beside other data": (["data={kind: synthetic}"], []),
+    "limits of no watchdog": (["watchdog={enabled: false, step_seconds: 5}"], ["watchdog.step_seconds"]),
+    "limits of a watchdog": (["watchdog={step_seconds: 5}"], []),
+    "no watchdog with its defaults": (["watchdog={enabled: false, step_seconds: 300}"], []),
+    "a roll back that is a skip": (
+        ["spikes={action: skip, roll_back_steps: 5, skip_batches: 2, max_roll_backs: 1}"],
+        ["spikes.roll_back_steps", "spikes.skip_batches", "spikes.max_roll_backs"],
+    ),
+    "a roll back": (["spikes={action: roll_back, roll_back_steps: 5}", "checkpoint.every=5"], []),
+    "no checks": (["checks={}"], ["checks"]),
+    "checks": (["checks={replay_every: 5}"], []),
+    "two texts": (["data.path=x.txt", "data.builtin=python_source"], ["data.builtin"]),
+    "a vocabulary of bytes": (
+        ["data.tokenizer.kind=byte", "data.tokenizer.vocab_size=300"],
+        ["data.tokenizer.vocab_size"],
+    ),
+    "bytes in place of the shipped vocabulary": (["data.tokenizer.kind=byte"], []),
     "at its default": (["parallel.schedule=1f1b", "profile.num_steps=3"], []),
 }
 
@@ -136,13 +180,54 @@ IDLE = {
 @pytest.mark.parametrize("name", IDLE)
 def test_keys_without_effect_are_told(name):
     overrides, keys = IDLE[name]
-    notes = load_config("quickstart", overrides=overrides).notes
+    notes = [note for note in load_config("quickstart", overrides=overrides).notes if "gave way" not in note]
     assert [note.partition(" (command line) has no effect: ")[0] for note in notes] == keys
 
 
-def test_a_whole_config_tells_nothing_of_its_defaults():
-    whole = load_config("quickstart").config.model_dump(mode="json")
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param("quickstart", [], id="quickstart"),
+        pytest.param(None, ["data={kind: synthetic, task: images}"], id="synthetic"),
+        pytest.param(None, ["watchdog={enabled: false}", "spikes={}", "checks={replay_every: 2}"], id="groups"),
+    ],
+)
+def test_a_whole_config_tells_nothing_of_its_defaults(name, overrides):
+    whole = load_config(name, overrides=overrides).config.model_dump(mode="json")
     assert load_config(whole).notes == ()
+
+
+# id: (the file, overrides, where the path is set; None: it is taken)
+PATHS = {
+    "no kind": ("", ["data.tokenizer.path=x.json"], "command line"),
+    "the kind of the file": ("data: {tokenizer: {kind: bpe}}", ["data.tokenizer.path=x.json"], "command line"),
+    "both in the file": ("data: {tokenizer: {kind: bpe, path: x.json}}", [], "mine.yaml:1"),
+    "both on the command line": ("", ["data.tokenizer={kind: byte, path: x.json}"], "command line"),
+    "a kind of its own": ("data: {tokenizer: {kind: file, path: x.json}}", ["data.tokenizer.kind=byte"], None),
+    "what reads it": ("", ["data.tokenizer={kind: file, path: x.json}"], None),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_tokenizer_that_is_not_read_is_refused(written, name):
+    text, overrides, where = PATHS[name]
+    path = written(text)
+    if where is None:
+        load_config(path, overrides=overrides)
+        return
+    with pytest.raises(ConfigError, match=r"set data\.tokenizer\.kind=file, or leave the path out$") as caught:
+        load_config(path, overrides=overrides)
+    assert f"data.tokenizer.path=x.json ({where}) is not read, since data.tokenizer.kind is b" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_with_a_tokenizer_that_was_not_read_still_loads(tmp_path):
+    config = load_config("quickstart").config.model_dump(mode="json")
+    config["data"]["tokenizer"] |= {"kind": "byte", "path": "x.json"}
+    (tmp_path / "run.json").write_text(json.dumps({"name": "old", "config": config}))
+    loaded = load_config(tmp_path)
+    assert loaded.config.model_dump()["data"]["tokenizer"]["path"] == "x.json"
+    assert any(note.startswith("data.tokenizer.path (") and note.endswith("file does") for note in loaded.notes)
 
 
 def test_remat_of_a_model_without_blocks_is_told():

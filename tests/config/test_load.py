@@ -223,6 +223,24 @@ WRONG_VALUES = {
     "null for int": ("train.steps=", "train.steps is null (command line); it takes int"),
     "int for bool": ("logging.tensorboard=1", "logging.tensorboard is 1 (command line); it takes true | false"),
     "int for text": ("name=5", "name is 5 (command line); it takes text | null"),
+    "name of a tag": (
+        'logging.tags={"a: b": x}',
+        "a name in logging.tags is 'a: b' (command line); a name there is 1 to 60 letters, digits, '_' and '-'",
+    ),
+    "number for a tag": (
+        "logging.tags.run=3",
+        "logging.tags.run is 3 (command line); it takes text: quote it, as in logging.tags.run='\"3\"'",
+    ),
+    "point in the name of a tag": (
+        "logging.tags.a.b=c",
+        "logging.tags.a is {'b': 'c'} (command line); it takes text; a point in a name is read as a group, write '_'",
+    ),
+    "list for a tag": ("logging.tags.a=[1]", "logging.tags.a is [1] (command line); it takes text"),
+    "long tag": (
+        f"logging.tags.a={'b' * 501}",
+        f"logging.tags.a is '{'b' * 199}... (command line); it takes text of at most 500 characters",
+    ),
+    "number for tags": ("logging.tags=3", "logging.tags is 3 (command line); it takes map of text"),
     "text for list": ("optimizer.freeze=a", "optimizer.freeze is 'a' (command line); it takes list of text, as in [a]"),
     "octal-looking": ("train.steps=010", "train.steps is '010' (command line); it takes int"),
     "negative": ("train.steps=-1", "train.steps is -1 (command line); it takes int, greater than 0"),

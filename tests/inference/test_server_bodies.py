@@ -68,9 +68,9 @@ WRONG_COMPLETIONS = {
     "a negative repetition penalty": ({"repetition_penalty": -1}, "repetition_penalty", "above 0"),
     "presence penalty": ({"presence_penalty": 2.1}, "presence_penalty", "from -2 to 2"),
     "frequency penalty": ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
-    "a bias of a word": ({"logit_bias": {"the": 1}}, "a key of logit_bias", "a token id"),
+    "a bias of a word": ({"logit_bias": {"the": 1}}, "logit_bias", "a token id"),
     "a bias of too much": ({"logit_bias": {"1": 101}}, "logit_bias[1]", "from -100 to 100"),
-    "a bias outside of the vocabulary": ({"logit_bias": {"258": 1}}, "a key of logit_bias", "0 to 257"),
+    "a bias outside of the vocabulary": ({"logit_bias": {"258": 1}}, "logit_bias", "0 to 257"),
     "n of 0": ({"n": 0}, "n", "from 1 to 128"),
     "n of a thousand": ({"n": 1000}, "n", "from 1 to 128"),
     "n as a fraction": ({"n": 1.5}, "n", "whole number"),
@@ -218,12 +218,36 @@ GROWN = {
     "parts of a character begin where it does": (
         {"logprobs": 0}, "aé", (["a", "é"], "length", [("a", 0), ("\ufffd", 1), ("\ufffd", 1)]),
     ),
+    "a token after bytes that are no character": (
+        {"logprobs": 0}, b"a\xe2bc",
+        (["a", "\ufffdb", "c"], "length", [("a", 0), ("\ufffd", 1), ("b", 2), ("c", 3)]),
+    ),
+    "two bytes of a character that never ends": (
+        {"logprobs": 0}, b"\xe2\x82b", (["\ufffdb"], "length", [("\ufffd", 0), ("\ufffd", 0), ("b", 1)]),
+    ),
+    "bytes that begin nothing": (
+        {"logprobs": 0}, b"\xff" * 5,
+        (["\ufffd", "\ufffd", "\ufffd" * 3], "length", [("\ufffd", place) for place in range(5)]),
+    ),
+    "a stop token after bytes that are no character": (
+        {"logprobs": 0}, [97, 0xE2, END], (["a", "\ufffd"], "stop", [("a", 0), ("\ufffd", 1), ("<|im_end|>", 2)]),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "written", "expected"), GROWN.values(), ids=GROWN)
 def test_tokens_become_pieces_of_text(fields, written, expected):
-    assert grown(completion(**fields), list(written.encode())) == expected
+    assert grown(completion(**fields), list(written.encode() if isinstance(written, str) else written)) == expected
+
+
+def test_a_prompt_that_is_given_back_has_the_places_of_its_tokens():
+    tokens = [97, 0xE2, 98, *"é".encode(), 0xE2]
+    call = completion(prompt=tokens, echo=True, logprobs=0)
+    piece = Choice(call, call.prompts[0], TOKENIZER, TokenTexts(TOKENIZER)).begin(
+        [None, *(Emitted(token, -0.5, ()) for token in tokens[1:])]
+    )
+    assert piece.text == "a\ufffdbé\ufffd"
+    assert [one.offset for one in piece.scored] == [0, 1, 2, 3, 3, 4]
 
 
 def test_the_token_that_ends_is_scored_in_completions_alone():

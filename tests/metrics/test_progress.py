@@ -193,6 +193,8 @@ def test_trend_keeps_ends_and_stays_small():
     assert trend.ends() == (9.0, 1 / 50_000)
     assert len(trend._values) <= 1024
     assert len(trend.sparkline()) == 40
+    trend.add(math.nan)
+    assert (trend.ends()[0], math.isnan(trend.ends()[1]), len(trend.sparkline())) == (9.0, True, 40)
 
 
 @pytest.mark.parametrize(

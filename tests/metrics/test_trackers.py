@@ -11,11 +11,12 @@ import pytest
 
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.recorded import Text
 from jaxtrain.metrics.trackers import background
 from jaxtrain.metrics.trackers.background import BackgroundTracker
 from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.trackers.table import TRACKERS, _allowed
-from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Text, Tracker
+from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Tracker
 
 REFUSED = OSError("refused")
 INFO = {"name": "r", "config": {"train": {"steps": 4}, "seed": 0}, "git_commit": "abc"}

@@ -1,4 +1,4 @@
-"""Metric files: strict JSON lines, what a resume drops, and TensorBoard events."""
+"""Metric files: strict JSON lines, and what a resume drops."""
 
 import json
 import types
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import LoggingConfig
-from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, TensorBoardWriter, open_writers
+from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, open_writers
 
 
 def _refuse(constant):
@@ -78,26 +78,6 @@ def test_truncate_after(tmp_path, before, step, after):
     writer.scalars(step + 1, {"loss": 2.0})
     writer.close()
     assert _rows(path)[-1] == {"step": step + 1, "loss": 2.0}
-
-
-def test_tensorboard_holds_numbers_and_purges_on_resume(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event
-
-    writer = TensorBoardWriter(tmp_path / "tb", resumed_step=4)
-    writer.scalars(5, {"step": 5, "loss": 1.25, "model_flops_utilization": None})
-    writer.text(5, "sample", "hello")
-    writer.close()
-    [path] = (tmp_path / "tb").iterdir()
-    data, events = path.read_bytes(), []
-    while data:
-        # TFRecord: length (8 bytes), its checksum (4), payload, its checksum (4).
-        length = int.from_bytes(data[:8], "little")
-        events.append(Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    tags = {value.tag: (event.step, value.simple_value) for event in events for value in event.summary.value}
-    assert tags["loss"] == (5, 1.25)
-    assert set(tags) == {"loss", "sample/text_summary"}
-    assert any(event.session_log.status == event.session_log.START and event.step == 5 for event in events)
 
 
 def test_open_writers_drops_later_rows_and_writes_both(tmp_path):

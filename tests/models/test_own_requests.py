@@ -28,7 +28,6 @@ from jaxtrain import (
     make_train_step,
 )
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.precision.policy import Policy
 from jaxtrain.train.assemble import build_step
 
 ROWS = np.ones((8, 8), np.float32)
@@ -165,11 +164,6 @@ REFUSED = {
         PLAIN,
         dict(rules={"mlp": ("model",)}),
         "'mlp' goes to mesh axis 'model'; the axes",
-    ),
-    "unknown linear format": (
-        PLAIN,
-        dict(policy=Policy("mine", jnp.float32, jnp.bfloat16, None, linear_format="int4")),
-        "no linear_format 'int4'",
     ),
     "fp8 without our linear layers": (PLAIN, dict(policy="fp8"), "nothing would run in it"),
     "bf16 on Linen in float32": (

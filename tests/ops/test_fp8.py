@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.fp8 import FORWARD, GRADIENT, fp8_matmul, quantize
 from jaxtrain.ops.linear import linear, use_linear_format
+from jaxtrain.precision.quantized import quantize_kernel
 
 # Eager operations compile one by one.
 fast_quantize = jax.jit(quantize, static_argnums=1)
@@ -34,7 +35,7 @@ def reference_quantize(x: np.ndarray, dtype, most: float) -> tuple[np.ndarray, f
     return np.clip(x / unit, -most, most).astype(np.float32).astype(dtype).astype(np.float64), unit
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e-20, 3e12, 448 / 449], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 1e-20, 3e12, 1e35, 448 / 449], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounding(name, dtype, factor):
@@ -138,6 +139,18 @@ def test_a_model_without_linear_layers_is_told():
         use_linear_format("fp8", required_of="net"),
     ):
         linear(jnp.ones((1, 2)), jnp.ones((2, 2)))  # without low_precision, as an output layer is
+
+
+def test_kernels_that_are_stored_in_integers_are_told():
+    kernel = quantize_kernel(jnp.ones((2, 2)), 1, 1, activations=False)
+    with (
+        pytest.raises(
+            ConfigError, match=r"precision.policy=fp8 multiplies kernels of floats, .*leave base= of"
+        ) as caught,
+        use_linear_format("fp8", required_of="net"),
+    ):
+        linear(jnp.ones((1, 2)), kernel, low_precision=True)
+    assert "\n" not in str(caught.value)
 
 
 POLICIES = {

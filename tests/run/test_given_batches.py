@@ -16,6 +16,7 @@ from training_runs import losses
 import jaxtrain as jt
 from jaxtrain.data.sources.given import data_of
 from jaxtrain.data.stream import BatchStream
+from jaxtrain.run.fit import _num_steps
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 Y = X.argmax(-1).astype(np.int32)
@@ -295,3 +296,12 @@ def test_tokens_that_grain_batches_are_a_sequence() -> None:
     data = data_of(rows, validation=None)
     assert len(data.train) == 10
     assert data.input_shape == (20,)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "num_rows", "size", "steps"),
+    [(1.1, 100, 10, 11), (0.07, 100, 1, 7), (2.2, 100, 20, 11), (1 / 11, 11, 1, 1), (1.11, 100, 10, 12), (2, 7, 4, 4)],
+)
+def test_passes_over_the_rows_are_steps(epochs: float, num_rows: int, size: int, steps: int) -> None:
+    """The products of some floats are a hair above the whole number that is meant."""
+    assert _num_steps(epochs, num_rows, size) == steps

@@ -122,6 +122,25 @@ def test_given_parameters_are_compared_by_content(tmp_path: Path) -> None:
         fit(tmp_path, params=start(0.25))
 
 
+def test_what_ran_or_was_opened_stands_for_the_path_of_its_run(tmp_path: Path) -> None:
+    pretrained = tmp_path / "pretrained"
+    first = fit(pretrained, checkpoint={"every": 1})
+    step = jt.make_train_step(model(), own_task(1.0), optax.sgd(0.1))
+
+    def kernel(given: Any) -> np.ndarray:
+        return np.asarray(step.init(0, params=given).params["w"])
+
+    earlier = jt.open_run(pretrained, model=model(), step=1)
+    assert np.array_equal(kernel(jt.open_run(pretrained, model=model())), first.state.params["w"])
+    assert np.array_equal(kernel(first), first.state.params["w"])
+    assert np.array_equal(kernel(earlier), kernel(pretrained / "checkpoints" / "1"))
+    assert not np.array_equal(kernel(earlier), kernel(first))
+    fit(tmp_path / "run", params=str(pretrained))
+    assert fit(tmp_path / "run", params=first).step == 2, "the same start"
+    with pytest.raises(jt.ConfigError, match="params="):
+        fit(tmp_path / "run", params=earlier)
+
+
 @pytest.mark.long
 def test_the_record_of_own_parts_is_enough_for_baseline_and_evaluation(tmp_path: Path) -> None:
     held_out = {"inputs": X, "targets": np.where(np.arange(32) % 4 == 0, -1, Y), "weights": np.where(Y == 0, 2.0, 1.0)}

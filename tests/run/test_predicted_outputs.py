@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import grain
 import jax
 import numpy as np
 import optax
@@ -9,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config import load_config
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.run.predict_file import predicted_rows
 from jaxtrain.run.predict_rows import RowReader
 
@@ -66,6 +67,12 @@ def test_a_run_from_python_takes_arrays(tmp_path):
         jt.fit(model, task, optax.sgd(0.0), run_dir=tmp_path / task.name, **options)
         found.append(jt.open_run(tmp_path / task.name, model=model))
     assert [row["class"] for row in found[0].predict_file(tmp_path / "rows.npy")] == ["2", "0", "1", "1"]
+    masked = np.ma.masked_equal(rows["inputs"], 0)
+    for given in (masked, grain.MapDataset.source([{"inputs": row} for row in masked])):
+        with pytest.raises(DataError, match=r"with masked entries; fill them \(\.filled\(0\)\)"):
+            found[0].predict(given)
+    with pytest.raises(DataError, match="data holds 'inputs' with masked entries"):
+        found[0].evaluate({**rows, "inputs": masked})
     with pytest.raises(ConfigError, match="was trained with a task of its own"):
         found[1].predict_file(tmp_path / "rows.npy")
     several = dataclasses.replace(model, apply=lambda *given, **named: ((model.apply(*given, **named)[0],) * 2, {}))

@@ -1,10 +1,13 @@
 """What a run says of norm scales in bf16 that its learning rate cannot move."""
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
+import optax
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.run.banner import banner_lines
 from jaxtrain.run.own_parts import own_parts
@@ -14,6 +17,7 @@ from jaxtrain.train.assemble import assemble, open_run_data
 SIZES = ("model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.mlp_dim=32")
 DATA = ("data.kind=synthetic", "data.task=tokens", "data.vocab_size=32", "data.sequence_length=8", "data.num_rows=16")
 OWN = own_parts(model=None, task=None, data=None)
+TINY = dict(kind="transformer", num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32, max_sequence_length=8)
 
 
 def assembled(*words):
@@ -67,9 +71,17 @@ def test_scales_that_cannot_move_are_one_line(words, said):
         assert lines[0] in banner_lines(loaded, run, Path("run"), [], own=OWN)
 
 
-def test_an_optimizer_from_python_is_not_judged():
-    _, run = assembled("precision.policy=bf16_pure", "optimizer.kind=adamw", "optimizer.learning_rate=1e-4")
-    assert rounding_notes(run, OWN | {"optimizer": "mine"}) == []
+OWN_RATES = {"low": (1e-3, True), "high": (1e-2, False), "not shown": (None, True)}
+
+
+@pytest.mark.parametrize(("rate", "said"), OWN_RATES.values(), ids=OWN_RATES)
+def test_an_optimizer_from_python_is_judged_by_the_rate_it_shows(rate, said):
+    model, task = jt.build_model(TINY, input_shape=(8,), vocab_size=32), jt.language_modeling()
+    step = jt.make_train_step(model, task, optax.sgd(1e-3), learning_rate=rate, policy="bf16_pure")
+    _, run = assembled("precision.policy=bf16_pure")
+    lines = rounding_notes(dataclasses.replace(run, step=step), OWN | {"optimizer": "mine"})
+    assert len(lines) == said
+    assert all("changes norm scales near 1 by less than 2e-3" in line for line in lines)
 
 
 def test_steps_of_the_bound_are_rounded_away():

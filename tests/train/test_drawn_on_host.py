@@ -203,5 +203,5 @@ def test_where_a_seed_has_no_numbers_yet_and_where_transfers_are_refused() -> No
     key = jax.random.key(0)
     shapes = jax.eval_shape(step.init, key)
     with jax.transfer_guard("disallow"):
-        state = step.init(key)
-    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, shapes)
+        states = [step.init(seed) for seed in (key, 0)]
+    assert [jax.tree.map(jnp.shape, state) for state in states] == [jax.tree.map(jnp.shape, shapes)] * 2

@@ -3,9 +3,10 @@
 import dataclasses
 
 import given
+import grain
 import jax
 import numpy as np
-from given import X, Y
+from given import MASKED, X, Y
 
 import jaxtrain as jt
 
@@ -30,7 +31,14 @@ ROWS = {
     "ArrayRows: lengths": (lambda: jt.ArrayRows({"inputs": X, "targets": Y[:3]}), "targets has 3", "one length"),
     "ArrayRows: objects": (lambda: jt.ArrayRows({"inputs": [object()]}), "inputs holds", "numbers"),
     "ArrayRows: text": (lambda: jt.ArrayRows({"inputs": ["a", "b"]}), "inputs holds", "numbers"),
+    "ArrayRows: masked": (lambda: jt.ArrayRows({"inputs": MASKED}), "inputs is an array with masked", ".filled(0)"),
+    "ArrayRows: a list of masked rows": (lambda: jt.ArrayRows({"inputs": [*MASKED]}), "with masked", ".filled(0)"),
     "ArrayRows: ragged": (lambda: jt.ArrayRows({"inputs": [[1], [1, 2]]}), "different lengths", "pad or crop"),
+    "Batches: masked rows": (
+        lambda: batches_of(grain.MapDataset.source([{"inputs": MASKED[i]} for i in range(8)])),
+        "a row holds inputs with masked",
+        ".filled(0)",
+    ),
     "Batches: a dict": (lambda: batches_of({"inputs": X}), "a dict of inputs", "ArrayRows"),
     "Batches: an array": (lambda: batches_of(X), "'ndarray' object", "ArrayRows"),
     "Batches: data": (lambda: batches_of(given.data()), "'Data' object", "data.train"),

@@ -6,7 +6,7 @@ import given
 import jax
 import numpy as np
 import optax
-from given import OPTIMIZER, TASK, Net, X, Y
+from given import MASKED, OPTIMIZER, TASK, Net, X, Y
 
 import jaxtrain as jt
 
@@ -16,6 +16,11 @@ LEAF = jax.ShapeDtypeStruct((4,), np.float32)
 def fit(model=None, task=TASK, optimizer=OPTIMIZER, **more):
     words = {"data": {"inputs": X, "targets": Y}, "steps": 1, "batch_size": 8, "run_dir": given.folder() / "run"}
     return jt.fit(model or given.model(), task, optimizer, **{**words, **more})
+
+
+def without_jit():
+    with jax.disable_jit():
+        fit()
 
 
 def called(inputs=X, **more):
@@ -86,9 +91,27 @@ ROWS = {
     "fit: two lengths": (lambda: fit(epochs=1), "steps= or epochs=", "leave one out"),
     "fit: epochs in words": (lambda: fit(steps=None, epochs="a"), "'a'", "such as 5"),
     "fit: steps in words": (lambda: fit(steps="a"), "'a'", "int"),
+    "fit: without jit": (without_jit, "jax_disable_jit is on", "call step(state, batch)"),
     "fit: a size of 0": (lambda: fit(batch_size=0), "0", "global_batch_size"),
     "fit: a number as data": (lambda: fit(data=3), "3", "inputs"),
     "fit: no data": (lambda: fit(data={}), "", "inputs"),
+    "fit: masked inputs": (lambda: fit(data=(MASKED, Y)), "data holds 'inputs' with masked", ".filled(0)"),
+    "fit: masked targets": (
+        lambda: fit(data={"inputs": X, "targets": np.ma.masked_equal(Y, 0)}),
+        "data holds 'targets' with masked",
+        "leave their rows out",
+    ),
+    "fit: masked weights of a row": (
+        lambda: fit(data=[{"inputs": X[0], "targets": 0, "weights": np.ma.masked}] * 8),
+        "row 0 of data holds 'weights' with masked",
+        ".filled(0)",
+    ),
+    "fit: masked validation": (
+        lambda: fit(validation={"inputs": {"a": MASKED}, "targets": Y}),
+        "validation holds 'inputs'.a with masked",
+        ".filled(0)",
+    ),
+    "fit: a batch with a mask": (lambda: fit(data=iter([(MASKED, Y)])), "batch 0 holds 'inputs' with", ".filled(0)"),
     "fit: lengths that differ": (lambda: fit(data=(X, Y[:3])), "3", "one length"),
     "fit: validation in percent": (lambda: fit(validation=20), "20", "{'inputs': x"),
     "fit: a number as mesh": (lambda: fit(mesh=8), "8", "make_mesh("),

@@ -15,6 +15,7 @@ from flax import nnx
 import jaxtrain as jt
 
 X, Y = np.ones((8, 4), np.float32), np.zeros(8, np.int32)
+MASKED = np.ma.masked_array(X, mask=X > 0)
 TASK, OPTIMIZER = jt.classification(), optax.sgd(0.1)
 
 

@@ -190,6 +190,22 @@ ROWS = {
     "Policy: a word as dtype": (lambda: jt.Policy("mine", "real", jnp.float32, None), "'real'", "jnp.bfloat16"),
     "Policy: integers": (lambda: jt.Policy("mine", jnp.int32, jnp.float32, None), "int32", "jnp.bfloat16"),
     "Policy: precision": (lambda: jt.Policy("mine", jnp.float32, jnp.float32, "hi"), "'hi'", "highest"),
+    "Policy: 8 bits": (
+        lambda: jt.Policy("mine", jnp.float8_e4m3fn, jnp.float32, None),
+        "float8_e4m3fn",
+        "16 to 32 bits",
+    ),
+    "Policy: 64 bits": (lambda: jt.Policy("mine", jnp.float64, jnp.float32, None), "float64", "16 to 32 bits"),
+    "Policy: linear format": (
+        lambda: jt.Policy("mine", jnp.float32, jnp.bfloat16, None, linear_format="FP8"),
+        "linear_format takes fp8",
+        "not 'FP8'; write linear_format='fp8'",
+    ),
+    "Policy: fp8 in fp16": (
+        lambda: jt.Policy("mine", jnp.float32, jnp.float16, None, True, "fp8"),
+        "takes compute_dtype bfloat16 or float32",
+        "write compute_dtype=jnp.bfloat16",
+    ),
     "LossScaling: out of range": (lambda: jt.LossScaling(initial=0), "initial=0", "0 < minimum"),
     "LossScaling: infinite": (
         lambda: jt.LossScaling(initial=math.inf, maximum=math.inf),

@@ -6,7 +6,7 @@ import given
 import jax
 import jax.numpy as jnp
 import numpy as np
-from given import OPTIMIZER, TASK, Net, X, Y
+from given import MASKED, OPTIMIZER, TASK, Net, X, Y
 
 import jaxtrain as jt
 from jaxtrain.data.tokenizer import ByteTokenizer
@@ -29,6 +29,11 @@ def text_of(prompts=("a",), tokenizer=True, **more):
 
 def run(config="digits_mlp", **more):
     return jt.run_config(config, run_dir=more.pop("run_dir", given.folder()), **more)
+
+
+def without_jit(function):
+    with jax.disable_jit():
+        return function()
 
 
 def fresh():
@@ -100,7 +105,21 @@ ROWS = {
         "float32[2, 4]",
         "wanted is float32[4, 3]",
     ),
-    "TrainStep.init: an array as parameters": (lambda: given.step().init(0, params=X), "w is missing", "does not fit"),
+    "TrainStep.init: an array as parameters": (
+        lambda: given.step().init(0, params=X),
+        "it is one array",
+        "wanted is a tree of arrays",
+    ),
+    "TrainStep.init: an object as parameters": (
+        lambda: given.step().init(0, params=object()),
+        "params is an instance of object",
+        "give a tree of arrays",
+    ),
+    "TrainStep.init: what is evaluated": (
+        lambda: given.step().init(0, params=jt.EvaluationState(given.state().params, {})),
+        "params is an EvaluationState",
+        "params=state.evaluation_params",
+    ),
     "TrainStep.batch_shardings: an array": (lambda: given.step().batch_shardings(X), "ndarray", "{'inputs': x"),
     "TrainStep.batch_shardings: empty": (lambda: given.step().batch_shardings({}), "an empty dict", "give it arrays"),
     "TrainStep.batch_shardings: words": (
@@ -112,6 +131,7 @@ ROWS = {
     "TrainStep.loader: an array": (lambda: given.step().loader(X), "an array float32[8, 4]", "Batches(rows, 32"),
     "TrainStep.loader: data": (lambda: given.step().loader(given.data()), "a Data", "Batches(data.train, 32"),
     "TrainStep.place: an array": (lambda: given.step().place(X), "ndarray", "{'inputs': x"),
+    "TrainStep.place: masked": (lambda: given.step().place({"inputs": MASKED}), "the batch holds inputs", ".filled(0)"),
     "TrainStep.place: text": (lambda: given.step().place({"inputs": ["a"]}), "inputs", "numbers"),
     "TrainStep.lower: an array": (lambda: given.step().lower(X), "ndarray", "{'inputs': x"),
     "TrainStep.lower: an empty batch": (lambda: given.step().lower({}), "an empty dict", "give it arrays"),
@@ -124,6 +144,7 @@ ROWS = {
         "drop the last dimension",
     ),
     "TrainStep.use: a function": (lambda: given.step().use(print), "the function print", "step.lower(batch).compile()"),
+    "TrainStep.use: without jit": (lambda: without_jit(lambda: given.step().compile(SPEC)), "jit", "switch it off"),
     "TrainStep.__call__: swapped": (lambda: given.step()(BATCH, fresh()), "a dict", "step.init(seed)"),
     "TrainStep.__call__: parameters": (lambda: given.step()({"w": X}, BATCH), "a dict", "step.init(seed)"),
     "TrainStep.__call__: a tuple": (lambda: given.step()(fresh(), (X, Y)), "tuple", "{'inputs': x"),

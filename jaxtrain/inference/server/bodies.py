@@ -45,7 +45,7 @@ def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     pairs = []
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise wrong(key, f"a key of {name}", "a token id")
+            raise wrong(key, f"a key of {name}", "a token id", param=name)
         pairs.append((int(key), read(bias, f"{name}[{key}]")))
     return tuple(pairs)
 
@@ -238,7 +238,7 @@ def _call(
         raise RefusedError(400, "stream_options is given without stream; set stream to true", param="stream_options")
     outside = next((token for token, _ in fields["logit_bias"] if token >= reader.vocab_size), None)
     if outside is not None:
-        raise wrong(outside, "a key of logit_bias", f"token ids from 0 to {reader.vocab_size - 1}")
+        raise wrong(outside, "a key of logit_bias", f"token ids from 0 to {reader.vocab_size - 1}", param="logit_bias")
     try:
         sampling = Sampling(
             fields["temperature"],

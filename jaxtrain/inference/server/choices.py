@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.server.call import Call, Prompt
-from jaxtrain.inference.text_stream import TextStream, TokenTexts
+from jaxtrain.inference.text_stream import TextStream, TokenPlaces, TokenTexts
 
 if TYPE_CHECKING:
     from jaxtrain.data import Tokenizer
@@ -71,7 +71,7 @@ class Choice:
         self._call, self._prompt, self._tokenizer, self._texts = call, prompt, tokenizer, texts
         self._stream = TextStream(tokenizer, stop=call.stop, stop_tokens=call.stop_tokens, hidden=call.hidden)
         # Where a token begins does not depend on text that is held back for a stop.
-        self._places = TextStream(tokenizer, hidden=call.hidden)
+        self._places = TokenPlaces(tokenizer, hidden=call.hidden)
         self._begin = len(prompt.text) if call.echo else 0
         self._waiting: list[Scored] = []
         self.num_tokens = 0
@@ -87,13 +87,11 @@ class Choice:
             return Piece("")
         if scores is None or self._call.top is None:
             return Piece(self._prompt.text)
-        places, scored = TextStream(self._tokenizer), []
+        places, scored = TokenPlaces(self._tokenizer), []
         for token, emitted in zip(self._prompt.tokens, scores, strict=True):
-            offset = len(places.text)
-            places.feed(token)
-            scored.append(
-                Scored(self._texts(token), None, (), offset) if emitted is None else self._scored(emitted, offset)
-            )
+            scored.append(Scored(self._texts(token), None, (), 0) if emitted is None else self._scored(emitted))
+            _place(scored, places.feed(token))
+        _place(scored, places.finish())
         return Piece(self._prompt.text, tuple(scored))
 
     def feed(self, emitted: Emitted) -> Piece:
@@ -103,21 +101,21 @@ class Choice:
         self.num_tokens += 1
         is_stop_token = emitted.token in self._call.stop_tokens
         given = self._stream.feed(emitted.token)
-        if self._call.top is not None:
-            offset = self._begin + len(self._places.text)
-            self._places.feed(emitted.token)
-            # A chat says why it ended; harnesses count the tokens of a completion.
-            if not (is_stop_token and self._call.is_chat):
-                self._waiting.append(self._scored(emitted, offset))
+        # A chat says why it ended; harnesses count the tokens of a completion.
+        if self._call.top is not None and not (is_stop_token and self._call.is_chat):
+            self._waiting.append(self._scored(emitted))
+            _place(self._waiting, self._places.feed(emitted.token), begin=self._begin)
         if not self._stream.stopped:
             return Piece(given, self._given_scores())
         self.finish_reason = "stop"
+        _place(self._waiting, self._places.finish(), begin=self._begin)
         kept = self._waiting if is_stop_token else self._given_scores()
         return Piece(given, tuple(kept), "stop")
 
     def finish(self, reason: str) -> Piece:
         """The rest, when no further token comes."""
         rest = self._stream.finish()
+        _place(self._waiting, self._places.finish(), begin=self._begin)
         if self._call.new_tokens == 0:
             reason = "length"
         elif self._stream.stopped:
@@ -134,14 +132,20 @@ class Choice:
         given, self._waiting = self._waiting[:count], self._waiting[count:]
         return tuple(given)
 
-    def _scored(self, emitted: Emitted, offset: int) -> Scored:
+    def _scored(self, emitted: Emitted) -> Scored:
+        """A token that has no place yet."""
         top = {token: _finite(value) for token, value in emitted.top}
         # One number per token: readers compare the chosen one with the likeliest for equality.
         own = top.setdefault(emitted.token, _finite(emitted.log_probability))
         ranked = sorted(top.items(), key=lambda item: -item[1])
-        return Scored(
-            self._texts(emitted.token), own, tuple((self._texts(token), value) for token, value in ranked), offset
-        )
+        return Scored(self._texts(emitted.token), own, tuple((self._texts(token), value) for token, value in ranked), 0)
+
+
+def _place(scored: list[Scored], places: Sequence[int], *, begin: int = 0) -> None:
+    """Give the last of these tokens their places; those that were given out before have theirs."""
+    count = min(len(scored), len(places))
+    for index, place in zip(range(len(scored) - count, len(scored)), places[len(places) - count :], strict=True):
+        scored[index] = replace(scored[index], offset=begin + place)
 
 
 def _finite(value: float) -> float:

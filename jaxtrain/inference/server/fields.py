@@ -91,9 +91,16 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Field]) -> dict[str
     return found
 
 
-def wrong(value: Any, name: str, wanted: str) -> RefusedError:
-    """The error for a field that holds something else than it may."""
-    return RefusedError(400, f"{name} is {shown(value)}; use {wanted}", param=name)
+def wrong(value: Any, name: str, wanted: str, *, param: str | None = None) -> RefusedError:
+    """The error for a field that holds something else than it may.
+
+    Args:
+        value: what it holds.
+        name: of the field or of a part of it, in the message.
+        wanted: what it may hold.
+        param: the field that clients read; None: `name`.
+    """
+    return RefusedError(400, f"{name} is {shown(value)}; use {wanted}", param=param or name)
 
 
 def shown(value: Any) -> str:

@@ -9,11 +9,12 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Row, Text, Tracker
+from jaxtrain.metrics.recorded import Row, Text, read_items
+from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Tracker
 from jaxtrain.runtime.files import write_json_atomic
 
 # Rows that wait while a tracker takes none; at a row per second these are three hours.
@@ -166,7 +167,7 @@ class BackgroundTracker:
         if self._earlier is None:
             return
         rows: list[Row | Text] = []
-        for item in _read_items(self._earlier, self._earlier_bytes):
+        for item in read_items(self._earlier, self._earlier_bytes):
             if isinstance(item, Text):
                 self._send_more(tracker, [item])
             else:
@@ -267,24 +268,6 @@ def _recorded(path: Path) -> tuple[str | None, dict[str, int], dict[str, int]]:
         return str(found["id"]), sent, sending
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None, {}, {}
-
-
-def _read_items(path: Path, num_bytes: int) -> Iterator[Row | Text]:
-    """The rows and texts of the first bytes of a metrics.jsonl; when they were recorded is not known any more."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file:
-            num_bytes -= len(line)
-            if num_bytes < 0:
-                return
-            with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                step = found.pop("step", None) if isinstance(found, dict) else None
-                if not isinstance(step, int):
-                    continue
-                yield from (Text(step, name, text) for name, text in found.items() if isinstance(text, str))
-                numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
-                if numbers:
-                    yield Row(step, time.time(), numbers)
 
 
 def _line(error: BaseException) -> str:

@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Row, Text, TrackedRun, Tracker
+from jaxtrain.metrics.recorded import Row, Text
+from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, TrackedRun, Tracker
 from jaxtrain.runtime.files import plain_number
 
 # How a run may end that did what it was asked to do, and how one that can go on.

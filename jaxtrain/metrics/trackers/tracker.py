@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxtrain.metrics.recorded import Row, Text
+
 
 class RefusedError(Exception):
     """A tracker refuses what it is given, and would refuse it again: it is not sent a second time."""
@@ -19,36 +21,6 @@ class BegunError(Exception):
     def __init__(self, run_id: str) -> None:
         super().__init__(run_id)
         self.run_id = run_id
-
-
-@dataclass(frozen=True)
-class Row:
-    """Numbers of one step.
-
-    Attributes:
-        step: number of the step.
-        seconds: when they were recorded, in seconds since 1970.
-        values: name -> number; None is a value that is not known, NaN and infinities are values that are not finite.
-    """
-
-    step: int
-    seconds: float
-    values: Mapping[str, float | int | None]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text of one step, such as a generated sample.
-
-    Attributes:
-        step: number of the step.
-        name: of the text.
-        text: its content.
-    """
-
-    step: int
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)

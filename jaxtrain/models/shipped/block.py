@@ -201,7 +201,9 @@ class Attention(nnx.Module):
             (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
                 read_cache(cache, name, start=start, size=size) for name in ("key", "value")
             )
-            mask_BLS = attention_mask(positions_BL, order_S[None], causal=True, window=window) & (order_S >= first)
+            mask_BLS = attention_mask(positions_BL, order_S[None], causal=True, window=window) & (
+                order_S[None, None] >= first
+            )
             bias_BHLS = None if bias_HW is None else bias_at(bias_HW, positions_BL, order_S)
             return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS, bias_BHLS)
 

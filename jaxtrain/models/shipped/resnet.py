@@ -24,6 +24,7 @@ from jaxtrain.ops.images.batch_norm import batch_norm, normalise
 from jaxtrain.ops.images.convolution import convolve
 from jaxtrain.ops.images.max_pool import max_pool
 from jaxtrain.ops.images.normalised_convolution import normalise_and_convolve
+from jaxtrain.ops.ranks import aligned
 from jaxtrain.remat.policy import Remat
 
 _BATCH = ("batch", None, None, None)
@@ -167,7 +168,7 @@ class ResNet(nnx.Module):
                     x, _ = scan_stack(getattr(self, path), call, x, path=path, remat=self.remat)
         with jax.named_scope("head"):
             x_BC = jnp.mean(x.astype(jnp.float32), axis=(1, 2)).astype(x.dtype)
-            return x_BC @ self.head_kernel[...] + self.head_bias[...]
+            return x_BC @ self.head_kernel[...] + aligned(self.head_bias[...], x_BC)
 
 
 def resnet(

@@ -24,6 +24,7 @@ from jaxtrain.models.shipped.initial import INIT_STDDEV
 from jaxtrain.models.shipped.shapes import patch_shape
 from jaxtrain.models.stack import make_stack
 from jaxtrain.models.stages import from_stages
+from jaxtrain.ops.ranks import aligned
 from jaxtrain.remat.policy import Remat
 
 
@@ -69,7 +70,7 @@ class ViT(nnx.Module):
             if self.class_token is not None:
                 token_B1D = jnp.broadcast_to(self.class_token[...], (rows, 1, x_BLD.shape[-1]))
                 x_BLD = jnp.concatenate([token_B1D, x_BLD], axis=1)
-            x_BLD = dropout(x_BLD + self.positions[...], self.config.dropout, key)
+            x_BLD = dropout(x_BLD + aligned(self.positions[...], x_BLD), self.config.dropout, key)
             return constrain(x_BLD, *RESIDUAL)
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:

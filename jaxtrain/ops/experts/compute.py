@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.ops.activation import gelu
 from jaxtrain.ops.experts.grouped import grouped_matmul
 from jaxtrain.ops.experts.places import Places, collect, pair_values, spread
+from jaxtrain.ops.ranks import aligned
 from jaxtrain.remat.policy import EXPERT_PRODUCTS
 
 
@@ -47,7 +48,7 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
     ids, chosen = [], []
     for _ in range(experts_per_token):
         ids_BL = jnp.argmax(left_BLE, axis=-1).astype(jnp.int32)
-        is_chosen_BLE = ids_BL[..., None] == jnp.arange(num_experts)
+        is_chosen_BLE = ids_BL[..., None] == aligned(jnp.arange(num_experts), logits_BLE)
         left_BLE = jnp.where(is_chosen_BLE, -jnp.inf, left_BLE)
         ids.append(ids_BL)
         chosen.append(jnp.sum(jnp.where(is_chosen_BLE, logits_BLE, 0.0), axis=-1))
@@ -69,7 +70,7 @@ def count_tokens(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
     Returns:
         int32 [E], exact in any order of summation.
     """
-    one_hot_BLKE = ids_BLK[..., None] == jnp.arange(num_experts)
+    one_hot_BLKE = ids_BLK[..., None] == jnp.arange(num_experts)[None, None, None]
     return jnp.sum(one_hot_BLKE, axis=(0, 1, 2), dtype=jnp.int32)
 
 
@@ -96,7 +97,8 @@ def router_loss(
         float32 [B, L].
     """
     probabilities_BLE = jax.nn.softmax(logits_BLE, axis=-1)
-    balance_BL = jnp.sum(jax.lax.stop_gradient(load_E) * probabilities_BLE, axis=-1) * load_E.shape[0]
+    load_11E = aligned(jax.lax.stop_gradient(load_E), probabilities_BLE)
+    balance_BL = jnp.sum(load_11E * probabilities_BLE, axis=-1) * load_E.shape[0]
     z_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
     return load_balance_weight * balance_BL + router_z_weight * z_BL**2
 

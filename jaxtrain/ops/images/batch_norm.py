@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.layout.sharding import platform
+from jaxtrain.ops.ranks import aligned
 
 _EPSILON = 1e-5
 _Outputs = tuple[jax.Array, jax.Array, jax.Array]
@@ -40,7 +41,7 @@ def reference_batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Arra
     """Compute `batch_norm` in its plain form."""
     x = x_BHWC.astype(jnp.float32)
     mean = jnp.mean(x, axis=(0, 1, 2))
-    variance = jnp.mean(jnp.square(x - mean), axis=(0, 1, 2))
+    variance = jnp.mean(jnp.square(x - aligned(mean, x)), axis=(0, 1, 2))
     return normalise(x_BHWC, mean, variance, scale_C, bias_C), mean, variance
 
 
@@ -49,7 +50,7 @@ def normalise(
 ) -> jax.Array:
     """Normalise each channel by a given mean and variance; float32 inside, the dtype of x outside."""
     scale = scale_C * jax.lax.rsqrt(variance_C + _EPSILON)
-    y = (x_BHWC.astype(jnp.float32) - mean_C) * scale + bias_C
+    y = (x_BHWC.astype(jnp.float32) - aligned(mean_C, x_BHWC)) * aligned(scale, x_BHWC) + aligned(bias_C, x_BHWC)
     return y.astype(x_BHWC.dtype)
 
 
@@ -75,7 +76,7 @@ def _forward(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[
     x = x_BHWC.astype(jnp.float32)
     count = x.size // x.shape[-1]
     mean = channel_sums(x) / count
-    variance = channel_sums(jnp.square(x - mean)) / count
+    variance = channel_sums(jnp.square(x - aligned(mean, x))) / count
     # The backward pass keeps x, which is the result of a convolution, and nothing else of its size.
     return (normalise(x_BHWC, mean, variance, scale_C, bias_C), mean, variance), (x_BHWC, mean, variance, scale_C)
 
@@ -85,14 +86,14 @@ def batch_norm_gradients(residuals: _Residuals, gradients: _Outputs) -> _Outputs
     x_BHWC, mean, variance, scale_C = residuals
     dy, dmean, dvariance = gradients[0].astype(jnp.float32), gradients[1], gradients[2]
     inverse = jax.lax.rsqrt(variance + _EPSILON)
-    normal = (x_BHWC.astype(jnp.float32) - mean) * inverse
+    normal = (x_BHWC.astype(jnp.float32) - aligned(mean, dy)) * aligned(inverse, dy)
     count = dy.size // dy.shape[-1]
     dbias, dscale = channel_sums(dy), channel_sums(dy * normal)
     # What the mean and the variance pass on is gathered per channel, so that only three terms have the size of x.
     factor = scale_C * inverse
     offset = (dmean - factor * dbias) / count
     slope = (factor * dscale - 2 * dvariance / inverse) / count
-    dx = factor * dy + offset - normal * slope
+    dx = aligned(factor, dy) * dy + aligned(offset, dy) - normal * aligned(slope, dy)
     return dx.astype(x_BHWC.dtype), dscale, dbias
 
 

@@ -21,6 +21,7 @@ from jaxtrain.ops.loss.blocks import Logits, LossBlocks, choose_blocks
 from jaxtrain.ops.loss.blockwise import BlockedLoss, OutputLayer
 from jaxtrain.ops.loss.output_product import output_product
 from jaxtrain.ops.loss.sharded import TOKENS, blockwise_losses, blockwise_sums, is_sharded, mesh_axes
+from jaxtrain.ops.ranks import aligned
 
 
 @jax.tree_util.register_dataclass
@@ -271,7 +272,7 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - top
     # A masked sum instead of a gather: the compiler keeps it sharded when the vocabulary is.
-    chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
+    chosen = aligned(jnp.arange(logits.shape[-1]), logits) == targets[..., None]
     target_logits = jnp.sum(jnp.where(chosen, shifted, 0.0), axis=-1)
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     return log_sum - target_logits, log_sum + top[..., 0]
