@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxtrain.layout.order import after, needs_order
 from jaxtrain.layout.sharding import Layout, logical_spec, use_layout
 
 Specs = Any
@@ -69,7 +70,16 @@ def run_manually(
         arguments, constants = saved
 
         def pull(arguments: Any, constants: Any, gradient: Any) -> Any:
-            return jax.vjp(lambda *args: local(*args, *constants), *arguments)[1](gradient)
+            if not needs_order(inside):
+                return jax.vjp(lambda *args: local(*args, *constants), *arguments)[1](gradient)
+
+            def again(*args: Any) -> Any:
+                # What remat has computed again until now, perhaps this very function, comes first.
+                args, given = after((args, constants), jax.tree.leaves(gradient)[0])
+                return local(*args, *given)
+
+            result, pull_back = jax.vjp(again, *arguments)
+            return pull_back(after(gradient, jax.tree.leaves(result)[0]))
 
         specs = (tuple(in_specs), tuple(constant_specs), out_specs)
         return _opaque(enter(pull, specs, tuple(in_specs)))(arguments, constants, gradient), None

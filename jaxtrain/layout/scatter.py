@@ -15,6 +15,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from jaxtrain.layout.order import after, needs_order
 from jaxtrain.layout.pieces import num_pieces
 from jaxtrain.layout.sharding import Params, current_layout, path_name
 
@@ -187,6 +188,7 @@ def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[l
     dims = {name: given.parts[name][1] for name in whole}
     # Where a model is applied twice, the second sum goes on from the first.
     starts = {name: given.ends.get(name, (given.sums[name], given.factors)) for name in whole}
+    ordered = needs_order(current_layout())
 
     @jax.custom_vjp
     def attach(carry: list[jax.Array], whole: dict[str, jax.Array], starts: dict[str, Any]) -> Any:
@@ -205,6 +207,8 @@ def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[l
         carry = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if _is_zero(leaf) else leaf, carry)
         if carry:
             carry, sums = jax.lax.optimization_barrier((carry, sums))
+            for total in sums.values() if ordered else ():
+                carry = after(carry, total)
         added = {name: (sums[name], factors) for name, (_, factors) in ends.items()}
         return carry, None, added
 

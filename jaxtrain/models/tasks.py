@@ -15,7 +15,8 @@ from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.loss import check_blocks, check_z_loss
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.sharding import sum_over_shards
+from jaxtrain.layout.order import turn_of
+from jaxtrain.layout.sharding import current_layout, sum_over_shards
 from jaxtrain.models.preferences import dpo, reward
 from jaxtrain.models.targets import broadcast_weights, checked_ids, num_classes
 from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task, TaskSums, divisor
@@ -159,8 +160,11 @@ def _router_sum(losses_BL: jax.Array, weights_BL: jax.Array, *, tokens: jax.Arra
     """
     if tokens is None:
         return jnp.sum(losses_BL * weights_BL)
-    weight = jax.lax.stop_gradient(sum_over_shards(jnp.sum(weights_BL)))
-    return jnp.sum(losses_BL) * (weight / divisor(jax.lax.stop_gradient(tokens)))
+    # The sum over shards comes after those in the layers.
+    total = jnp.sum(losses_BL)
+    turn = turn_of(jax.lax.stop_gradient(total), current_layout())
+    weight = jax.lax.stop_gradient(sum_over_shards(jnp.sum(weights_BL) + turn))
+    return total * (weight / divisor(jax.lax.stop_gradient(tokens)))
 
 
 def classification() -> Task:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.gather import constrain_parameters
+from jaxtrain.layout.order import turn_of
 from jaxtrain.models.task import TaskSums, divisor
 from jaxtrain.parallel import stage as on_stage
 from jaxtrain.parallel.divisors import loss_constant
@@ -220,8 +221,8 @@ def _tick(work: _Work, moving: _Moving, row: _Tick) -> tuple[_Moving, None]:
     """Do what the schedule says for this stage in one tick."""
     tick = _Tick(*(values[work.stage.number] for values in row))
     moving = _store_arrivals(moving, tick)
-    up = _forward(work, moving, tick)
-    moving, down = _backward(work, moving, tick)
+    up, turn = _forward(work, moving, tick)
+    moving, down = _backward(work, moving, tick, turn)
     return _send(work, moving, up, down), None
 
 
@@ -234,22 +235,36 @@ def _store_arrivals(moving: _Moving, tick: _Tick) -> _Moving:
     )
 
 
-def _forward(work: _Work, moving: _Moving, tick: _Tick) -> Tree:
-    """Compute what this stage sends up; the last virtual stage computes its forward in its backward."""
+def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array]:
+    """Compute what this stage sends up; the last virtual stage computes its forward in its backward.
+
+    Returns:
+        What it sends, and a 0 that is there as soon as that is.
+    """
+
+    layout = work.stage.pipeline.layout
+
+    def forward(microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> tuple[Tree, jax.Array]:
+        return on_stage.forward(work.stage, microbatch, chunk, carry), turn_of(microbatch, layout)
+
     microbatch, chunk = tick.forward_microbatch, jnp.maximum(tick.forward_chunk, 0)
     carry = on_stage.index(moving.inputs, jnp.maximum(tick.forward_slot, 0))
     return jax.lax.cond(
         (microbatch >= 0) & ~on_stage.is_last(work.stage, chunk),
-        partial(on_stage.forward, work.stage),
-        lambda microbatch, chunk, carry: work.no_carry,
+        forward,
+        lambda microbatch, chunk, carry: (work.no_carry, turn_of(chunk, layout)),
         microbatch,
         chunk,
         carry,
     )
 
 
-def _backward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[_Moving, Tree]:
-    """Add the gradients of this tick's backward to the sums, and compute what this stage sends down."""
+def _backward(work: _Work, moving: _Moving, tick: _Tick, turn: jax.Array) -> tuple[_Moving, Tree]:
+    """Add the gradients of this tick's backward to the sums, and compute what this stage sends down.
+
+    Both passes embed tokens, with a sum over `tensor`: so that two such sums do not meet on CPU devices, the backward
+    waits there for `turn`, a 0.
+    """
     stage, chunk = work.stage, jnp.maximum(tick.backward_chunk, 0)
     given = _Given(
         tick.backward_microbatch,
@@ -259,7 +274,7 @@ def _backward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[_Moving, Tree]
     )
     kind = jnp.where(on_stage.is_first(stage, chunk), 1, jnp.where(on_stage.is_last(stage, chunk), 3, 2))
     branches = (_idle, _backward_first, _backward_middle, _backward_last)
-    kind = jnp.where(given.microbatch >= 0, kind, 0)
+    kind = jnp.where(given.microbatch >= 0, kind, 0) + turn
     return jax.lax.switch(kind, [partial(branch, work) for branch in branches], moving, given)
 
 

@@ -1,6 +1,6 @@
 """The state at step 0 on its devices: what was read for it becomes part of it, and is not copied by a program.
 
-On one CPU device what is drawn is evaluated on the host, where that is known to give the same bits.
+On CPU devices what is drawn is evaluated on the host, where that is known to give the same bits.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.host_draws import CannotFollowError, can_draw, follow
 from jaxtrain.train.given_params import paths_of
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, merge_leaves, select_leaves
+
+# Each of several processes draws the whole state, where the program draws the part of its devices: up to this many
+# numbers, which take it two seconds.
+_MOST_DRAWN_BY_EACH = 2**29
 
 
 class FirstState:
@@ -62,27 +67,27 @@ class FirstState:
         return replace(state, params=merge_leaves(ready, state.params))
 
     def _is_on_host(self, key: jax.Array) -> bool:
-        (device, *others) = self._devices
         # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
         known = not isinstance(key, Tracer)
-        return not others and device.platform == "cpu" and known and can_draw(key)
+        alone = len({device.process_index for device in self._devices}) == 1
+        few = sum(leaf.size for leaf in jax.tree.leaves(self._shapes.params)) <= _MOST_DRAWN_BY_EACH
+        on_cpu = all(device.platform == "cpu" for device in self._devices)
+        return on_cpu and (alone or few) and known and can_draw(key)
 
     def _drawn_on_host(self, key: jax.Array) -> TrainState:
         traced = self._program(frozenset()).trace(key, params=None, model_state=None)
+        shapes, structure = jax.tree.flatten(self._shapes)
+        for like in shapes:
+            if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key) and like.dtype != key.dtype:
+                raise CannotFollowError("a state with keys of several kinds")
+        state: list[Any] = []
+        here = next(device for device in self._devices if device.process_index == jax.process_index())
         # A program whose only argument is a key moves nothing to a device, whatever a user's guard says.
-        with jax.default_device(self._devices[0]), jax.transfer_guard("allow"):
-            drawn = follow(traced.jaxpr, key)
-            shapes, structure = jax.tree.flatten(self._shapes)
-            for number, like in enumerate(shapes):
-                # A copy first: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax
-                # 0.10.2), and parameters and their moving average may be one array here.
-                own = np.array(drawn[number])
-                if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
-                    if like.dtype != key.dtype:
-                        raise CannotFollowError("a state with keys of several kinds")
-                    own = jax.random.wrap_key_data(jax.numpy.asarray(own), impl=jax.random.key_impl(key))
-                drawn[number] = jax.device_put(own, like.sharding)
-        return jax.tree.unflatten(structure, drawn)
+        with jax.default_device(here), jax.transfer_guard("allow"):
+            drawn = follow(traced.jaxpr, key)[::-1]
+            for like in shapes:
+                state.append(_placed(drawn.pop(), like, key))
+        return jax.tree.unflatten(structure, state)
 
     def _program(self, placed: frozenset[str]) -> Any:
         if placed not in self._programs:
@@ -93,6 +98,21 @@ class FirstState:
 
             self._programs[placed] = jax.jit(rest, out_shardings=_without(self._shardings, placed))
         return self._programs[placed]
+
+
+def _placed(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    """A value of the host on the devices of a sharding; of keys, which are of the kind of `key`, their words."""
+    # A copy for each device: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax
+    # 0.10.2), and parameters and their moving average may be one array here.
+    kind = like.sharding.memory_kind
+    shards = [
+        jax.device_put(np.array(value[index]), SingleDeviceSharding(device, memory_kind=kind))
+        for device, index in like.sharding.addressable_devices_indices_map(value.shape).items()
+    ]
+    placed = jax.make_array_from_single_device_arrays(value.shape, like.sharding, shards)
+    if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(key))
+    return placed
 
 
 def _fits(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> bool:

@@ -22,6 +22,7 @@ from layouts import (
     transformer,
     with_optimizer,
 )
+from waiting import unordered
 
 from jaxtrain.parallel import programs
 from jaxtrain.plan.compilers.schedule import Transfer, transfers
@@ -57,6 +58,7 @@ class Program:
     params: Any
     temporary_bytes: int
     sent: list[Transfer]
+    unordered: list[tuple[str, str]]
 
 
 @functools.cache
@@ -66,7 +68,8 @@ def program(name: str, row: str, accumulation: int) -> Program:
     compiled = step.compile(load_batches(name)[0])
     text = compiled.as_text() or ""
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    return Program(programs.collectives(text), step.mesh, step.abstract_state.params, temporary, transfers(text))
+    found, sent, pairs = programs.collectives(text), transfers(text), unordered(text)
+    return Program(found, step.mesh, step.abstract_state.params, temporary, sent, pairs)
 
 
 def sizes_of(params: Any) -> tuple[int, int]:
@@ -186,8 +189,15 @@ def test_stage_3_sends_each_parameter_three_times() -> None:
     assert not any(elements[kind] for kind in programs.KINDS[3:])
 
 
+@pytest.mark.parametrize("row", long_but("zero=2", rows=["zero=2", "context=4,ring,data=2", *STAGES]))
+def test_exchanges_wait_for_those_in_loops_and_branches(row: str) -> None:
+    """On CPU devices they could meet one another's partners."""
+    assert not program(STAGES.get(row, "transformer"), row.removesuffix(" of experts"), 4).unordered
+
+
 @pytest.mark.long
 def test_experts_exchange_tokens_all_to_all() -> None:
+    assert not program("experts", "expert=4,data=2", 4).unordered
     found, mesh = compiled("experts", "expert=4,data=2", 4)
     assert [c for c in found if c.kind == "all-to-all" and programs.crosses(c, mesh, "expert")]
 

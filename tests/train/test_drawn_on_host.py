@@ -1,5 +1,8 @@
 """States at step 0 that are evaluated on the host have the bits of the compiled program."""
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,37 +23,65 @@ from jaxtrain.train.given_params import paths_of
 TRANSFORMER = {"kind": "transformer", "embed_dim": 64, "num_heads": 4, "mlp_dim": 128, "num_layers": 2}
 RESNET = {"kind": "resnet", "stage_blocks": [2, 3], "width": 4, "stem": "small"}
 MLP = {"kind": "mlp", "hidden_dims": [8, 8]}
+AVERAGED = {"optimizer": jt.lookahead(optax.adamw(1e-3)), "ema_decay": 0.9}
 CASES = [
     pytest.param(RESNET, jt.classification(), {"optimizer": optax.sgd(0.1, momentum=0.9)}, id="keys written out"),
-    pytest.param(
-        TRANSFORMER,
-        jt.language_modeling(),
-        {"optimizer": jt.lookahead(optax.adamw(1e-3)), "ema_decay": 0.9},
-        id="stacked layers, averages",
-    ),
+    pytest.param(TRANSFORMER, jt.language_modeling(), AVERAGED, id="stacked layers, averages"),
     pytest.param(
         MLP,
         jt.classification(),
         {"optimizer": optax.adafactor(1e-3), "policy": "fp16"},
         id="a loss scale, other moments",
     ),
+    pytest.param(
+        RESNET,
+        jt.classification(),
+        {"optimizer": optax.sgd(0.1, momentum=0.9), "mesh": {"data": 8}},
+        id="a copy on each device",
+    ),
+    pytest.param(
+        TRANSFORMER,
+        jt.language_modeling(),
+        {**AVERAGED, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "parallelism": jt.Parallelism(zero=1)},
+        id="shards",
+    ),
+    pytest.param(
+        TRANSFORMER,
+        jt.language_modeling(),
+        {
+            "optimizer": optax.adamw(1e-3),
+            "mesh": {"pipe": 2, "context": 2, "tensor": 2},
+            "parallelism": jt.Parallelism(sequence_parallel=True),
+        },
+        id="stages",
+    ),
+    pytest.param(
+        {**TRANSFORMER, "experts": {"num_experts": 4}},
+        jt.language_modeling(),
+        {"optimizer": optax.adafactor(1e-3), "mesh": {"expert": 4, "data": 2}, "parallelism": jt.Parallelism(zero=2)},
+        id="experts",
+    ),
 ]
 
 
-def step_of(model: jt.Model, task: jt.Task, **options: Any) -> jt.TrainStep:
-    return jt.make_train_step(model, task, mesh=jt.make_mesh(data=1, devices=jax.devices()[:1]), **options)
+def step_of(
+    model: jt.Model, task: jt.Task, *, mesh: Mapping[str, int] = MappingProxyType({"data": 1}), **options: Any
+) -> jt.TrainStep:
+    devices = jax.devices()[: math.prod(mesh.values())]
+    return jt.make_train_step(model, task, mesh=jt.make_mesh(**mesh, devices=devices), **options)
 
 
 def built(group: dict[str, Any]) -> jt.Model:
     if group["kind"] == "transformer":
-        return jt.build_model(group, input_shape=(16,), vocab_size=4219)
+        return jt.build_model(group, input_shape=(16,), vocab_size=4220)
     return jt.build_model(group, input_shape=(8, 8, 3), num_outputs=10)
 
 
 def bits(tree: Any) -> dict[str, Any]:
     def one(leaf: jax.Array) -> tuple[Any, ...]:
         plain = jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        return leaf.shape, leaf.dtype, leaf.sharding, np.asarray(plain).tobytes()
+        shards = [(shard.device, shard.index, np.asarray(shard.data).tobytes()) for shard in plain.addressable_shards]
+        return leaf.shape, leaf.dtype, leaf.sharding, shards
 
     return {path: one(leaf) for path, leaf in paths_of(tree).items()}
 
@@ -84,14 +115,28 @@ def test_a_model_that_draws_in_another_way_is_compiled() -> None:
     assert bits(step.init(key)) == bits(program(key, params=None, model_state=None))
 
 
-def test_arrays_of_the_host_are_copied() -> None:
-    """Else the first step could not reuse the memory of the state."""
-    step = step_of(built(MLP), jt.classification(), optimizer=optax.sgd(0.1))
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4}], ids=["one device", "four"])
+def test_arrays_of_the_host_are_copied(mesh: dict[str, int]) -> None:
+    """Else the first step could not reuse the memory of the state, or four devices would write to one array."""
+    step = step_of(built(MLP), jt.classification(), optimizer=optax.sgd(0.1, momentum=0.9), mesh=mesh)
     state = step.init(0)
+    arrays = [leaf for leaf in jax.tree.leaves((state.params, state.optimizer_state)) if leaf.size > 1]
+    places = [shard.data.unsafe_buffer_pointer() for leaf in arrays for shard in leaf.addressable_shards]
+    assert len(set(places)) == len(places)
     rows = {"inputs": np.zeros((4, 8, 8, 3), np.float32), "targets": np.zeros(4, np.int32)}
-    kernel = jax.tree.leaves(state.params)[0]
     step(state, rows)
-    assert kernel.is_deleted()
+    assert arrays[0].is_deleted()
+
+
+def test_several_processes_do_not_each_draw_a_large_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = step_of(built(MLP), jt.classification(), optimizer=optax.sgd(0.1), mesh={"data": 2})._first_state
+    assert first._is_on_host(jax.random.key(0))
+    size = sum(leaf.size for leaf in jax.tree.leaves(first._shapes.params))
+    monkeypatch.setattr(first, "_devices", [SimpleNamespace(platform="cpu", process_index=index) for index in range(2)])
+    monkeypatch.setattr("jaxtrain.train.first_state._MOST_DRAWN_BY_EACH", size)
+    assert first._is_on_host(jax.random.key(0))
+    monkeypatch.setattr("jaxtrain.train.first_state._MOST_DRAWN_BY_EACH", size - 1)
+    assert not first._is_on_host(jax.random.key(0))
 
 
 OWN_KEY, OTHER_KEY = jax.random.key(7), jax.random.key(7, impl="rbg")

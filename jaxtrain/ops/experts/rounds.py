@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.layout.manual import vary_alike, vary_like
+from jaxtrain.layout.order import after, needs_order
+from jaxtrain.layout.sharding import current_layout
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, multiply_rows, sort_pairs
 from jaxtrain.ops.experts.places import Places, collect, pair_values, spread
 from jaxtrain.ops.experts.rows import is_one_round, round_rows
@@ -66,10 +68,11 @@ def exchanged_experts(
     if is_one_round(*sizes):
         return first_ND
     num_rounds = jax.lax.pmax((jnp.max(queues.count_S) + capacity - 1) // capacity, "expert")
-    leaves, tree = jax.tree.flatten(((x_ND, weights_NK, kernels), queues))
-    arguments, queues = jax.tree.unflatten(tree, vary_alike(*leaves))
-    further_ND: jax.Array = _further_rounds(capacity, arguments, queues, num_rounds)
-    return first_ND + further_ND
+    leaves, tree = jax.tree.flatten(((x_ND, weights_NK, kernels), queues, first_ND))
+    arguments, queues, first_ND = jax.tree.unflatten(tree, vary_alike(*leaves))
+    ordered = needs_order(current_layout())
+    all_ND: jax.Array = _further_rounds(capacity, ordered, arguments, queues, num_rounds, first_ND)
+    return all_ND
 
 
 def _queue(ids_NK: jax.Array, num_local: int, shards: int) -> _Queues:
@@ -116,33 +119,49 @@ def _round(
         return collect(exchange(y_RD.astype(x_ND.dtype)), places)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _further_rounds(capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: jax.Array) -> jax.Array:
-    """Sum the rounds from the second to the last."""
-    return _sum_of_rounds(capacity, arguments, queues, num_rounds)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _further_rounds(
+    capacity: int,
+    ordered: bool,
+    arguments: tuple[Any, ...],
+    queues: _Queues,
+    num_rounds: jax.Array,
+    first_ND: jax.Array,
+) -> jax.Array:
+    """Add the rounds from the second to the last to the first, one after the other."""
+    return _sum_of_rounds(capacity, arguments, queues, num_rounds, first_ND)
 
 
-def _sum_of_rounds(capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: jax.Array) -> jax.Array:
+def _sum_of_rounds(
+    capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: jax.Array, first_ND: jax.Array
+) -> jax.Array:
     def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, y_ND = state
         # The result of `jax.vjp`, whose operations can be differentiated forward, as those of a custom VJP cannot.
         return index + 1, y_ND + jax.vjp(partial(_round, capacity, index, queues), *arguments)[0]
 
-    zeros_ND = vary_like(jnp.zeros(arguments[0].shape, jnp.float32), arguments[0])
     start = vary_like(jnp.int32(1), num_rounds)
     with jax.named_scope("further_rounds"):
-        return jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, zeros_ND))[1]
+        return jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, first_ND))[1]
 
 
 def _further_rounds_forward(
-    capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: jax.Array
+    capacity: int,
+    ordered: bool,
+    arguments: tuple[Any, ...],
+    queues: _Queues,
+    num_rounds: jax.Array,
+    first_ND: jax.Array,
 ) -> tuple[jax.Array, Any]:
     # Not `_further_rounds`, so that a gradient can be differentiated forward.
-    return _sum_of_rounds(capacity, arguments, queues, num_rounds), (arguments, queues, num_rounds)
+    result_ND = _sum_of_rounds(capacity, arguments, queues, num_rounds, first_ND)
+    return result_ND, (arguments, queues, num_rounds, first_ND[:1, :1])
 
 
-def _further_rounds_backward(capacity: int, saved: Any, gradient_ND: jax.Array) -> tuple[Any, None, None]:
-    arguments, queues, num_rounds = saved
+def _further_rounds_backward(
+    capacity: int, ordered: bool, saved: Any, gradient_ND: jax.Array
+) -> tuple[Any, None, None, jax.Array]:
+    arguments, queues, num_rounds, first_11 = saved
 
     def step(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         index, total = state
@@ -150,10 +169,13 @@ def _further_rounds_backward(capacity: int, saved: Any, gradient_ND: jax.Array) 
         return index + 1, jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, found)
 
     zeros = jax.tree.map(lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), arguments)
-    start = vary_like(jnp.int32(1), num_rounds)
+    # Where the first round is computed again for the backward pass, these come after it, and before its gradients.
+    start = vary_like(jnp.int32(1), first_11)
+    start = after(start, first_11) if ordered else start
     with jax.named_scope("further_rounds"):
-        total = jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, zeros))[1]
-    return jax.tree.map(lambda a, b: a.astype(b.dtype), total, arguments), None, None
+        end, total = jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, zeros))
+    first_ND = after(gradient_ND, end) if ordered else gradient_ND
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), total, arguments), None, None, first_ND
 
 
 _further_rounds.defvjp(_further_rounds_forward, _further_rounds_backward)
