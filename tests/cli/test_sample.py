@@ -119,6 +119,7 @@ def test_does_not_open_the_data(cli, text_run, tmp_path):
     assert "tokenizer.json is gone" in answer.err
 
 
+@pytest.mark.long
 def test_quantized_layers_write_text(cli, text_run):
     """The likeliest bytes of a model whose weights moved by half a percent: mostly the same ones."""
     words = ("sample", str(text_run), "-p", "The ", "-n", "8", "--temperature", "0")

@@ -14,9 +14,8 @@ from jaxtrain.models.stack import scan_stack
 from jaxtrain.models.tasks import classification
 
 
-@pytest.mark.parametrize(
-    "remat", [pytest.param("none", marks=pytest.mark.long), "full", pytest.param("sqrt", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("remat", ["none", "full", "sqrt"])
 def test_scanned_and_unrolled_blocks_agree(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, gradients and batch statistics; other fusions sum in another order, so within rounding (2^-24).
 

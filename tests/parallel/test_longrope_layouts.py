@@ -59,12 +59,13 @@ def _alone():
 
 
 _ROWS = [
-    pytest.param(layout(context=4, attention="ring"), 1, "full", id="ring-remat", marks=pytest.mark.long),
-    pytest.param(layout(pipe=2, context=2), 2, "none", id="pipe-context", marks=pytest.mark.long),
+    pytest.param(layout(context=4, attention="ring"), 1, "full", id="ring-remat"),
+    pytest.param(layout(pipe=2, context=2), 2, "none", id="pipe-context"),
     pytest.param(layout(context=2, data=2, attention="all_to_all"), 2, "sqrt", id="all_to_all-accumulation-sqrt"),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("where", "accumulation", "remat"), _ROWS)
 def test_numbers_of_one_device(where: Layout, accumulation: int, remat: str) -> None:
     losses, params = _run(where, accumulation=accumulation, remat=remat)

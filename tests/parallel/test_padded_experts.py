@@ -65,7 +65,7 @@ def reference(accumulation: int) -> tuple[np.ndarray, Any]:
 @pytest.mark.parametrize(
     ("where", "accumulation"),
     [
-        pytest.param(layout(expert=2, data=2, zero=2), 2, id="expert-zero-2"),
+        pytest.param(layout(expert=2, data=2, zero=2), 2, id="expert-zero-2", marks=pytest.mark.long),
         pytest.param(layout(pipe=2, data=2), 2, id="pipe-data", marks=pytest.mark.long),
         pytest.param(layout(context=2, expert=2), 1, id="context-expert", marks=pytest.mark.long),
     ],

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import pytest
 from training_runs import TINY, losses
 
 import jaxtrain as jt
@@ -16,6 +17,7 @@ def kinds(params: dict) -> dict[str, set[str]]:
     return {name: {leaf.dtype.name for leaf in jax.tree.leaves(part)} for name, part in params.items()}
 
 
+@pytest.mark.long
 def test_a_run_of_a_config_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def train(name: str, steps: int) -> jt.Result:
         return jt.run_config(TINY, run_dir=tmp_path / name, overrides={**FREEZE, "train.steps": steps})

@@ -54,7 +54,7 @@ CASES = {
     "fp16": dict(policy="fp16"),
     "a task that calls the model": dict(task=jt.Task.calling("own", called)),
 }
-LONG = ("accumulation on shards",)
+LONG = ("accumulation on shards", "ZeRO 2", "pipeline")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,9 @@ def test_it_neither_counts_in_a_row_of_bad_steps_nor_ends_one() -> None:
     assert int(state.skipped.total) == 4
 
 
-@pytest.mark.parametrize("degrees", [{"data": 1}, {"data": 2}], ids=["one device", "data=2"])
+@pytest.mark.parametrize(
+    "degrees", [{"data": 1}, pytest.param({"data": 2}, marks=pytest.mark.long)], ids=["one device", "data=2"]
+)
 def test_weights_that_cancel_train(degrees: dict[str, int]) -> None:
     """Advantages of both signs may sum to 0, and say something all the same."""
     step = make_step(jt.Task.calling("signed", called), degrees)

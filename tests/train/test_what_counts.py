@@ -80,7 +80,13 @@ def test_a_weight_per_row_weighs_every_token_of_the_row():
 
 
 @pytest.mark.parametrize(
-    ("logits", "layout"), [("whole", {}), ("tokens", {}), ("vocabulary", {"data": 2, "tensor": 2})], ids=str
+    ("logits", "layout"),
+    [
+        ("whole", {}),
+        ("tokens", {}),
+        pytest.param("vocabulary", {"data": 2, "tensor": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_negative_targets_are_ignored_as_weight_0_is(logits, layout):
     columns = token_rows(4)
