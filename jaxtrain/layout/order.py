@@ -50,14 +50,14 @@ def after(tree: Tree, done: jax.Array) -> Tree:
     return jax.tree.map(wait, tree)
 
 
-def turn_of(done: jax.Array, layout: Layout | None) -> jax.Array:
-    """0, int32 []: on CPU devices one that nobody knows before `done` is there.
+def turn_of(done: jax.Array, layout: Layout | None) -> jax.Array | None:
+    """On CPU devices 0, int32 [], which nobody knows before `done` is there; elsewhere None.
 
     Args:
         done: one number: what it is there for may be an array of all devices.
         layout: of the code being traced.
     """
-    return _turn(done) if layout is not None and _is_cpu(layout) else jnp.int32(0)
+    return _turn(done) if layout is not None and _is_cpu(layout) else None
 
 
 def _turn(done: jax.Array) -> jax.Array:

@@ -163,7 +163,8 @@ def _router_sum(losses_BL: jax.Array, weights_BL: jax.Array, *, tokens: jax.Arra
     # The sum over shards comes after those in the layers.
     total = jnp.sum(losses_BL)
     turn = turn_of(jax.lax.stop_gradient(total), current_layout())
-    weight = jax.lax.stop_gradient(sum_over_shards(jnp.sum(weights_BL) + turn))
+    weight = jnp.sum(weights_BL) if turn is None else jnp.sum(weights_BL) + turn
+    weight = jax.lax.stop_gradient(sum_over_shards(weight))
     return total * (weight / divisor(jax.lax.stop_gradient(tokens)))
 
 

@@ -235,16 +235,16 @@ def _store_arrivals(moving: _Moving, tick: _Tick) -> _Moving:
     )
 
 
-def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array]:
+def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array | None]:
     """Compute what this stage sends up; the last virtual stage computes its forward in its backward.
 
     Returns:
-        What it sends, and a 0 that is there as soon as that is.
+        What it sends, and on CPU devices a 0 that is there as soon as that is.
     """
 
     layout = work.stage.pipeline.layout
 
-    def forward(microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> tuple[Tree, jax.Array]:
+    def forward(microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> tuple[Tree, jax.Array | None]:
         return on_stage.forward(work.stage, microbatch, chunk, carry), turn_of(microbatch, layout)
 
     microbatch, chunk = tick.forward_microbatch, jnp.maximum(tick.forward_chunk, 0)
@@ -259,7 +259,7 @@ def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array
     )
 
 
-def _backward(work: _Work, moving: _Moving, tick: _Tick, turn: jax.Array) -> tuple[_Moving, Tree]:
+def _backward(work: _Work, moving: _Moving, tick: _Tick, turn: jax.Array | None) -> tuple[_Moving, Tree]:
     """Add the gradients of this tick's backward to the sums, and compute what this stage sends down.
 
     Both passes embed tokens, with a sum over `tensor`: so that two such sums do not meet on CPU devices, the backward
@@ -274,7 +274,8 @@ def _backward(work: _Work, moving: _Moving, tick: _Tick, turn: jax.Array) -> tup
     )
     kind = jnp.where(on_stage.is_first(stage, chunk), 1, jnp.where(on_stage.is_last(stage, chunk), 3, 2))
     branches = (_idle, _backward_first, _backward_middle, _backward_last)
-    kind = jnp.where(given.microbatch >= 0, kind, 0) + turn
+    kind = jnp.where(given.microbatch >= 0, kind, 0)
+    kind = kind if turn is None else kind + turn
     return jax.lax.switch(kind, [partial(branch, work) for branch in branches], moving, given)
 
 
