@@ -176,6 +176,8 @@ def _copy(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
 
 def _words(value: Any) -> np.ndarray:
     """A constant of a program, which is a key where a model has one of its own, as NumPy holds it."""
+    if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
+        raise CannotFollowError("a constant of which this process holds a part")
     if not _is_key(getattr(value, "dtype", None)):
         return np.asarray(value)
     if str(jax.random.key_impl(value)) not in _IMPLEMENTATIONS:

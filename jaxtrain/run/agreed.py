@@ -1,5 +1,6 @@
 """What the processes of a run must have in common before they compile: config, code, versions, devices, data."""
 
+import functools
 import hashlib
 import os
 from collections.abc import Mapping
@@ -84,6 +85,7 @@ def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
     }
 
 
+@functools.cache
 def package_digest() -> str:
     """SHA-256 over every Python file of the package, with its place in it."""
     folder = Path(__file__).parent.parent

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxtrain.metrics.runinfo import package_versions
+from jaxtrain.run.agreed import package_digest
 from jaxtrain.run.own_parts import OwnParts
 from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run
@@ -90,7 +91,9 @@ def _circumstances(run: Run, own: OwnParts) -> str:
     config["train"] = {key: value for key, value in config["train"].items() if key not in apart}
     device = run.step.mesh.devices.flat[0]
     spec = {path_name(path): str(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(dict(run.batches.spec()))}
-    facts = [package_versions(), dict(run.step.mesh.shape), device.platform, device.device_kind, spec, config]
+    # The library's own code of a task or layer is in the equations too: a version in development keeps its number.
+    versions = [package_versions(), package_digest()]
+    facts = [*versions, dict(run.step.mesh.shape), device.platform, device.device_kind, spec, config]
     return _digest([json.dumps(facts, sort_keys=True)])
 
 

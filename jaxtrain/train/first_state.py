@@ -69,7 +69,10 @@ class FirstState:
     def _is_on_host(self, key: jax.Array) -> bool:
         # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
         known = not isinstance(key, Tracer)
-        alone = len({device.process_index for device in self._devices}) == 1
+        processes = {device.process_index for device in self._devices}
+        if jax.process_index() not in processes:
+            return False
+        alone = len(processes) == 1
         few = sum(leaf.size for leaf in jax.tree.leaves(self._shapes.params)) <= _MOST_DRAWN_BY_EACH
         on_cpu = all(device.platform == "cpu" for device in self._devices)
         return on_cpu and (alone or few) and known and can_draw(key)

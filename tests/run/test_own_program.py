@@ -115,6 +115,13 @@ def test_another_batch_says_nothing_of_the_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_run_of_other_code_of_the_library_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its equations may differ by that code, whatever the version says: the parts from Python have to be trusted."""
+    fit(tmp_path / "run")
+    monkeypatch.setattr("jaxtrain.run.own_program.package_digest", lambda: "of another state of the library")
+    assert fit(tmp_path / "run", task=own_task(5.0), steps=4).step == 4
+
+
 def test_given_parameters_are_compared_by_content(tmp_path: Path) -> None:
     fit(tmp_path, params=start(0.5))
     assert fit(tmp_path, params=jax.tree.map(jnp.asarray, start(0.5))).step == 2

@@ -137,6 +137,8 @@ def test_several_processes_do_not_each_draw_a_large_state(monkeypatch: pytest.Mo
     assert first._is_on_host(jax.random.key(0))
     monkeypatch.setattr("jaxtrain.train.first_state._MOST_DRAWN_BY_EACH", size - 1)
     assert not first._is_on_host(jax.random.key(0))
+    monkeypatch.setattr(first, "_devices", [SimpleNamespace(platform="cpu", process_index=1)])
+    assert not first._is_on_host(jax.random.key(0)), "all devices are another process's"
 
 
 OWN_KEY, OTHER_KEY = jax.random.key(7), jax.random.key(7, impl="rbg")
