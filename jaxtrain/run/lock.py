@@ -23,6 +23,9 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
 _JOIN_SECONDS = 300
 _LOOK_SECONDS = 1.0
+# Device and inode of the lock files that this process holds. The number of a process and the name of its host do not
+# tell it from others: every pod has a process 1, and a pod that takes the place of another has its name.
+_held: set[tuple[int, int]] = set()
 
 
 class InUseError(ConfigError):
@@ -53,6 +56,7 @@ class RunLock:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = Path(run_dir)
         self._descriptor: int | None = None
+        self._identity = (-1, -1)
         self._keep_in_children: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
@@ -78,7 +82,8 @@ class RunLock:
                 raise ConfigError(f"run directory {self.run_dir} cannot be locked: {error.strerror}") from error
             # Some network file systems are mounted without locks; refusing to train there would help nobody.
             print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
-        self._descriptor = descriptor
+        self._descriptor, self._identity = descriptor, _identity(descriptor)
+        _held.add(self._identity)
         # A worker that outlives its parent would hold the directory.
         self._keep_in_children = drop_in_children(self._forget)
         content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -103,11 +108,13 @@ class RunLock:
     def _forget(self) -> None:
         """In a forked child: the lock stays that of its parent."""
         descriptor, self._descriptor = self._descriptor, None
+        _held.discard(self._identity)
         if descriptor is not None:
             os.close(descriptor)
 
     def __exit__(self, *exception: object) -> None:
         self._keep_in_children()
+        _held.discard(self._identity)
         if self._descriptor is not None:
             # The file stays: if deleted, one process could hold it and another a new file of the same name.
             descriptor, self._descriptor = self._descriptor, None
@@ -118,7 +125,7 @@ class RunLock:
                 os.close(descriptor)
 
 
-def wait_for_holder(run_dir: Path) -> None:
+def wait_for_holder(run_dir: Path, *, looks: bool = True, goes_on: Callable[[bool], bool] = bool) -> None:
     """Waits until nobody holds a run directory, where a scheduler starts this process; elsewhere it returns at once.
 
     A job that is started again may begin while the pods of the one before it still save. The exit code of a directory
@@ -126,29 +133,44 @@ def wait_for_holder(run_dir: Path) -> None:
 
     Args:
         run_dir: directory of the run.
+        looks: whether this process looks who holds it; of several only process 0 does.
+        goes_on: called after each look with whether this process has to wait; returns whether all processes wait.
     """
     end, is_told = time.monotonic() + _patience_seconds(), False
-    while time.monotonic() < end:
-        try:
-            descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            holder = _holder(descriptor)
-        except OSError:
-            return
-        finally:
-            os.close(descriptor)
-        if holder.startswith(f"process {os.getpid()} on {socket.gethostname()} "):
-            return
-        if not is_told:
+    while True:
+        holder = _other_holder(run_dir) if looks and time.monotonic() < end else None
+        if holder is not None and not is_told:
             is_told = True
             shown = f"waiting up to {end - time.monotonic():.0f} s for its end"
             print_remark(f"jaxtrain: run directory {run_dir} is in use by {holder}: {shown}")
-        time.sleep(_LOOK_SECONDS)
+        if not goes_on(holder is not None):
+            return
+        if looks:
+            time.sleep(_LOOK_SECONDS)
+
+
+def _other_holder(run_dir: Path) -> str | None:
+    """Who holds a run directory, for people; None where nobody does, or this process, which would wait for itself."""
+    try:
+        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if _identity(descriptor) in _held:
+            return None
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _holder(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _patience_seconds() -> int:

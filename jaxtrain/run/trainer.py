@@ -19,7 +19,7 @@ from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.result import Result
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.agreement import meet
+from jaxtrain.runtime.agreement import said_by_main
 from jaxtrain.runtime.files import files_for_the_group
 
 if TYPE_CHECKING:
@@ -156,40 +156,46 @@ def train_loaded(
     if jax.process_count() == 1:  # of several only the main one needs the packages, and it says so with its rows
         check_trackers(loaded.config.logging)
     shown, lock = progress or Progress(process_index=0 if main else 1), RunLock(folder)
-    if main:
-        wait_for_holder(folder)
-    meet()
-    with (
-        files_for_the_group(),
-        shown,
-        distributed.on_main_process(lock),
-        Interrupt(loaded.config.notices or NoticesConfig()) as interrupt,
-        watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
-    ):
-        from jaxtrain.run.prepare import closing_on_failure, prepare_session
-        from jaxtrain.run.session import close_session
-        from jaxtrain.run.train_session import train_session
+    with Interrupt(loaded.config.notices or NoticesConfig()) as interrupt:
+
+        def waits_on(is_held: bool) -> bool:
+            is_held = said_by_main(is_held)
+            if is_held:
+                interrupt.check()
+            return is_held
 
         with interrupt.free_to_leave():
-            if main:
-                mend_run(folder, shown.message)
-            session = prepare_session(
-                loaded,
-                folder,
-                resume=resume,
-                model=model,
-                task=task,
-                data=data,
-                own_step=own_step,
-                callbacks=functions,
-                progress=shown,
-                interrupt=interrupt,
-                activity=activity,
-                lock=lock,
-                main=main,
-            )
-        with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
-            return train_session(session)
+            wait_for_holder(folder, looks=main, goes_on=waits_on)
+        with (
+            files_for_the_group(),
+            shown,
+            distributed.on_main_process(lock),
+            watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
+        ):
+            from jaxtrain.run.prepare import closing_on_failure, prepare_session
+            from jaxtrain.run.session import close_session
+            from jaxtrain.run.train_session import train_session
+
+            with interrupt.free_to_leave():
+                if main:
+                    mend_run(folder, shown.message)
+                session = prepare_session(
+                    loaded,
+                    folder,
+                    resume=resume,
+                    model=model,
+                    task=task,
+                    data=data,
+                    own_step=own_step,
+                    callbacks=functions,
+                    progress=shown,
+                    interrupt=interrupt,
+                    activity=activity,
+                    lock=lock,
+                    main=main,
+                )
+            with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
+                return train_session(session)
 
 
 def _with_early_stopping(loaded: Loaded, stopping: EarlyStopping | None) -> Loaded:

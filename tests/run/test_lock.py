@@ -1,8 +1,10 @@
 """One process per run directory, and nothing to clean up after a killed one."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -106,6 +108,19 @@ def test_a_scheduled_process_waits_for_the_one_before(tmp_path, holder, monkeypa
     with RunLock(tmp_path / "run"):
         wait_for_holder(tmp_path / "run")  # not for itself, which would never end
     assert not capsys.readouterr().err
+
+
+def test_a_holder_with_the_number_and_the_host_of_this_process_is_waited_for(tmp_path, holder, monkeypatch, capsys):
+    """Every pod has a process 1, and the pod that takes the place of another one has its host name."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    note = {"pid": os.getpid(), "host": socket.gethostname(), "since": "2026-01-01 00:00:00"}
+    (tmp_path / "run" / LOCK_NAME).write_text(json.dumps(note))
+    threading.Timer(0.5, holder.kill).start()
+    wait_for_holder(tmp_path / "run")
+    assert holder.wait() == -signal.SIGKILL
+    assert f"in use by process {os.getpid()} on " in capsys.readouterr().err
+    with RunLock(tmp_path / "run"):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,25 @@ def test_two_processes_are_kept_off_a_run_directory_in_use(tmp_path: Path) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("stopped", [0, 1], ids=["process 0", "process 1"])
+def test_processes_that_wait_for_a_run_directory_stop_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int
+) -> None:
+    monkeypatch.setenv("JAXTRAIN_JOIN_TIMEOUT_SECONDS", "200")
+    config = write_config(tmp_path, train__steps=4)
+    with RunLock(tmp_path / "run"):
+        processes = start_two(config, tmp_path / "run")
+        assert processes[0].stderr is not None
+        assert any("waiting up to" in line for line in iter(processes[0].stderr.readline, ""))
+        began = time.monotonic()
+        processes[stopped].send_signal(signal.SIGTERM)
+        results = finish(processes)
+    assert [code for code, _, _ in results] == [75, 75], results
+    assert "where nothing was unsaved" in results[0][2]
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])
 def test_a_signal_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
     config = write_config(tmp_path, train__steps=100000)
