@@ -1,6 +1,7 @@
 """Keys that somebody set and that do nothing beside the others: a note each, since a layout may come and go.
 
-The path of a tokenizer that is not read is refused: it is surely a mistake, and another model would be trained.
+The path of a tokenizer that is not read is refused where nobody chose the kind beside it or after it: it is surely a
+mistake, and another model would be trained.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,13 +46,14 @@ _LATER = {"command line": 1, "keyword": 2}
 
 
 def check_tokenizer(config: Config, origins: Mapping[str, str]) -> None:
-    """Raise where the path of a tokenizer is given and is not read.
+    """Raise where the path of a tokenizer is given to a kind of tokenizer that was there before, and is not read.
 
-    It may stay where what is set later chose another kind of tokenizer, and in the config of a run.
+    It may stay where the kind was chosen in the same place, as in a sweep over kinds, or later, and in the config of
+    a run.
 
     Args:
         config: validated.
-        origins: dotted keys that somebody set -> where.
+        origins: dotted keys that somebody set -> where, in the order of setting.
 
     Raises:
         ConfigError: names the key and what reads it.
@@ -61,7 +63,12 @@ def check_tokenizer(config: Config, origins: Mapping[str, str]) -> None:
     if not isinstance(tokenizer, TokenizerConfig) or tokenizer.kind == "file" or tokenizer.path is None:
         return
     where = origins.get(key, "")
-    if where and not where.endswith("run.json") and not _gave_way(origins, key, kind_key):
+    if not where or where.endswith("run.json"):
+        return
+    is_older = kind_key not in origins or (
+        _rank(origins, kind_key) != _rank(origins, key) and _is_later(origins, key, kind_key)
+    )
+    if is_older:
         raise ConfigError(
             f"{key}={tokenizer.path} ({where}) is not read, since {kind_key} is {tokenizer.kind}; set {kind_key}=file, "
             "or leave the path out"
@@ -70,7 +77,17 @@ def check_tokenizer(config: Config, origins: Mapping[str, str]) -> None:
 
 def _gave_way(origins: Mapping[str, str], key: str, to: str) -> bool:
     """Whether a key was set where what is set later, as on the command line, decides for another one."""
-    return to in origins and _LATER.get(origins[to], 0) > _LATER.get(origins[key], 0)
+    return to in origins and _rank(origins, to) > _rank(origins, key) and _is_later(origins, to, key)
+
+
+def _rank(origins: Mapping[str, str], key: str) -> int:
+    return _LATER.get(origins[key], 0)
+
+
+def _is_later(origins: Mapping[str, str], key: str, than: str) -> bool:
+    """Whether a key was set after another one; a mapping in place of a file is a "keyword" that comes first."""
+    keys = list(origins)
+    return keys.index(key) > keys.index(than)
 
 
 def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ...]:
@@ -78,7 +95,7 @@ def no_effect_notes(config: Config, origins: Mapping[str, str]) -> tuple[str, ..
 
     Args:
         config: validated.
-        origins: dotted keys that somebody set -> where.
+        origins: dotted keys that somebody set -> where, in the order of setting.
     """
     # The config that a run keeps holds every key: what is at its default asks for nothing.
     default, reasons = _default(config), tuple(_reasons(config))

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from itertools import takewhile
 from typing import Any, Protocol
 
 from jaxtrain.errors import ConfigError
@@ -10,6 +9,8 @@ from jaxtrain.errors import ConfigError
 _REPLACEMENT = "\ufffd"
 # A character of UTF-8 lacks at most its last three bytes; a tokenizer may show each missing one by itself.
 _LONGEST_INCOMPLETE = 3
+# Of bytes that are no text: how many tokens stay at either end, and from how many on those between are dropped.
+_KEPT, _MANY = 12, 48
 
 
 class Codec(Protocol):
@@ -56,8 +57,7 @@ class TextStream:
     ):
         self._stop = checked_stops(stop)
         self._stop_tokens, self._hidden = frozenset(stop_tokens), frozenset(hidden)
-        self._decode = _continued(tokenizer)
-        self._tokens: list[int] = []  # those whose text is not certain
+        self._uncertain = _Uncertain(tokenizer)
         self._given_of_tokens = 0  # characters of their text that were certain
         self._held = ""  # certain text that may begin a stop string
         self.stopped = False
@@ -77,12 +77,12 @@ class TextStream:
             return rest
         if token in self._hidden:
             return ""
-        self._tokens.append(int(token))
-        decoded = self._decoded()
+        decoded = self._uncertain.feed(int(token))
         certain = len(decoded) - _incomplete(decoded)
         piece = decoded[self._given_of_tokens : certain]
         if certain == len(decoded):
-            self._tokens, self._given_of_tokens = [], 0
+            self._uncertain.clear()
+            self._given_of_tokens = 0
         else:
             self._given_of_tokens = max(self._given_of_tokens, certain)
         return self._release(piece, is_end=False)
@@ -91,12 +91,10 @@ class TextStream:
         """The rest of the text, when no further token comes."""
         if self.stopped:
             return ""
-        piece = self._decoded()[self._given_of_tokens :]
-        self._tokens, self._given_of_tokens = [], 0
+        piece = self._uncertain.text[self._given_of_tokens :]
+        self._uncertain.clear()
+        self._given_of_tokens = 0
         return self._release(piece, is_end=True)
-
-    def _decoded(self) -> str:
-        return self._decode(self._tokens)
 
     def _release(self, piece: str, *, is_end: bool) -> str:
         """Give out what is certain of the text that is held and this piece after it."""
@@ -143,12 +141,12 @@ class TokenPlaces:
     """
 
     def __init__(self, tokenizer: Codec, *, hidden: Collection[int] = ()):
-        self._decode, self._hidden = _continued(tokenizer), frozenset(hidden)
+        self._uncertain, self._hidden = _Uncertain(tokenizer), frozenset(hidden)
         self._start = 0  # characters before the tokens whose text is not certain
-        self._tokens: list[int] = []
-        # Of these and the hidden ones among them: the text before each, and its length after it (None: hidden).
-        self._seen: list[tuple[str, int | None]] = []
-        self._text = ""
+        self._certain = 0  # characters of theirs that are
+        # Of these and the hidden ones among them: the text before each, its length after it (None: hidden), and how
+        # many characters of the text before are certain to stay.
+        self._seen: list[tuple[str, int | None, int]] = []
 
     def feed(self, token: int) -> list[int]:
         """The places of the tokens that are not certain yet, this one the last; a later call may move them on.
@@ -156,29 +154,83 @@ class TokenPlaces:
         Args:
             token: the next id.
         """
-        before, is_hidden = self._text, token in self._hidden
-        if not is_hidden:
-            self._tokens.append(int(token))
-            self._text = self._decode(self._tokens)
-        self._seen.append((before, None if is_hidden else len(self._text)))
-        certain = self._text[: len(self._text) - _incomplete(self._text)]
-        places = self._places(certain)
-        if certain == self._text:
+        before, is_hidden = self._uncertain.text, token in self._hidden
+        text = before if is_hidden else self._uncertain.feed(int(token))
+        self._seen.append((before, None if is_hidden else len(text), self._certain))
+        certain = text[: len(text) - _incomplete(text)]
+        self._seen = self._compared(certain)
+        places = self._places(self._seen)
+        if certain == text:
             self._start += len(certain)
-            self._tokens, self._seen, self._text = [], [], ""
+            self._uncertain.clear()
+            self._seen, self._certain = [], 0
+            return places
+        # Those whose place no further text moves: else each token would be compared with all before it.
+        settled = 0
+        for text_before, _, own in self._seen:
+            if own == len(certain) < len(text_before):
+                break
+            settled += 1
+        self._seen, self._certain = self._seen[settled:], len(certain)
         return places
 
     def finish(self) -> list[int]:
         """The places of the tokens that are not certain yet, when no further one comes."""
-        return self._places(self._text)
+        return self._places(self._compared(self._uncertain.text))
 
-    def _places(self, certain: str) -> list[int]:
-        places = []
-        for before, length in self._seen:
-            own = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, certain, strict=False)))
-            # A token that adds no character is part of the last one.
-            places.append(self._start + (own if length is None else min(own, max(length - 1, 0))))
-        return places
+    def _compared(self, certain: str) -> list[tuple[str, int | None, int]]:
+        """The tokens, with how much of the text before each this one begins with."""
+        compared = []
+        for before, length, own in self._seen:
+            most = min(len(before), len(certain))
+            own = next((at for at in range(own, most) if before[at] != certain[at]), most)
+            compared.append((before, length, own))
+        return compared
+
+    def _places(self, seen: list[tuple[str, int | None, int]]) -> list[int]:
+        # A token that adds no character is part of the last one.
+        return [self._start + (own if length is None else min(own, max(length - 1, 0))) for _, length, own in seen]
+
+
+class _Uncertain:
+    """The text of the tokens that await the rest of a character.
+
+    Of a long row of bytes that are no text only the ends are kept: each token would decode all before it again. The
+    first ones stay, since a decoder may write every byte as U+FFFD because of a wrong one far before.
+
+    Attributes:
+        text: of all of them.
+    """
+
+    def __init__(self, tokenizer: Codec):
+        self._decode = _continued(tokenizer)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget them, when their text is certain."""
+        self._tokens: list[int] = []
+        self._dropped = self._at = 0  # replacement characters of dropped tokens, and where they stand
+        self.text = ""
+
+    def feed(self, token: int) -> str:
+        """The text with one more."""
+        self._tokens.append(token)
+        decoded = self._decode(self._tokens)
+        self.text = decoded[: self._at] + _REPLACEMENT * self._dropped + decoded[self._at :]
+        if len(self._tokens) >= _MANY and self.text.endswith(_REPLACEMENT * _MANY):
+            self._drop(decoded)
+        return self.text
+
+    def _drop(self, decoded: str) -> None:
+        kept = self._tokens[:_KEPT] + self._tokens[-_KEPT:]
+        first, shorter = self._decode(kept[:_KEPT]), self._decode(kept)
+        at, fewer = len(first), len(decoded) - len(shorter)
+        # Both ends are longer than an incomplete character: the first ones are surely wrong, and what may still become
+        # a character is among the last ones.
+        enough = _incomplete(first[:-1]) == _LONGEST_INCOMPLETE and len(shorter) - at > _LONGEST_INCOMPLETE
+        # Nothing but replacement characters follows the first ones, with the others and without.
+        if enough and fewer > 0 and not decoded[at - 1 :].strip(_REPLACEMENT) and decoded[:-fewer] == shorter:
+            self._tokens, self._at, self._dropped = kept, at, self._dropped + fewer
 
 
 def checked_stops(stop: Any) -> tuple[str, ...]:

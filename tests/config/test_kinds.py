@@ -197,28 +197,50 @@ def test_a_whole_config_tells_nothing_of_its_defaults(name, overrides):
     assert load_config(whole).notes == ()
 
 
-# id: (the file, overrides, where the path is set; None: it is taken)
+# id: (the file or a mapping, overrides): the path came to a kind that was there before
 PATHS = {
-    "no kind": ("", ["data.tokenizer.path=x.json"], "command line"),
-    "the kind of the file": ("data: {tokenizer: {kind: bpe}}", ["data.tokenizer.path=x.json"], "command line"),
-    "both in the file": ("data: {tokenizer: {kind: bpe, path: x.json}}", [], "mine.yaml:1"),
-    "both on the command line": ("", ["data.tokenizer={kind: byte, path: x.json}"], "command line"),
-    "a kind of its own": ("data: {tokenizer: {kind: file, path: x.json}}", ["data.tokenizer.kind=byte"], None),
-    "what reads it": ("", ["data.tokenizer={kind: file, path: x.json}"], None),
+    "no kind": ("", ["data.tokenizer.path=x.json"]),
+    "the kind of the file": ("data: {tokenizer: {kind: bpe}}", ["data.tokenizer.path=x.json"]),
+    "the kind of a mapping": ({"data": {"tokenizer": {"kind": "bpe"}}}, ["data.tokenizer.path=x.json"]),
+    "a group without a kind": ("", ["data.tokenizer={path: x.json}"]),
 }
 
 
 @pytest.mark.parametrize("name", PATHS)
 def test_a_tokenizer_that_is_not_read_is_refused(written, name):
-    text, overrides, where = PATHS[name]
-    path = written(text)
-    if where is None:
-        load_config(path, overrides=overrides)
-        return
+    given, overrides = PATHS[name]
     with pytest.raises(ConfigError, match=r"set data\.tokenizer\.kind=file, or leave the path out$") as caught:
-        load_config(path, overrides=overrides)
-    assert f"data.tokenizer.path=x.json ({where}) is not read, since data.tokenizer.kind is b" in str(caught.value)
+        load_config(written(given) if isinstance(given, str) else given, overrides=overrides)
+    assert "data.tokenizer.path=x.json (command line) is not read, since data.tokenizer.kind is b" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+_FILE = {"data": {"tokenizer": {"kind": "file", "path": "x.json"}}}
+# id: (the file or a mapping, overrides, where the path is set that the note tells; None: no note)
+CHOSEN = {
+    "both in the file": ("data: {tokenizer: {kind: bpe, path: x.json}}", [], "mine.yaml:1"),
+    "both on the command line": ("", ["data.tokenizer={kind: byte, path: x.json}"], "command line"),
+    "as a sweep writes it": ("", ["data.tokenizer.path=x.json", "data.tokenizer.kind=byte"], "command line"),
+    "beside the kind of the file": (
+        "data: {tokenizer: {kind: bpe}}",
+        ["data.tokenizer.kind=byte", "data.tokenizer.path=x.json"],
+        "command line",
+    ),
+    "both in a mapping": ({"data": {"tokenizer": {"kind": "byte", "path": "x.json"}}}, [], "keyword"),
+    "a kind of its own": ("data: {tokenizer: {kind: file, path: x.json}}", ["data.tokenizer.kind=byte"], None),
+    "a kind of its own over a mapping": (_FILE, ["data.tokenizer.kind=byte"], "keyword"),
+    "what reads it": ("", ["data.tokenizer={kind: file, path: x.json}"], None),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_tokenizer_beside_a_kind_that_was_chosen_is_told(written, name):
+    given, overrides, where = CHOSEN[name]
+    notes = load_config(written(given) if isinstance(given, str) else given, overrides=overrides).notes
+    told = [note for note in notes if note.startswith("data.tokenizer.path")]
+    assert [note.partition(" has no effect: ")[0] for note in told] == (
+        [] if where is None else [f"data.tokenizer.path ({where})"]
+    )
 
 
 def test_a_run_with_a_tokenizer_that_was_not_read_still_loads(tmp_path):

@@ -1,12 +1,14 @@
 """Text of tokens as they come: whole characters, stop strings, and the spaces of a continuation."""
 
+import random
+
 import pytest
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models
 
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.text_stream import TextStream
+from jaxtrain.inference.text_stream import TextStream, TokenPlaces
 
 
 def spaced() -> BpeTokenizer:
@@ -65,3 +67,69 @@ def test_characters_are_never_divided_whatever_the_text():
 def test_a_stop_that_is_no_text_is_one_line(stop):
     with pytest.raises(ConfigError, match=r"^stop (is|has) [^\n]*; use [^\n]*\['END'\]$"):
         TextStream(BYTES, stop=stop)
+
+
+def bytes_alone() -> BpeTokenizer:
+    """A token for each byte; its decoder writes all of a row of them as U+FFFD if one is wrong."""
+    model = Model(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))
+    parts = [decoders.ByteFallback(), decoders.Fuse()]
+    model.decoder = decoders.Sequence(parts)  # pyright: ignore[reportAttributeAccessIssue] a setter
+    return BpeTokenizer(model)
+
+
+def placed(tokenizer, tokens, hidden=()) -> list[int]:
+    places, found = TokenPlaces(tokenizer, hidden=hidden), []
+    for token in tokens:
+        given = places.feed(token)
+        found = [*found, 0][: len(found) + 1 - len(given)] + given
+    given = places.finish()
+    return found[: len(found) - len(given)] + given
+
+
+def compared(tokenizer, tokens, hidden=()) -> list[int]:
+    """By the definition: how much of the text before each token the text of all begins with."""
+    places, start, kept, seen = [], 0, [], []
+    for i, token in enumerate(tokens):
+        before = tokenizer.decode(kept)
+        kept += [] if token in hidden else [token]
+        text = tokenizer.decode(kept)
+        seen.append((before, None if token in hidden else len(text)))
+        if text[-1:] != "\ufffd" or i == len(tokens) - 1:
+            for one, length in seen:
+                own = next((at for at, (a, b) in enumerate(zip(one, text, strict=False)) if a != b), len(one))
+                places.append(start + (own if length is None else min(own, max(length - 1, 0))))
+            start, kept, seen = start + len(text), [], []
+    return places
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, bytes_alone()], ids=["a character each", "all or none"])
+def test_places_and_text_among_bytes_that_are_no_text(tokenizer):
+    draw = random.Random(0)
+    for alphabet in ("é€🙂".encode() + b"\x80\xff", b"\xe2\x82", b"\xc3\xa9", b"\xf0\x9f\x98\x80", b"a\xc3\xa9\xff"):
+        for size, wrong in ((8, 0), (30, 60), (90, 0)):
+            tokens = [0x80] * wrong + draw.choices(alphabet, k=size)
+            assert placed(tokenizer, tokens) == compared(tokenizer, tokens)
+            assert placed(tokenizer, tokens, hidden=(0x82, 0x61)) == compared(tokenizer, tokens, hidden=(0x82, 0x61))
+            stream = TextStream(tokenizer)
+            fed(stream, tokens)
+            if tokenizer is BYTES:
+                assert stream.text == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, bytes_alone()], ids=["a character each", "all or none"])
+def test_a_long_row_of_bytes_that_are_no_text_is_no_long_work(tokenizer):
+    decoded = 0
+
+    class Counted:
+        def encode(self, text):
+            return [97]
+
+        def decode(self, ids):
+            nonlocal decoded
+            decoded += len(ids)
+            return tokenizer.decode(ids)
+
+    assert placed(Counted(), [0x80] * 2000) == list(range(2000))
+    assert decoded < 100 * 2000
+    places = TokenPlaces(tokenizer)
+    assert max(len(places.feed(0x80)) for _ in range(100)) <= 5
