@@ -308,8 +308,8 @@ REFUSED = {
         "--partition nope: this cluster has no such partition; sinfo lists main, one",
     ),
     "more nodes than there are": (
-        "--nodes 3",
-        "--nodes 3: partition main has 2 nodes; ask for fewer, or another --par",
+        "--nodes 4",
+        "--nodes 4: partition main has 2 nodes; ask for fewer, or another --par",
     ),
     "more nodes than the partition has": ("--nodes 2 --partition one", "--nodes 2: partition one has 1 node; ask for"),
     "more time than the partition gives": (
