@@ -145,17 +145,10 @@ def _sum_of_rounds(
         return jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, first_ND))[1]
 
 
-def _further_rounds_forward(
-    capacity: int,
-    ordered: bool,
-    arguments: tuple[Any, ...],
-    queues: _Queues,
-    num_rounds: jax.Array,
-    first_ND: jax.Array,
-) -> tuple[jax.Array, Any]:
+def _further_rounds_forward(capacity: int, ordered: bool, *given: Any) -> tuple[jax.Array, Any]:
+    *saved, first_ND = given
     # Not `_further_rounds`, so that a gradient can be differentiated forward.
-    result_ND = _sum_of_rounds(capacity, arguments, queues, num_rounds, first_ND)
-    return result_ND, (arguments, queues, num_rounds, first_ND[:1, :1])
+    return _sum_of_rounds(capacity, *given), (*saved, first_ND[:1, :1])
 
 
 def _further_rounds_backward(
