@@ -4,9 +4,11 @@ A step counts as verified once every array of it was read from the disk and has 
 then are older steps deleted, so that a verified one is there at any time.
 """
 
+import atexit
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import monotonic as _monotonic
 
@@ -29,6 +31,8 @@ _PATIENCE_SECONDS = 60.0
 # Arrays that are read back are seen to move only once they are read: such a read may take as long as a slow disk takes.
 _SLOW_BYTES_PER_SECOND = 20e6
 _LOOK_SECONDS = 0.5
+# At its end the interpreter waits this long for a read: 64 MiB of a slow disk.
+_LEAVING_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Aftercare:
         self._waiting: _Job | None = None
         self._busy = False
         self._thread: threading.Thread | None = None
+        self._reading = threading.Lock()
+        self._is_over = False
         self._lines: list[str] = []
         self._damaged: dict[int, str] = {}
         self._mirror_fails = False
@@ -78,6 +84,11 @@ class Aftercare:
         with self._condition:
             self._waiting = _Job(step, verify or self.mirror is not None, keep)
             if self._thread is None:
+                # Orbax asks jax for its backend in each read. Where jax was shut down at the end of the interpreter it
+                # would start a second one, and abort a process that is one of several. (A run that is told to stop does
+                # not wait for its last step to be read back.)
+                atexit.unregister(self._keep_from_reading)
+                atexit.register(self._keep_from_reading)
                 # A daemon, because a file system that never answers must not keep the process from ending.
                 self._thread = threading.Thread(target=self._work, name="jaxtrain-checkpoints", daemon=True)
                 self._thread.start()
@@ -97,6 +108,12 @@ class Aftercare:
                 with self._condition:
                     self._lines.append(f"{self._work_in_words()} stands still: it is left behind")
                 return
+        atexit.unregister(self._keep_from_reading)
+
+    def _keep_from_reading(self) -> None:
+        """Wait for the read that is under way, and let no further one begin."""
+        self._is_over = True
+        self._reading.acquire(timeout=_LEAVING_SECONDS)
 
     def _is_idle(self) -> bool:
         """Whether nothing is left to do, or will be within a moment."""
@@ -119,8 +136,14 @@ class Aftercare:
         """Grows with what is read back and copied."""
         return self._read_bytes + (0 if self.mirror is None else self.mirror.copied_bytes)
 
-    def _reads(self, done: int, next_bytes: int) -> None:
-        self._read_bytes, self._reading_bytes = self._read_bytes + done, next_bytes
+    @contextlib.contextmanager
+    def _reads(self, num_bytes: int) -> Iterator[None]:
+        with self._reading:
+            if self._is_over:
+                raise CheckpointError("the program ends")
+            self._reading_bytes = num_bytes
+            yield
+            self._read_bytes, self._reading_bytes = self._read_bytes + num_bytes, 0
 
     def _work_in_words(self) -> str:
         if self.mirror is None or self._reading_bytes:
@@ -180,14 +203,14 @@ class Aftercare:
                 self._lines.append(line)
 
 
-def verify_on_host(info: CheckpointInfo, reads: Callable[[int, int], None]) -> None:
+def verify_on_host(info: CheckpointInfo, reads: Callable[[int], AbstractContextManager[None]]) -> None:
     """Read every array of a step into the memory of this process, a few at a time, and compare it with its digest.
 
     No device and no other process takes part, so that a thread beside the training can do it.
 
     Args:
         info: record of the step.
-        reads: called with the bytes that were read since the last call, and the bytes that are read next.
+        reads: what each read of that many bytes is made in.
 
     Raises:
         DamagedError: an array is missing or differs.
@@ -200,9 +223,8 @@ def verify_on_host(info: CheckpointInfo, reads: Callable[[int, int], None]) -> N
         waiting.append(name)
         num_bytes += info.bytes_of(name)
         if num_bytes >= _READ_BYTES or name == names[-1]:
-            reads(0, num_bytes)
-            _compare(info, waiting)
-            reads(num_bytes, 0)
+            with reads(num_bytes):
+                _compare(info, waiting)
             waiting, num_bytes = [], 0
 
 

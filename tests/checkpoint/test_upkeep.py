@@ -4,6 +4,8 @@ import errno
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -197,12 +199,12 @@ def test_what_is_read_back_slowly_is_waited_for(tmp_path: Path, monkeypatch: pyt
             return
         for _ in range(3):
             now[0] += 40
-            reads(8, 0)
+            with reads(8):
+                pass
             time.sleep(0.05)
-        reads(0, 10**10)
-        now[0] += 300
-        time.sleep(0.05)
-        reads(10**10, 0)
+        with reads(10**10):
+            now[0] += 300
+            time.sleep(0.05)
 
     monkeypatch.setattr(aftercare, "verify_on_host", slow)
     monkeypatch.setattr(aftercare, "_LOOK_SECONDS", 0.01)
@@ -298,3 +300,37 @@ def test_what_cannot_be_opened_is_not_called_damaged(
         monkeypatch.undo()
         assert not isinstance(caught.value, DamagedError)
         assert names(tmp_path) == {"1", "2"}
+
+
+# Reads are slow and two, and the program ends without waiting for them, as a run does that is told to stop.
+LEAVES = """
+import sys, time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.checkpoint import Checkpointer, aftercare
+
+
+def read(path, names):
+    print("reads", names, flush=True)
+    time.sleep(0.7)
+    print("jax was", "shut down" if not jax._src.xla_bridge._backends else "there", flush=True)
+    return {name: np.zeros(4, np.float32) for name in names}
+
+
+aftercare.read_on_host, aftercare._READ_BYTES = read, 1
+checkpointer = Checkpointer(Path(sys.argv[1]))
+checkpointer.save(1, {"a": jnp.zeros(4), "b": jnp.zeros(4)}, metadata={})
+checkpointer.settle()
+checkpointer._upkeep._care.begin(1, verify=True, keep=lambda marks: set())
+time.sleep(0.2)
+"""
+
+
+def test_nothing_is_read_back_once_jax_was_shut_down_at_the_end_of_the_program(tmp_path: Path) -> None:
+    """Orbax would start jax again, which aborts a process that is one of several (exit code 134 in place of 75)."""
+    done = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "reads ['a']\njax was there\n"), done.stderr
