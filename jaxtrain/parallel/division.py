@@ -6,7 +6,7 @@ from typing import Protocol
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import DEFAULT_RULES, nearest_multiples
-from jaxtrain.parallel.schedules import Schedule, make_schedule, num_microbatches
+from jaxtrain.parallel.schedules import Schedule, check_interleaved, make_schedule, num_microbatches
 
 
 class PipelineOptions(Protocol):
@@ -153,9 +153,11 @@ def pipeline_schedule(
         )
     chunks = options.chunks or (2 if options.schedule == "interleaved_1f1b" else 1)
     check_layers(num_layers, num_stages, chunks)
-    return make_schedule(
-        options.schedule, num_stages, step_microbatches(options, num_stages, accumulation_steps), chunks
-    )
+    count = step_microbatches(options, num_stages, accumulation_steps)
+    if options.schedule == "interleaved_1f1b":
+        key = "train.accumulation_steps" if microbatches is None else "parallel.microbatches"
+        check_interleaved(num_stages, count, key=key)
+    return make_schedule(options.schedule, num_stages, count, chunks)
 
 
 def batch_shards(degrees: Mapping[str, int], axes: Sequence[str] = DEFAULT_RULES["batch"]) -> int:

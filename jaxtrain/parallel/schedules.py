@@ -132,6 +132,27 @@ def num_microbatches(microbatches: int | None, num_stages: int, *, accumulation_
     return microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
 
 
+def check_interleaved(num_stages: int, num_microbatches: int, *, key: str = "parallel.microbatches") -> None:
+    """Raise where the microbatches of an interleaved schedule are no multiple of its stages.
+
+    Args:
+        num_stages: p, the degree of the `pipe` axis.
+        num_microbatches: m, microbatches of one optimizer step.
+        key: the setting that gives them.
+
+    Raises:
+        ConfigError: names the numbers that work.
+    """
+    rest = num_microbatches % num_stages
+    if rest:
+        below, above = num_microbatches - rest, num_microbatches - rest + num_stages
+        works = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            f"{key}={num_microbatches} is not a multiple of parallel.pipe={num_stages}, "
+            f"as parallel.schedule=interleaved_1f1b needs; use {key}={works}, or parallel.schedule=1f1b"
+        )
+
+
 # A search asks for the same few again and again.
 @functools.lru_cache(maxsize=64)
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -201,13 +222,7 @@ def _interleaved(p: int, m: int, v: int) -> Iterator[Placed]:
             f"parallel.schedule=interleaved_1f1b needs parallel.chunks of 2 or more, not {v}; "
             "set parallel.chunks=2 or parallel.schedule=1f1b"
         )
-    if m % p:
-        below, above = m - m % p, m - m % p + p
-        works = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(
-            f"parallel.microbatches={m} is not a multiple of parallel.pipe={p}, "
-            f"as parallel.schedule=interleaved_1f1b needs; use parallel.microbatches={works}, or parallel.schedule=1f1b"
-        )
+    check_interleaved(p, m)
     for s in range(p):
         for c in range(v):
             for i in range(m):

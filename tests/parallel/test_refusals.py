@@ -65,6 +65,13 @@ ROWS = {
         1,
         r"8 layers .*pipe=8 x parallel.chunks=2; use 16 layers, or parallel.pipe=2 or 4",
     ),
+    "interleaved accumulation": (
+        lm(num_layers=8),
+        dict(pipe=4, data=2),
+        dict(schedule="interleaved_1f1b"),
+        6,
+        r"^train.accumulation_steps=6 is not a multiple of parallel.pipe=4.*; use train.accumulation_steps=4 or 8, or ",
+    ),
     "interleaved microbatches": (
         lm(),
         dict(pipe=4, data=2),
