@@ -211,7 +211,8 @@ def test_the_first_error_stays_in_the_line(tmp_path, monkeypatch, errors, said):
 
 def test_a_tracker_that_comes_back_within_the_last_seconds_gets_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "_FIRST_PAUSE", 0.01)
-    fake, lines, tries = FakeTracker(), [], iter(range(4))
+    monkeypatch.setattr(background, "_SAID_AFTER_SECONDS", 0.0)
+    fake, lines, tries = FakeTracker(), [], iter(range(7))
 
     def open(known_id):
         if next(tries, None) is not None:
@@ -223,6 +224,7 @@ def test_a_tracker_that_comes_back_within_the_last_seconds_gets_its_rows(tmp_pat
     ended(tracker, insists=20.0)
     assert fake.rows == [(1, {"loss": 1.0})]
     assert "metrics.jsonl" not in " ".join(lines)
+    assert lines.count("waiting for fake to take what is left; Ctrl-C ends the wait") == 1
 
 
 @pytest.mark.parametrize(

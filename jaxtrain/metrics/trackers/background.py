@@ -29,6 +29,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # The same once the run ends, and has few seconds.
 _LONGEST_LAST_PAUSE = 4.0
 _LOOK_SECONDS = 0.1
+# A wait for the end that may take so long is said once it has taken so long.
+_LONG_WAIT_SECONDS, _SAID_AFTER_SECONDS = 10.0, 3.0
 # An artifact store may be out of reach while numbers are taken: a text must not keep them waiting.
 _TRIES_OF_A_TEXT = 3
 
@@ -114,7 +116,11 @@ class BackgroundTracker:
         if self._is_closed:
             return
         self._is_closed = True
+        is_said = self._until - self._ended_at < _LONG_WAIT_SECONDS
         while self._thread.is_alive() and not is_over():
+            if not is_said and time.monotonic() - self._ended_at > _SAID_AFTER_SECONDS:
+                is_said = True
+                self._report(f"waiting for {self._name} to take what is left; Ctrl-C ends the wait")
             self._thread.join(_LOOK_SECONDS)
         self._say()
         if self._thread.is_alive():

@@ -36,9 +36,10 @@ def importable_again() -> Iterator[None]:
     except BaseException:
         found = dict(sys.modules)
         for name, module in found.items():
+            spec = getattr(module, "__spec__", None)  # None: it was made by code, which does not make it again
             # Modules of C may be initialized only once in a process.
-            is_python = not isinstance(getattr(module, "__loader__", None), ExtensionFileLoader)
-            if name not in before and is_python and any(parent not in found for parent in _parents(name)):
+            can_repeat = spec is not None and not isinstance(spec.loader, ExtensionFileLoader)
+            if name not in before and can_repeat and any(parent not in found for parent in _parents(name)):
                 sys.modules.pop(name, None)
         raise
 
