@@ -65,13 +65,14 @@ class Checkpointer:
         last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
         check_function(report, what="Checkpointer: report", takes="a function of one line", write="report=print")
         self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
-        self._read_only, self._is_begun = read_only, False
+        self._read_only, self._is_begun, self._is_closed = read_only, False, False
         self._storage: Storage | None = None
         self._saving: Place | None = None
         second = None if mirror is None or read_only else places.absolute_place(mirror, what="checkpoint mirror")
         self._upkeep = Upkeep(self.directory, self._line, mirror=second, report=report)
 
     def __enter__(self) -> Self:
+        self._is_closed = False
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -140,11 +141,11 @@ class Checkpointer:
 
         Raises:
             SaveError: this save or the one before failed; steps that are already saved are kept.
-            CheckpointError: an argument has a wrong type, or an array of the state is deleted.
+            CheckpointError: an argument has a wrong type, an array of the state is deleted, or `close` was called.
         """
         step, metadata = checks.checked_step(step), checks.checked_metadata(metadata)
         eval_loss, score = checks.checked_loss(eval_loss), checks.checked_loss(score, name="score")
-        checks.check_writable(self.directory, read_only=self._read_only)
+        checks.check_writable(self.directory, read_only=self._read_only, is_closed=self._is_closed)
         self.settle()
         self._is_begun = True
         path = directory.step_path(self.directory, step)
@@ -259,8 +260,7 @@ class Checkpointer:
         """
         checks.check_paths(leaves)
         self.wait()
-        info = self.info(step)
-        wanted = {tree.stored_name(path): leaf for path, leaf in leaves.items()}
+        info, wanted = self.info(step), {tree.stored_name(path): leaf for path, leaf in leaves.items()}
         checks.check_leaves(info, wanted)
         read = arrays.read_verified(self._open(), info, wanted)
         return {path: read[tree.stored_name(path)] for path in leaves}
@@ -323,9 +323,10 @@ class Checkpointer:
             self._upkeep.watch(self._saving)
 
     def close(self) -> None:
-        """Wait for the last save (see `wait`), then release the threads."""
+        """Wait for the last save (see `wait`), then release the threads; `save` is refused afterwards."""
         try:
             self.wait()
+            self._is_closed = True
         finally:
             self.release()
 

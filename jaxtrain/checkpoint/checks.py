@@ -205,14 +205,19 @@ def check_leaves(info: CheckpointInfo, wanted: Mapping[str, Any]) -> None:
         raise CheckpointError(f"checkpoint {info.path}: {differs.phrase}")
 
 
-def check_writable(directory: Place, *, read_only: bool) -> None:
-    """Raise where a Checkpointer was opened for reading only.
+def check_writable(directory: Place, *, read_only: bool, is_closed: bool) -> None:
+    """Raise where a Checkpointer was opened for reading only, or nobody would wait for what it saves.
 
     Raises:
         CheckpointError: it was.
     """
     if read_only:
         raise CheckpointError(f"checkpoints in {directory} were opened for reading only")
+    if is_closed:
+        raise CheckpointError(
+            f"the Checkpointer of {directory} is closed: nothing would wait for what it saves; save inside its `with` "
+            "block, or before close()"
+        )
 
 
 def checked_directory(directory: str | os.PathLike[str] | RemotePath) -> Place:

@@ -24,6 +24,7 @@ from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.remote import RemotePath
 from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.errors import CheckpointError
+from jaxtrain.runtime.shared import SharedSetting
 
 Found = TypeVar("Found")
 
@@ -221,7 +222,7 @@ def _free_frames(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def _reports_held_back() -> Iterator[None]:
+def _held_back() -> Iterator[None]:
     """Hold back what pending work of Orbax reports when it ends or is freed; reports of other code pass."""
     hook, asyncio_logger = sys.unraisablehook, logging.getLogger("asyncio")
     disabled = asyncio_logger.disabled
@@ -241,3 +242,6 @@ def _reports_held_back() -> Iterator[None]:
     finally:
         sys.unraisablehook = hook
         asyncio_logger.disabled = disabled
+
+
+_reports_held_back = SharedSetting(_held_back)

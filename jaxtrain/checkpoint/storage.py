@@ -4,7 +4,10 @@
 step, so that with an empty `77/` it silently refuses to save step 50, and it would delete files of others.
 """
 
+import contextlib
+import threading
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxtrain.checkpoint import failures, s3_orbax
@@ -18,6 +21,9 @@ _SAVE_TIMEOUT_SECONDS = 1200
 # device writes an array of more than the second size alone.
 _SMALLEST_PART_BYTES = 4 * 2**20
 _LARGEST_WHOLE_BYTES = 32 * 2**20
+# While a save starts, Orbax numbers it by a counter of the process: of two that start at once, in two threads, each
+# would wait for what the other creates.
+_starting = threading.Lock()
 
 
 class Storage:
@@ -56,7 +62,8 @@ class Storage:
         items: dict[str, Any] = {RECORD_ITEM: ocp.args.JsonSave(dict(record))}
         if arrays:
             items[ARRAYS_ITEM] = ocp.args.PyTreeSave(dict(arrays))
-        self._checkpointer.save(_orbax_path(path), args=ocp.args.Composite(**items))
+        with _one_at_a_time():
+            self._checkpointer.save(_orbax_path(path), args=ocp.args.Composite(**items))
 
     def read(self, path: Place, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Read the named arrays, and only those, each directly into its sharding.
@@ -103,6 +110,17 @@ class Storage:
     def close(self) -> None:
         """Release the threads."""
         self._checkpointer.close()
+
+
+def _one_at_a_time() -> AbstractContextManager[object]:
+    """Held while a save starts; nothing where there are several processes, which start their saves in one order.
+
+    There each start waits for the other processes: two threads that took the lock in another order on each of them
+    would wait for ever.
+    """
+    import jax
+
+    return _starting if jax.process_count() == 1 else contextlib.nullcontext()
 
 
 def _type_handlers() -> Any:

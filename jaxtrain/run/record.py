@@ -221,7 +221,9 @@ class RunRecord:
                 self._writers.text(step, "sample", text)
                 self._trackers.text(step, "sample", text)
 
-    def close(self, status: str, final: Scalars, progress: Progress) -> None:
+    def close(
+        self, status: str, final: Scalars, progress: Progress, *, is_asked: Callable[[], bool] = lambda: False
+    ) -> None:
         """Close the writers, write the end into run.json, draw the report; a second call does nothing.
 
         Args:
@@ -229,11 +231,12 @@ class RunRecord:
                 failed.
             final: the last metrics.
             progress: shows that the report is drawn.
+            is_asked: whether somebody asks the process to stop, who waits for no tracker.
         """
         try:
             self._close_files(status, final, progress)
         finally:
-            self._trackers.end(status)
+            self._trackers.end(status, is_asked=is_asked)
 
     def _close_files(self, status: str, final: Scalars, progress: Progress) -> None:
         with contextlib.suppress(StorageError):  # what ends there, ends; `is_lost` says what must not be written

@@ -77,7 +77,12 @@ def close_session(session: Session, status: str) -> None:
         raise
     session.activity.writes(None)
     with session.activity.during("report"):
-        session.record.close(status, final_metrics(session), session.progress)
+        session.record.close(
+            status,
+            final_metrics(session),
+            session.progress,
+            is_asked=lambda: bool(session.interrupt.seconds_since()),
+        )
 
 
 def lacks_evaluation(session: Session) -> bool:

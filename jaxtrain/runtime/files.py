@@ -6,22 +6,32 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.runtime.shared import SharedSetting
 
-@contextlib.contextmanager
-def files_for_the_group() -> Iterator[None]:
+
+def files_for_the_group() -> AbstractContextManager[None]:
     """Lets what is written inside be read by its owner and the group alone: files 0640, folders 0750, or stricter.
 
     A run holds data, texts and settings of its owner, and libraries write parts of it with the modes of the process.
     """
+    return _for_the_group()
+
+
+@contextlib.contextmanager
+def _group_umask() -> Iterator[None]:
     before = os.umask(0o077)  # which is read by setting it
     os.umask(before | 0o027)
     try:
         yield
     finally:
         os.umask(before)
+
+
+_for_the_group = SharedSetting(_group_umask)
 
 
 def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:

@@ -1,10 +1,12 @@
 """Trackers: what is sent, what a resume sends again, and that none of them stops or slows a run."""
 
 import json
+import shutil
 import sys
 import threading
 import time
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ import pytest
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.recorded import Text
-from jaxtrain.metrics.trackers import background
+from jaxtrain.metrics.trackers import background, opened
 from jaxtrain.metrics.trackers.background import BackgroundTracker
 from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.trackers.table import TRACKERS, _allowed
 from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Tracker
 
 REFUSED = OSError("refused")
+RECORD = Path("trackers", "fake.json")
 INFO = {"name": "r", "config": {"train": {"steps": 4}, "seed": 0}, "git_commit": "abc"}
 
 
@@ -60,13 +63,14 @@ class FakeTracker:
 
 
 def started(fake, tmp_path, lines, *, is_resumed=False):
-    earlier, record = tmp_path / "metrics.jsonl" if is_resumed else None, tmp_path / "trackers" / "fake.json"
-    return BackgroundTracker("fake", fake.open, record, earlier=earlier, report=lines.append)
+    earlier = tmp_path / "metrics.jsonl" if is_resumed else None
+    return BackgroundTracker("fake", fake.open, tmp_path, RECORD, earlier=earlier, report=lines.append)
 
 
-def ended(tracker, status="done", *, seconds=20.0):
-    tracker.begin_end(status, ())
-    tracker.wait_for_end(seconds)
+def ended(tracker, status="done", *, seconds=20.0, insists=0.1):
+    tracker.begin_end(status, (), until=time.monotonic() + insists)
+    until = time.monotonic() + seconds
+    tracker.wait_for_end(lambda: time.monotonic() >= until)
 
 
 def test_everything_arrives_in_its_order(tmp_path):
@@ -187,6 +191,78 @@ def test_rows_wait_for_a_tracker_that_comes_back(tmp_path):
     assert lines == ["fake: somewhere", "fake takes no rows: OSError: refused; training goes on without it"]
 
 
+@pytest.mark.parametrize(
+    ("errors", "said"), [(["a", "a", "b"], "OSError: a; then OSError: b"), (["a", "b", "a"], "OSError: a")]
+)
+def test_the_first_error_stays_in_the_line(tmp_path, monkeypatch, errors, said):
+    """What fails later, as an import after one that failed, may be a consequence alone."""
+    monkeypatch.setattr(background, "_FIRST_PAUSE", 0.01)
+    left = [OSError(text) for text in errors]
+
+    def open(known_id):
+        raise left.pop(0) if len(left) > 1 else left[0]
+
+    lines: list[str] = []
+    tracker = BackgroundTracker("fake", open, tmp_path, RECORD, earlier=None, report=lines.append)
+    tracker.scalars(1, {"loss": 1.0})
+    ended(tracker, insists=1.0)
+    assert lines[-1] == f"fake did not take 1 of 1 rows: {said}; metrics.jsonl has them all"
+
+
+def test_a_tracker_that_comes_back_within_the_last_seconds_gets_its_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(background, "_SAID_AFTER_SECONDS", 0.0)
+    fake, lines, tries = FakeTracker(), [], iter(range(7))
+
+    def open(known_id):
+        if next(tries, None) is not None:
+            raise REFUSED
+        return fake.open(known_id)
+
+    tracker = BackgroundTracker("fake", open, tmp_path, RECORD, earlier=None, report=lines.append)
+    tracker.scalars(1, {"loss": 1.0})
+    ended(tracker, insists=20.0)
+    assert fake.rows == [(1, {"loss": 1.0})]
+    assert "metrics.jsonl" not in " ".join(lines)
+    assert lines.count("waiting for fake to take what is left; Ctrl-C ends the wait") == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "ids", "steps"),
+    [
+        pytest.param("copied", [None], [1, 2], id="copied"),
+        pytest.param("moved", ["id1"], [2], id="moved"),
+        pytest.param("linked", ["id1"], [2], id="by-another-path"),
+        pytest.param("begun anew", ["id1"], [2], id="copied, and the original begun anew"),
+        pytest.param("not noted", ["id1"], [2], id="of before"),
+    ],
+)
+def test_a_copy_of_a_run_begins_a_run_of_its_own(tmp_path, case, ids, steps):
+    first, second, lines = tmp_path / "first", tmp_path / "second", []
+    first.mkdir()
+    (first / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    ended(started(FakeTracker(), first, [], is_resumed=True))
+    if case == "moved":
+        first.rename(second)
+    elif case == "linked":
+        second.symlink_to(first)
+    else:
+        shutil.copytree(first, second)
+    found = json.loads((second / RECORD).read_text())
+    if case == "begun anew":
+        (first / RECORD).write_text(json.dumps({**found, "id": "id2"}))
+    if case == "not noted":
+        (second / RECORD).write_text(json.dumps({name: found[name] for name in ("id", "last_steps", "sending")}))
+    fake = FakeTracker()
+    tracker = started(fake, second, lines, is_resumed=True)
+    tracker.scalars(2, {"loss": 1.0})
+    ended(tracker)
+    assert (fake.ids, [step for step, _ in fake.rows]) == (ids, steps)
+    said = [f"fake: {second} is a copy of {first}, whose run there stays its own: this run begins another"]
+    assert lines == (said if ids == [None] else []) + ["fake: somewhere"]
+    assert json.loads((second / RECORD).read_text())["run_dir"] == str(second)
+
+
 def test_a_run_that_has_begun_is_gone_on_with_where_its_opening_failed(tmp_path):
     fake, lines, ids = FakeTracker(), [], []
 
@@ -196,21 +272,33 @@ def test_a_run_that_has_begun_is_gone_on_with_where_its_opening_failed(tmp_path)
             raise BegunError("id7") from REFUSED
         return fake.open(known_id)
 
-    tracker = BackgroundTracker("fake", open, tmp_path / "fake.json", earlier=None, report=lines.append)
+    tracker = BackgroundTracker("fake", open, tmp_path, RECORD, earlier=None, report=lines.append)
     tracker.scalars(1, {"loss": 1.0})
     ended(tracker)
     assert (ids, fake.rows, lines) == ([None, "id7"], [(1, {"loss": 1.0})], ["fake: somewhere"])
-    assert json.loads((tmp_path / "fake.json").read_text())["id"] == "id7"
+    assert json.loads((tmp_path / RECORD).read_text())["id"] == "id7"
 
 
 @pytest.mark.parametrize(
-    ("status", "is_short"), [("preempted", True), ("stopped", True), ("done", False), ("failed", False)]
+    ("status", "asked_at", "seconds"),
+    [
+        *(("preempted", None, 5.0), ("stopped", None, 5.0), ("done", None, 30.0), ("failed", None, 30.0)),
+        *(("done", 0.0, 1.0), ("done", 6.0, 7.0), ("preempted", 0.0, 5.0)),
+    ],
 )
-def test_a_run_that_a_signal_stopped_waits_for_no_tracker_for_long(tmp_path, status, is_short):
-    waited = []
-    tracker: Any = types.SimpleNamespace(begin_end=lambda status, files: None, wait_for_end=waited.append)
-    Trackers(tmp_path, [tracker]).end(status)
-    assert (waited[0] <= 5) == is_short
+def test_a_run_waits_for_no_tracker_for_long(tmp_path, monkeypatch, status, asked_at, seconds):
+    """Where a signal stopped it, or comes while it waits, it waits least."""
+    clock, tried = [0.0], []
+    monkeypatch.setattr(opened, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def wait(is_over):
+        while not is_over():
+            clock[0] += 0.1
+
+    tracker: Any = types.SimpleNamespace(begin_end=lambda status, files, until: tried.append(until), wait_for_end=wait)
+    Trackers(tmp_path, [tracker, tracker]).end(status, is_asked=lambda: asked_at is not None and clock[0] >= asked_at)
+    assert clock[0] == pytest.approx(seconds, abs=0.2)
+    assert max(tried) < (30 if status in ("done", "failed") else 5)
 
 
 @pytest.mark.parametrize(
@@ -250,76 +338,9 @@ def test_every_tracker_has_a_key():
     check_trackers(LoggingConfig())
 
 
-class _FakeWandbRun:
-    offline, url = True, None
-
-    def __init__(self, calls, settings):
-        self.id, self.calls, self.summary = settings.get("id") or "id1", calls, {}
-        self.settings = types.SimpleNamespace(sync_dir="folder")
-
-    def define_metric(self, *names, **more):
-        pass
-
-    def log(self, values):
-        self.calls.append(values)
-
-    def mark_preempting(self):
-        self.calls.append("preempting")
-
-    def finish(self, exit_code):
-        self.calls.append(("finish", exit_code, self.summary["status"]))
-
-
-def test_wandb_resumes_its_own_run(tmp_path, monkeypatch):
-    calls, settings = [], []
-
-    def init(**given):
-        settings.append(given)
-        return _FakeWandbRun(calls, given)
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, login=lambda prompt: True))
-    for step, status in ((1, "preempted"), (5, "done")):
-        config = LoggingConfig(wandb=True, tags={"team": "a", "api_key": "s3cret"})
-        trackers = open_trackers(tmp_path, config, info=INFO, is_resumed=step > 1, report=lambda line: None)
-        trackers.scalars(step, {"loss": 0.5, "model_flops_utilization": None, "grad_norm": float("nan")})
-        trackers.end(status)
-    assert [given["id"] for given in settings] == [None, "id1"]
-    assert settings[0]["config"] == {"train.steps": 4, "seed": 0}
-    assert {"team=a", "git_commit=abc", "api_key=(redacted)"} <= set(settings[0]["tags"])
-    first, second = {"step": 1, "loss": 0.5}, {"step": 5, "loss": 0.5}
-    assert calls == [first, "preempting", ("finish", 75, "preempted"), second, ("finish", 0, "done")]
-
-
-def test_trackio_gets_numbers_with_their_step_in_a_run_of_its_own(tmp_path, monkeypatch, capsys):
-    calls, names = [], []
-
-    def init(**given):
-        print("* Created new run")
-        names.append((given["name"], given["resume"]))
-        return types.SimpleNamespace(
-            log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
-        )
-
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
-    for step in (1, 5):
-        trackers = open_trackers(
-            tmp_path, LoggingConfig(trackio=True), info=INFO, is_resumed=step > 1, report=lambda line: None
-        )
-        trackers.scalars(step, {"loss": float("nan"), "tokens": 8})
-        trackers.end("done")
-    assert calls == [
-        *((1, {"tokens": 8}), (1, {"status": "done"}), "finish"),
-        *((5, {"tokens": 8}), (5, {"status": "done"}), "finish"),
-    ]
-    [(first, begun), (second, resumed)] = names
-    assert (begun, resumed, first) == ("never", "allow", second)
-    assert first.startswith("r-")
-    assert capsys.readouterr().out == ""
-
-
 def test_the_record_holds_the_id_and_the_last_steps(tmp_path):
     tracker = started(FakeTracker(), tmp_path, [])
     tracker.scalars(3, {"loss": 1.0})
     ended(tracker)
     found = json.loads((tmp_path / "trackers" / "fake.json").read_text())
-    assert found == {"id": "id1", "last_steps": {"loss": 3}, "sending": {}}
+    assert found == {"id": "id1", "run_dir": str(tmp_path), "last_steps": {"loss": 3}, "sending": {}}

@@ -6,6 +6,8 @@ no step of a metric twice, and what a kill kept from the tracker is sent from me
 
 import contextlib
 import json
+import math
+import os
 import threading
 import time
 from collections import deque
@@ -23,11 +25,18 @@ _MOST_WAITING = 10_000
 _COLLECTED_SECONDS = 1.0
 _MOST_TOGETHER = 200
 # Seconds between tries: 1, 2, 4, and so on up to this.
-_LONGEST_PAUSE = 60.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# The same once the run ends, and has few seconds.
+_LONGEST_LAST_PAUSE = 4.0
+_LOOK_SECONDS = 0.1
+# A wait for the end that may take so long is said once it has taken so long.
+_LONG_WAIT_SECONDS, _SAID_AFTER_SECONDS = 10.0, 3.0
 # An artifact store may be out of reach while numbers are taken: a text must not keep them waiting.
 _TRIES_OF_A_TEXT = 3
 
 Found = TypeVar("Found")
+# What a tracker called the run, the last step of each metric that was sent, and of those that were being sent.
+_Known = tuple[str | None, dict[str, int], dict[str, int]]
 
 
 class _GivenUpError(Exception):
@@ -40,7 +49,8 @@ class BackgroundTracker:
     Args:
         name: of the tracker.
         open: begins the run there; given what the tracker called the run in an earlier process, or None.
-        record: file of the run directory that keeps the tracker's id of the run, and the last step of each metric.
+        run_dir: directory of the run.
+        record: file in it that keeps the tracker's id of the run, and the last step of each metric; a relative path.
         earlier: metrics.jsonl of a run that goes on, so that the record is of this run; rows that the tracker lacks,
             as after a kill, are sent to it. None: the run begins.
         report: called with one line for people, by whoever calls the methods.
@@ -50,21 +60,29 @@ class BackgroundTracker:
         self,
         name: str,
         open: Callable[[str | None], Tracker],
+        run_dir: Path,
         record: Path,
         *,
         earlier: Path | None,
         report: Callable[[str], None],
     ) -> None:
-        self._name, self._open, self._record, self._report = name, open, record, report
+        self._name, self._open, self._report = name, open, report
+        self._run_dir, self._record = run_dir, run_dir / record
         self._earlier = earlier
         # What this process appends to the file comes through the queue.
         self._earlier_bytes = earlier.stat().st_size if earlier is not None and earlier.is_file() else 0
         # The last step of each metric that was sent, and of those that are being sent.
-        self._run_id, self._sent, self._sending = (None, {}, {}) if earlier is None else _recorded(record)
+        known = None if earlier is None else _recorded(self._record)
+        self._said: deque[str] = deque()
+        if known is not None and (original := _original(run_dir, record, known)) is not None:
+            known = None
+            self._said.append(
+                f"{name}: {run_dir} is a copy of {original}, whose run there stays its own: this run begins another"
+            )
+        self._run_id, self._sent, self._sending = known or (None, {}, {})
         self._waiting: deque[Row | Text] = deque()
         self._lock = threading.Lock()
-        self._said: deque[str] = deque()
-        self._ending = threading.Event()
+        self._ending, self._until, self._ended_at = threading.Event(), math.inf, math.inf
         self._end: tuple[str | None, Sequence[Path]] = (None, ())
         self._given, self._taken, self._is_complete, self._is_closed = 0, 0, False, False
         self._reason, self._is_warned = "", False
@@ -77,29 +95,36 @@ class BackgroundTracker:
     def text(self, step: int, name: str, text: str) -> None:
         self._put(Text(step, name, text))
 
-    def begin_end(self, status: str | None, files: Sequence[Path]) -> None:
+    def begin_end(self, status: str | None, files: Sequence[Path], *, until: float) -> None:
         """Have what waits sent, and the run ended on the tracker; a second call does nothing.
 
         Args:
             status: how the run ended; None: not known.
             files: what the tracker keeps with the run.
+            until: time of `time.monotonic` up to which what fails is tried again.
         """
         if not self._ending.is_set():
-            self._end = (status, files)
+            self._end, self._until, self._ended_at = (status, files), until, time.monotonic()
             self._ending.set()
 
-    def wait_for_end(self, seconds: float) -> None:
+    def wait_for_end(self, is_over: Callable[[], bool]) -> None:
         """Wait until that is done, and report what is not; a second call does nothing.
 
         Args:
-            seconds: after these the thread is left to itself.
+            is_over: asked several times a second; once it holds, the thread is left to itself.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        self._thread.join(seconds)
+        is_said = self._until - self._ended_at < _LONG_WAIT_SECONDS
+        while self._thread.is_alive() and not is_over():
+            if not is_said and time.monotonic() - self._ended_at > _SAID_AFTER_SECONDS:
+                is_said = True
+                self._report(f"waiting for {self._name} to take what is left; Ctrl-C ends the wait")
+            self._thread.join(_LOOK_SECONDS)
         self._say()
         if self._thread.is_alive():
+            seconds = time.monotonic() - self._ended_at
             self._reason = f"it did not answer within {seconds:.0f} s of the end" + (
                 f" ({self._reason})" if self._reason else ""
             )
@@ -226,7 +251,8 @@ class BackgroundTracker:
         # A disk that is full is the matter of whoever writes metrics.jsonl.
         with contextlib.suppress(OSError):
             self._record.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(self._record, {"id": self._run_id, "last_steps": self._sent, "sending": self._sending})
+            noted = {"id": self._run_id, "run_dir": str(self._run_dir)}
+            write_json_atomic(self._record, {**noted, "last_steps": self._sent, "sending": self._sending})
 
     def _warn(self) -> None:
         """Have it reported, once, that rows are not taken; at the end of the run they are counted."""
@@ -235,39 +261,63 @@ class BackgroundTracker:
             self._said.append(f"{self._name} takes no rows: {self._reason}; training goes on without it")
 
     def _insist(self, call: Callable[[], Found], *, tries: int | None = None) -> Found:
-        """Call until it works, with longer and longer pauses; once the run ends, one more time.
+        """Call until it works, with longer and longer pauses; once the run ends, until its last moment.
 
         Raises:
             RefusedError: the tracker refuses it, or it failed as often as it may be tried.
             _GivenUpError: the run has ended.
         """
-        pause, count = 1.0, 0
+        pause, count, first = _FIRST_PAUSE, 0, ""
         while True:
-            is_last = self._ending.is_set()
+            is_last = time.monotonic() >= self._until
             try:
                 return call()
             except RefusedError:
                 raise
             except Exception as error:
-                self._reason, count = _line(error), count + 1
+                reason, count = _line(error), count + 1
+                # What fails later may be a consequence alone.
+                first = first or reason
+                self._reason = first if reason == first else f"{first}; then {reason}"
             if count == tries:
                 raise RefusedError(self._reason)
             if is_last:
                 raise _GivenUpError
             if count == 2:
                 self._warn()
-            self._ending.wait(pause)
+            if self._ending.is_set():
+                pause = min(pause, _LONGEST_LAST_PAUSE)
+                time.sleep(max(0.0, min(pause, self._until - time.monotonic())))
+            else:
+                self._ending.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _recorded(path: Path) -> tuple[str | None, dict[str, int], dict[str, int]]:
+def _recorded(path: Path) -> _Known | None:
     """What a tracker called the run, and the last steps that were sent and were being sent; None where not known."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         sent, sending = ({str(k): int(step) for k, step in found[key].items()} for key in ("last_steps", "sending"))
         return str(found["id"]), sent, sending
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None, {}, {}
+        return None
+
+
+def _original(run_dir: Path, record: Path, known: _Known) -> Path | None:
+    """The directory that a run directory is a copy of; None where it is none, or was moved, or nobody noted it.
+
+    Args:
+        run_dir: the directory.
+        record: file in it and in the original, a relative path.
+        known: what it holds in this directory.
+    """
+    try:
+        noted = Path(json.loads((run_dir / record).read_text(encoding="utf-8"))["run_dir"])
+        other = _recorded(noted / record)
+        is_copy = other is not None and other[0] == known[0] and not os.path.samefile(noted, run_dir)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return noted if is_copy else None
 
 
 def _line(error: BaseException) -> str:

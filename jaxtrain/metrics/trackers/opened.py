@@ -10,6 +10,7 @@ from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.trackers.background import BackgroundTracker
+from jaxtrain.metrics.trackers.packages import importable_again
 from jaxtrain.metrics.trackers.table import STOPPED, TRACKERS, lacks_package
 from jaxtrain.metrics.trackers.tracker import TrackedRun, Tracker
 from jaxtrain.metrics.writers import Scalars
@@ -18,6 +19,10 @@ from jaxtrain.metrics.writers import Scalars
 FOLDER = "trackers"
 # Seconds that all trackers together have at the end of a run; a run that is asked to stop has few until it is killed.
 _END_SECONDS, _HURRY_SECONDS = 30.0, 5.0
+# Of these: when what failed is not tried again, so that the thread of the tracker says itself what it could not do.
+_LAST_SECONDS = 0.5
+# What is left once somebody asks to stop while they are waited for.
+_ASKED_SECONDS = 1.0
 # What a tracker keeps with the run.
 _FILES = ("run.json", "report.html")
 
@@ -41,18 +46,28 @@ class Trackers:
         for tracker in self._trackers:
             tracker.text(step, name, text)
 
-    def end(self, status: str) -> None:
+    def end(self, status: str, *, is_asked: Callable[[], bool] = lambda: False) -> None:
         """End the run on every tracker, within seconds; a second call does nothing.
 
         Args:
             status: how the run ended.
+            is_asked: whether somebody asks the process to stop, who waits for no tracker.
         """
         files = [path for name in _FILES if (path := self._run_dir / name).is_file()]
         until = time.monotonic() + (_HURRY_SECONDS if status in STOPPED else _END_SECONDS)
         for tracker in self._trackers:
-            tracker.begin_end(status, files)
+            tracker.begin_end(status, files, until=until - _LAST_SECONDS)
+        # A run that was stopped has few seconds as it is.
+        was_asked = status in STOPPED
+
+        def is_over() -> bool:
+            nonlocal until, was_asked
+            if not was_asked and is_asked():
+                until, was_asked = min(until, time.monotonic() + _ASKED_SECONDS), True
+            return time.monotonic() >= until
+
         for tracker in self._trackers:
-            tracker.wait_for_end(max(0.1, until - time.monotonic()))
+            tracker.wait_for_end(is_over)
 
 
 def check_trackers(config: LoggingConfig) -> None:
@@ -94,16 +109,16 @@ def open_trackers(
     run_dir = Path(run_dir).absolute()
 
     def open_one(name: str, known_id: str | None) -> Tracker:
-        return TRACKERS[name].open(
-            TrackedRun(
-                run_dir=run_dir,
-                project=config.project,
-                name=str(info.get("name") or run_dir.name),
-                known_id=known_id,
-                settings=_flat(info.get("config") or {}),
-                tags={**_facts(run_dir, info), **redacted(config.tags)},
-            )
+        run = TrackedRun(
+            run_dir=run_dir,
+            project=config.project,
+            name=str(info.get("name") or run_dir.name),
+            known_id=known_id,
+            settings=_flat(info.get("config") or {}),
+            tags={**_facts(run_dir, info), **redacted(config.tags)},
         )
+        with importable_again():  # packages import more of themselves when a run begins
+            return TRACKERS[name].open(run)
 
     return Trackers(
         run_dir,
@@ -111,7 +126,8 @@ def open_trackers(
             BackgroundTracker(
                 name,
                 functools.partial(open_one, name),
-                run_dir / FOLDER / f"{name}.json",
+                run_dir,
+                Path(FOLDER) / f"{name}.json",
                 earlier=run_dir / "metrics.jsonl" if is_resumed else None,
                 report=report,
             )

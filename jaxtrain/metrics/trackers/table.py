@@ -4,6 +4,7 @@ Every function runs in a thread of its own (`background.py`), and imports its pa
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import logging
@@ -12,13 +13,14 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.metrics.recorded import Row, Text
+from jaxtrain.metrics.trackers.packages import import_package
 from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, TrackedRun, Tracker
 from jaxtrain.runtime.files import plain_number
 
@@ -28,6 +30,8 @@ STOPPED = ("preempted", "stopped")
 _PREEMPTED_CODE = 75
 # What MLflow takes in one request, and as one parameter.
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_CHARACTERS = 1000, 100, 6000
+# Making the tables of a database takes MLflow seconds; a process that stands still meanwhile must not stop the others.
+_DATABASE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,16 @@ def open_mlflow(run: TrackedRun) -> Tracker:
     The settings are its parameters. A setting that changed while the run was stopped is a tag, since MLflow never
     changes a parameter. NaN stands for every value that is not finite.
     """
-    entities, exceptions = import_module("mlflow.entities"), import_module("mlflow.exceptions")
-    tracking = import_module("mlflow.tracking")
+    entities, exceptions = import_package("mlflow.entities"), import_package("mlflow.exceptions")
+    tracking = import_package("mlflow.tracking")
     if not os.environ.get("MLFLOW_LOGGING_LEVEL"):
         # A first use of a database writes a line per table.
         logging.getLogger("mlflow").setLevel(logging.WARNING)
     address = mlflow_address()
-    client = tracking.MlflowClient(tracking_uri=address)
+    if address.startswith("sqlite"):
+        import_package("mlflow.store.tracking.sqlalchemy_store")
+    with _alone_in(address):
+        client = tracking.MlflowClient(tracking_uri=address)
     if run.known_id is None:
         run_id = client.create_run(_experiment(client, run.project), run_name=run.name).info.run_id
     else:
@@ -111,7 +118,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
 
 def open_wandb(run: TrackedRun) -> Tracker:
     """Open a run of Weights & Biases, or go on with it."""
-    wandb = import_module("wandb")
+    wandb = import_package("wandb")
     if os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun") and not wandb.login(prompt=False):
         # Without a key wandb would ask for one on the terminal, and wait for the answer.
         raise RefusedError("there is no API key: run 'wandb login', or set WANDB_MODE=offline")
@@ -156,7 +163,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
 
     trackio goes on with the newest run of a name, so that each run has a name that no other has.
     """
-    trackio = import_module("trackio")
+    trackio = import_package("trackio")
     # What it prints is no result of this process. For a moment what others print goes to standard error as well.
     to_standard_error = contextlib.redirect_stdout(sys.stderr)
     name = f"{run.name}-{secrets.token_hex(3)}" if run.known_id is None else run.known_id
@@ -205,6 +212,43 @@ def lacks_package(name: str) -> bool:
 def mlflow_address() -> str:
     """Where MLflow keeps runs: MLFLOW_TRACKING_URI, or a database in the working directory, as `runs/` is."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+
+
+@contextlib.contextmanager
+def _alone_in(address: str) -> Iterator[None]:
+    """While a database of sqlite is opened, keep other runs of this machine from opening it, as those of a sweep do.
+
+    The first use makes the tables: of two processes that do so at once, each fails over what the other has done.
+
+    Args:
+        address: of MLflow; one that is no file is left to its server.
+    """
+    path = re.fullmatch(r"sqlite[^:]*:///([^?]+)(\?.*)?", address)
+    descriptor = None
+    if path:
+        # The lock is on the folder: a file of its own would stay there. A file system without such locks goes without.
+        with contextlib.suppress(OSError):
+            folder = Path(path[1]).parent
+            folder.mkdir(parents=True, exist_ok=True)  # as MLflow does
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            until = time.monotonic() + _DATABASE_SECONDS
+            while not _locked(descriptor) and time.monotonic() < until:
+                time.sleep(0.05)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing it is not enough where a child has been forked
+            os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_installed(package: str) -> bool:
