@@ -66,6 +66,25 @@ def test_every_command_is_in_the_docs() -> None:
     assert [name for name in COMMANDS if f"jaxtrain {name}" not in printed] == []
 
 
+# What may differ between two lines of a page that share a run directory: where a run goes on, and how.
+OF_THE_SAME_RUN = re.compile(r"--resume|must|never|auto|checkpoint\.\S+|train\.steps=\d+")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_a_page_that_train_otherwise_have_a_run_directory_each(page: Path) -> None:
+    """Else the second one, run after the first, goes on from it, is refused, or trains nothing."""
+    directories: dict[str, list[str]] = {}
+    for line, _ in LINE.findall(page.read_text()):
+        words = shlex.split(line)
+        words = words[words.index("--") + 1 :] if "--" in words else words[1:]
+        if words[:1] != ["train"] or len(words) == 1:
+            continue
+        place = words.index("--run-dir") if "--run-dir" in words else None
+        directory = words[place + 1] if place is not None else f"runs/{Path(words[1]).stem}"
+        trained = [word for word in words if not OF_THE_SAME_RUN.fullmatch(word)]
+        assert directories.setdefault(directory, trained) == trained, f"{directory}: {line}"
+
+
 def named_files() -> list[tuple[str, str]]:
     """Files of code and folders of tests that pages name in backquotes, as from the root or from inside the package."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

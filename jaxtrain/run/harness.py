@@ -195,7 +195,8 @@ def _task_errors(tasks: str) -> Iterator[None]:
     """Gives an error of a task or of its data as one line.
 
     Raises:
-        DataError: in place of an error that does not come from our own code.
+        ConfigError: there are not as many examples as are wanted before a question.
+        DataError: in place of another error that does not come from our own code.
     """
     try:
         yield
@@ -205,6 +206,12 @@ def _task_errors(tasks: str) -> Iterator[None]:
         if _is_ours(error):
             raise
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), "it gives no reason")
+        # Of `random.sample`, by which the harness draws them; the asked row is not among them.
+        if said.startswith("Sample larger than population"):
+            raise ConfigError(
+                f"--tasks {tasks}: --shots (or num_fewshot in the task) asks for more examples than the task has rows "
+                "to take them from; ask for fewer, or name a fewshot_split with more rows in the task"
+            ) from error
         hub = _hub_error(error)
         raise DataError(
             f"--tasks {tasks}: {hub}{type(error).__name__}: {said[:300]}"

@@ -141,6 +141,10 @@ def test_the_three_kinds_of_tasks_give_what_the_model_says(cli, text_run, folder
     assert header.split() == ["task", "version", "filter", "shots", "metric", "value", "stderr", "rows"]
     assert row.split()[:5] == ["colours", "1", "none", "1", "acc"]
     assert row.split()[-1] == "2"
+    # There are fewer rows, and the asked one is no example.
+    few = cli("eval", str(text_run), "--tasks", f"{where}/colours.yaml", "--shots", "50")
+    assert (few.code, few.out) == (2, ""), few.err
+    assert "--shots (or num_fewshot in the task) asks for more examples than the task has rows" in few.err
 
 
 WRONG = {
