@@ -173,9 +173,9 @@ GIVEN = {
     "mesh": (lambda folder: jt.open_run(folder, mesh=(2, 4)), "the mesh is tuple; write mesh=jt.make_mesh("),
     "model": (lambda folder: jt.open_run(folder, model=3), "the model is 3, not a jaxtrain.Model"),
     "task": (lambda folder: jt.open_run(folder, task="x"), "not a jaxtrain.Task"),
-    "step": (lambda folder: jt.open_run(folder, step=-1), "step=-1; give the number of a checkpoint"),
+    "step": (lambda folder: jt.open_run(folder, step=-1), "not -1; write step=100, the number of a checkpoint"),
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
-    "batch": (lambda folder: jt.open_run(folder).predict(np.ones((2, 64)), batch_size=0), "batch_size=0; give"),
+    "batch": (lambda folder: jt.open_run(folder).predict(np.ones((2, 64)), batch_size=0), "whole number of 1 or more"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
     "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp of "),
 }
@@ -218,6 +218,8 @@ def test_history_has_one_row_per_step_and_the_later_one(copied):
     assert "sample" not in history
     assert {len(column) for column in history.values()} == {5}
     (panel, _) = jt.open_run(copied).plot().axes
+    (same,) = jt.open_run(copied).plot("eval_loss", "loss").axes
+    assert [line.get_label() for line in same.lines] == [line.get_label() for line in panel.lines]
     assert [len(line.get_xdata()) for line in panel.lines] == [4, 2]
 
 
