@@ -46,7 +46,7 @@ def test_jsonl_writes_strict_json(tmp_path, value, written):
 
 @pytest.mark.parametrize("value", ["2.5", {}, 1 + 2j, np.complex64(1), np.array(1j)], ids=repr)
 def test_jsonl_refuses_what_is_no_real_number(tmp_path, value):
-    with pytest.raises(ConfigError, match="JsonlWriter.scalars: 'loss' takes one real number, not .*; write float"):
+    with pytest.raises(ConfigError, match=r"scalars: 'loss' takes one real number, not .*; write float"):
         JsonlWriter(tmp_path / "metrics.jsonl").scalars(1, {"loss": value})
 
 

@@ -342,11 +342,7 @@ WRONG = {
         "epochs=2 are 12 steps of 16 rows, and overrides set train.steps=5",
     ),
     "steps in overrides": (dict(overrides={"train": {"steps": 5}}), "steps=6, and overrides set train.steps=5; leave"),
-    "a batch size given twice": (
-        dict(overrides={"train.global_batch_size": 8}),
-        "batch_size=16, and overrides set train.global_batch_size=8",
-    ),
-    "a norm given twice": (dict(clip_norm=1.0, overrides={"optimizer": {"clip_norm": 2.0}}), "overrides set optimizer"),
+    "a batch size twice": (dict(overrides={"train.global_batch_size": 8}), "batch_size=16, and overrides set train"),
     "a seed given twice": (dict(seed=3, overrides={"seed": 4}), "seed=3, and overrides set seed=4"),
     "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
     "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
