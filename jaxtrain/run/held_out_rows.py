@@ -139,7 +139,7 @@ def _dividing_batch(config: Config, sharded_model: ShardedModel, task: Task) -> 
         raise ConfigError(
             f"the loss of task {task.name!r} (rows={task.rows!r}) depends on the rows of a batch, and "
             f"train.global_batch_size={asked} does not divide by the {shards} shards of this mesh; use {fewer} "
-            f"(open_run with mesh=jt.make_mesh(data={fewer}, devices=jax.devices()[:{fewer}]), or let only {fewer} devices be "
-            f"visible), or train.global_batch_size={size}, whose loss is another"
+            f"(open_run with mesh=jt.make_mesh(data={fewer}, devices=jax.devices()[:{fewer}]), or let only {fewer} "
+            f"devices be visible), or train.global_batch_size={size}, whose loss is another"
         )
     return size, (f"batches of {size} rows instead of {asked}, to divide by {shards} parts",)

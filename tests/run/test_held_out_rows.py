@@ -45,8 +45,6 @@ def test_a_loss_over_the_batch_is_evaluated_in_batches_of_the_run_alone(rows):
         return held_out_rows(config, given, sharded, task=task, max_batches=None)
 
     assert (found(3).num_batches, found(3).remarks) == (2, ())
-    with pytest.raises(
-        ConfigError, match=r"does not divide by the 4 shards .* data=3, .*global_batch_size=8"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"does not divide by the 4 shards .*data=3, .*global_batch_size=8") as error:
         found(4)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
