@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -35,7 +36,9 @@ def suggest(trial: optuna.Trial) -> dict[str, Any]:
 
 
 def run_trial(trial: optuna.Trial, config: str, overrides: list[str], directory: Path) -> float:
-    """Train one trial; its held-out loss.
+    """Train one trial; its lowest held-out loss, by which `jaxtrain report` ranks runs too.
+
+    Early stopping ends a run after evaluations that are no better than its best, so the last one says little of it.
 
     Raises:
         TrialPruned: the trial looked bad or diverged.
@@ -59,7 +62,12 @@ def run_trial(trial: optuna.Trial, config: str, overrides: list[str], directory:
     # Neither a run that the config's early stopping ended nor one that had done its last step was cut short here.
     if is_pruned and result.step < loaded.config.train.steps:
         raise optuna.TrialPruned
-    return result.metrics["eval_loss"]
+    # Of the file, because a run that goes on had evaluations before this start.
+    losses = jt.open_run(folder).history["eval_loss"]
+    losses = losses[np.isfinite(losses)]
+    if not len(losses):
+        raise optuna.TrialPruned
+    return float(losses.min())
 
 
 def search(study: optuna.Study, num_trials: int, config: str, overrides: list[str], directory: Path) -> None:
@@ -82,7 +90,7 @@ def search(study: optuna.Study, num_trials: int, config: str, overrides: list[st
             raise
         else:
             study.tell(trial, loss)
-            print(f"trial {trial.number:03d} has a held-out loss of {loss:.4g}: {trial.params}", flush=True)
+            print(f"trial {trial.number:03d} has a best held-out loss of {loss:.4g}: {trial.params}", flush=True)
 
 
 def main() -> int:
@@ -111,7 +119,7 @@ def main() -> int:
         return 1
     best = study.best_trial
     folder = arguments.directory / best.user_attrs.get(_FOLDER, f"{best.number:03d}")
-    print(f"best: {best.params} with held-out loss {best.value:.4g}, run {folder}")
+    print(f"best: {best.params} with best held-out loss {best.value:.4g}, run {folder}")
     return 0
 
 

@@ -55,6 +55,10 @@ class Rows(grain.MapDataset):
         """Returns where a row comes from, in words (a file and a line); None where that is not known."""
         return None
 
+    def num_tokens(self, numbers: np.ndarray) -> int | None:
+        """Returns how many tokens these rows (int64 [B]) hold, without what fills them up; None: it is not known."""
+        return None
+
     def order(self, seed: int) -> Order:
         """Returns the endless training order; each epoch is another permutation."""
         return functools.partial(permuted, num_rows=len(self), seed=seed)
@@ -191,6 +195,9 @@ class SelectedRows(Rows):
     def name_of(self, number: int) -> str | None:
         return self._rows.name_of(int(self._numbers[number]))
 
+    def num_tokens(self, numbers: np.ndarray) -> int | None:
+        return self._rows.num_tokens(self._numbers[numbers])
+
     def gather(self, indices: np.ndarray) -> Row:
         epochs, places = np.divmod(indices, len(self))
         return self._rows.gather(self._numbers[places] + epochs * len(self._rows))
@@ -211,6 +218,9 @@ class MappedRows(Rows):
 
     def name_of(self, number: int) -> str | None:
         return self.rows.name_of(number)
+
+    def num_tokens(self, numbers: np.ndarray) -> int | None:
+        return self.rows.num_tokens(numbers)
 
     def gather(self, indices: np.ndarray) -> Row:
         return self._change(self.rows.gather(indices), indices)
@@ -244,6 +254,12 @@ class SelectedDataset(grain.MapDataset):
             return self.slice(index)
         # The epoch goes on into the index, so that random transformations draw other numbers in each.
         return self._rows[int(self._numbers[index % len(self)]) + index // len(self) * len(self._rows)]
+
+
+def mean_tokens(rows: Any) -> float | None:
+    """Returns the mean number of tokens of a row, without what fills rows up; None: it is not known."""
+    count = rows.num_tokens(np.arange(len(rows))) if isinstance(rows, Rows) and len(rows) else None
+    return None if count is None else count / len(rows)
 
 
 def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:

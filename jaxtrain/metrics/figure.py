@@ -58,7 +58,7 @@ def draw_history(history: Mapping[str, np.ndarray], names: Sequence[str], *, tit
 
     Args:
         history: the result of `read_history`.
-        names: metrics without `eval_`; none: those of `task_metrics`.
+        names: metrics, with or without `eval_`; none: those of `task_metrics`.
         title: of the figure.
 
     Raises:
@@ -66,9 +66,10 @@ def draw_history(history: Mapping[str, np.ndarray], names: Sequence[str], *, tit
     """
     known = [name for name in dict.fromkeys(name.removeprefix("eval_") for name in history) if name != "step"]
     for name in names:
-        if name not in known:
+        if name not in known and (name == "step" or name not in history):
             raise ConfigError(f"the run logged no metric {name!r}; it logged {', '.join(known) or 'nothing yet'}")
-    chosen = list(names) or task_metrics(history)
+    # `eval_loss`, as the history names it, is drawn in the panel of `loss`.
+    chosen = list(dict.fromkeys(name.removeprefix("eval_") for name in names)) or task_metrics(history)
     columns = max(1, min(len(chosen), _MOST_COLUMNS))
     rows = max(1, -(-len(chosen) // columns))
     figure = CurveFigure(figsize=(_WIDTH_INCHES * columns, _HEIGHT_INCHES * rows), layout="constrained")

@@ -10,7 +10,7 @@ class Meter:
 
     Args:
         unit: what is counted: "tokens" (language models) or "examples".
-        units_per_step: tokens or examples in a global batch.
+        units_per_step: tokens or examples in a global batch; of padded rows, a mean without padding.
         flops_per_step: floating-point operations of one forward and backward pass of a global batch
             (`model_flops_per_row` times rows); None where they are not known.
         peak_flops: dense peak of *all* devices together in FLOP/s; None where it is not known.
@@ -19,7 +19,7 @@ class Meter:
     def __init__(
         self,
         unit: Literal["tokens", "examples"],
-        units_per_step: int,
+        units_per_step: float,
         *,
         flops_per_step: float | None = None,
         peak_flops: float | None = None,
@@ -94,7 +94,7 @@ class Meter:
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
-            self.unit: step * self.units_per_step,
+            self.unit: round(step * self.units_per_step),
             **self.rates(),
             "device_memory_bytes": device_memory_bytes,
             "skipped_steps": skipped_steps,

@@ -13,7 +13,7 @@ from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.event_files import TensorBoardWriter
 from jaxtrain.metrics.row_file import RowFile
-from jaxtrain.runtime.files import plain_number, put_aside, write_lines_atomic
+from jaxtrain.runtime.files import is_number, plain_number, put_aside, write_lines_atomic
 
 Scalars = Mapping[str, float | int | None]
 
@@ -137,9 +137,11 @@ def row_of(step: int, values: Scalars) -> Mapping[str, object]:
     step, write = _checked_step(step), "writer.scalars(int(state.step), {'loss': float(metrics['loss'])})"
     check_kind(values, Mapping, what="JsonlWriter.scalars: values", takes="a dict of numbers", write=write)
     for name, value in values.items():
+        what = f"JsonlWriter.scalars: {name!r}"
         if value is not None and np.ndim(value):
-            what = f"JsonlWriter.scalars: {name!r}"
             raise ConfigError(refusal(what, "one number", value, "float(...) of one entry, or a name per entry"))
+        if value is not None and (np.iscomplexobj(value) or not is_number(value)):
+            raise ConfigError(refusal(what, "one real number", value, "float(...), or None where it is not known"))
     return {"step": step} | {name: plain_number(value) for name, value in values.items()}
 
 

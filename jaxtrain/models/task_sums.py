@@ -90,6 +90,11 @@ def _checked_state(task: Task, state: Any, before: ModelState) -> ModelState:
 def _checked_sums(task: Task, found: Any, batch: Batch) -> TaskSums:
     """What a loss returned, as sums; see `Task.loss` for the forms."""
     wanted = f"the loss of task {task.name!r} must return (sum, weight, metrics)"
+    if (complex_one := next((leaf for leaf in jax.tree.leaves(found) if np.iscomplexobj(leaf)), None)) is not None:
+        raise ConfigError(
+            f"the loss of task {task.name!r} returned complex numbers ({shown(complex_one)}); return real ones, such "
+            "as jnp.abs(errors) ** 2"
+        )
     by_row = losses_by_row(found)
     if by_row is not None:
         return _weighted_sums(task, *by_row, batch)

@@ -16,6 +16,7 @@ from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.loss_notes import loss_notes
 from jaxtrain.run.own_parts import OwnParts
 from jaxtrain.run.rounding_notes import rounding_notes
+from jaxtrain.run.step_log import tokens_per_step
 from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.runtime.compiler_options import option_notes
@@ -35,7 +36,8 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         own: the parts that came from Python, of which the config says nothing.
     """
     config, mesh = loaded.config, run.step.mesh
-    units = run.data.units_per_row * config.train.global_batch_size
+    places, tokens = run.data.units_per_row * config.train.global_batch_size, tokens_per_step(run)
+    units = f"{places:,} {run.data.unit}" if tokens is None else f"{tokens:,.0f} tokens ({places:,} with padding)"
     places = zip(jax.tree.leaves(run.step.abstract_state), jax.tree.leaves(run.step.state_on_host), strict=True)
     state, on_host = 0, 0
     for leaf, is_there in places:
@@ -48,8 +50,7 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
     trained = sum(leaf.size for leaf in jax.tree.leaves(without_base(run.step.abstract_state, trains).params))
     lines = [
         f"{run.name}: {run.step.model.name}, {format_count(run.num_parameters)} parameters, "
-        f"{config.train.steps:,} steps of {units:,} {run.data.unit}"
-        + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
+        f"{config.train.steps:,} steps of {units}" + (f" in {accumulation} microbatches" if accumulation > 1 else ""),
         *([f"adapters: {trained:,} parameters are trained; checkpoints hold them alone"] if trains is not None else []),
         *(f"data: {line}" for line in run.data.description),
         f"devices: {describe_devices()} ({degrees}), {config.precision.policy}, "

@@ -1,7 +1,9 @@
 """A whole run of parts from Python: `fit` writes the config that says the same, and trains as `run_config` does."""
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,18 @@ if TYPE_CHECKING:
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.task import Task
     from jaxtrain.train.parallelism import Parallelism
+
+# Arguments that are keys of a config, which `overrides` can set too: name -> (key, default of the argument).
+_ARGUMENTS = {
+    "steps": ("train.steps", None),
+    "batch_size": ("train.global_batch_size", None),
+    "accumulation_steps": ("train.accumulation_steps", 1),
+    "policy": ("precision.policy", "fp32"),
+    "clip_norm": ("optimizer.clip_norm", None),
+    "ema_decay": ("optimizer.ema_decay", None),
+    "offload_optimizer": ("optimizer.offload", False),
+    "seed": ("seed", 0),
+}
 
 
 def fit(
@@ -97,7 +111,7 @@ def fit(
             refuses another one; never starts anew; must and auto are as for `run_config`.
         finetune: adapters to train in place of the weights, as in the group of a config: {"lora": {"rank": 8}}.
         evaluation, checkpoint, logging: keys of these groups of a config, such as {"every": 100}.
-        overrides: any other keys of a config, dotted or nested: {"profile.start_step": 20}.
+        overrides: keys of a config that no argument sets, dotted or nested: {"profile.start_step": 20}.
         callbacks: `Callback` and `EarlyStopping`.
         progress: where phases and progress are shown; None: on standard error.
 
@@ -139,6 +153,7 @@ def fit(
         given["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
     settings = _loaded(given, overrides).config
+    _check_once(given, settings)
     folder = run_folder(run_dir, "run")
     given["name"] = folder.name or "run"
     distributed.start(compilation_cache=settings.compilation_cache)
@@ -220,6 +235,21 @@ def _loaded(given: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Lo
         raise ConfigError(f"overrides={overrides!r} is not a dict; write overrides={{'profile.start_step': 20}}")
     keywords = None if overrides is None else _plain_settings(overrides)
     return load_config(_plain_settings(given), keywords=keywords, origin=FIT)
+
+
+def _check_once(given: Mapping[str, Any], settings: Config) -> None:
+    """Raise where `overrides` set what an argument sets to another value. One at its default counts as not given.
+
+    Raises:
+        ConfigError: says which of the two to leave out.
+    """
+    config = settings.model_dump()
+    for name, (key, default) in _ARGUMENTS.items():
+        *group, entry = key.split(".")
+        asked, found = (functools.reduce(operator.getitem, group, values) for values in (given, config))
+        value, found = asked.get(entry), found[entry]
+        if value not in (None, default, found):
+            raise ConfigError(f"{name}={value!r}, and overrides set {key}={found}; leave one of them out")
 
 
 def _known_tasks() -> Sequence[str]:

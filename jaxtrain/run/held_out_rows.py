@@ -12,6 +12,7 @@ from jaxtrain.data import Batches, Data, prefetch
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.task import Task
 from jaxtrain.parallel.division import batch_shards, step_microbatches
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.train.assemble import check_fit, model_of, reading_threads
@@ -39,7 +40,12 @@ class HeldOutRows:
 
 
 def held_out_rows(
-    config: Config, rows: "Data | grain.MapDataset", sharded_model: ShardedModel, *, max_batches: int | None
+    config: Config,
+    rows: "Data | grain.MapDataset",
+    sharded_model: ShardedModel,
+    *,
+    task: Task,
+    max_batches: int | None,
 ) -> HeldOutRows:
     """The rows to evaluate, in batches that divide by the mesh.
 
@@ -47,10 +53,12 @@ def held_out_rows(
         config: of the run.
         rows: data, whose held-out rows are taken, or rows.
         sharded_model: that they are for.
+        task: that is evaluated.
         max_batches: largest number of batches of the configured size; None: all.
 
     Raises:
         DataError: there are no held-out rows.
+        ConfigError: the batch does not divide by the mesh, and the loss is not one of separate rows.
     """
     if isinstance(rows, Data):
         if rows.validation is None:
@@ -67,13 +75,13 @@ def held_out_rows(
     if max_batches is not None:
         # Counted in batches of the run: those that divide by this mesh may be larger.
         rows = first_rows(rows, max_batches * config.train.global_batch_size)
-    size, remarks = _dividing_batch(config, sharded_model)
+    size, remarks = _dividing_batch(config, sharded_model, task)
     batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
     return HeldOutRows(batches, len(batches), len(rows), remarks)
 
 
 def evaluate_rows(evaluator: Evaluator, state: EvaluationState, held_out: HeldOutRows) -> dict[str, Any]:
-    """The metrics of rows, exact whatever the batch is."""
+    """The metrics of rows; of a task with separate rows they are exact whatever the batch is."""
     loaded = prefetch(evaluator.feed.loader(held_out.batches), 0, held_out.num_batches, depth=1)
     try:
         return evaluator(state, loaded)
@@ -112,14 +120,26 @@ def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, 
         )
 
 
-def _dividing_batch(config: Config, sharded_model: ShardedModel) -> tuple[int, tuple[str, ...]]:
+def _dividing_batch(config: Config, sharded_model: ShardedModel, task: Task) -> tuple[int, tuple[str, ...]]:
     """The smallest batch, from the configured one up, that divides by this machine's shards, and a remark on it.
 
-    Means over held-out rows are exact whatever the batch is, so an evaluation need not fail over it.
+    Means over separate rows are exact whatever the batch is, so an evaluation need not fail over it.
+
+    Raises:
+        ConfigError: another batch would be another loss, as the task compares its rows.
     """
     degrees = sharded_model.mesh.shape
     shards = batch_shards(degrees) * step_microbatches(config.parallel, degrees["pipe"], 1)
-    size = -(-config.train.global_batch_size // shards) * shards
-    if size == config.train.global_batch_size:
+    asked = config.train.global_batch_size
+    size = -(-asked // shards) * shards
+    if size == asked:
         return size, ()
-    return size, (f"batches of {size} rows instead of {config.train.global_batch_size}, to divide by {shards} parts",)
+    if task.rows != "separate":
+        fewer = max(number for number in range(1, shards + 1) if asked % number == 0)
+        raise ConfigError(
+            f"the loss of task {task.name!r} (rows={task.rows!r}) depends on the rows of a batch, and "
+            f"train.global_batch_size={asked} does not divide by the {shards} shards of this mesh; use {fewer} "
+            f"(open_run with mesh=jt.make_mesh(data={fewer}, devices=jax.devices()[:{fewer}]), or let only {fewer} "
+            f"devices be visible), or train.global_batch_size={size}, whose loss is another"
+        )
+    return size, (f"batches of {size} rows instead of {asked}, to divide by {shards} parts",)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.config.arguments import check_whole
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
@@ -59,8 +60,9 @@ def open_run(
     run_dir = local_path(_given_path(run_dir), what="run directory")
     mend_run(run_dir, report)
     info = read_run(run_dir)
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise ConfigError(f"step={step!r}; give the number of a checkpoint, or None for the newest")
+    if step is not None:
+        write = "step=100, the number of a checkpoint, or None for the newest"
+        step = check_whole(step, what="open_run: step", least=0, write=write)
     if isinstance(overrides, str):
         raise ConfigError(f"overrides is one text, {overrides!r}; give a list of texts: [{overrides!r}]")
     _check_given(info, run_dir, model=model, task=task, mesh=mesh)

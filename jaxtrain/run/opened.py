@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config
+from jaxtrain.config.arguments import check_whole
 from jaxtrain.config.call import Call
 from jaxtrain.config.published import published_from
 from jaxtrain.config.saved_run import read_run
-from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.called_sources import called_sources, source_changes
@@ -267,10 +267,9 @@ class OpenedRun(RunPath):
             >>> run = jaxtrain.open_run("runs/digits_mlp")
             >>> classes = run.predict(images).argmax(-1)
         """
-        if batch_size is None:
-            batch_size = max(1, self.config.train.global_batch_size // self.config.train.accumulation_steps)
-        elif isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size!r}; give a whole number from 1")
+        train = self.config.train
+        size = max(1, train.global_batch_size // train.accumulation_steps) if batch_size is None else batch_size
+        batch_size = check_whole(size, what="predict: batch_size", least=1, write="batch_size=256")
         return self._predictor(self.params, self.model_state, inputs, batch_size=batch_size, scaled=scaled)
 
     def predict_file(
@@ -323,7 +322,7 @@ class OpenedRun(RunPath):
         given = self.data if data is None else rows_of_given(data, self.info)
         rows = evaluated_rows(given, self.task, self.run_dir)
         limit = self.config.evaluation.max_batches if data is None else None
-        found = held_out_rows(self.config, rows, self.sharded_model, max_batches=limit)
+        found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit)
         if isinstance(rows, Data) and self._own_model is None:
             check_data_fits(self.config, rows, self.sharded_model, own_task=self._own_task is not None)
         for remark in found.remarks:
@@ -387,7 +386,7 @@ class OpenedRun(RunPath):
         """Curves of the run's metrics over steps, training and evaluation in one picture.
 
         Args:
-            names: metrics without `eval_`, such as "loss" or "accuracy"; none: the loss and the task's metrics.
+            names: metrics such as "loss" or "accuracy", which "eval_loss" is drawn with; none: those of the task.
 
         Returns:
             A matplotlib figure, which a notebook shows; `figure.savefig("curves.png")` writes it.

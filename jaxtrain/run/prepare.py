@@ -195,7 +195,7 @@ def prepare_session(
             run, metadata["reference"] = with_known_reference(run, known), known.record
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
-        meter = run_meter(run, own_model=model is not None)
+        meter = run_meter(run, own_model=model is not None, run_dir=run_dir, start=start)
         record = open_record(
             loaded,
             run,

@@ -36,13 +36,15 @@ from jaxtrain.train.assemble import Run
 class RunRecord:
     """The files of a run that grow with it. Only the main process writes; elsewhere every method does nothing.
 
-    A run that was done before this process stays as it is on disk: neither its rows nor its run.json change.
+    A run that was done before this process stays as it is on disk: neither its rows nor its run.json change. The
+    exception is a run that is made longer and whose early stopping refuses the further steps: its status and its number
+    of steps are written.
 
     Args:
         run_dir: directory of the run.
         writers: where rows of metrics go; none on processes other than the main one.
         info: content of run.json at the start; None on processes other than the main one.
-        was_done: the run had ended before this process.
+        was_done: the content of run.json where the run had ended before this process; None: it had not.
         spent: where the time of the run goes.
         draws_report: whether report.html is drawn at the end.
         place: notices that files are gone; None: nobody does.
@@ -61,7 +63,7 @@ class RunRecord:
         *,
         writers: MultiWriter,
         info: Mapping[str, Any] | None,
-        was_done: bool,
+        was_done: Mapping[str, Any] | None,
         spent: TimeSpent,
         draws_report: bool,
         place: InPlace | None = None,
@@ -71,8 +73,9 @@ class RunRecord:
     ) -> None:
         self._run_dir, self._trackers = run_dir, trackers or Trackers(run_dir)
         self._writers, self._reopened = writers, reopened
-        self._info = None if was_done else info
+        self._info = info if was_done is None else None
         self._is_main = info is not None
+        self._num_steps: int | None = None if info is None else info["config"]["train"]["steps"]
         self._was_done = was_done
         self._place, self._report = place, report
         self._tokenizer: Tokenizer | None = None
@@ -207,7 +210,7 @@ class RunRecord:
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
-        if not self._was_done:
+        if self._was_done is None:
             self.look()
             self._writers.scalars(step, values)
             self._trackers.scalars(step, values)
@@ -217,7 +220,7 @@ class RunRecord:
         if self._is_main:
             with contextlib.suppress(OSError):  # as with the report
                 write_text_atomic(self._run_dir / "sample.txt", text)
-            if not self._was_done:
+            if self._was_done is None:
                 self._writers.text(step, "sample", text)
                 self._trackers.text(step, "sample", text)
 
@@ -244,14 +247,18 @@ class RunRecord:
         writers, self._writers = self._writers, MultiWriter(())
         if self.is_lost:
             self._info = None
-        if self._info is None:
+        ended = self._ended_otherwise(status)
+        if self._info is None and ended is None:
             writers.close()
             return
         try:
             writers.close()
         finally:
             info, self._info = self._info, None
-            self._end(info, status, final)
+            if info is not None:
+                self._end(info, status, final)
+            elif ended is not None:
+                self._write_end(ended, status)
         if self.draws_report and (self._run_dir / "metrics.jsonl").exists():
             from jaxtrain.metrics.report.page import write_report
 
@@ -261,6 +268,16 @@ class RunRecord:
                 except (OSError, ConfigError) as error:  # no run is lost over its report
                     phase.note(f"not written: {(isinstance(error, OSError) and error.strerror) or error}")
 
+    def _ended_otherwise(self, status: str) -> dict[str, Any] | None:
+        """What run.json of a run that was done is to say once early stopping refused more steps; None: what it says."""
+        before = self._was_done
+        if before is None or status != EARLY_STOPPED or self.is_lost:
+            return None
+        config = dict(before.get("config") or {})
+        config["train"] = {**(config.get("train") or {}), "steps": self._num_steps}
+        found = {**before, "status": status, "config": config}
+        return None if found == before else found
+
     def _end(self, info: Mapping[str, Any], status: str, final: Scalars) -> None:
         """Write the end into run.json, and let go of the directory.
 
@@ -269,12 +286,14 @@ class RunRecord:
         """
         seconds = self.spent.seconds()
         final = {**final, "wall_seconds": round(sum(seconds.values()), 2)}
+        found = {**info, **self._bad_records(), "seconds": seconds}
+        self._write_end(finished_info(found, status=status, final=final), status)
+
+    def _write_end(self, info: Mapping[str, Any], status: str) -> None:
         path = self._run_dir / "run.json"
         try:
             put_aside(path)
-            write_json_atomic(
-                path, finished_info({**info, **self._bad_records(), "seconds": seconds}, status=status, final=final)
-            )
+            write_json_atomic(path, info)
         except OSError as error:
             raise StorageError(
                 f"the end of the run ({status}) cannot be written to {path}: {error.strerror or error}; free space and "
@@ -318,7 +337,7 @@ def open_record(
     config, draws = run.config, run.config.logging.report
     if not main:
         nothing = MultiWriter(())
-        return RunRecord(run_dir, writers=nothing, info=None, was_done=False, spent=spent, draws_report=draws)
+        return RunRecord(run_dir, writers=nothing, info=None, was_done=None, spent=spent, draws_report=draws)
     check_trackers(config.logging)
     info = described(loaded, run, metadata)
     before = read_run_info(run_dir) if start else {}
@@ -334,10 +353,10 @@ def open_record(
     info["seconds"] = earlier
     info["saves"] = [save_entry(start, earlier, at=spent.began_at)]
     spent.after(earlier)
-    was_done = has_ended and before.get("status") in ("done", EARLY_STOPPED)
-    trackers = (
-        None if was_done else open_trackers(run_dir, config.logging, info=info, is_resumed=start > 0, report=report)
-    )
+    was_done = before if has_ended and before.get("status") in ("done", EARLY_STOPPED) else None
+    trackers = None
+    if was_done is None:
+        trackers = open_trackers(run_dir, config.logging, info=info, is_resumed=start > 0, report=report)
     return RunRecord(
         run_dir,
         writers=writers,

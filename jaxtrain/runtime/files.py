@@ -134,14 +134,14 @@ def strict_json(value: Any) -> Any:
         return [strict_json(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted((strict_json(item) for item in value), key=str)
-    return plain_number(value) if _is_number(value) else str(value)
+    return plain_number(value) if is_number(value) else str(value)
 
 
 def plain_number(value: Any) -> float | int | None:
     """Returns a number of any library as a Python int or float, and None for NaN, infinities and other objects."""
     if isinstance(value, int):
         return int(value)
-    if not _is_number(value):
+    if not is_number(value):
         return None
     try:
         return value.__index__()
@@ -150,7 +150,8 @@ def plain_number(value: Any) -> float | int | None:
         return number if math.isfinite(number) else None
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Returns whether a value is one number of any library that Python's `float` takes; NaN and infinities are."""
     if isinstance(value, (str, bytes)):
         return False
     try:

@@ -52,7 +52,9 @@ def _check_schedule(schedule: Callable[..., Any]) -> None:
     try:
         rate = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:  # whatever a user's function raises
-        said = (str(error).splitlines() or [""])[0]
+        said = (str(error).splitlines() or [""])[0].rstrip(".")
+        if isinstance(error, jax.dtypes.TypePromotionError):  # the schedules of optax raise it too
+            write = "leave jax_numpy_dtype_promotion at 'standard', or compute from step.astype(jnp.float32)"
         raise ConfigError(f"{what} raised {type(error).__name__}: {said}; {write}") from error
     if getattr(rate, "shape", None) != ():
         raise ConfigError(f"{what} gave {shown(rate)}; {write}")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import LoggingConfig
+from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, open_writers
 
 
@@ -41,6 +42,12 @@ def test_jsonl_writes_strict_json(tmp_path, value, written):
     assert isinstance(_rows(writer.path)[0]["loss"], type(written))
     writer.close()
     writer.close()
+
+
+@pytest.mark.parametrize("value", ["2.5", {}, 1 + 2j, np.complex64(1), np.array(1j)], ids=repr)
+def test_jsonl_refuses_what_is_no_real_number(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"scalars: 'loss' takes one real number, not .*; write float"):
+        JsonlWriter(tmp_path / "metrics.jsonl").scalars(1, {"loss": value})
 
 
 def test_jsonl_keeps_text(tmp_path):

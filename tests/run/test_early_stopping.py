@@ -153,6 +153,19 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
     assert overfit(whole, callbacks=[jt.EarlyStopping(patience=5)]).step == 12
 
 
+def test_a_run_whose_rule_fired_on_its_last_step_is_recorded_as_stopped_where_it_is_made_longer(tmp_path: Path) -> None:
+    overfit(tmp_path, steps=8)
+    before = json.loads((tmp_path / "run.json").read_text())
+    assert (before["status"], before["config"]["train"]["steps"]) == ("done", 8)
+    assert overfit(tmp_path, steps=20).step == 8
+    after = json.loads((tmp_path / "run.json").read_text())
+    assert (after.pop("status"), after["config"]["train"].pop("steps")) == ("early stopped", 20)
+    del before["status"], before["config"]["train"]["steps"]
+    assert after == before, "all else stays"
+    assert overfit(tmp_path, steps=20).step == 8
+    assert overfit(tmp_path, steps=20, callbacks=[jt.EarlyStopping(patience=5)]).step == 12
+
+
 def test_an_accuracy_that_rises_stops_no_run_and_keeps_its_highest(tmp_path: Path) -> None:
     fit(
         tmp_path,

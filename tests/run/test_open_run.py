@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.load import load_config
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
-from jaxtrain.run.evaluation import Evaluator
-from jaxtrain.run.held_out_rows import held_out_rows
 
 CONFIG = {
     "task": "classification",
@@ -173,9 +170,9 @@ GIVEN = {
     "mesh": (lambda folder: jt.open_run(folder, mesh=(2, 4)), "the mesh is tuple; write mesh=jt.make_mesh("),
     "model": (lambda folder: jt.open_run(folder, model=3), "the model is 3, not a jaxtrain.Model"),
     "task": (lambda folder: jt.open_run(folder, task="x"), "not a jaxtrain.Task"),
-    "step": (lambda folder: jt.open_run(folder, step=-1), "step=-1; give the number of a checkpoint"),
+    "step": (lambda folder: jt.open_run(folder, step=-1), "not -1; write step=100, the number of a checkpoint"),
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
-    "batch": (lambda folder: jt.open_run(folder).predict(np.ones((2, 64)), batch_size=0), "batch_size=0; give"),
+    "batch": (lambda folder: jt.open_run(folder).predict(np.ones((2, 64)), batch_size=0), "whole number of 1 or more"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
     "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp of "),
 }
@@ -218,6 +215,8 @@ def test_history_has_one_row_per_step_and_the_later_one(copied):
     assert "sample" not in history
     assert {len(column) for column in history.values()} == {5}
     (panel, _) = jt.open_run(copied).plot().axes
+    (same,) = jt.open_run(copied).plot("eval_loss", "loss").axes
+    assert [line.get_label() for line in same.lines] == [line.get_label() for line in panel.lines]
     assert [len(line.get_xdata()) for line in panel.lines] == [4, 2]
 
 
@@ -323,26 +322,6 @@ def test_data_that_scales_itself_is_not_taken_for_the_runs(tmp_path):
     np.testing.assert_allclose(run.predict(rows), by_hand(run, inputs), atol=1e-6)
     with pytest.raises(DataError, match="arrays do not say whether theirs are"):
         run.evaluate((inputs, targets))
-
-
-LIMITS = {"two batches": (2, 40, 2), "one batch": (1, 20, 1), "more than there are": (9, 70, 3), "all": (None, 70, 3)}
-
-
-@pytest.mark.parametrize("read", ["at once", "one by one"])
-@pytest.mark.parametrize("case", LIMITS)
-def test_a_limit_on_rows_is_that_of_the_run_on_any_mesh(case, read):
-    """Batches of 20 rows become ones of 24, which divide by 8 devices; as many rows are evaluated as in the run."""
-    most, num_rows, num_batches = LIMITS[case]
-    config = load_config({**CONFIG, "train": {"steps": 4, "global_batch_size": 20}}).config
-    rows = jt.ArrayRows({"inputs": np.arange(70.0, dtype=np.float32).reshape(70, 1), "targets": np.zeros(70, np.int32)})
-    model = jt.from_functions(lambda key: {"w": np.ones((1, 3), np.float32)}, lambda params, x: x @ params["w"])
-    sharded = jt.shard_model(model, mesh=jt.make_mesh(data=8))
-    held_out = held_out_rows(config, rows if read == "at once" else rows.map(dict), sharded, max_batches=most)
-    assert (held_out.num_rows, held_out.num_batches) == (num_rows, num_batches)
-    loader = Evaluator(sharded, jt.classification()).feed.loader(held_out.batches)
-    batches = [loader(number) for number in range(held_out.num_batches)]
-    found = np.concatenate([np.asarray(batch["inputs"])[np.asarray(batch["weights"]) > 0, 0] for batch in batches])
-    np.testing.assert_array_equal(found, np.arange(num_rows))
 
 
 @pytest.mark.long

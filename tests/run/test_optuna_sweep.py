@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import jaxtrain as jt
@@ -26,7 +27,7 @@ def start(tmp_path, monkeypatch):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
 
-    def run(train, *, trials=1):
+    def run(train, *, trials=1, losses=(1.0,)):
         runs = []
 
         def run_config(loaded, *, run_dir, callbacks):
@@ -34,6 +35,11 @@ def start(tmp_path, monkeypatch):
             runs.append((run_dir.name, settings.learning_rate, settings.weight_decay))
             return train(callbacks[0].on_evaluation)
 
+        def open_run(folder):
+            assert folder.name == runs[-1][0]
+            return SimpleNamespace(history={"eval_loss": np.array(losses)})
+
+        monkeypatch.setattr(jt, "open_run", open_run)
         monkeypatch.setattr(jt, "run_config", run_config)
         words = ["quickstart", "--trials", str(trials), "--directory", str(tmp_path / "study"), "train.steps=12"]
         monkeypatch.setattr(sys, "argv", ["optuna_sweep.py", *words])
@@ -62,7 +68,17 @@ def mistaken(look):
 
 def test_a_run_that_early_stopping_ended_is_complete(start, capsys):
     assert start(early_stopped)[0] == 0
-    assert "with held-out loss 1, run" in capsys.readouterr().out
+    assert "with best held-out loss 1, run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("losses", "code", "line"),
+    [((np.nan, 3.0, 0.5, 0.75, np.inf), 0, "loss of 0.5:"), ((np.nan, np.nan), 1, "trial 000 pruned")],
+    ids=["lowest", "none-finite"],
+)
+def test_a_trial_is_scored_by_its_lowest_finite_loss(start, capsys, losses, code, line):
+    assert start(early_stopped, losses=losses)[0] == code
+    assert line in capsys.readouterr().out
 
 
 def test_a_run_that_looks_bad_at_its_last_step_is_complete(start, monkeypatch, capsys):
@@ -73,7 +89,7 @@ def test_a_run_that_looks_bad_at_its_last_step_is_complete(start, monkeypatch, c
 
     monkeypatch.setattr(optuna.Trial, "should_prune", lambda trial: True)
     assert start(whole)[0] == 0
-    assert "with held-out loss 1, run" in capsys.readouterr().out
+    assert "with best held-out loss 1, run" in capsys.readouterr().out
 
 
 def test_a_run_that_looks_bad_is_pruned(start, monkeypatch, capsys):

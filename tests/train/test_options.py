@@ -23,6 +23,11 @@ def make(optimizer=None, **options):
     return jt.make_train_step(MODEL, jt.regression(), optimizer or optax.sgd(0.1), mesh=mesh, **options)
 
 
+def strict_rate(step):
+    with jax.numpy_dtype_promotion("strict"):
+        return step * 0.1
+
+
 def train(step, steps: int = 3):
     state = step.init(0)
     for _ in range(steps):
@@ -50,6 +55,7 @@ WRONG = {
     "accumulation_steps True": ({"accumulation_steps": True}, "use a whole number from 1"),
     "trainable a list": ({"trainable": ["w"]}, "trainable=lambda path"),
     "a rate by an if": ({"learning_rate": lambda step: 1.0 if step < 10 else 0.1}, "raised TracerBool.* jnp.where"),
+    "a rate under strict promotion": ({"learning_rate": strict_rate}, "raised TypePromotionError.*; .*step.astype"),
     "a rate of nothing": ({"learning_rate": lambda step: None}, "which gave None; write optax"),
     "a rate without a step": ({"learning_rate": lambda: 0.1}, "raised TypeError"),
     "two rates": ({"learning_rate": lambda step: jnp.ones(2)}, r"which gave an array float32\[2\]"),

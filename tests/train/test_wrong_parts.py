@@ -117,6 +117,9 @@ WRONG_LOSSES = {
         lambda outputs, batch: (jnp.sum(outputs), 4.0, {1: (1.0, 1.0)}),
         "metric 1, which is no",
     ),
+    "complex losses": (lambda outputs, batch: outputs[:, 0] + 1j, r"complex numbers \(an array complex64\[4\]\)"),
+    "a complex sum": (lambda outputs, batch: (jnp.sum(outputs) + 1j, 4.0, {}), "return real ones"),
+    "a complex metric": (lambda outputs, batch: (outputs[:, 0], {"a": outputs[:, 0] + 1j}), "return real ones"),
     "a metric called loss": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"loss": (1.0, 1.0)}), "rename it"),
 }
 

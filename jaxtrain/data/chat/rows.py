@@ -171,6 +171,10 @@ class PackedRows(Rows):
         self._members = np.array([number for row in rows for number in row], np.int64)
         self._firsts = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
 
+    def num_tokens(self, numbers: np.ndarray) -> int:
+        before = np.concatenate([[0], np.cumsum(self._store.sizes[self._members])])
+        return int(np.diff(before[self._firsts])[numbers].sum())
+
     def gather(self, indices: np.ndarray) -> Row:
         store, shape = self._store, (len(indices), self._store.length)
         tokens_BL, targets_BL = np.full(shape, store.padding, np.int32), np.full(shape, store.padding, np.int32)
@@ -201,6 +205,9 @@ class PaddedRows(Rows):
         super().__init__(len(numbers))
         self._store, self._numbers = store, numbers
 
+    def num_tokens(self, numbers: np.ndarray) -> int:
+        return int(self._store.sizes[self._numbers[numbers]].sum())
+
     def gather(self, indices: np.ndarray) -> Row:
         return _filled(self._store, self._numbers[indices % len(self)])
 
@@ -216,6 +223,10 @@ class PairRows(Rows):
     def __init__(self, store: Store, numbers: np.ndarray):
         super().__init__(len(numbers))
         self._store, self._numbers = store, numbers
+
+    def num_tokens(self, numbers: np.ndarray) -> int:
+        sizes = self._store.sizes[np.concatenate([2 * self._numbers[numbers], 2 * self._numbers[numbers] + 1])]
+        return int(np.minimum(sizes + 1, self._store.length).sum())
 
     def gather(self, indices: np.ndarray) -> Row:
         store = self._store

@@ -59,7 +59,7 @@ class Data:
         num_outputs: Number of classes, or of columns to predict; None for tokens.
         input_shape: Shape of one row's "inputs".
         unit: "tokens" or "examples".
-        units_per_row: sequence_length for tokens (and those of the decoder, where rows have some), else 1.
+        units_per_row: Places for tokens: sequence_length, with the decoder's where rows have some; else 1.
         tokenizer: The tokenizer that made the tokens; None: not known, or no tokens.
         description: Lines that describe the data to the user.
         reading: JSON values with which inputs and classes were turned into numbers: the names of the classes in the

@@ -79,6 +79,10 @@ class RaggedRows(Rows):
     def name_of(self, number: int) -> str | None:
         return None if self._label is None else f"row {self._numbers[number] + 1:,} of {self._label}"
 
+    def num_tokens(self, numbers: np.ndarray) -> int:
+        columns = [self._columns[described] for described in self._segments.values()]
+        return int(sum(sizes(column, self._numbers[numbers]).sum() for column in columns))
+
     def gather(self, indices: np.ndarray) -> Row:
         numbers = self._numbers[indices % len(self)]
         inputs = {name: take(column, numbers) for name, column in self._columns.items()}
