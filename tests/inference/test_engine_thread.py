@@ -123,7 +123,7 @@ def test_a_stop_token_is_emitted_and_ends_the_answer(engine):
 
 def test_answers_go_on_while_a_long_prompt_is_read():
     programs: Any = CountingPrograms(slots=2, chunk=4)
-    waiting = Waiting(9)
+    waiting = Waiting()
     scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
     waiting.add(Ticket(request(1, new_tokens=20)))
     scheduler.step()
@@ -137,7 +137,7 @@ def test_answers_go_on_while_a_long_prompt_is_read():
 def test_a_prompt_that_another_slot_has_read_is_copied():
     """Of requests that come together too, as the several answers to one prompt do."""
     programs: Any = CountingPrograms(slots=3, chunk=40)
-    waiting = Waiting(9)
+    waiting = Waiting()
     scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
     tickets = [Ticket(one) for one in (request(length=30), request(length=30), request(length=10))]
     for ticket in tickets:
@@ -151,7 +151,7 @@ def test_a_prompt_that_another_slot_has_read_is_copied():
 
 def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_old_text():
     programs: Any = CountingPrograms(slots=2, chunk=40)
-    waiting = Waiting(9)
+    waiting = Waiting()
     scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
     for one in (request(length=30, new_tokens=1), request(100, new_tokens=3)):
         waiting.add(Ticket(one))
@@ -160,13 +160,29 @@ def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_o
     assert programs.positions == [[NOWHERE, 1], [NOWHERE, 2]]
 
 
+def test_the_queue_comes_beside_the_slots(engine):
+    """Requests that came since the last step wait although slots are free; as many are taken as will run and wait."""
+    engine, programs = engine
+    programs.gate.clear()
+    tickets = [engine.submit(request(10 * index)) for index in (1, 2, 3, 4)]
+    with pytest.raises(EngineFull, match="4 requests run or wait, as many as 2 slots and a queue of 2 take"):
+        engine.submit(request(50))
+    until(lambda: engine.counters().slots_in_use == 2)
+    assert engine.counters().queued == 2
+    with pytest.raises(EngineFull):
+        engine.submit(request(50))
+    programs.gate.set()
+    assert [len(list(ticket)) for ticket in tickets] == [3] * 4
+    assert [len(list(ticket)) for ticket in [engine.submit(request(10)) for _ in range(4)]] == [3] * 4
+
+
 def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):
     engine, programs = engine
     programs.gate.clear()
     running = [engine.submit(request(10 * index)) for index in (1, 2)]
     until(lambda: engine.counters().queued == 0)
     queued = [engine.submit(request(10 * index)) for index in (3, 4)]
-    with pytest.raises(EngineFull, match="2 requests are waiting"):
+    with pytest.raises(EngineFull, match="4 requests run or wait"):
         engine.submit(request(50))
     queued[0].cancel()
     running[0].cancel("stop")

@@ -42,7 +42,7 @@ class Engine:
         length: positions of each row, for a prompt and its answer; None: all that the model has.
         chunk: tokens of a prompt that are read between two steps of the answers.
         cache_dtype: float32, bfloat16, float16 or int8, of keys and values; None: the model's compute dtype.
-        queue: how many requests may wait for a slot.
+        queue: how many requests may wait for a slot while all slots are taken.
         speculate: longest draft by prompt lookup, verified in one step, for greedy requests without penalties; 0: none.
         reuse_prefixes: whether a prompt that begins like the text of a slot keeps, or copies, what that slot holds.
 
@@ -93,7 +93,7 @@ class Engine:
         )
         self._reuse, self._cache_dtype, self._queue = reuse_prefixes, cache_dtype, queue
         self._model, self._params = sharded_model, params
-        self._waiting = Waiting(queue)
+        self._waiting = Waiting()
         self._changed = threading.Condition()
         self._accepted = 0
         self._closing = self._draining = False
@@ -161,7 +161,7 @@ class Engine:
             The ticket: an iterable of the tokens.
 
         Raises:
-            EngineFull: as many requests wait as the queue takes.
+            EngineFull: all slots are taken, and as many requests wait as the queue takes.
             EngineDead: the engine was not started or was closed, or its device failed.
             ConfigError: the prompt and the new tokens exceed the cache, or an id is outside the vocabulary.
         """
@@ -177,8 +177,13 @@ class Engine:
                 raise EngineDead(self._dead)
             if self._closing:
                 raise EngineDead(_CLOSED)
-            if not self._waiting.add(ticket):
-                raise EngineFull(f"{self._queue} requests are waiting, as many as the queue takes; try again later")
+            # Until the next step a request waits whose slot is free, so that what has not ended is counted.
+            if self._accepted - self._finished() >= self._slots + self._queue:
+                raise EngineFull(
+                    f"{self._slots + self._queue} requests run or wait, as many as {self._slots} slots and a queue of "
+                    f"{self._queue} take; try again later"
+                )
+            self._waiting.add(ticket)
             self._accepted += 1
             self._changed.notify()
         return ticket
@@ -200,6 +205,10 @@ class Engine:
         return replace(
             scheduler.counters, requests=self._accepted, queued=len(self._waiting), compiled=self._compiles.count
         )
+
+    def _finished(self) -> int:
+        """How many requests have ended."""
+        return 0 if self._scheduler is None else self._scheduler.counters.finished
 
     @property
     def error(self) -> str | None:

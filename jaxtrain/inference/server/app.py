@@ -58,7 +58,7 @@ class Service:
         engine: writes text; None: the model does not.
         embed: ids of texts -> float32 [texts, D]; None: the model does not embed.
         length: tokens of prompt and answer together, or of a text to embed.
-        queue: answers that can wait at a time.
+        most: answers that run and wait at a time.
         api_key: that clients must give; None: none.
         limits: of bodies.
     """
@@ -69,7 +69,7 @@ class Service:
     engine: Asked | None
     embed: Embed | None
     length: int
-    queue: int
+    most: int
     api_key: str | None = None
     limits: Limits = _LIMITS
 
@@ -249,7 +249,7 @@ class _Endpoints:
         body = await self._body(request)
         # Encoding a long prompt takes a while, in which others are answered.
         call = await asyncio.to_thread(read, body, service.reader, served=service.name)
-        requests = engine_requests(call, length=service.length, most=service.queue)
+        requests = engine_requests(call, length=service.length, most=service.most)
         running = Running(engine, call, requests, service.reader, self._texts)
         if call.stream:
             return EventStream(self._events(call, running, began), running.cancel, self._counters)

@@ -14,7 +14,7 @@ _PREFIX = "jaxtrain"
 _GAUGES = {
     "slots": "rows of the cache",
     "slots_in_use": "rows of the cache that a request has",
-    "queued": "requests that wait for a slot",
+    "queued": "requests that have no slot yet",
 }
 _TOTALS = {
     "requests": "requests that the engine accepted",

@@ -43,7 +43,7 @@ def start_service(
         slots: requests that run at a time.
         length: tokens of prompt and answer together, or of a text to embed; None: all that the model takes, up to
             4,096.
-        queue: requests that may wait for a slot.
+        queue: requests that may wait while all slots are taken.
         speculate: see `Engine`.
         api_key: that clients must give; None: none.
 
@@ -56,14 +56,14 @@ def start_service(
     if served.embeds:
         embedder = Embedder(served, length=embedded_length(served, length))
         embedder.start()
-        service = _service(served, reader, embed=embedder, length=embedder.length, queue=queue, api_key=api_key)
+        service = _service(served, reader, embed=embedder, length=embedder.length, most=slots + queue, api_key=api_key)
         return Started(service, lambda: None, f"embeddings of texts of up to {embedder.length} tokens")
     if length is None and model.decoder is not None:
         short = model.decoder.short_length or _LONGEST
         length = min(_LONGEST, short, model.decoder.max_length)
     engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue, speculate=speculate)
     engine.start()
-    service = _service(served, reader, engine=engine, length=engine.length, queue=queue, api_key=api_key)
+    service = _service(served, reader, engine=engine, length=engine.length, most=slots + queue, api_key=api_key)
     return Started(
         service, lambda: engine.close(drain=True), f"{slots} slots of {engine.length} tokens, {queue} may wait"
     )
@@ -89,10 +89,10 @@ def _service(
     reader: PromptReader,
     *,
     length: int,
-    queue: int,
+    most: int,
     api_key: str | None,
     engine: Engine | None = None,
     embed: Embedder | None = None,
 ) -> Service:
     limits = Limits(body_bytes=max(_LEAST_BODY, length * _BYTES_PER_TOKEN))
-    return Service(served.name, served.created, reader, engine, embed, length, queue, api_key, limits)
+    return Service(served.name, served.created, reader, engine, embed, length, most, api_key, limits)
