@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from scripted import TOKENIZER
 
 import jaxtrain as jt
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine import engine as engine_module
 from jaxtrain.inference.engine.drafts import Drafts, accepted
 from jaxtrain.inference.engine.engine import Engine
@@ -21,6 +24,8 @@ from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
 from jaxtrain.inference.engine.slots import Slot, slot_for
 from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.server.served import Served
+from jaxtrain.inference.server.service import start_service
 from jaxtrain.models.decoder import NOWHERE, Decoder
 
 VOCABULARY = 1000
@@ -158,6 +163,32 @@ def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_o
     while not scheduler.is_idle:
         scheduler.step()
     assert programs.positions == [[NOWHERE, 1], [NOWHERE, 2]]
+
+
+def test_parameters_on_other_devices_than_the_mesh_are_one_line(sharded_model):
+    mesh = jt.make_mesh(devices=jax.devices()[:2])
+    on_two = jt.shard_model(sharded_model.model, mesh=mesh)
+    params = {"kernel": jax.device_put(np.zeros(4), jax.devices()[1])}
+    with pytest.raises(
+        ConfigError, match=r"params holds kernel on \S+, and the model's mesh is on \S+ and 1 more; place"
+    ):
+        Engine(on_two, params)
+    Engine(on_two, {"kernel": jax.device_put(np.zeros(4), NamedSharding(mesh, PartitionSpec()))})
+    Engine(on_two, {"kernel": jax.numpy.zeros(4)})  # is on no device for good
+
+
+@pytest.mark.parametrize(
+    ("length", "says"),
+    [
+        (1, "--length takes a whole number of 2 or more, not 1; write --length 64"),
+        (65, "--length 65 exceeds the model's 64 positions; use --length 64"),
+    ],
+)
+def test_a_length_of_the_command_line_is_named_as_there(sharded_model, length, says):
+    served = Served("counts", sharded_model, {}, {}, TOKENIZER, None, False, 0)
+    with pytest.raises(ConfigError) as caught:
+        start_service(served, slots=2, length=length, queue=2)
+    assert str(caught.value) == says
 
 
 def test_the_queue_comes_beside_the_slots(engine):

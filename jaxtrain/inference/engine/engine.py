@@ -16,6 +16,7 @@ from jaxtrain.inference.engine.compiles import CompileCounter
 from jaxtrain.inference.engine.request import EngineCounters, EngineDead, EngineFull, Request
 from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
 from jaxtrain.inference.engine.ticket import OnEvent, Ticket
+from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.ring_cache import ring_of
 from jaxtrain.models.sharded import ShardedModel
@@ -78,8 +79,9 @@ class Engine:
         decoder = _decoder_of(sharded_model)
         check_kind(params, dict, what="Engine: params", takes="the parameters of the model", write=write)
         check_not_donated(params)
+        _check_places(params, sharded_model)
         self._slots = check_whole(slots, what="Engine: slots", least=1, write="slots=8")
-        self._length = _checked_length(decoder, length)
+        self._length = checked_length(decoder, length, what="Engine: length")
         chunk = check_whole(chunk, what="Engine: chunk", least=1, write="chunk=128")
         self._chunk = min(chunk, self._length)
         if cache_dtype is not None:
@@ -272,6 +274,28 @@ class Engine:
             return not self._closing or (self._draining and not scheduler.is_idle)
 
 
+def _check_places(params: Params, sharded_model: ShardedModel) -> None:
+    """Raise where parameters are on other devices than the mesh of the model.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    devices = set(sharded_model.mesh.devices.flat)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        # What is not committed to its device follows the others.
+        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices:
+            raise ConfigError(
+                f"Engine: params holds {path_name(path)} on {_devices_text(leaf.sharding.device_set)}, and the model's "
+                f"mesh is on {_devices_text(devices)}; place them there: params = jax.device_put(params, "
+                "jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params))"
+            )
+
+
+def _devices_text(devices: set[Any]) -> str:
+    first, *rest = sorted(devices, key=lambda device: device.id)
+    return f"{first} and {len(rest)} more" if rest else str(first)
+
+
 def _decoder_of(sharded_model: ShardedModel) -> Decoder:
     """The decoder that the engine needs.
 
@@ -293,8 +317,14 @@ def _decoder_of(sharded_model: ShardedModel) -> Decoder:
     return decoder
 
 
-def _checked_length(decoder: Decoder, length: Any) -> int:
+def checked_length(decoder: Decoder, length: Any, *, what: str, equals: str = "=") -> int:
     """How many positions the cache has.
+
+    Args:
+        decoder: of the model.
+        length: as asked for; None: all that the model has.
+        what: the number, for the message.
+        equals: what stands between its name and its value there.
 
     Raises:
         ConfigError: more than the model has, or than its positions allow.
@@ -305,8 +335,9 @@ def _checked_length(decoder: Decoder, length: Any) -> int:
         longest = min(longest, short)
     if length is None:
         return longest
-    length = check_whole(length, what="Engine: length", least=2, write=f"length={longest}")
+    write = f"{what.split()[-1]}{equals}{longest}"
+    length = check_whole(length, what=what, least=2, write=write)
     if length > longest:
         why = "" if longest == decoder.max_length else " for texts of the length that it was first trained on"
-        raise ConfigError(f"Engine: length={length} exceeds the model's {longest} positions{why}; use length={longest}")
+        raise ConfigError(f"{what}{equals}{length} exceeds the model's {longest} positions{why}; use {write}")
     return length

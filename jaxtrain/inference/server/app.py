@@ -61,6 +61,7 @@ class Service:
         most: answers that run and wait at a time.
         api_key: that clients must give; None: none.
         limits: of bodies.
+        compiled: counts the programs that `embed` compiled after its start; None: it compiles none.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Service:
     most: int
     api_key: str | None = None
     limits: Limits = _LIMITS
+    compiled: Callable[[], int] | None = None
 
 
 def build_app(service: Service) -> Starlette:
@@ -181,8 +183,12 @@ class _Endpoints:
         return _json({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
-        engine = self._service.engine
-        text = metrics_text(self._counters, None if engine is None else engine.counters())
+        engine, compiled = self._service.engine, self._service.compiled
+        text = metrics_text(
+            self._counters,
+            None if engine is None else engine.counters(),
+            compiled=None if compiled is None else compiled(),
+        )
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
@@ -231,11 +237,13 @@ class _Endpoints:
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body, service = await self._body(request), self._service
-        return _json(await asyncio.to_thread(tokenize, body, service.reader, length=service.length))
+        return _json(
+            await asyncio.to_thread(tokenize, body, service.reader, served=service.name, length=service.length)
+        )
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        body = await self._body(request)
-        return _json(await asyncio.to_thread(detokenize, body, self._service.reader))
+        body, service = await self._body(request), self._service
+        return _json(await asyncio.to_thread(detokenize, body, service.reader, served=service.name))
 
     async def _body(self, request: HttpRequest) -> dict[str, Any]:
         raw = await read_body(request.receive, self._service.limits, self._ending)

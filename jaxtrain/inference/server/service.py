@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.engine import Engine, checked_length
 from jaxtrain.inference.server.app import Service
 from jaxtrain.inference.server.embedder import Embedder
 from jaxtrain.inference.server.incoming import Limits
@@ -56,11 +56,15 @@ def start_service(
     if served.embeds:
         embedder = Embedder(served, length=embedded_length(served, length))
         embedder.start()
-        service = _service(served, reader, embed=embedder, length=embedder.length, most=slots + queue, api_key=api_key)
+        service = _service(
+            served, reader, embedder=embedder, length=embedder.length, most=slots + queue, api_key=api_key
+        )
         return Started(service, lambda: None, f"embeddings of texts of up to {embedder.length} tokens")
     if length is None and model.decoder is not None:
         short = model.decoder.short_length or _LONGEST
         length = min(_LONGEST, short, model.decoder.max_length)
+    elif length is not None and model.decoder is not None:
+        length = checked_length(model.decoder, length, what="--length", equals=" ")
     engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue, speculate=speculate)
     engine.start()
     service = _service(served, reader, engine=engine, length=engine.length, most=slots + queue, api_key=api_key)
@@ -92,7 +96,8 @@ def _service(
     most: int,
     api_key: str | None,
     engine: Engine | None = None,
-    embed: Embedder | None = None,
+    embedder: Embedder | None = None,
 ) -> Service:
     limits = Limits(body_bytes=max(_LEAST_BODY, length * _BYTES_PER_TOKEN))
-    return Service(served.name, served.created, reader, engine, embed, length, most, api_key, limits)
+    compiled = None if embedder is None else lambda: embedder.compiled
+    return Service(served.name, served.created, reader, engine, embedder, length, most, api_key, limits, compiled)
