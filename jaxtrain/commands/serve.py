@@ -43,7 +43,7 @@ def run_serve(
         api_key_file: file with the key that clients must give; None: that of the environment, or none.
         slots: requests that run at a time.
         length: tokens of prompt and answer together; None: all that the model takes, up to 4,096.
-        queue: requests that may wait for a slot.
+        queue: requests that may wait while all slots are taken.
         speculate: longest draft by prompt lookup for greedy requests; 0: none.
         adapter: folder of an adapter over a published folder.
         quantize: number format of the linear layers; None: as they are.

@@ -31,7 +31,7 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
         info = parse_json((path / RUN_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         parent = path.resolve().parent
-        near = f"; did you mean {parent}?" if (parent / RUN_FILE).is_file() else ""
+        near = f"; did you mean {parent}?" if (parent / RUN_FILE).is_file() else _import_of(path)
         raise ConfigError(f"{path} is not a run: it has no run.json{near}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path / RUN_FILE}: {error.strerror}") from None
@@ -40,6 +40,15 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
     if not isinstance(info, dict) or not isinstance(info.get("config"), dict):
         raise ConfigError(f"{path / RUN_FILE} holds no config; it was not written by jaxtrain")
     return info
+
+
+def _import_of(path: Path) -> str:
+    """How a run is made of what a folder holds; empty: it holds no model."""
+    if (path / "adapter_config.json").is_file():
+        return f"; make one of this adapter: jaxtrain import {path} --base FOLDER -o RUN_DIR"
+    if (path / "config.json").is_file():
+        return f"; make one of this published model: jaxtrain import {path} -o RUN_DIR"
+    return ""
 
 
 def is_run(path: Path) -> bool:

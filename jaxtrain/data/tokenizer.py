@@ -13,7 +13,7 @@ from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.end_of_text import save_end
 from jaxtrain.data.files import require_file
 from jaxtrain.data.special import END_KEY, names_beside
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.published.gguf import read_gguf
 from jaxtrain.published.gguf_tokenizer import tokenizer_files
 from jaxtrain.published.json_text import parse_json
@@ -330,8 +330,9 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
         special: Names of special tokens that the rows take; they are the last ids of a tokenizer that is made here.
 
     Raises:
-        DataError: Kind is file and the path is missing or is not a tokenizer, the config names an end of text that is
-            no token, or a vocabulary has no room for special tokens.
+        ConfigError: The vocabulary has no room for special tokens.
+        DataError: Kind is file and the path is missing or is not a tokenizer, or the config names an end of text that
+            is no token.
     """
     if config.kind == "byte":
         return ByteTokenizer(special)
@@ -343,7 +344,7 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if config.vocab_size < 257 + len(special):
-        raise DataError(
+        raise ConfigError(
             f"data.tokenizer.vocab_size={config.vocab_size} has no room for 256 bytes, the end of text and "
             f"{len(special)} special tokens; set it to {257 + len(special)} or more"
         )

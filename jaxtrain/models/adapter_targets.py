@@ -33,12 +33,14 @@ class Layers:
     has_experts: bool
 
 
-def find_targets(model: Layers, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+def find_targets(model: Layers, lora: LoraConfig, *, from_folder: bool = False) -> dict[str, tuple[int, int]]:
     """Find the kernels that get an adapter.
 
     Args:
         model: the model without adapters.
         lora: settings of the adapters.
+        from_folder: whether an adapter's folder gave them; then the rank may exceed dims. It is that of the folder's
+            widest module, whose factors are filled up with zeros elsewhere, and PEFT takes any.
 
     Returns:
         Path of each kernel, in the order of the model -> how many of its last dims are inputs, how many are outputs.
@@ -64,7 +66,7 @@ def find_targets(model: Layers, lora: LoraConfig) -> dict[str, tuple[int, int]]:
                 f"{', '.join(near) or 'none'}"
             )
     for path in kernels:
-        if path in found:
+        if path in found and not from_folder:
             _check_rank(names[path], shapes[path], kernels[path], lora.rank)
     return {path: dims for path, dims in kernels.items() if path in found}
 

@@ -53,6 +53,29 @@ def adapt(
         >>> sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.optimizer_state[0].mu))
         128
     """
+    return _adapt(model, lora, base, double_quantization, from_folder=False)
+
+
+def adapt_as_folder(
+    model: Model, *, lora: LoraConfig, base: str | None = None, double_quantization: bool = True
+) -> Model:
+    """Make the model of an adapter's folder: `adapt`, with settings that the folder gave.
+
+    Args:
+        model: see `adapt`.
+        lora: what the folder gives; its rank may exceed the dims of some layers.
+        base: see `adapt`.
+        double_quantization: see `adapt`.
+
+    Raises:
+        ConfigError: as `adapt` does, but for the rank.
+    """
+    return _adapt(model, lora, base, double_quantization, from_folder=True)
+
+
+def _adapt(
+    model: Model, lora: LoraConfig | None, base: str | None, double_quantization: bool, *, from_folder: bool
+) -> Model:
     check_is_model(model, what="adapt")
     if lora is not None:
         check_kind(lora, LoraConfig, what="adapt: lora", takes="a LoraConfig", write="lora=jt.LoraConfig(rank=16)")
@@ -68,7 +91,7 @@ def adapt(
             "leave it out"
         )
     shapes = parameter_shapes(model)
-    targets = {} if lora is None else find_targets(_layers(model), lora)
+    targets = {} if lora is None else find_targets(_layers(model), lora, from_folder=from_folder)
     kernels = {**(model.linears if base else {}), **targets}
     if lora is not None:
         check_train_also(lora.train_also, shapes, targets, kernels, base)

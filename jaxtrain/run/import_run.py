@@ -37,6 +37,7 @@ from jaxtrain.run.own_parts import own_parts
 from jaxtrain.run.published import base_of_adapters, keep_texts, origin_of
 from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import run_metadata
+from jaxtrain.run.special import beginning_note
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.train.assemble import assemble, open_run_data
@@ -151,11 +152,11 @@ def export_run(
             f"--base {base} is for weights, and adapters are written in float32; leave it out, or add --merge to write "
             "base and adapters together"
         )
-    texts, replaced = exported_texts(
-        info, None if file is None else load_tokenizer(file), origin, model=model, config=run.config
-    )
-    if replaced is not None:
-        print_remark(replaced)
+    known = None if file is None else load_tokenizer(file)
+    texts, replaced = exported_texts(info, known, origin, model=model, config=run.config)
+    for line in (replaced, beginning_note(info, known, model)):
+        if line is not None:
+            print_remark(line)
     if has_adapters and not merge:
         if dtype not in (None, "float32"):
             raise ConfigError(f"--dtype {dtype} is for weights, and adapters are written in float32; leave it out")

@@ -8,6 +8,7 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.formats import files_beside, format_of_reading, published_tokens
 from jaxtrain.data.special import NamedTokens
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.prompts import leading_tokens
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.models.model import Model
 from jaxtrain.run.exported_texts import texts_beside
@@ -30,9 +31,33 @@ def special_of_run(info: Mapping[str, Any], run_dir: Path, tokenizer: Tokenizer 
     Raises:
         DataError: A file of the published model that the run came from is malformed.
     """
+    return _special(files_beside(run_dir / "tokenizer.json"), tokenizer, added=_adds(info))
+
+
+def _adds(info: Mapping[str, Any]) -> bool:
+    """Whether a run's prompts get what its tokenizer's file puts before a text."""
     is_chat = format_of_reading((info.get("data") or {}).get("reading")) is not None
-    added = info.get("status") == _IMPORTED or is_chat
-    return _special(files_beside(run_dir / "tokenizer.json"), tokenizer, added=added)
+    return info.get("status") == _IMPORTED or is_chat
+
+
+def beginning_note(info: Mapping[str, Any], tokenizer: Tokenizer | None, model: Model) -> str | None:
+    """Says that the readers of an exported folder begin a text otherwise than the run does; None: they do not.
+
+    Args:
+        info: The content of run.json.
+        tokenizer: Of the run, whose file is in the folder.
+        model: Of the run.
+    """
+    if model.decoder is None or model.decoder.encode is not None or tokenizer is None or _adds(info):
+        return None
+    before = leading_tokens(tokenizer)
+    if not before:
+        return None
+    name = tokenizer.decode(list(before))
+    return (
+        f"the run was trained on texts without {name!a} before them, and tokenizer.json adds it: readers of the folder "
+        "answer as the run does where they encode prompts with add_special_tokens=False"
+    )
 
 
 def special_of_folder(file: Path, tokenizer: Tokenizer, *, adapter: str | Path | None = None) -> SpecialTokens:

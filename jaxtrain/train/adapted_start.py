@@ -114,7 +114,7 @@ def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedMod
         sharded_model: the adapted model.
 
     Raises:
-        ConfigError: the model has no adapters, or their products are multiplied by another number.
+        ConfigError: the model has no adapters, or their rank or what their products are multiplied by is another.
     """
     adapted = sharded_model.model.adapted
     lora = None if adapted is None else adapted.lora
@@ -122,6 +122,11 @@ def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedMod
         raise ConfigError(
             f"{adapter.path} is an adapter, and the model {sharded_model.model.name} has none; make it with adapt, or "
             "set finetune.adapter"
+        )
+    if lora.rank != adapter.lora.rank:
+        raise ConfigError(
+            f"{adapter.path} has factors of rank {adapter.lora.rank}, and finetune.lora has rank={lora.rank}; leave "
+            "rank to the adapter"
         )
     if not math.isclose(lora.scale, adapter.lora.scale, rel_tol=1e-6):
         raise ConfigError(

@@ -7,7 +7,7 @@ from jaxtrain.config.finetune import FinetuneConfig, check_freeze
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import fresh_parts
-from jaxtrain.models.adapters import adapt
+from jaxtrain.models.adapters import adapt, adapt_as_folder
 from jaxtrain.models.model import Model, parameter_shapes
 from jaxtrain.optim.masks import trainable_predicate
 
@@ -37,7 +37,9 @@ def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Mod
         one for one in (*fresh_parts(config.model), *drawn) if any(fnmatch.fnmatchcase(path, one) for path in paths)
     ]
     lora = settings.lora.model_copy(update={"train_also": (*settings.lora.train_also, *fresh)})
-    return adapt(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
+    # A rank that is not the folder's is refused where its factors are read.
+    make = adapt if settings.adapter is None else adapt_as_folder
+    return make(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
 
 
 def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:

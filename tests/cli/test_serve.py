@@ -185,6 +185,7 @@ def test_embeddings_do_not_depend_on_padding_or_neighbours(folder):
         # Rounding alone differs: rows are filled up to other lengths, and vectors have length 1.
         np.testing.assert_allclose(embedder([ids])[0], vector_D, atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(together_ND, axis=1), 1, rtol=1e-5)
+    assert embedder.compiled == 0
 
 
 @pytest.mark.long

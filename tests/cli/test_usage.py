@@ -47,6 +47,8 @@ USAGE = {
     "listing nothing": ("ckpt ls nowhere", 2, r"no run at nowhere; .*run\.json"),
     "a run that is a file": ("ckpt show file", 2, r"file is a file; give the directory of a run, with its run\.json"),
     "a folder that is no run": ("eval folder", 2, r"folder is not a run: it has no run\.json"),
+    "the folder of an adapter": ("export adapter -o x", 2, r"adapter is not a run: .*import adapter --base FOLDER -o"),
+    "a published folder": ("eval published", 2, r"published is not a run: .*jaxtrain import published -o RUN_DIR"),
     "a broken run.json": ("eval broken", 2, r"run\.json is not JSON"),
     "a foreign run.json": ("eval foreign", 2, r"run\.json holds no config"),
     "a run without checkpoints": ("eval fresh", 4, r"no checkpoint in .*fresh/checkpoints"),
@@ -80,6 +82,9 @@ def places(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         if content is not None:
             (tmp_path / name / "run.json").write_text(content)
+    for name, file in (("adapter", "adapter_config.json"), ("published", "config.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
 
 
 @pytest.mark.parametrize(("words", "code", "pattern"), USAGE.values(), ids=USAGE.keys())

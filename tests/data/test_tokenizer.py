@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Model
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.data.tokenizer import _PIECE_CHARACTERS, BpeTokenizer, encode_all, tokenizer_sha256
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
 
 TEXTS = [
     "the cat sat on the mat\n",
@@ -151,3 +151,5 @@ def test_a_bad_file_is_one_line(tmp_path, name, content, message):
 def test_kind_file_needs_a_path():
     with pytest.raises(DataError, match=r"data\.tokenizer\.path is null"):
         build_tokenizer(TokenizerConfig(kind="file"), [])
+    with pytest.raises(ConfigError, match=r"vocab_size=258 has no room for .* 2 special tokens; set it to 259 or more"):
+        build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=258), [], special=("<a>", "<b>"))

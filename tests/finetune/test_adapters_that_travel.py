@@ -13,7 +13,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.low_rank import LowRankKernel
-from jaxtrain.published.safetensors import map_tensor, read_header
+from jaxtrain.published.safetensors import map_tensor, read_header, write_safetensors
+from jaxtrain.train.finetuned import finetuned
 
 INTEROP = Path(__file__).parent.parent / "interop"
 LLAMA, ADAPTER = INTEROP / "published" / "llama", INTEROP / "adapters" / "llama"
@@ -71,6 +72,48 @@ def test_a_step_starts_from_an_adapter(mesh, base):
     other = jt.make_train_step(other, jt.language_modeling(), optax.sgd(0.1))
     with pytest.raises(ConfigError, match="multiplies its products by 2"):
         other.init(0, params=LLAMA, adapter=ADAPTER)
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """The adapter with 20 columns in one module, more than the others have outputs; what is added stays the same."""
+    said = json.loads((ADAPTER / "adapter_config.json").read_text())
+    said |= {"rank_pattern": {"q_proj": 20}, "alpha_pattern": {"q_proj": 20 * said["lora_alpha"] / said["r"]}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    held = {
+        name: np.pad(one, [(0, 20 - size if size == said["r"] else 0) for size in one.shape])
+        if "q_proj" in name
+        else one
+        for name, one in tensors_of(ADAPTER).items()
+    }
+    shapes = {name: (one.shape, one.dtype) for name, one in held.items()}
+    write_safetensors(tmp_path / "adapter_model.safetensors", shapes, held.items())
+    return tmp_path
+
+
+def test_a_rank_of_a_folder_may_exceed_the_dims_of_a_layer(wide, tmp_path):
+    tokens = jnp.arange(8)[None]
+    base = jt.load_pretrained(LLAMA)
+    model, params = jt.load_adapter(wide, base=base)
+    assert model.adapted.lora.rank == 20 > params["blocks"]["attention"]["value"]["kernel"].base.shape[-1]
+    narrow, factors = jt.load_adapter(ADAPTER, base=base)
+    found, expected = logits_of(model, params, tokens), logits_of(narrow, factors, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)  # sums of float32
+    again, same = jt.load_adapter(jt.save_adapter(tmp_path / "again", params, model=model, base=base), base=base)
+    np.testing.assert_allclose(logits_of(again, same, tokens), expected, rtol=0, atol=1e-5)  # sums of float32
+    # A config that names the folder has its rank, and no other.
+    loaded = jt.load_config(CONFIG, overrides=[f"finetune.adapter={wide}"]).config
+    named = finetuned(loaded, base.model).adapted
+    assert named is not None
+    assert named.lora is not None
+    assert named.lora.rank == 20
+    step = jt.make_train_step(
+        jt.adapt(base.model, lora=jt.LoraConfig(rank=2, targets=("query", "value"))),
+        jt.language_modeling(),
+        optax.sgd(0.1),
+    )
+    with pytest.raises(ConfigError, match=r"has factors of rank 20, and finetune\.lora has rank=2; leave rank"):
+        step.init(0, params=LLAMA, adapter=wide)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ class ScriptedEngine:
 
     def submit(self, request: Request, on_event: OnEvent | None = None) -> Ticket:
         if self.running >= self.most:
-            raise EngineFull(f"{self.most} requests are waiting, as many as the queue takes; try again later")
+            raise EngineFull(f"{self.most} requests run or wait; try again later")
         ticket = Ticket(request, on_event)
         self.tickets.append(ticket)
         threading.Thread(target=self._run, args=(ticket,), daemon=True).start()
@@ -81,7 +81,7 @@ class ScriptedEngine:
 def service(engine: Any, **changed: Any) -> Service:
     """A service over bytes, whose bodies may have 20,000 bytes."""
     settings = {"name": "tiny", "created": 1, "reader": READER, "engine": engine, "embed": None, "length": LENGTH}
-    return Service(**{**settings, "queue": 16, "limits": Limits(20_000, 1.0), **changed})
+    return Service(**{**settings, "most": 16, "limits": Limits(20_000, 1.0), **changed})
 
 
 def embed(texts: list[list[int]]) -> np.ndarray:

@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from scripted import TOKENIZER
 
 import jaxtrain as jt
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine import engine as engine_module
 from jaxtrain.inference.engine.drafts import Drafts, accepted
 from jaxtrain.inference.engine.engine import Engine
@@ -21,6 +24,8 @@ from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
 from jaxtrain.inference.engine.slots import Slot, slot_for
 from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.server.served import Served
+from jaxtrain.inference.server.service import start_service
 from jaxtrain.models.decoder import NOWHERE, Decoder
 
 VOCABULARY = 1000
@@ -123,7 +128,7 @@ def test_a_stop_token_is_emitted_and_ends_the_answer(engine):
 
 def test_answers_go_on_while_a_long_prompt_is_read():
     programs: Any = CountingPrograms(slots=2, chunk=4)
-    waiting = Waiting(9)
+    waiting = Waiting()
     scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
     waiting.add(Ticket(request(1, new_tokens=20)))
     scheduler.step()
@@ -137,7 +142,7 @@ def test_answers_go_on_while_a_long_prompt_is_read():
 def test_a_prompt_that_another_slot_has_read_is_copied():
     """Of requests that come together too, as the several answers to one prompt do."""
     programs: Any = CountingPrograms(slots=3, chunk=40)
-    waiting = Waiting(9)
+    waiting = Waiting()
     scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
     tickets = [Ticket(one) for one in (request(length=30), request(length=30), request(length=10))]
     for ticket in tickets:
@@ -151,7 +156,7 @@ def test_a_prompt_that_another_slot_has_read_is_copied():
 
 def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_old_text():
     programs: Any = CountingPrograms(slots=2, chunk=40)
-    waiting = Waiting(9)
+    waiting = Waiting()
     scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
     for one in (request(length=30, new_tokens=1), request(100, new_tokens=3)):
         waiting.add(Ticket(one))
@@ -160,13 +165,55 @@ def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_o
     assert programs.positions == [[NOWHERE, 1], [NOWHERE, 2]]
 
 
+def test_parameters_on_other_devices_than_the_mesh_are_one_line(sharded_model):
+    mesh = jt.make_mesh(devices=jax.devices()[:2])
+    on_two = jt.shard_model(sharded_model.model, mesh=mesh)
+    params = {"kernel": jax.device_put(np.zeros(4), jax.devices()[1])}
+    with pytest.raises(
+        ConfigError, match=r"params holds kernel on \S+, and the model's mesh is on \S+ and 1 more; place"
+    ):
+        Engine(on_two, params)
+    Engine(on_two, {"kernel": jax.device_put(np.zeros(4), NamedSharding(mesh, PartitionSpec()))})
+    Engine(on_two, {"kernel": jax.numpy.zeros(4)})  # is on no device for good
+
+
+@pytest.mark.parametrize(
+    ("length", "says"),
+    [
+        (1, "--length takes a whole number of 2 or more, not 1; write --length 64"),
+        (65, "--length 65 exceeds the model's 64 positions; use --length 64"),
+    ],
+)
+def test_a_length_of_the_command_line_is_named_as_there(sharded_model, length, says):
+    served = Served("counts", sharded_model, {}, {}, TOKENIZER, None, False, 0)
+    with pytest.raises(ConfigError) as caught:
+        start_service(served, slots=2, length=length, queue=2)
+    assert str(caught.value) == says
+
+
+def test_the_queue_comes_beside_the_slots(engine):
+    """Requests that came since the last step wait although slots are free; as many are taken as will run and wait."""
+    engine, programs = engine
+    programs.gate.clear()
+    tickets = [engine.submit(request(10 * index)) for index in (1, 2, 3, 4)]
+    with pytest.raises(EngineFull, match="4 requests run or wait, as many as 2 slots and a queue of 2 take"):
+        engine.submit(request(50))
+    until(lambda: engine.counters().slots_in_use == 2)
+    assert engine.counters().queued == 2
+    with pytest.raises(EngineFull):
+        engine.submit(request(50))
+    programs.gate.set()
+    assert [len(list(ticket)) for ticket in tickets] == [3] * 4
+    assert [len(list(ticket)) for ticket in [engine.submit(request(10)) for _ in range(4)]] == [3] * 4
+
+
 def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):
     engine, programs = engine
     programs.gate.clear()
     running = [engine.submit(request(10 * index)) for index in (1, 2)]
     until(lambda: engine.counters().queued == 0)
     queued = [engine.submit(request(10 * index)) for index in (3, 4)]
-    with pytest.raises(EngineFull, match="2 requests are waiting"):
+    with pytest.raises(EngineFull, match="4 requests run or wait"):
         engine.submit(request(50))
     queued[0].cancel()
     running[0].cancel("stop")

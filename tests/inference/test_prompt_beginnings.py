@@ -8,11 +8,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import jaxtrain as jt
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.harness.tokens import task_tokens
 from jaxtrain.inference.prompts import encode_prompts
+from jaxtrain.inference.server.bodies import completion_call
+from jaxtrain.inference.server.choices import Choice
 from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.tokens import tokenizer_info
-from jaxtrain.run.special import special_of_folder, special_of_run
+from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.text_stream import TokenTexts
+from jaxtrain.run.special import beginning_note, special_of_folder, special_of_run
 
 GROUP = {
     "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16,
@@ -59,6 +64,49 @@ def test_of_a_run(model, tokenizer, tmp_path, info, added):
     plain = tokenizer.encode("hi").tolist()
     for found in read_everywhere(model, tokenizer, special_of_run(info, tmp_path, tokenizer)):
         assert found == ([256, *plain] if added else plain)
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Words as SentencePiece writes them, with their space before them, also at the beginning of a text."""
+    made = Tokenizer(models.WordLevel(vocab={"▁the": 0, "▁cat": 1, "<unk>": 2}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue] a setter
+    made.decoder = decoders.Metaspace()  # pyright: ignore[reportAttributeAccessIssue] a setter
+    made.add_special_tokens(["<s>"])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])  # pyright: ignore[reportAttributeAccessIssue] a setter
+    return BpeTokenizer(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "expected"),
+    [
+        ("tokenizer", "hi", [0, 0, 1]),  # <s> h i
+        ("words", "the cat", [0, 0, 3]),
+        ("words", [3, 0, 1], [0, 3, 7]),  # the text of ids has the <s>
+        ("words", [0, 1], [0, 3]),
+        ("tokenizer", "", [0]),
+    ],
+    ids=str,
+)
+def test_places_of_a_prompt_are_those_in_its_text(request, name, prompt, expected):
+    tokenizer = request.getfixturevalue(name)
+    reader = PromptReader(tokenizer, None, vocab_size=tokenizer.vocab_size, special=SpecialTokens(added=True))
+    body = {"model": "x", "prompt": prompt, "echo": True, "logprobs": 0}
+    call = completion_call(body, reader, served="x")
+    tokens = call.prompts[0].tokens
+    choice = Choice(call, call.prompts[0], tokenizer, TokenTexts(tokenizer))
+    piece = choice.begin([None, *(Emitted(token, -0.5, ()) for token in tokens[1:])])
+    assert [one.offset for one in piece.scored] == expected
+    after = (choice.feed(Emitted(tokens[-1], -0.5, ())), choice.finish("length"))
+    assert [one.offset for part in after for one in part.scored] == [len(piece.text)]
+
+
+@pytest.mark.parametrize(("info", "added"), RUNS.values(), ids=RUNS)
+def test_export_says_that_its_readers_begin_a_text_otherwise(model, tokenizer, info, added):
+    line = beginning_note(info, tokenizer, model)
+    assert (line is None) == added
+    assert added or "without '<s>' before them, and tokenizer.json adds it" in str(line)
+    assert beginning_note(info, ByteTokenizer(), model) is None  # nothing stands before its texts
 
 
 def test_of_a_published_folder(model, tokenizer, tmp_path):

@@ -216,6 +216,9 @@ def test_tokens_over_http(address):
     }  # fmt: skip
     assert asked("/detokenize", {"tokens": [97, END]}) == {"prompt": "a<|im_end|>"}
     assert "no token id" in asked("/detokenize", {"tokens": [999]})["error"]["message"]
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})):
+        assert "error" not in asked(path, {**body, "model": "tiny"})
+        assert asked(path, {**body, "model": "other"})["error"]["code"] == "model_not_found"
     info = httpx.get(f"{address}/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", None)
     assert "im_start" in info["chat_template"]
@@ -302,7 +305,8 @@ def test_a_key_guards_all_but_health_and_the_page():
 
 
 def test_embeddings():
-    with serving(service(None, embed=embed)) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x") as one:
+    given = service(None, embed=embed, compiled=lambda: 3)
+    with serving(given) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x") as one:
         for form in ({}, {"encoding_format": "float"}):  # the client asks for base64 by itself
             found = one.embeddings.create(model="tiny", input=["abc", "b"], **form)
             assert [entry.embedding for entry in found.data] == [[3.0, 97.0], [1.0, 98.0]]
@@ -311,6 +315,8 @@ def test_embeddings():
             one.embeddings.create(model="tiny", input="a" * 65)
         with pytest.raises(openai.NotFoundError, match="writes no text"):
             one.completions.create(model="tiny", prompt="a")
+        lines = [line for line in httpx.get(f"{address}/metrics").text.splitlines() if "compiled" in line]
+        assert lines[-1] == "jaxtrain_compiled_total 3"
 
 
 @pytest.mark.long

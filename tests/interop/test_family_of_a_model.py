@@ -98,6 +98,28 @@ def test_a_scaling_of_rotary_positions_that_no_family_can_say_beside_the_rest_is
         family_for(model, model_type="phi3")
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("gpt2", {"sliding_window": 8}, "gpt2, which cannot say model.sliding_window=8"),
+        ("llama31", {"activation": "gelu"}, "llama, which cannot say model.activation is gelu"),
+        ("mixtral", {"activation": "gelu"}, "mixtral, which cannot say model.activation is gelu"),
+        ("bert_mlm", {"position": "none"}, "bert, which cannot say model.position=none"),
+        ("t5", {"attention_scale": None}, "t5, which cannot say model.attention_scale=None"),
+        ("vit_classification", {"pooling": "mean"}, "vit, which cannot say model.pooling=mean"),
+    ],
+)
+def test_a_model_that_no_family_can_say_is_refused_by_the_nearest_of_its_kind(name, change, says):
+    with pytest.raises(ConfigError) as caught:
+        family_for(settings(name) | change)
+    assert str(caught.value).startswith(f"no published family has this model: the nearest is {says}")
+
+
+def test_a_family_of_another_kind_says_so():
+    with pytest.raises(ConfigError, match=r"the family llama, which the model came from, cannot say model\.kind=vit"):
+        family_for(settings("vit_classification"), model_type="llama")
+
+
 def with_one_choice(name):
     model = settings(name)
     return model | {"experts": model["experts"] | {"experts_per_token": 1}}

@@ -16,6 +16,7 @@ from jaxtrain.inference.engine.compiles import CompileCounter
 from jaxtrain.inference.engine.request import EngineCounters, EngineDead, EngineFull, Request
 from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
 from jaxtrain.inference.engine.ticket import OnEvent, Ticket
+from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.ring_cache import ring_of
 from jaxtrain.models.sharded import ShardedModel
@@ -42,7 +43,7 @@ class Engine:
         length: positions of each row, for a prompt and its answer; None: all that the model has.
         chunk: tokens of a prompt that are read between two steps of the answers.
         cache_dtype: float32, bfloat16, float16 or int8, of keys and values; None: the model's compute dtype.
-        queue: how many requests may wait for a slot.
+        queue: how many requests may wait for a slot while all slots are taken.
         speculate: longest draft by prompt lookup, verified in one step, for greedy requests without penalties; 0: none.
         reuse_prefixes: whether a prompt that begins like the text of a slot keeps, or copies, what that slot holds.
 
@@ -78,8 +79,9 @@ class Engine:
         decoder = _decoder_of(sharded_model)
         check_kind(params, dict, what="Engine: params", takes="the parameters of the model", write=write)
         check_not_donated(params)
+        _check_places(params, sharded_model)
         self._slots = check_whole(slots, what="Engine: slots", least=1, write="slots=8")
-        self._length = _checked_length(decoder, length)
+        self._length = checked_length(decoder, length, what="Engine: length")
         chunk = check_whole(chunk, what="Engine: chunk", least=1, write="chunk=128")
         self._chunk = min(chunk, self._length)
         if cache_dtype is not None:
@@ -93,7 +95,7 @@ class Engine:
         )
         self._reuse, self._cache_dtype, self._queue = reuse_prefixes, cache_dtype, queue
         self._model, self._params = sharded_model, params
-        self._waiting = Waiting(queue)
+        self._waiting = Waiting()
         self._changed = threading.Condition()
         self._accepted = 0
         self._closing = self._draining = False
@@ -161,7 +163,7 @@ class Engine:
             The ticket: an iterable of the tokens.
 
         Raises:
-            EngineFull: as many requests wait as the queue takes.
+            EngineFull: all slots are taken, and as many requests wait as the queue takes.
             EngineDead: the engine was not started or was closed, or its device failed.
             ConfigError: the prompt and the new tokens exceed the cache, or an id is outside the vocabulary.
         """
@@ -177,8 +179,13 @@ class Engine:
                 raise EngineDead(self._dead)
             if self._closing:
                 raise EngineDead(_CLOSED)
-            if not self._waiting.add(ticket):
-                raise EngineFull(f"{self._queue} requests are waiting, as many as the queue takes; try again later")
+            # Until the next step a request waits whose slot is free, so that what has not ended is counted.
+            if self._accepted - self._finished() >= self._slots + self._queue:
+                raise EngineFull(
+                    f"{self._slots + self._queue} requests run or wait, as many as {self._slots} slots and a queue of "
+                    f"{self._queue} take; try again later"
+                )
+            self._waiting.add(ticket)
             self._accepted += 1
             self._changed.notify()
         return ticket
@@ -200,6 +207,10 @@ class Engine:
         return replace(
             scheduler.counters, requests=self._accepted, queued=len(self._waiting), compiled=self._compiles.count
         )
+
+    def _finished(self) -> int:
+        """How many requests have ended."""
+        return 0 if self._scheduler is None else self._scheduler.counters.finished
 
     @property
     def error(self) -> str | None:
@@ -263,6 +274,28 @@ class Engine:
             return not self._closing or (self._draining and not scheduler.is_idle)
 
 
+def _check_places(params: Params, sharded_model: ShardedModel) -> None:
+    """Raise where parameters are on other devices than the mesh of the model.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    devices = set(sharded_model.mesh.devices.flat)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        # What is not committed to its device follows the others.
+        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices:
+            raise ConfigError(
+                f"Engine: params holds {path_name(path)} on {_devices_text(leaf.sharding.device_set)}, and the model's "
+                f"mesh is on {_devices_text(devices)}; place them there: params = jax.device_put(params, "
+                "jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params))"
+            )
+
+
+def _devices_text(devices: set[Any]) -> str:
+    first, *rest = sorted(devices, key=lambda device: device.id)
+    return f"{first} and {len(rest)} more" if rest else str(first)
+
+
 def _decoder_of(sharded_model: ShardedModel) -> Decoder:
     """The decoder that the engine needs.
 
@@ -284,8 +317,14 @@ def _decoder_of(sharded_model: ShardedModel) -> Decoder:
     return decoder
 
 
-def _checked_length(decoder: Decoder, length: Any) -> int:
+def checked_length(decoder: Decoder, length: Any, *, what: str, equals: str = "=") -> int:
     """How many positions the cache has.
+
+    Args:
+        decoder: of the model.
+        length: as asked for; None: all that the model has.
+        what: the number, for the message.
+        equals: what stands between its name and its value there.
 
     Raises:
         ConfigError: more than the model has, or than its positions allow.
@@ -296,8 +335,9 @@ def _checked_length(decoder: Decoder, length: Any) -> int:
         longest = min(longest, short)
     if length is None:
         return longest
-    length = check_whole(length, what="Engine: length", least=2, write=f"length={longest}")
+    write = f"{what.split()[-1]}{equals}{longest}"
+    length = check_whole(length, what=what, least=2, write=write)
     if length > longest:
         why = "" if longest == decoder.max_length else " for texts of the length that it was first trained on"
-        raise ConfigError(f"Engine: length={length} exceeds the model's {longest} positions{why}; use length={longest}")
+        raise ConfigError(f"{what}{equals}{length} exceeds the model's {longest} positions{why}; use {write}")
     return length

@@ -15,11 +15,11 @@ _WRITE = "Request((72, 105), new_tokens=16, sampling=Sampling())"
 
 
 class EngineFull(UserError):
-    """As many requests wait as the queue of the engine takes; a later attempt may succeed.
+    """All slots are taken, and as many requests wait as the engine's queue takes; a later attempt may succeed.
 
     Example:
         >>> try:
-        ...     raise jt.EngineFull("256 requests are waiting, as many as the queue takes; try again later")
+        ...     raise jt.EngineFull("264 requests run or wait, as many as the engine takes")
         ... except jt.EngineFull as error:
         ...     print("try again later")
         try again later
@@ -127,7 +127,8 @@ class EngineCounters:
         prefill_chunks: runs of the program that reads a chunk of a prompt.
         slots: rows of the cache.
         slots_in_use: of them.
-        queued: requests that wait for a slot.
+        queued: requests that have no slot yet; those that just came may be more than the queue takes, until a step
+            gives them the free slots.
         compiled: programs that were compiled after the start; it stays 0.
         speculated_tokens: drafts that were verified.
         accepted_tokens: of them that the model would have chosen too.

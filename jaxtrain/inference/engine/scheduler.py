@@ -24,26 +24,19 @@ from jaxtrain.models.ring_cache import Ring
 
 
 class Waiting:
-    """The requests that wait for a slot, in their order; any thread may use it.
+    """The requests that wait for a slot, in their order; any thread may use it."""
 
-    Args:
-        limit: of their number.
-    """
-
-    def __init__(self, limit: int):
-        self._limit, self._lock = limit, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._tickets: deque[Ticket] = deque()
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def add(self, ticket: Ticket) -> bool:
-        """Append a request; False where as many wait as may."""
+    def add(self, ticket: Ticket) -> None:
+        """Append a request."""
         with self._lock:
-            if len(self._tickets) >= self._limit:
-                return False
             self._tickets.append(ticket)
-            return True
 
     def first(self) -> Ticket | None:
         """Take the first request away; None where none waits."""

@@ -58,9 +58,10 @@ class Service:
         engine: writes text; None: the model does not.
         embed: ids of texts -> float32 [texts, D]; None: the model does not embed.
         length: tokens of prompt and answer together, or of a text to embed.
-        queue: answers that can wait at a time.
+        most: answers that run and wait at a time.
         api_key: that clients must give; None: none.
         limits: of bodies.
+        compiled: counts the programs that `embed` compiled after its start; None: it compiles none.
     """
 
     name: str
@@ -69,9 +70,10 @@ class Service:
     engine: Asked | None
     embed: Embed | None
     length: int
-    queue: int
+    most: int
     api_key: str | None = None
     limits: Limits = _LIMITS
+    compiled: Callable[[], int] | None = None
 
 
 def build_app(service: Service) -> Starlette:
@@ -181,8 +183,12 @@ class _Endpoints:
         return _json({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
-        engine = self._service.engine
-        text = metrics_text(self._counters, None if engine is None else engine.counters())
+        engine, compiled = self._service.engine, self._service.compiled
+        text = metrics_text(
+            self._counters,
+            None if engine is None else engine.counters(),
+            compiled=None if compiled is None else compiled(),
+        )
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
@@ -231,11 +237,13 @@ class _Endpoints:
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body, service = await self._body(request), self._service
-        return _json(await asyncio.to_thread(tokenize, body, service.reader, length=service.length))
+        return _json(
+            await asyncio.to_thread(tokenize, body, service.reader, served=service.name, length=service.length)
+        )
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        body = await self._body(request)
-        return _json(await asyncio.to_thread(detokenize, body, self._service.reader))
+        body, service = await self._body(request), self._service
+        return _json(await asyncio.to_thread(detokenize, body, service.reader, served=service.name))
 
     async def _body(self, request: HttpRequest) -> dict[str, Any]:
         raw = await read_body(request.receive, self._service.limits, self._ending)
@@ -249,7 +257,7 @@ class _Endpoints:
         body = await self._body(request)
         # Encoding a long prompt takes a while, in which others are answered.
         call = await asyncio.to_thread(read, body, service.reader, served=service.name)
-        requests = engine_requests(call, length=service.length, most=service.queue)
+        requests = engine_requests(call, length=service.length, most=service.most)
         running = Running(engine, call, requests, service.reader, self._texts)
         if call.stream:
             return EventStream(self._events(call, running, began), running.cancel, self._counters)

@@ -16,10 +16,12 @@ class Prompt:
     Attributes:
         text: as it was given, or decoded from the ids that were.
         tokens: its ids.
+        num_added: tokens at the beginning that are in no part of the text, such as that of a beginning of text.
     """
 
     text: str
     tokens: tuple[int, ...]
+    num_added: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def engine_requests(call: Call, *, length: int, most: int) -> list[Request]:
     Args:
         call: what is asked for.
         length: tokens that prompt and answer may have together.
-        most: requests that can wait at a time.
+        most: requests that the engine takes at a time.
 
     Raises:
         RefusedError: too many of them, or a prompt that leaves no room.

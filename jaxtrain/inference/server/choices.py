@@ -87,12 +87,19 @@ class Choice:
             return Piece("")
         if scores is None or self._call.top is None:
             return Piece(self._prompt.text)
-        places, scored = TokenPlaces(self._tokenizer), []
-        for token, emitted in zip(self._prompt.tokens, scores, strict=True):
+        places, scored, begin = TokenPlaces(self._tokenizer), [], -self._num_dropped_spaces()
+        for index, (token, emitted) in enumerate(zip(self._prompt.tokens, scores, strict=True)):
             scored.append(Scored(self._texts(token), None, (), 0) if emitted is None else self._scored(emitted))
-            _place(scored, places.feed(token))
-        _place(scored, places.finish())
+            if index >= self._prompt.num_added:  # those before it are in no text, and stand at its beginning
+                _place(scored, places.feed(token), begin=begin)
+        _place(scored, places.finish(), begin=begin)
         return Piece(self._prompt.text, tuple(scored))
+
+    def _num_dropped_spaces(self) -> int:
+        """Spaces before the first word that the tokenizer added: those that write "▁word" do."""
+        texts = "".join(map(self._texts, self._prompt.tokens[self._prompt.num_added :]))
+        given = self._prompt.text
+        return max(0, (len(texts) - len(texts.lstrip(" "))) - (len(given) - len(given.lstrip(" "))))
 
     def feed(self, emitted: Emitted) -> Piece:
         """What a token adds; the piece has a finish_reason if a stop was met."""
@@ -142,10 +149,10 @@ class Choice:
 
 
 def _place(scored: list[Scored], places: Sequence[int], *, begin: int = 0) -> None:
-    """Give the last of these tokens their places; those that were given out before have theirs."""
+    """Give the last of these tokens their places, from `begin` on; those that were given out before have theirs."""
     count = min(len(scored), len(places))
     for index, place in zip(range(len(scored) - count, len(scored)), places[len(places) - count :], strict=True):
-        scored[index] = replace(scored[index], offset=begin + place)
+        scored[index] = replace(scored[index], offset=max(0, begin + place))
 
 
 def _finite(value: float) -> float:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.inference.engine.compiles import CompileCounter
 from jaxtrain.inference.server.served import Served
 from jaxtrain.parallel.division import batch_shards
 
@@ -36,6 +37,12 @@ class Embedder:
         self._rows = -(-_ROWS // shards) * shards
         self._programs: dict[int, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
+        self._compiles = CompileCounter()
+
+    @property
+    def compiled(self) -> int:
+        """Programs that were compiled after the start."""
+        return self._compiles.count
 
     def start(self) -> None:
         """Compiles a program for each length that texts are filled up to, and runs each once."""
@@ -54,6 +61,7 @@ class Embedder:
             lowered = jitted.lower(self._served.params, self._served.model_state, empty_BL, empty_BL)
             self._programs[size] = lowered.compile()
             self([[0] * size])
+        self._compiles.count = 0
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """The vectors of texts, float32 [texts, D].
@@ -64,7 +72,7 @@ class Embedder:
         found_ND: list[np.ndarray | None] = [None] * len(texts)
         # Texts of similar lengths share a batch, whose rows are filled up to one length.
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        with self._lock:  # one batch at a time on the devices
+        with self._lock, self._compiles.on_this_thread():  # one batch at a time on the devices
             for start in range(0, len(order), self._rows):
                 chosen = order[start : start + self._rows]
                 longest = max(len(texts[index]) for index in chosen)

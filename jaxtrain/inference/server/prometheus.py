@@ -14,7 +14,7 @@ _PREFIX = "jaxtrain"
 _GAUGES = {
     "slots": "rows of the cache",
     "slots_in_use": "rows of the cache that a request has",
-    "queued": "requests that wait for a slot",
+    "queued": "requests that have no slot yet",
 }
 _TOTALS = {
     "requests": "requests that the engine accepted",
@@ -102,19 +102,22 @@ class HttpCounters:
             return lines + self._whole.lines(whole, "seconds from a request to the end of its answer")
 
 
-def metrics_text(http: HttpCounters, engine: EngineCounters | None) -> str:
+def metrics_text(http: HttpCounters, engine: EngineCounters | None, *, compiled: int | None = None) -> str:
     """The page of /metrics.
 
     Args:
         http: what the server counted.
         engine: what the engine counted; None: the server has none.
+        compiled: without an engine: programs that were compiled after the start; None: it is not known.
     """
     lines = http.lines()
-    if engine is not None:
-        found = dataclasses.asdict(engine)
-        for name, text in _TOTALS.items():
+    found = {} if compiled is None else {"compiled": compiled}
+    found = found if engine is None else dataclasses.asdict(engine)
+    for name, text in _TOTALS.items():
+        if name in found:
             lines += [*_begin(f"{_PREFIX}_{name}_total", text, "counter"), f"{_PREFIX}_{name}_total {found[name]}"]
-        for name, text in _GAUGES.items():
+    for name, text in _GAUGES.items():
+        if name in found:
             lines += [*_begin(f"{_PREFIX}_{name}", text, "gauge"), f"{_PREFIX}_{name} {found[name]}"]
     return "\n".join(lines) + "\n"
 

@@ -75,10 +75,11 @@ class PromptReader:
         """
         ids = self.encode(text, add_special_tokens=False)
         adds = self.special.added if add_special_tokens is None else add_special_tokens
-        ids = [*(self._begins if adds else ()), *ids]
-        # Something must stand before the first token; documents end with this one in training.
-        ids = ids or [0 if self.tokenizer.end_of_text is None else self.tokenizer.end_of_text]
-        return Prompt(text, self.checked(ids, "prompt"))
+        added = [*self._begins] if adds else []
+        if not added and not ids:
+            # Something must stand before the first token; documents end with this one in training.
+            added = [0 if self.tokenizer.end_of_text is None else self.tokenizer.end_of_text]
+        return Prompt(text, self.checked([*added, *ids], "prompt"), len(added))
 
     def of_tokens(self, ids: Sequence[Any], *, name: str = "prompt") -> Prompt:
         """Ids that are to be continued.

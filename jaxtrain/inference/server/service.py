@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.engine import Engine, checked_length
 from jaxtrain.inference.server.app import Service
 from jaxtrain.inference.server.embedder import Embedder
 from jaxtrain.inference.server.incoming import Limits
@@ -43,7 +43,7 @@ def start_service(
         slots: requests that run at a time.
         length: tokens of prompt and answer together, or of a text to embed; None: all that the model takes, up to
             4,096.
-        queue: requests that may wait for a slot.
+        queue: requests that may wait while all slots are taken.
         speculate: see `Engine`.
         api_key: that clients must give; None: none.
 
@@ -56,14 +56,18 @@ def start_service(
     if served.embeds:
         embedder = Embedder(served, length=embedded_length(served, length))
         embedder.start()
-        service = _service(served, reader, embed=embedder, length=embedder.length, queue=queue, api_key=api_key)
+        service = _service(
+            served, reader, embedder=embedder, length=embedder.length, most=slots + queue, api_key=api_key
+        )
         return Started(service, lambda: None, f"embeddings of texts of up to {embedder.length} tokens")
     if length is None and model.decoder is not None:
         short = model.decoder.short_length or _LONGEST
         length = min(_LONGEST, short, model.decoder.max_length)
+    elif length is not None and model.decoder is not None:
+        length = checked_length(model.decoder, length, what="--length", equals=" ")
     engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue, speculate=speculate)
     engine.start()
-    service = _service(served, reader, engine=engine, length=engine.length, queue=queue, api_key=api_key)
+    service = _service(served, reader, engine=engine, length=engine.length, most=slots + queue, api_key=api_key)
     return Started(
         service, lambda: engine.close(drain=True), f"{slots} slots of {engine.length} tokens, {queue} may wait"
     )
@@ -89,10 +93,11 @@ def _service(
     reader: PromptReader,
     *,
     length: int,
-    queue: int,
+    most: int,
     api_key: str | None,
     engine: Engine | None = None,
-    embed: Embedder | None = None,
+    embedder: Embedder | None = None,
 ) -> Service:
     limits = Limits(body_bytes=max(_LEAST_BODY, length * _BYTES_PER_TOKEN))
-    return Service(served.name, served.created, reader, engine, embed, length, queue, api_key, limits)
+    compiled = None if embedder is None else lambda: embedder.compiled
+    return Service(served.name, served.created, reader, engine, embedder, length, most, api_key, limits, compiled)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.inference.server.bodies import check_model
 from jaxtrain.inference.server.fields import Field, flag, is_whole, read_fields, shown, text, unsupported, wrong
 from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.refused import RefusedError
@@ -24,23 +25,39 @@ def _ids(value: Any, name: str) -> list[int]:
 _DETOKENIZE = {"model": Field(text), "tokens": Field(_ids, required=True)}
 
 
-def tokenize(body: Mapping[str, Any], reader: PromptReader, *, length: int) -> dict[str, Any]:
+def tokenize(body: Mapping[str, Any], reader: PromptReader, *, served: str, length: int) -> dict[str, Any]:
     """The ids of a text; special tokens that it spells are read as such.
 
     Args:
         body: from `parse_body`.
         reader: has the tokenizer.
+        served: name of the model.
         length: tokens that prompt and answer may have together.
     """
     fields = read_fields(body, _TOKENIZE)
+    _check_model(fields, served)
     given = fields["add_special_tokens"]
     ids = reader.encode(fields["prompt"], add_special_tokens=reader.special.added if given is None else given)
     return {"tokens": ids, "count": len(ids), "max_model_len": length}
 
 
-def detokenize(body: Mapping[str, Any], reader: PromptReader) -> dict[str, Any]:
-    """The text of ids."""
-    ids = read_fields(body, _DETOKENIZE)["tokens"]
+def _check_model(fields: Mapping[str, Any], served: str) -> None:
+    """Raise where another model is named; harnesses name none here."""
+    if fields["model"] is not None:
+        check_model(fields["model"], served)
+
+
+def detokenize(body: Mapping[str, Any], reader: PromptReader, *, served: str) -> dict[str, Any]:
+    """The text of ids.
+
+    Args:
+        body: from `parse_body`.
+        reader: has the tokenizer.
+        served: name of the model.
+    """
+    fields = read_fields(body, _DETOKENIZE)
+    _check_model(fields, served)
+    ids = fields["tokens"]
     outside = next((one for one in ids if not 0 <= one < reader.vocab_size), None)
     if outside is not None:
         raise RefusedError(

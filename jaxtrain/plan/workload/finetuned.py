@@ -72,7 +72,8 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
         return Finetuned(tensors, axes, dict.fromkeys(frozen, _FP32), frozen, {}, {})
     linears, base = _linears(config.model, tensors.params), config.finetune.base
     experts = isinstance(config.model, TransformerConfig) and config.model.experts is not None
-    found = find_targets(Layers(config.model.kind, tensors.params, linears, tensors.stack, experts), lora)
+    layers = Layers(config.model.kind, tensors.params, linears, tensors.stack, experts)
+    found = find_targets(layers, lora, from_folder=config.finetune.adapter is not None)
     kernels = {**(linears if base else {}), **found}
     # What is drawn may be model_state.
     fresh = [one for one in fresh_parts(config.model) if any(_matches(path, (one,)) for path in tensors.params)]
