@@ -48,7 +48,7 @@ def run(*words, **settings):
         (["train", "--help"], 23, 111, []),
         (["ckpt", "--help"], 23, 109, []),
         (["config"], 27, 113, []),
-        (["config", "quickstart"], 96, 190, ["pydantic", "yaml"]),
+        (["config", "quickstart"], 98, 190, ["pydantic", "yaml"]),
     ],
     ids=["--help", "--version", "train --help", "ckpt --help", "config", "config quickstart"],
 )

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxtrain.config.arguments import check_choice, check_kind, check_whole
 from jaxtrain.errors import ConfigError
@@ -275,19 +276,24 @@ class Engine:
 
 
 def _check_places(params: Params, sharded_model: ShardedModel) -> None:
-    """Raise where parameters are on other devices than the mesh of the model.
+    """Raise where parameters are on other devices than the mesh of the model, or on them in another order.
 
     Raises:
         ConfigError: names the first of them.
     """
-    devices = set(sharded_model.mesh.devices.flat)
+    devices = list(sharded_model.mesh.devices.flat)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         # What is not committed to its device follows the others.
-        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices:
+        if not isinstance(leaf, jax.Array) or not leaf.committed:
+            continue
+        are_others = leaf.sharding.device_set != set(devices)
+        mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+        if are_others or (mesh is not None and list(mesh.devices.flat) != devices):
+            order = "" if are_others else ", in another order"
             raise ConfigError(
                 f"Engine: params holds {path_name(path)} on {_devices_text(leaf.sharding.device_set)}, and the model's "
-                f"mesh is on {_devices_text(devices)}; place them there: params = jax.device_put(params, "
-                "jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params))"
+                f"mesh is on {_devices_text(set(devices))}{order}; place them there, before they are quantized: params "
+                "= jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params))"
             )
 
 
