@@ -113,7 +113,8 @@ class Aftercare:
     def _keep_from_reading(self) -> None:
         """Wait for the read that is under way, and let no further one begin."""
         self._is_over = True
-        self._reading.acquire(timeout=_LEAVING_SECONDS)
+        if self._reading.acquire(timeout=_LEAVING_SECONDS):
+            self._reading.release()
 
     def _is_idle(self) -> bool:
         """Whether nothing is left to do, or will be within a moment."""

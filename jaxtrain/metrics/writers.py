@@ -124,6 +124,12 @@ class JsonlWriter:
             yield from file
 
 
+def _is_complex(value: object) -> bool:
+    # Asked of NumPy and jax alone: a tensor of torch that needs a gradient is no array, and `float` takes it.
+    dtype = getattr(value, "dtype", None)
+    return isinstance(value, complex) or (isinstance(dtype, np.dtype) and dtype.kind == "c")
+
+
 def row_of(step: int, values: Scalars) -> Mapping[str, object]:
     """Return the row of some numbers.
 
@@ -140,7 +146,7 @@ def row_of(step: int, values: Scalars) -> Mapping[str, object]:
         what = f"JsonlWriter.scalars: {name!r}"
         if value is not None and np.ndim(value):
             raise ConfigError(refusal(what, "one number", value, "float(...) of one entry, or a name per entry"))
-        if value is not None and (np.iscomplexobj(value) or not is_number(value)):
+        if value is not None and (_is_complex(value) or not is_number(value)):
             raise ConfigError(refusal(what, "one real number", value, "float(...), or None where it is not known"))
     return {"step": step} | {name: plain_number(value) for name, value in values.items()}
 

@@ -111,7 +111,8 @@ def fit(
             refuses another one; never starts anew; must and auto are as for `run_config`.
         finetune: adapters to train in place of the weights, as in the group of a config: {"lora": {"rank": 8}}.
         evaluation, checkpoint, logging: keys of these groups of a config, such as {"every": 100}.
-        overrides: keys of a config that no argument sets, dotted or nested: {"profile.start_step": 20}.
+        overrides: other keys of a config, dotted or nested: {"profile.start_step": 20}. They win over what the groups
+            (finetune, evaluation, checkpoint, logging), mesh and parallelism say.
         callbacks: `Callback` and `EarlyStopping`.
         progress: where phases and progress are shown; None: on standard error.
 

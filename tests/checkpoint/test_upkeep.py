@@ -334,3 +334,12 @@ def test_nothing_is_read_back_once_jax_was_shut_down_at_the_end_of_the_program(t
     """Orbax would start jax again, which aborts a process that is one of several (exit code 134 in place of 75)."""
     done = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "reads ['a']\njax was there\n"), done.stderr
+
+
+def test_a_close_as_the_program_ends_waits_for_no_read(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with Checkpointer(tmp_path, keep_last=1, report=lines.append) as checkpointer:
+        save(checkpointer, 1)
+        checkpointer._upkeep._care._keep_from_reading()
+        checkpointer.save(2, state(2), metadata={})
+    assert (lines, names(tmp_path)) == ([], {"1", "2"})  # the second one is not verified, so the first one stays

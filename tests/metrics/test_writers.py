@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, open_writers
+from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, open_writers, row_of
 
 
 def _refuse(constant):
@@ -117,3 +117,18 @@ def test_every_writer_is_closed_although_one_fails():
     with pytest.raises(OSError, match="disk full"):
         MultiWriter([writer("a", OSError("disk full")), writer("b")]).close()
     assert closed == ["a", "b"]
+
+
+def test_a_tensor_that_is_no_array_is_a_number(tmp_path):
+    """As one of torch that needs a gradient: `float` takes it, and NumPy does not."""
+
+    class Tensor:
+        dtype, shape, ndim = "torch.float32", (), 0
+
+        def __float__(self):
+            return 2.5
+
+        def __array__(self, *arguments, **more):
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+
+    assert row_of(1, {"loss": Tensor()}) == {"step": 1, "loss": 2.5}

@@ -287,8 +287,8 @@ def _check_places(params: Params, sharded_model: ShardedModel) -> None:
         if not isinstance(leaf, jax.Array) or not leaf.committed:
             continue
         are_others = leaf.sharding.device_set != set(devices)
-        mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-        if are_others or (mesh is not None and list(mesh.devices.flat) != devices):
+        places = leaf.sharding.mesh.devices if isinstance(leaf.sharding, NamedSharding) else None
+        if are_others or (places is not None and list(places.flat) != devices):
             order = "" if are_others else ", in another order"
             raise ConfigError(
                 f"Engine: params holds {path_name(path)} on {_devices_text(leaf.sharding.device_set)}, and the model's "

@@ -29,6 +29,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # The same once the run ends, and has few seconds.
 _LONGEST_LAST_PAUSE = 4.0
 _LOOK_SECONDS = 0.1
+# A tracker that never answered, as where its address is wrong, is tried for this long after the end of the run.
+_NEVER_ANSWERED_SECONDS = 4.0
 # A wait for the end that may take so long is said once it has taken so long.
 _LONG_WAIT_SECONDS, _SAID_AFTER_SECONDS = 10.0, 3.0
 # An artifact store may be out of reach while numbers are taken: a text must not keep them waiting.
@@ -85,7 +87,7 @@ class BackgroundTracker:
         self._ending, self._until, self._ended_at = threading.Event(), math.inf, math.inf
         self._end: tuple[str | None, Sequence[Path]] = (None, ())
         self._given, self._taken, self._is_complete, self._is_closed = 0, 0, False, False
-        self._reason, self._is_warned = "", False
+        self._reason, self._is_warned, self._has_answered = "", False, False
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -269,9 +271,14 @@ class BackgroundTracker:
         """
         pause, count, first = _FIRST_PAUSE, 0, ""
         while True:
-            is_last = time.monotonic() >= self._until
+            until = self._until
+            if not self._has_answered:
+                until = min(until, self._ended_at + _NEVER_ANSWERED_SECONDS)
+            is_last = time.monotonic() >= until
             try:
-                return call()
+                found = call()
+                self._has_answered = True
+                return found
             except RefusedError:
                 raise
             except Exception as error:
@@ -287,7 +294,7 @@ class BackgroundTracker:
                 self._warn()
             if self._ending.is_set():
                 pause = min(pause, _LONGEST_LAST_PAUSE)
-                time.sleep(max(0.0, min(pause, self._until - time.monotonic())))
+                time.sleep(max(0.0, min(pause, until - time.monotonic())))
             else:
                 self._ending.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
