@@ -16,7 +16,6 @@ from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.loss_notes import loss_notes
 from jaxtrain.run.own_parts import OwnParts
 from jaxtrain.run.rounding_notes import rounding_notes
-from jaxtrain.run.step_log import tokens_per_step
 from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.runtime.compiler_options import option_notes
@@ -25,7 +24,9 @@ from jaxtrain.train.base import without_base
 from jaxtrain.train.parallelism import pipeline_notes
 
 
-def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], *, own: OwnParts) -> list[str]:
+def banner_lines(
+    loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], *, own: OwnParts, units_per_step: float
+) -> list[str]:
     """The lines that are shown before a run compiles.
 
     Args:
@@ -34,10 +35,12 @@ def banner_lines(loaded: Loaded, run: Run, run_dir: Path, notes: Sequence[str], 
         run_dir: where it writes.
         notes: what else there is to say.
         own: the parts that came from Python, of which the config says nothing.
+        units_per_step: tokens or examples of a step, as they are counted.
     """
     config, mesh = loaded.config, run.step.mesh
-    places, tokens = run.data.units_per_row * config.train.global_batch_size, tokens_per_step(run)
-    units = f"{places:,} {run.data.unit}" if tokens is None else f"{tokens:,.0f} tokens ({places:,} with padding)"
+    units, most = f"{units_per_step:,.0f} {run.data.unit}", run.data.units_per_row * config.train.global_batch_size
+    if units_per_step != most:
+        units += f" ({most:,} with padding)"
     places = zip(jax.tree.leaves(run.step.abstract_state), jax.tree.leaves(run.step.state_on_host), strict=True)
     state, on_host = 0, 0
     for leaf, is_there in places:

@@ -1,9 +1,8 @@
 """A whole run of parts from Python: `fit` writes the config that says the same, and trains as `run_config` does."""
 
 import dataclasses
-import functools
+import inspect
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,16 +31,16 @@ if TYPE_CHECKING:
     from jaxtrain.models.task import Task
     from jaxtrain.train.parallelism import Parallelism
 
-# Arguments that are keys of a config, which `overrides` can set too: name -> (key, default of the argument).
+# Arguments that are keys of a config, which `overrides` can set too.
 _ARGUMENTS = {
-    "steps": ("train.steps", None),
-    "batch_size": ("train.global_batch_size", None),
-    "accumulation_steps": ("train.accumulation_steps", 1),
-    "policy": ("precision.policy", "fp32"),
-    "clip_norm": ("optimizer.clip_norm", None),
-    "ema_decay": ("optimizer.ema_decay", None),
-    "offload_optimizer": ("optimizer.offload", False),
-    "seed": ("seed", 0),
+    "steps": "train.steps",
+    "batch_size": "train.global_batch_size",
+    "accumulation_steps": "train.accumulation_steps",
+    "policy": "precision.policy",
+    "clip_norm": "optimizer.clip_norm",
+    "ema_decay": "optimizer.ema_decay",
+    "offload_optimizer": "optimizer.offload",
+    "seed": "seed",
 }
 
 
@@ -244,12 +243,11 @@ def _check_once(given: Mapping[str, Any], settings: Config) -> None:
     Raises:
         ConfigError: says which of the two to leave out.
     """
-    config = settings.model_dump()
-    for name, (key, default) in _ARGUMENTS.items():
-        *group, entry = key.split(".")
-        asked, found = (functools.reduce(operator.getitem, group, values) for values in (given, config))
-        value, found = asked.get(entry), found[entry]
-        if value not in (None, default, found):
+    config, arguments = settings.model_dump(), inspect.signature(fit).parameters
+    for name, key in _ARGUMENTS.items():
+        group, _, entry = key.rpartition(".")
+        value, found = ((values[group] if group else values).get(entry) for values in (given, config))
+        if value not in (None, arguments[name].default, found):
             raise ConfigError(f"{name}={value!r}, and overrides set {key}={found}; leave one of them out")
 
 

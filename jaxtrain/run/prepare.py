@@ -141,7 +141,8 @@ def prepare_session(
             notes += source_changes(checkpointer.metadata(), metadata["called"])
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
-        progress.banner(banner_lines(loaded, run, run_dir, notes, own=own))
+        meter = run_meter(run, own_model=model is not None, run_dir=run_dir, start=resumed or 0)
+        progress.banner(banner_lines(loaded, run, run_dir, notes, own=own, units_per_step=meter.units_per_step))
 
         def check(traced: jax.stages.Traced) -> None:
             metadata["digests"] = digests = own_digests(run, own, own_step, traced)
@@ -195,7 +196,6 @@ def prepare_session(
             run, metadata["reference"] = with_known_reference(run, known), known.record
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
-        meter = run_meter(run, own_model=model is not None, run_dir=run_dir, start=start)
         record = open_record(
             loaded,
             run,

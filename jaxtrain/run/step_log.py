@@ -96,7 +96,8 @@ def run_meter(run: Run, *, own_model: bool, run_dir: Path, start: int) -> Meter:
     """
     config, data = run.config, run.data
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
-    tokens = tokens_per_step(run)
+    mean = mean_tokens(data.train) if data.unit == "tokens" else None
+    tokens = None if mean is None else mean * config.train.global_batch_size
     places = data.units_per_row * config.train.global_batch_size
     return Meter(
         "tokens" if data.unit == "tokens" else "examples",
@@ -104,12 +105,6 @@ def run_meter(run: Run, *, own_model: bool, run_dir: Path, start: int) -> Meter:
         flops_per_step=None if own_model else step_flops(run),
         peak_flops=None if peak is None else peak * run.step.mesh.size,
     )
-
-
-def tokens_per_step(run: Run) -> float | None:
-    """Tokens of a global batch in the mean, without padding; None: rows are full of tokens, or it is not known."""
-    found = mean_tokens(run.data.train) if run.data.unit == "tokens" else None
-    return None if found is None else found * run.config.train.global_batch_size
 
 
 def _counts_places(run_dir: Path, start: int, places: int) -> bool:

@@ -227,6 +227,21 @@ def test_a_tracker_that_comes_back_within_the_last_seconds_gets_its_rows(tmp_pat
     assert lines.count("waiting for fake to take what is left; Ctrl-C ends the wait") == 1
 
 
+def test_a_tracker_that_never_answered_is_not_tried_until_the_last_moment(tmp_path, monkeypatch):
+    """As where its address is wrong: every trial of a sweep would wait for all of the time."""
+    monkeypatch.setattr(background, "_NEVER_ANSWERED_SECONDS", 0.0)
+    lines = []
+
+    def open(known_id):
+        raise REFUSED
+
+    tracker = BackgroundTracker("fake", open, tmp_path, RECORD, earlier=None, report=lines.append)
+    tracker.scalars(1, {"loss": 1.0})
+    ended(tracker, insists=3600.0)
+    assert not tracker._thread.is_alive()
+    assert "fake did not take 1 of 1 rows" in " ".join(lines)
+
+
 @pytest.mark.parametrize(
     ("case", "ids", "steps"),
     [

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from jaxtrain.metrics.recorded import Row, Text, read_items
 from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Tracker
@@ -37,8 +37,21 @@ _LONG_WAIT_SECONDS, _SAID_AFTER_SECONDS = 10.0, 3.0
 _TRIES_OF_A_TEXT = 3
 
 Found = TypeVar("Found")
-# What a tracker called the run, the last step of each metric that was sent, and of those that were being sent.
-_Known = tuple[str | None, dict[str, int], dict[str, int]]
+
+
+class _Known(NamedTuple):
+    """What the record of a run holds.
+
+    Attributes:
+        id: what the tracker called the run; None: nothing yet.
+        sent, sending: the last step of each metric that was sent, and of those that were being sent.
+        run_dir: where the run was then; None: earlier versions did not note it.
+    """
+
+    id: str | None
+    sent: dict[str, int]
+    sending: dict[str, int]
+    run_dir: Path | None
 
 
 class _GivenUpError(Exception):
@@ -76,12 +89,13 @@ class BackgroundTracker:
         # The last step of each metric that was sent, and of those that are being sent.
         known = None if earlier is None else _recorded(self._record)
         self._said: deque[str] = deque()
-        if known is not None and (original := _original(run_dir, record, known)) is not None:
-            known = None
+        if known is not None and _is_copy(run_dir, record, known):
             self._said.append(
-                f"{name}: {run_dir} is a copy of {original}, whose run there stays its own: this run begins another"
+                f"{name}: {run_dir} is a copy of {known.run_dir}, whose run there stays its own: this run begins "
+                "another"
             )
-        self._run_id, self._sent, self._sending = known or (None, {}, {})
+            known = None
+        self._run_id, self._sent, self._sending, _ = known or _Known(None, {}, {}, None)
         self._waiting: deque[Row | Text] = deque()
         self._lock = threading.Lock()
         self._ending, self._until, self._ended_at = threading.Event(), math.inf, math.inf
@@ -301,30 +315,31 @@ class BackgroundTracker:
 
 
 def _recorded(path: Path) -> _Known | None:
-    """What a tracker called the run, and the last steps that were sent and were being sent; None where not known."""
+    """What the record of a run holds; None where there is none, or a damaged one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         sent, sending = ({str(k): int(step) for k, step in found[key].items()} for key in ("last_steps", "sending"))
-        return str(found["id"]), sent, sending
+        run_dir = found.get("run_dir")
+        return _Known(str(found["id"]), sent, sending, None if run_dir is None else Path(run_dir))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _original(run_dir: Path, record: Path, known: _Known) -> Path | None:
-    """The directory that a run directory is a copy of; None where it is none, or was moved, or nobody noted it.
+def _is_copy(run_dir: Path, record: Path, known: _Known) -> bool:
+    """Whether a run directory is a copy of another one that is still there; one that was moved is none.
 
     Args:
         run_dir: the directory.
         record: file in it and in the original, a relative path.
         known: what it holds in this directory.
     """
+    if known.run_dir is None:
+        return False
+    other = _recorded(known.run_dir / record)
     try:
-        noted = Path(json.loads((run_dir / record).read_text(encoding="utf-8"))["run_dir"])
-        other = _recorded(noted / record)
-        is_copy = other is not None and other[0] == known[0] and not os.path.samefile(noted, run_dir)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return noted if is_copy else None
+        return other is not None and other.id == known.id and not os.path.samefile(known.run_dir, run_dir)
+    except OSError:
+        return False
 
 
 def _line(error: BaseException) -> str:
