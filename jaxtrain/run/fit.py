@@ -17,6 +17,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
 from jaxtrain.run.folder import run_folder
+from jaxtrain.run.given_twice import ONE_KEY, check_given_once
 from jaxtrain.run.own_parts import FIT
 from jaxtrain.run.result import Result
 from jaxtrain.run.trainer import train_loaded
@@ -30,18 +31,6 @@ if TYPE_CHECKING:
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.task import Task
     from jaxtrain.train.parallelism import Parallelism
-
-# Arguments that are keys of a config, which `overrides` can set too.
-_ARGUMENTS = {
-    "steps": "train.steps",
-    "batch_size": "train.global_batch_size",
-    "accumulation_steps": "train.accumulation_steps",
-    "policy": "precision.policy",
-    "clip_norm": "optimizer.clip_norm",
-    "ema_decay": "optimizer.ema_decay",
-    "offload_optimizer": "optimizer.offload",
-    "seed": "seed",
-}
 
 
 def fit(
@@ -110,8 +99,7 @@ def fit(
             refuses another one; never starts anew; must and auto are as for `run_config`.
         finetune: adapters to train in place of the weights, as in the group of a config: {"lora": {"rank": 8}}.
         evaluation, checkpoint, logging: keys of these groups of a config, such as {"every": 100}.
-        overrides: other keys of a config, dotted or nested: {"profile.start_step": 20}. They win over what the groups
-            (finetune, evaluation, checkpoint, logging), mesh and parallelism say.
+        overrides: keys of a config that no argument sets, dotted or nested: {"profile.start_step": 20}.
         callbacks: `Callback` and `EarlyStopping`.
         progress: where phases and progress are shown; None: on standard error.
 
@@ -153,7 +141,13 @@ def fit(
         given["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
     settings = _loaded(given, overrides).config
-    _check_once(given, settings)
+    asked = _asked(
+        given,
+        {
+            **dict(compiler_options=compiler_options, finetune=finetune, evaluation=evaluation),
+            **dict(checkpoint=checkpoint, logging=logging),
+        },
+    )
     folder = run_folder(run_dir, "run")
     given["name"] = folder.name or "run"
     distributed.start(compilation_cache=settings.compilation_cache)
@@ -164,6 +158,13 @@ def fit(
     check_parts(model, task, optimizer)
     check_shown(learning_rate, rules)
     _check_mesh(mesh, parallelism)
+    if mesh is not None:
+        asked["mesh"] = {"parallel": {axis: mesh.shape[axis] for axis in AXES}}
+    if parallelism is not None:
+        defaults = dataclasses.asdict(type(parallelism)())
+        chosen = {key: value for key, value in dataclasses.asdict(parallelism).items() if value != defaults[key]}
+        asked["parallelism"] = {"parallel": chosen}
+    check_given_once(_plain_settings(asked), _plain_settings(overrides or {}), settings)
     opened = _data(data, validation, seed=settings.seed, task=task)
     given["train"] |= _sizes(opened, settings, epochs=epochs, has_batch_size=batch_size is not None)
     given["task"] = task.name if task.name in _known_tasks() else Config().task
@@ -237,18 +238,20 @@ def _loaded(given: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Lo
     return load_config(_plain_settings(given), keywords=keywords, origin=FIT)
 
 
-def _check_once(given: Mapping[str, Any], settings: Config) -> None:
-    """Raise where `overrides` set what an argument sets to another value. One at its default counts as not given.
+def _asked(given: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any]]:
+    """Argument -> the keys that it sets; one at its default counts as not given.
 
-    Raises:
-        ConfigError: says which of the two to leave out.
+    Args:
+        given: keys by groups, of the arguments that are one key.
+        groups: arguments that are a group -> their keys.
     """
-    config, arguments = settings.model_dump(), inspect.signature(fit).parameters
-    for name, key in _ARGUMENTS.items():
+    arguments, asked = inspect.signature(fit).parameters, {name: {name: keys} for name, keys in groups.items() if keys}
+    for name, key in ONE_KEY.items():
         group, _, entry = key.rpartition(".")
-        value, found = ((values[group] if group else values).get(entry) for values in (given, config))
-        if value not in (None, arguments[name].default, found):
-            raise ConfigError(f"{name}={value!r}, and overrides set {key}={found}; leave one of them out")
+        value = (given[group] if group else given).get(entry)
+        if value not in (None, arguments[name].default):
+            asked[name] = {key: value}
+    return asked
 
 
 def _known_tasks() -> Sequence[str]:

@@ -68,7 +68,7 @@ def test_scales_that_cannot_move_are_one_line(words, said):
         assert said in lines[0]
         assert "norm scales near 1 will not move" in lines[0]
         assert "precision.policy=bf16 keeps" in lines[0]
-        assert lines[0] in banner_lines(loaded, run, Path("run"), [], own=OWN)
+        assert lines[0] in banner_lines(loaded, run, Path("run"), [], own=OWN, units_per_step=8)
 
 
 OWN_RATES = {"low": (1e-3, True), "high": (1e-2, False), "not shown": (None, True)}
