@@ -19,8 +19,7 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
     choices: dict[str, list[str] | tuple[str, str, bool]] = {}
     for word in words:
         key, _, text = word.partition("=")
-        # A list, mapping or quoted text of YAML is one value, whatever is in it.
-        values = [text] if text.startswith(("[", "{", '"', "'")) else text.split(",")
+        values = _split(text)
         if not key or "" in values:
             raise ConfigError(f"cannot read {word!r}; write key=value, key=v1,v2 or key=low..high")
         if key in choices:
@@ -37,6 +36,26 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
         return [dict(zip(choices, one, strict=True)) for one in itertools.islice(itertools.product(*lists), count)]
     generators = [random.Random(f"{seed or 0}/{number}") for number in range(count)]
     return [{key: _draw(one, each) for key, one in choices.items()} for each in generators]
+
+
+def _split(text: str) -> list[str]:
+    """Split values at commas; a list, a mapping or a quoted text of YAML is one, whatever is in it."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'" and values[-1].rstrip()[-1:] in ("", *"[{,:"):
+            quote = character
+        elif character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth = max(0, depth - 1)
+        elif character == "," and depth == 0:
+            values.append("")
+            continue
+        values[-1] += character
+    # What is not closed is not YAML: the error of the value names it whole.
+    return [text] if quote or depth else values
 
 
 def _read_range(word: str, text: str) -> tuple[str, str, bool] | None:
