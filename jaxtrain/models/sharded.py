@@ -28,6 +28,7 @@ from jaxtrain.models.context import model_context
 from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, key_for
 from jaxtrain.precision.kernels import is_quantized
 from jaxtrain.precision.policy import Policy, cast_floats
+from jaxtrain.precision.sums import check_sums
 from jaxtrain.runtime.card import card
 
 
@@ -235,10 +236,10 @@ def place_model(
         max_replicated_fraction: share of the parameter bytes that may be replicated although `fsdp` > 1.
 
     Raises:
-        ConfigError: a row of the axes table that matches no parameter, sizes that do not divide by the mesh, or too
-            many replicated bytes.
+        ConfigError: a row of the axes table that matches no parameter, sizes that do not divide by the mesh, too many
+            replicated bytes, or sums across processes that would be wrong (`check_sums`).
     """
-
+    check_sums(policy, layout.mesh, backward=False)
     # Traced once for its shapes and for every program that creates parameters.
     init = jax.jit(lambda key: model.init(key), inline=True)
     created = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))

@@ -12,6 +12,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import place_model
 from jaxtrain.models.task import Task
 from jaxtrain.precision.policy import LossScaling, Policy, get_policy
+from jaxtrain.precision.sums import check_sums
 from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.checks import check_options, check_parts
 from jaxtrain.train.model_checks import check_trainable
@@ -89,6 +90,7 @@ def make_train_step(
     parallelism = parallelism or Parallelism()
     layout = make_layout(model, task, mesh, parallelism, rules)
     policy = get_policy(policy)
+    check_sums(policy, mesh, backward=True)
     settings = StepSettings(
         accumulation_steps=accumulation_steps,
         clip_norm=None if clip_norm == math.inf else clip_norm,

@@ -1,5 +1,10 @@
 """Policies, casts and the dynamic loss scale."""
 
+import contextlib
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +16,7 @@ from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.policy import POLICIES, LossScale, LossScaling, cast_floats, get_policy
 from jaxtrain.precision.quantized import QuantizedKernel
+from jaxtrain.precision.sums import check_sums
 
 SCALING = LossScaling(initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0)
 
@@ -128,3 +134,23 @@ def test_unknown_policy_is_answered_with_the_known_ones():
         get_policy("fp12")
     assert all(name in str(caught.value) for name in POLICIES)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "platform", "cluster", "axes", "backward", "refused"),
+    [
+        ("fp16", "cpu", True, {"data": 4}, True, True),
+        ("fp16", "cpu", True, {"data": 4}, False, False),
+        ("fp16", "cpu", True, {"data": 2, "tensor": 2}, False, True),
+        ("fp16", "cpu", True, {"data": 1}, True, False),
+        ("fp16", "cpu", False, {"data": 4}, True, False),
+        ("fp16", "gpu", True, {"data": 4}, True, False),
+        ("bf16", "cpu", True, {"tensor": 4}, True, False),
+    ],
+)
+def test_float16_is_not_added_up_by_gloo(policy, platform, cluster, axes, backward, refused, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: cluster)
+    size = math.prod(axes.values())
+    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)] * size), shape=axes, size=size)
+    with pytest.raises(ConfigError, match="between CPU devices") if refused else contextlib.nullcontext():
+        check_sums(get_policy(policy), mesh, backward=backward)

@@ -214,3 +214,13 @@ def test_a_second_process_is_kept_off_the_run_directory(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_float16_is_refused_where_processes_would_add_it_up(tmp_path: Path) -> None:
+    """Gloo drops numbers from sums of float16: 54,944 - 100 is -100 there."""
+    config = write_config(tmp_path, train__steps=2)
+    for status, _, err in finish(start_two(config, tmp_path / "run", "precision.policy=fp16")):
+        assert status == 2, err
+        lines = [line for line in err.splitlines() if line.startswith("jaxtrain: ")]
+        assert len(lines) == 1
+        assert "fp16 computes in float16, of which Gloo loses numbers" in lines[0]
