@@ -58,6 +58,13 @@ def test_a_vocabulary_of_null_is_refused():
         read_settings({**config, "vocab_size": None})
 
 
+def test_images_that_patches_do_not_cover_are_refused():
+    config = json.loads((PUBLISHED / "vit_classification" / "config.json").read_text())
+    size = config["patch_size"] * 3 + 1
+    with pytest.raises(ConfigError, match=rf"config\.json has image_size: {size} and patch_size"):
+        read_settings({**config, "image_size": size})
+
+
 def _norms_apart(name, array):
     return array if "norm" in name else array.astype(ml_dtypes.bfloat16)
 

@@ -60,6 +60,12 @@ def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has architectures: {architecture}, which is not supported; known are "
             "ViTForImageClassification, ViTModel"
         )
+    size, patch = int(ours["image_size"]), int(ours["patch_size"])
+    if size % patch:
+        raise ConfigError(
+            f"config.json has image_size: {size} and patch_size: {patch}, whose patches leave pixels out at the edge, "
+            "which is not supported; image_size is to be a multiple of patch_size"
+        )
     classes = read_labels(file) if architecture == "ViTForImageClassification" else None
     return dict(kind="vit", pooling="first", num_classes=classes) | ours
 
