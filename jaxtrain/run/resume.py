@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
@@ -15,6 +16,7 @@ from jaxtrain.data.special import SETTINGS_FILE
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
+from jaxtrain.optim.evaluation import kept_nodes
 from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
@@ -82,6 +84,7 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
         "called": called_sources(run.config, own),
+        KEPT_WEIGHTS: kept_nodes(run.step.abstract_state.optimizer_state),
     }
 
 
