@@ -8,8 +8,8 @@ from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.models.model import Params
 from jaxtrain.run.base import trained_leaves
+from jaxtrain.run.changed_state import as_kept, as_saved
 from jaxtrain.run.roll_back import SpikeError
-from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.train.base import with_base, without_base
 from jaxtrain.train.state import TrainState, select_leaves
 from jaxtrain.train.step import TrainStep

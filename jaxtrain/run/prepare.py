@@ -31,6 +31,7 @@ from jaxtrain.run.banner import banner_lines, to_hold_out
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
+from jaxtrain.run.changed_state import as_kept, as_saved
 from jaxtrain.run.class_order import class_notes
 from jaxtrain.run.compared import compared_rows
 from jaxtrain.run.elsewhere import begin_there, take_folder
@@ -57,7 +58,6 @@ from jaxtrain.run.resume import (
 from jaxtrain.run.roll_back import RECORD, check_can_go_back
 from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.session import Session
-from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.agreement import together, told
