@@ -12,13 +12,21 @@ import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError
-from jaxtrain.checkpoint.tree import is_inside
+from jaxtrain.checkpoint.tree import Leaves, is_inside
 from jaxtrain.precision.policy import LossScale, LossScaling
 from jaxtrain.train.spikes import first_history
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 
 _FIELDS = ("spikes", "loss_scale")
+
+
+def saved_leaves(checkpointer: Checkpointer, *, step: int | None = None) -> Leaves:
+    """Stored name -> shape and dtype, of a step, or of the newest one whose record is intact; empty without any."""
+    for candidate in reversed(checkpointer.steps()) if step is None else [step]:
+        with contextlib.suppress(DamagedError):
+            return checkpointer.info(candidate).leaves
+    return {}
 
 
 def as_saved(target: TrainState, checkpointer: Checkpointer, *, step: int | None = None) -> TrainState:
@@ -29,12 +37,7 @@ def as_saved(target: TrainState, checkpointer: Checkpointer, *, step: int | None
         checkpointer: holds a checkpoint.
         step: of the checkpoint; None: the newest one whose record is intact.
     """
-    leaves: dict[str, tuple[tuple[int, ...], str]] = {}
-    for candidate in reversed(checkpointer.steps()) if step is None else [step]:
-        with contextlib.suppress(DamagedError):
-            leaves = dict(checkpointer.info(candidate).leaves)
-            break
-    everywhere = target.step.sharding
+    leaves, everywhere = saved_leaves(checkpointer, step=step), target.step.sharding
     for field in _FIELDS:
         saved = {name.removeprefix(f"{field}."): leaf for name, leaf in leaves.items() if is_inside(name, field)}
         kept = getattr(target, field)
