@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
+from jaxtrain.checkpoint.tree import flatten, is_inside
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
@@ -15,7 +17,9 @@ from jaxtrain.data.special import SETTINGS_FILE
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
+from jaxtrain.optim.evaluation import kept_nodes
 from jaxtrain.run.called_sources import called_sources
+from jaxtrain.run.changed_state import saved_leaves
 from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
@@ -25,6 +29,8 @@ from jaxtrain.train.base import KEPT
 from jaxtrain.train.state import TrainState
 
 RESUME_MODES = ("auto", "must", "never")
+GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to go on with the change"
+"""What works where a run trained something else, and its state is that of the run that would go on."""
 _SHAPES_STATE = {
     "precision.policy",
     *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw", "groups")),
@@ -82,6 +88,7 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
         "called": called_sources(run.config, own),
+        KEPT_WEIGHTS: kept_nodes(run.step.abstract_state.optimizer_state),
     }
 
 
@@ -101,14 +108,42 @@ def check_resumed(
         ConfigError, DataError: see `changes_since`.
         CheckpointError: the checkpoint is of another model or optimizer; names the settings that were changed.
     """
-    changes = changes_since(checkpointer.metadata(), current, run_dir=run_dir, may_change=may_change)
+    other = None
     try:
         checkpointer.check_like(target)
     except CheckpointError as error:
+        other = error
+    saved, ways, weights = checkpointer.metadata(), GO_ON, ""
+    reason = "the state then has another form" if other is not None else _why_other_rows(saved, current)
+    if reason is not None:
+        weights = _with_weights(checkpointer, target, current, run_dir=run_dir)
+        anew = f"set it back, use another run_dir{weights} or resume='never' to start anew"
+        ways = f"{reason}, so no resume can go on; {anew}"
+    changes = changes_since(saved, current, run_dir=run_dir, may_change=may_change, ways=ways)
+    if other is not None:
         found = state_changes(changes)
         back = f"; changed since: {', '.join(found[:3])}; set that back," if found else ";"
-        raise CheckpointError(f"{error}{back} use another --run-dir, or start again with --resume never") from None
+        raise CheckpointError(f"{other}{back} use another --run-dir{weights} or start again with --resume never")
     return changes
+
+
+def _with_weights(checkpointer: Checkpointer, target: TrainState, current: Mapping[str, Any], *, run_dir: Path) -> str:
+    """How a run in another directory starts from the weights of this one, as a clause; a comma where it cannot."""
+    # Weights are given to `fit`, as the model is; they are cast, and those below an adapter are elsewhere.
+    if recorded_parts(current)["model"] is None or checkpointer.metadata().get("base") is not None:
+        return ","
+    wanted = {name: tuple(leaf.shape) for name, leaf in flatten(target.params, prefix="params").leaves.items()}
+    leaves = saved_leaves(checkpointer).items()
+    is_same = wanted == {name: tuple(shape) for name, (shape, _) in leaves if is_inside(name, "params")}
+    return f", where params='{run_dir}' starts from its weights," if is_same else ","
+
+
+def _why_other_rows(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+    try:
+        check_stream(saved.get("stream", {}), current["stream"])
+    except DataError:
+        return "its batches or held-out rows then are others"
+    return None
 
 
 def recorded_save(run_dir: Path) -> int:
@@ -205,7 +240,7 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
 
 
 def changes_since(
-    saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, may_change: bool
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, may_change: bool, ways: str = GO_ON
 ) -> list[str]:
     """What differs between the run of a checkpoint and the one that would go on from it.
 
@@ -214,6 +249,7 @@ def changes_since(
         current: the same of the run that would go on.
         run_dir: for messages.
         may_change: whether another configuration may go on.
+        ways: what works where it may not, for messages.
 
     Returns:
         The changes, each as `train.steps 600 -> 1200`.
@@ -228,7 +264,7 @@ def changes_since(
     before, after = redacted(_with_later_groups(saved.get("config", {}))), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
     if not may_change:
-        check_same_training(changes, before, after, run_dir=run_dir)
+        check_same_training(changes, before, after, run_dir=run_dir, ways=ways)
     kinds = [(config.get("data") or {}).get("kind") for config in (before, after)]
     try:
         check_stream(saved.get("stream", {}), current["stream"])
@@ -261,7 +297,7 @@ def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_same_training(
-    changes: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path
+    changes: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, ways: str
 ) -> None:
     """Refuse to go on with a run that trained something else: its old numbers would be returned as the new ones.
 
@@ -269,6 +305,7 @@ def check_same_training(
         changes: from `config_changes`, and of parts that came from Python.
         saved, current: the two resolved configs.
         run_dir: for messages.
+        ways: what works, for messages.
 
     Raises:
         ConfigError: names the first keys that differ and what to do.
@@ -279,10 +316,7 @@ def check_same_training(
         differ = [change for change in differ if not change.startswith("train.steps ")]
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise ConfigError(
-            f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; use another run_dir, "
-            "resume='never' to start anew, or resume='must' to go on with the change"
-        )
+        raise ConfigError(f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; {ways}")
 
 
 def check_same_computation(
@@ -305,10 +339,7 @@ def check_same_computation(
     what = " and ".join(differ)
     if may_change:
         return [f"going on with a change: {what} of this call and of the run in {run_dir} compute different things"]
-    raise ConfigError(
-        f"{run_dir} holds a run that computes something else than this call, by {what}; use another run_dir, "
-        "resume='never' to start anew, or resume='must' to go on with the change"
-    )
+    raise ConfigError(f"{run_dir} holds a run that computes something else than this call, by {what}; {GO_ON}")
 
 
 def state_changes(changes: Iterable[str]) -> list[str]:

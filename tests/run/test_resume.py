@@ -90,21 +90,25 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path: Path, capfd:
     assert rows(tmp_path) == logged
 
 
-CHANGES = {
-    "rate": (dict(optimizer__learning_rate=0.5), r"optimizer\.learning_rate 0\.001 -> 0\.5"),
-    "dropout": (dict(model__dropout=0.0), r"model\.dropout 0\.1 -> 0\.0"),
-    "width": (dict(model__embed_dim=64), r"model\.embed_dim 32 -> 64"),
-    "fewer steps": (dict(train__steps=2), r"train\.steps 3 -> 2"),
-    "seed": (dict(seed=1), "seed 0 -> 1"),
+# A setting, how it is named, and why no resume may take the change.
+OTHERS = {
+    "rate": (dict(optimizer__learning_rate=0.5), r"optimizer\.learning_rate 0\.001 -> 0\.5", None),
+    "dropout": (dict(model__dropout=0.0), r"model\.dropout 0\.1 -> 0\.0", None),
+    "width": (dict(model__embed_dim=64), r"model\.embed_dim 32 -> 64", "the state then has another form"),
+    "fewer steps": (dict(train__steps=2), r"train\.steps 3 -> 2", None),
+    "seed": (dict(seed=1), "seed 0 -> 1", "its batches or held-out rows then are others"),
 }
 
 
-@pytest.mark.parametrize(("override", "words"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("override", "words", "why_no_resume"), OTHERS.values(), ids=OTHERS)
 def test_python_refuses_another_configuration_in_the_same_directory(
-    trained: Path, override: dict[str, Any], words: str
+    trained: Path, override: dict[str, Any], words: str, why_no_resume: str | None
 ) -> None:
     """The metrics of the first run would be returned as those of the second."""
-    with pytest.raises(jt.ConfigError, match=rf"{words}; use another run_dir, .*never.*must") as caught:
+    ways = "use another run_dir, .*never.*must"
+    if why_no_resume is not None:
+        ways = f"{why_no_resume}, so no resume can go on; set it back, use another run_dir, or resume='never' to start"
+    with pytest.raises(jt.ConfigError, match=f"{words}; {ways}") as caught:
         train(trained, resume=None, **{"train__steps": 3, **override})
     assert "\n" not in str(caught.value)
     assert list(losses(trained)) == [1, 2, 3]
