@@ -12,7 +12,7 @@ from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data.special import SETTINGS_FILE
-from jaxtrain.errors import CheckpointError, ConfigError, DataError
+from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.run.called_sources import called_sources
@@ -42,6 +42,9 @@ _SAME_TRAINING = (
 )
 # What identifies rows that were given for evaluation, in the description of the data.
 _HELD_OUT = "validation."
+# Of the stream of batches, what the config says; the rest describes the data.
+_BATCH_KEYS = {"seed": "seed", "global_batch_size": "train.global_batch_size"}
+_SET_IT_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
 _SHAPES_NOTHING = {
     f"model.{key}" for key in ("attention", "attention_softcap", "causal", "dropout", "size", "sliding_window")
 }
@@ -181,8 +184,21 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
         how = "evaluated on other held-out rows" if key.startswith(_HELD_OUT) else "trained on other data"
         raise DataError(
-            f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; "
-            "set it back, use another --run-dir, or start again with --resume never"
+            f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; {_SET_IT_BACK}"
+        )
+
+
+def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: Path) -> None:
+    """Refuse another seed or batch size, with which batch k would hold other rows of the same data."""
+    differ = [
+        f"{key} {saved[name]} -> {current.get(name)}"
+        for name, key in _BATCH_KEYS.items()
+        if name in saved and saved[name] != current.get(name)
+    ]
+    if differ:
+        raise ConfigError(
+            f"{run_dir} holds a run with another configuration: {' and '.join(differ)}, and every batch would "
+            f"hold other rows; {_SET_IT_BACK}"
         )
 
 
@@ -219,7 +235,8 @@ def changes_since(
         The changes, each as `train.steps 600 -> 1200`.
 
     Raises:
-        ConfigError: a part from Python is not given again, or the configuration changed and may not.
+        ConfigError: a part from Python is not given again, the configuration changed and may not, or seed or batch size
+            changed, which never may.
         DataError: the data differs.
     """
     parts = recorded_parts(current)
@@ -227,26 +244,39 @@ def changes_since(
     # Redacted, since a checkpoint of an earlier version may hold a secret, which is neither compared nor shown.
     before, after = redacted(_with_later_groups(saved.get("config", {}))), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
+    _check_same_batches(saved.get("stream", {}), current["stream"], before, after, run_dir=run_dir)
+    # After the batches, since it offers to go on with the change, and no change of them is gone on with.
     if not may_change:
         check_same_training(changes, before, after, run_dir=run_dir)
+    return changes
+
+
+def _check_same_batches(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    run_dir: Path,
+) -> None:
+    """Refuse to go on with other batches; where the two configs tell more of the reason, the line says it."""
     kinds = [(config.get("data") or {}).get("kind") for config in (before, after)]
     try:
-        check_stream(saved.get("stream", {}), current["stream"])
-    except DataError:
+        _check_batches(saved, current, run_dir)
+        check_stream(saved, current)
+    except UserError as error:
         if None not in kinds and kinds[0] != kinds[1]:
-            other = "use another --run-dir, or start again with --resume never"
-            raise DataError(f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {other}") from None
-        ends = [_end_of_text(stream) for stream in (saved.get("stream", {}), current["stream"])]
-        if ends[0] is not None or ends[1] is None:
+            raise DataError(f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {_SET_IT_BACK}") from None
+        ends = [_end_of_text(stream) for stream in (saved, current)]
+        if isinstance(error, ConfigError) or ends[0] is not None or ends[1] is None:
             raise
         # Earlier versions knew the usual names alone.
         raise DataError(
             f"documents of {run_dir} were trained with the end of text of its own tokenizer.json, and those of the "
             "data end with the eos_token beside data.tokenizer.path, or with data.tokenizer.end; set "
             f"data.tokenizer.kind=file data.tokenizer.path={run_dir / 'tokenizer.json'} to go on as it began, use "
-            "another --run-dir, or start again with --resume never"
+            "another run directory, or start again with --resume never (from Python resume='never')"
         ) from None
-    return changes
 
 
 def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
