@@ -30,7 +30,10 @@ BROKEN_PIPE = 141
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Several processes of these would do the work several times, or stop each other.
-_ALONE = ("sweep", "serve", "data prepare", "submit slurm", "submit job", "submit jobset")
+_ALONE = (
+    *("sweep", "serve", "report", "plan", "data prepare", "data show", "ckpt ls", "ckpt show"),
+    *("submit slurm", "submit job", "submit jobset"),
+)
 
 _DESCRIPTION = "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs."
 
