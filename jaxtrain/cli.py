@@ -272,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERNAL_ERROR
         line, code = _explain(error)
         print_remark(line)
-        if not isinstance(error, ConfigError | PreemptedError):  # these meet every process alike
+        met_by_all = isinstance(error, ConfigError | PreemptedError)
+        if not met_by_all and not (isinstance(error, UserError) and error.raised_by_all):
             from jaxtrain.runtime import distributed
 
             distributed.leave(code)
