@@ -182,7 +182,7 @@ except jt.ConfigError as raised:
 def launched(folder: Path, program: str) -> tuple[int, list[str], list[str]]:
     """The exit code of a program in two processes, and the lines of each."""
     (folder / "program.py").write_text(program)
-    words = ["launch", "--processes", "2", "--emulate", "1", "--", "python", "program.py"]
+    words = ["launch", "--processes", "2", "--emulate", "1", "--", sys.executable, "program.py"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "jaxtrain", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
