@@ -1,10 +1,10 @@
-"""Weights that an optimizer kept for evaluation, found in a checkpoint by their names: no optimizer is needed.
+"""Weights that an optimizer kept for evaluation, found in a checkpoint: no optimizer is needed.
 
 Lookahead keeps slow weights (`.../slow/<path>`). Schedule-free methods keep z and b1, and evaluate at x of
 y = (1 - b1) z + b1 x, where y are the parameters (Defazio et al. 2024, arXiv 2405.15682).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint.checkpointer import Checkpointer
-from jaxtrain.checkpoint.tree import stored_name
+from jaxtrain.checkpoint.tree import Leaves, is_inside, part_of, stored_name
 from jaxtrain.runtime.tree_path import path_name
 
-_OPTIMIZER = "optimizer_state."
+KEPT_WEIGHTS = "kept_weights"
+"""Key of the metadata of a run's checkpoint: where its optimizer keeps weights for evaluation."""
+
+# Field of the weights -> the numbers beside them, and the state of the optimizer inside, which may have no arrays.
+_FIELDS = {
+    "slow": (("count",), "inner"),
+    "z": (("b1", "weight_sum", "step_count", "max_lr"), "base_optimizer_state"),
+}
 
 
 @dataclass(frozen=True)
@@ -32,30 +39,67 @@ class KeptWeight:
     b1: str | None = None
 
 
-def find_kept_weights(names: Iterable[str]) -> dict[str, KeptWeight]:
+def find_kept_weights(leaves: Leaves, recorded: Iterable[Sequence[str]] | None) -> dict[str, KeptWeight]:
     """Find the weights that evaluation uses in place of parameters.
 
     Args:
-        names: stored names of the leaves of a checkpoint.
+        leaves: stored name -> shape and dtype, of all leaves of a checkpoint.
+        recorded: the entry `KEPT_WEIGHTS` of its metadata (see `kept_nodes` of `jaxtrain.optim.evaluation`); None: it
+            has none, as those of earlier versions and those without metadata, and names and shapes must tell.
 
     Returns:
         Stored name of a parameter (without `params.`) -> its weights; empty where the run kept a moving average, which
         has precedence, or where its optimizer keeps none.
     """
-    known = set(names)
-    if any(name.startswith("ema.") for name in known):
+    if any(is_inside(name, "ema") for name in leaves):
         return {}
+    params = {
+        name.removeprefix("params").removeprefix("."): shape
+        for name, (shape, _) in leaves.items()
+        if is_inside(name, "params")
+    }
     found: dict[str, KeptWeight] = {}
-    for parameter in (name.removeprefix("params.") for name in known if name.startswith("params.")):
-        for name in known:
-            if not name.startswith(_OPTIMIZER):
-                continue
-            if name.endswith(f".slow.{parameter}"):
-                found[parameter] = KeptWeight(name)
-            b1 = f"{name.removesuffix(f'z.{parameter}')}b1"
-            if name.endswith(f".z.{parameter}") and b1 in known:
-                found[parameter] = KeptWeight(name, b1)
+    for at, field in _nodes_by_name(leaves, params) if recorded is None else recorded:
+        b1 = f"{at}.b1" if field == "z" else None
+        names = {parameter: _joined(at, field, parameter) for parameter in params}
+        found |= {parameter: KeptWeight(name, b1) for parameter, name in names.items() if name in leaves}
     return found
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _nodes_by_name(leaves: Leaves, params: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
+    """The nodes of an optimizer's state that have all fields of one that keeps weights, and no other.
+
+    A moment of a parameter `slow/head` ends as the slow weights of `head` do, so an end of a name says nothing.
+    """
+    nodes: list[tuple[str, str]] = []
+    # Of nodes inside of one another the outermost counts, as in `evaluation_weights`.
+    for at in sorted({at for name in leaves for at in _inside_of(name)}, key=lambda at: (at.count("."), at)):
+        inside = {name.removeprefix(f"{at}."): leaf for name, leaf in leaves.items() if name.startswith(f"{at}.")}
+        fields = {part_of(name) for name in inside}
+        for field, (numbers, state) in _FIELDS.items():
+            kept = {
+                name.removeprefix(field).removeprefix("."): shape
+                for name, (shape, _) in inside.items()
+                if is_inside(name, field)
+            }
+            if (
+                fields - {state} == {*numbers, field}
+                and all(inside.get(name, (None, ""))[0] == () for name in numbers)
+                and all(params.get(parameter) == shape for parameter, shape in kept.items())
+                and not any(is_inside(at, outer) for outer, _ in nodes)
+            ):
+                nodes.append((at, field))
+    return nodes
+
+
+def _inside_of(name: str) -> list[str]:
+    """The nodes above a number by whose name those that keep weights can be known; empty for other leaves."""
+    above, _, last = name.rpartition(".")
+    return [above] if last in ("count", "b1") and is_inside(above, "optimizer_state") else []
 
 
 def read_kept_weights(checkpointer: Checkpointer, params: Any, *, step: int) -> Any:
@@ -72,8 +116,8 @@ def read_kept_weights(checkpointer: Checkpointer, params: Any, *, step: int) -> 
     Raises:
         DamagedError: an array differs from what was saved.
     """
-    leaves = checkpointer.info(step).leaves
-    kept = find_kept_weights(leaves)
+    info = checkpointer.info(step)
+    leaves, kept = info.leaves, find_kept_weights(info.leaves, info.metadata.get(KEPT_WEIGHTS))
     if not kept:
         return params
 

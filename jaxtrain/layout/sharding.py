@@ -11,6 +11,7 @@ and what is built on it: `constrain`, `platform`, `gather.py`, ...), which `use_
 in a helper, it passes it on as an argument.
 """
 
+import collections
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -239,15 +240,12 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
     Other shapes take the default: the largest dim that divides.
     """
     shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    owners = possible_owners(optimizer_state, params)
     unknown = Layout(layout.mesh, {}, layout.rules)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        parts = path_name(path).split("/")
-        for start in range(len(parts)):
-            owner = "/".join(parts[start:])
-            shape = shapes.get(owner)
-            if shape is None:
-                continue
+        for owner in owners[path_name(path)]:
+            shape = shapes[owner]
             spec = parameter_spec(owner, shape, layout, also=also)
             if shape == leaf.shape:
                 return NamedSharding(layout.mesh, spec)
@@ -257,6 +255,26 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
         return NamedSharding(layout.mesh, parameter_spec("", leaf.shape, unknown, also=also))
 
     return jax.tree_util.tree_map_with_path(sharding, optimizer_state)
+
+
+def possible_owners(optimizer_state: Any, params: Params) -> dict[str, list[str]]:
+    """Path in an optimizer's state -> the parameters whose path ends it, the likeliest first.
+
+    The slow weights `slow/head` of Lookahead are those of `head`, also where there is a parameter `slow/head`: the
+    likeliest is the one whose tree in the state has the most parameters.
+    """
+    known = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(optimizer_state)]
+    found: dict[str, list[tuple[str, str]]] = {}
+    for path in paths:
+        parts = path.split("/")
+        splits = [("/".join(parts[:start]), "/".join(parts[start:])) for start in range(len(parts))]
+        found[path] = [(tree, owner) for tree, owner in splits if owner in known]
+    sizes = collections.Counter(tree for splits in found.values() for tree, _ in splits)
+    return {
+        path: [owner for _, owner in sorted(splits, key=lambda split: -sizes[split[0]])]
+        for path, splits in found.items()
+    }
 
 
 def _statistics_entries(

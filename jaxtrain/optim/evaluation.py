@@ -12,6 +12,7 @@ from jaxtrain.optim.lookahead import LookaheadState
 from jaxtrain.runtime.donation import first_deleted
 
 _KEEPERS = (LookaheadState, optax.contrib.ScheduleFreeState)
+_FIELDS = {LookaheadState: "slow", optax.contrib.ScheduleFreeState: "z"}
 
 
 def evaluation_weights(optimizer_state: Any, params: Any) -> Any:
@@ -40,6 +41,23 @@ def evaluation_weights(optimizer_state: Any, params: Any) -> Any:
         return param if chosen is None else chosen(param).astype(param.dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+def kept_nodes(optimizer_state: Any) -> list[list[str]]:
+    """Where an optimizer keeps weights for evaluation, for who reads its checkpoints without it.
+
+    Args:
+        optimizer_state: of any optimizer, as arrays or shapes.
+
+    Returns:
+        For each node its stored name in a train state (`optimizer_state.1`), and the field of its weights.
+    """
+    entries = jax.tree_util.tree_leaves_with_path(optimizer_state, is_leaf=lambda node: isinstance(node, _KEEPERS))
+    return [
+        [".".join(["optimizer_state", *path_name(path).split("/")]).rstrip("."), _FIELDS[type(node)]]
+        for path, node in entries
+        if isinstance(node, _KEEPERS)
+    ]
 
 
 def _by_path(tree: Any) -> dict[str, jax.Array]:

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.layout.sharding import Layout, optimizer_shardings, parameter_shardings, path_name, platform
+from jaxtrain.layout.sharding import (
+    Layout,
+    optimizer_shardings,
+    parameter_shardings,
+    path_name,
+    platform,
+    possible_owners,
+)
 from jaxtrain.optim import update_slices
 from jaxtrain.optim.elementwise import ElementwiseTransformation
 from jaxtrain.optim.update_slices import num_slices
@@ -47,14 +54,11 @@ def owners(optimizer_state: Tree, params: Tree) -> dict[str, str]:
         Path in the state -> path of the parameter, for those that mirror one.
     """
     shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    found = {}
+    possible, found = possible_owners(optimizer_state, params), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer_state):
-        parts = path_name(path).split("/")
-        for start in range(len(parts)):
-            owner = "/".join(parts[start:])
-            if shapes.get(owner) == leaf.shape:
-                found[path_name(path)] = owner
-                break
+        fitting = [owner for owner in possible[path_name(path)] if shapes[owner] == leaf.shape]
+        if fitting:
+            found[path_name(path)] = fitting[0]
     return found
 
 

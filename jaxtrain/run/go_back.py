@@ -8,8 +8,9 @@ from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.models.model import Params
 from jaxtrain.run.base import trained_leaves
+from jaxtrain.run.changed_state import as_kept, as_saved
+from jaxtrain.run.injected import INJECTED, injected_numbers, with_injected
 from jaxtrain.run.roll_back import SpikeError
-from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.train.base import with_base, without_base
 from jaxtrain.train.state import TrainState, select_leaves
 from jaxtrain.train.step import TrainStep
@@ -59,4 +60,7 @@ def restored_before(
                 raise
             report(f"{error}; step {to_step} is used instead")
     spike = SpikeError(spike.step, spike.loss, spike.grad_norm, to_step=to_step)
-    return spike, as_kept(state if frozen is None else with_base(state, frozen), step)
+    state = as_kept(state if frozen is None else with_base(state, frozen), step)
+    # The checkpoint may be of the run before it went on with other numbers, of which it was said then.
+    current = {INJECTED: injected_numbers(step, state)}
+    return spike, with_injected(state, current, checkpointer.metadata(to_step), report=None)

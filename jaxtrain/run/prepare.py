@@ -31,11 +31,13 @@ from jaxtrain.run.banner import banner_lines, to_hold_out
 from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
+from jaxtrain.run.changed_state import as_kept, as_saved
 from jaxtrain.run.class_order import class_notes
 from jaxtrain.run.compared import compared_rows
 from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
+from jaxtrain.run.injected import INJECTED, check_injected, injected_numbers, with_injected
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.left_out import left_out_notes
 from jaxtrain.run.lock import RunLock
@@ -57,7 +59,6 @@ from jaxtrain.run.resume import (
 from jaxtrain.run.roll_back import RECORD, check_can_go_back
 from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.session import Session
-from jaxtrain.run.spike_history import as_kept, as_saved
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
 from jaxtrain.runtime.agreement import together, told
@@ -161,8 +162,13 @@ def prepare_session(
         interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
-        if resumed is not None and RECORD in (found := checkpointer.metadata(start)):
-            metadata[RECORD] = found[RECORD]
+        metadata[INJECTED] = injected_numbers(run.step, state)
+        if resumed is not None:
+            saved = checkpointer.metadata(start)
+            if resume is None:
+                check_injected(metadata, saved, run_dir=run_dir)
+            state = with_injected(state, metadata, saved, report=progress.message)
+            metadata.update({RECORD: saved[RECORD]} if RECORD in saved else {})
         activity.begins_at(start)
         compared, other_rows = compared_rows(run, checkpointer, None if resumed is None else start)
         metadata.update(compared)

@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
+from jaxtrain.checkpoint.tree import flatten, is_inside
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
@@ -15,7 +17,9 @@ from jaxtrain.data.special import SETTINGS_FILE
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
+from jaxtrain.optim.evaluation import kept_nodes
 from jaxtrain.run.called_sources import called_sources
+from jaxtrain.run.changed_state import saved_leaves
 from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
 from jaxtrain.run.own_program import OwnDigests, differing_parts
@@ -25,6 +29,8 @@ from jaxtrain.train.base import KEPT
 from jaxtrain.train.state import TrainState
 
 RESUME_MODES = ("auto", "must", "never")
+GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to go on with the change"
+"""What works where a run trained something else, and its state is that of the run that would go on."""
 _SHAPES_STATE = {
     "precision.policy",
     *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw", "groups")),
@@ -44,7 +50,6 @@ _SAME_TRAINING = (
 _HELD_OUT = "validation."
 # Of the stream of batches, what the config says; the rest describes the data.
 _BATCH_KEYS = {"seed": "seed", "global_batch_size": "train.global_batch_size"}
-_SET_IT_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
 _SHAPES_NOTHING = {
     f"model.{key}" for key in ("attention", "attention_softcap", "causal", "dropout", "size", "sliding_window")
 }
@@ -85,6 +90,7 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
         "called": called_sources(run.config, own),
+        KEPT_WEIGHTS: kept_nodes(run.step.abstract_state.optimizer_state),
     }
 
 
@@ -104,14 +110,34 @@ def check_resumed(
         ConfigError, DataError: see `changes_since`.
         CheckpointError: the checkpoint is of another model or optimizer; names the settings that were changed.
     """
-    changes = changes_since(checkpointer.metadata(), current, run_dir=run_dir, may_change=may_change)
+    other = None
     try:
         checkpointer.check_like(target)
     except CheckpointError as error:
+        other = error
+    saved, ways, weights = checkpointer.metadata(), GO_ON, ","
+    if other is not None or saved.get("stream", {}) != current["stream"]:
+        weights = _with_weights(checkpointer, target, current, run_dir=run_dir)
+    if other is not None:
+        anew = f"set it back, use another run_dir{weights} or resume='never' to start anew"
+        ways = f"the state then has another form, so no resume can go on; {anew}"
+    changes = changes_since(saved, current, run_dir=run_dir, may_change=may_change, ways=ways, weights=weights)
+    if other is not None:
         found = state_changes(changes)
         back = f"; changed since: {', '.join(found[:3])}; set that back," if found else ";"
-        raise CheckpointError(f"{error}{back} use another --run-dir, or start again with --resume never") from None
+        raise CheckpointError(f"{other}{back} use another --run-dir{weights} or start again with --resume never")
     return changes
+
+
+def _with_weights(checkpointer: Checkpointer, target: TrainState, current: Mapping[str, Any], *, run_dir: Path) -> str:
+    """How a run in another directory starts from the weights of this one, as a clause; a comma where it cannot."""
+    # Weights are given to `fit`, as the model is; they are cast, and those below an adapter are elsewhere.
+    if recorded_parts(current)["model"] is None or checkpointer.metadata().get("base") is not None:
+        return ","
+    wanted = {name: tuple(leaf.shape) for name, leaf in flatten(target.params, prefix="params").leaves.items()}
+    leaves = saved_leaves(checkpointer).items()
+    is_same = wanted == {name: tuple(shape) for name, (shape, _) in leaves if is_inside(name, "params")}
+    return f", where params='{run_dir}' starts from its weights," if is_same else ","
 
 
 def recorded_save(run_dir: Path) -> int:
@@ -168,8 +194,18 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _set_back(weights: str = ",") -> str:
+    """What works where no resume goes on; the clause of `_with_weights` is a part of it."""
+    anew = "start again with --resume never (from Python resume='never')"
+    return f"set it back, use another run directory{weights} or {anew}"
+
+
+def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, weights: str = ",") -> None:
     """Refuse to go on with other data: batch k would hold other rows than it did, or evaluations be of other rows.
+
+    Args:
+        saved, current: which rows batch k holds, in the run of a checkpoint and in the one that would go on.
+        weights: how another run starts from the weights, for messages.
 
     Raises:
         DataError: names what differs.
@@ -184,11 +220,12 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
         how = "evaluated on other held-out rows" if key.startswith(_HELD_OUT) else "trained on other data"
         raise DataError(
-            f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; {_SET_IT_BACK}"
+            f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; "
+            f"{_set_back(weights)}"
         )
 
 
-def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: Path) -> None:
+def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, weights: str) -> None:
     """Refuse another seed or batch size, with which batch k would hold other rows of the same data."""
     differ = [
         f"{key} {saved[name]} -> {current.get(name)}"
@@ -197,8 +234,8 @@ def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir
     ]
     if differ:
         raise ConfigError(
-            f"{run_dir} holds a run with another configuration: {' and '.join(differ)}, and every batch would "
-            f"hold other rows; {_SET_IT_BACK}"
+            f"{run_dir} holds a run with another configuration: {' and '.join(differ)}, which no resume "
+            f"changes; {_set_back(weights)}"
         )
 
 
@@ -221,7 +258,13 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
 
 
 def changes_since(
-    saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, may_change: bool
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    run_dir: Path,
+    may_change: bool,
+    ways: str = GO_ON,
+    weights: str = ",",
 ) -> list[str]:
     """What differs between the run of a checkpoint and the one that would go on from it.
 
@@ -230,6 +273,8 @@ def changes_since(
         current: the same of the run that would go on.
         run_dir: for messages.
         may_change: whether another configuration may go on.
+        ways: what works where it may not, for messages.
+        weights: how a run in another directory starts from the weights, for messages; a comma: it cannot.
 
     Returns:
         The changes, each as `train.steps 600 -> 1200`.
@@ -244,10 +289,10 @@ def changes_since(
     # Redacted, since a checkpoint of an earlier version may hold a secret, which is neither compared nor shown.
     before, after = redacted(_with_later_groups(saved.get("config", {}))), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
-    _check_same_batches(saved.get("stream", {}), current["stream"], before, after, run_dir=run_dir)
+    _check_same_batches(saved.get("stream", {}), current["stream"], before, after, run_dir=run_dir, weights=weights)
     # After the batches, since it offers to go on with the change, and no change of them is gone on with.
     if not may_change:
-        check_same_training(changes, before, after, run_dir=run_dir)
+        check_same_training(changes, before, after, run_dir=run_dir, ways=ways)
     return changes
 
 
@@ -258,15 +303,18 @@ def _check_same_batches(
     after: Mapping[str, Any],
     *,
     run_dir: Path,
+    weights: str,
 ) -> None:
     """Refuse to go on with other batches; where the two configs tell more of the reason, the line says it."""
     kinds = [(config.get("data") or {}).get("kind") for config in (before, after)]
     try:
-        _check_batches(saved, current, run_dir)
-        check_stream(saved, current)
+        _check_batches(saved, current, run_dir=run_dir, weights=weights)
+        check_stream(saved, current, weights=weights)
     except UserError as error:
         if None not in kinds and kinds[0] != kinds[1]:
-            raise DataError(f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {_SET_IT_BACK}") from None
+            raise DataError(
+                f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {_set_back(weights)}"
+            ) from None
         ends = [_end_of_text(stream) for stream in (saved, current)]
         if isinstance(error, ConfigError) or ends[0] is not None or ends[1] is None:
             raise
@@ -291,7 +339,7 @@ def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_same_training(
-    changes: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path
+    changes: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, ways: str
 ) -> None:
     """Refuse to go on with a run that trained something else: its old numbers would be returned as the new ones.
 
@@ -299,6 +347,7 @@ def check_same_training(
         changes: from `config_changes`, and of parts that came from Python.
         saved, current: the two resolved configs.
         run_dir: for messages.
+        ways: what works, for messages.
 
     Raises:
         ConfigError: names the first keys that differ and what to do.
@@ -309,10 +358,7 @@ def check_same_training(
         differ = [change for change in differ if not change.startswith("train.steps ")]
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise ConfigError(
-            f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; use another run_dir, "
-            "resume='never' to start anew, or resume='must' to go on with the change"
-        )
+        raise ConfigError(f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; {ways}")
 
 
 def check_same_computation(
@@ -335,10 +381,7 @@ def check_same_computation(
     what = " and ".join(differ)
     if may_change:
         return [f"going on with a change: {what} of this call and of the run in {run_dir} compute different things"]
-    raise ConfigError(
-        f"{run_dir} holds a run that computes something else than this call, by {what}; use another run_dir, "
-        "resume='never' to start anew, or resume='must' to go on with the change"
-    )
+    raise ConfigError(f"{run_dir} holds a run that computes something else than this call, by {what}; {GO_ON}")
 
 
 def state_changes(changes: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,7 +19,8 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
 from jaxtrain.optim import update_slices
 from jaxtrain.optim.elementwise import elementwise
-from jaxtrain.optim.offload import why_not_in_slices
+from jaxtrain.optim.lookahead import lookahead
+from jaxtrain.optim.offload import owners, why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import updates_elementwise
 from jaxtrain.optim.update_slices import num_slices
@@ -203,3 +205,18 @@ def test_exactly_those_optimizers_are_declared_whose_slices_update_alone(group, 
 )
 def test_slices_of_the_first_dim(shape, slices):
     assert num_slices(shape) == slices
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "at"),
+    [
+        pytest.param(lookahead(optax.adam(0.1)), "slow", id="slow weights"),
+        pytest.param(optax.chain(optax.clip(1.0), lookahead(optax.adam(0.1))), "1/slow", id="in a chain"),
+        pytest.param(optax.adam(0.1), "0/mu", id="moments"),
+    ],
+)
+def test_state_belongs_to_its_parameter_where_branches_are_named_as_fields(optimizer, at):
+    params = {name: {"head": jnp.ones((4, 4))} for name in ("slow", "fast")} | {"head": jnp.ones((4, 4))}
+    found = owners(optimizer.init(params), params)
+    for name in ("head", "slow/head", "fast/head"):
+        assert found[f"{at}/{name}"] == name

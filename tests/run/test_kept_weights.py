@@ -1,19 +1,26 @@
 """A run opens with the weights that its evaluations used, also where its optimizer keeps them and no moving average."""
 
+from typing import Any, NamedTuple
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from optax.contrib import schedule_free_adamw, schedule_free_sgd
 
 import jaxtrain as jt
+from jaxtrain.checkpoint.kept_weights import KeptWeight, find_kept_weights
+from jaxtrain.checkpoint.tree import describe, flatten
+from jaxtrain.optim.evaluation import evaluation_weights, kept_nodes
 
 X = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
 DATA = {"inputs": X, "targets": (X.sum(axis=1) > 0).astype(np.int32)}
 OPTIMIZERS = {
     "lookahead": lambda: jt.lookahead(optax.sgd(0.5), sync_period=6),
     "lookahead_in_a_chain": lambda: optax.chain(optax.clip(1.0), jt.lookahead(optax.adam(0.1), sync_period=4)),
-    "schedule_free": lambda: optax.contrib.schedule_free_sgd(0.5),
+    "schedule_free": lambda: schedule_free_sgd(0.5),
 }
 
 
@@ -39,3 +46,77 @@ def test_an_opened_run_has_the_weights_of_its_evaluation(name, tmp_path):
     for found in (opened.params, fresh.params):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert not np.array_equal(jax.tree.leaves(wanted)[0], jax.tree.leaves(result.state.params)[0])
+
+
+class OwnState(NamedTuple):
+    count: Any
+    slow: Any
+
+
+def own_optimizer() -> optax.GradientTransformation:
+    """An average of the gradients, in fields of the names that Lookahead's have."""
+
+    def init(params: Any) -> OwnState:
+        return OwnState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params))
+
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+# Branches named as fields are, beside a path that theirs ends in: `slow` is what two-stream networks call one.
+PARAMS = {
+    "head": jnp.arange(3.0),
+    "slow": {"head": jnp.ones(3), "deep": {"head": jnp.ones(3)}},
+    "z": {"head": jnp.ones(3)},
+    "b1": jnp.ones(()),
+    "count": jnp.ones(()),
+}
+LABELS = {name: "a" if name == "head" else "b" for name in PARAMS}
+# Optimizer, and whether names and shapes alone tell which weights it keeps.
+KEEPERS: dict[str, tuple[Any, bool]] = {
+    "adam": (lambda: optax.adam(0.1), True),
+    "momentum": (lambda: optax.sgd(0.1, momentum=0.9), True),
+    "lookahead": (lambda: jt.lookahead(optax.sgd(0.5)), True),
+    "lookahead in a chain": (lambda: optax.chain(optax.clip(1.0), jt.lookahead(optax.adam(0.1))), True),
+    "lookahead of schedule-free": (lambda: jt.lookahead(schedule_free_sgd(0.5)), True),
+    "schedule-free of lookahead": (lambda: optax.contrib.schedule_free(jt.lookahead(optax.adam(0.1)), 0.1), True),
+    "schedule-free": (lambda: schedule_free_adamw(0.5), True),
+    "one of two labels": (
+        lambda: optax.multi_transform({"a": schedule_free_sgd(0.1, b1=0.6), "b": optax.adam(0.1)}, LABELS),
+        True,
+    ),
+    "two kinds": (
+        lambda: optax.multi_transform({"a": schedule_free_sgd(0.1), "b": jt.lookahead(optax.adam(0.1))}, LABELS),
+        True,
+    ),
+    "several steps": (lambda: optax.MultiSteps(schedule_free_sgd(0.1), 2).gradient_transformation(), True),
+    "injected": (lambda: optax.inject_hyperparams(schedule_free_adamw)(learning_rate=0.05), True),
+    "one's own fields": (own_optimizer, False),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "told_by_names"), KEEPERS.values(), ids=KEEPERS)
+def test_what_a_checkpoint_keeps_is_what_evaluation_uses(optimizer: Any, told_by_names: bool) -> None:
+    first = optimizer().init(PARAMS)
+    # Every array of the state differs from every other, so that the wrong one shows.
+    drawn = (np.random.default_rng(number) for number in range(1000))
+    state = jax.tree.map(lambda leaf: jnp.asarray(next(drawn).uniform(0.1, 0.9, jnp.shape(leaf))), first)
+    wanted = flatten(evaluation_weights(state, PARAMS)).leaves
+
+    arrays = flatten({"params": PARAMS, "optimizer_state": state}).leaves
+    saved = flatten({"params": PARAMS, "optimizer_state": first}).leaves
+    leaves = {name: describe(leaf, name) for name, leaf in saved.items()}
+    for recorded in (kept_nodes(first), None) if told_by_names else (kept_nodes(first),):
+        found = find_kept_weights(leaves, recorded)
+        for name, param in flatten(PARAMS).leaves.items():
+            kept = found.get(name)
+            value = param if kept is None else arrays[kept.name]
+            if kept is not None and kept.b1 is not None:
+                value = (param - (1 - arrays[kept.b1]) * value) / arrays[kept.b1]
+            np.testing.assert_allclose(value, wanted[name], rtol=1e-6, err_msg=name)
+
+
+def test_a_model_of_one_array_has_its_slow_weights() -> None:
+    saved = flatten({"params": jnp.ones(3), "optimizer_state": jt.lookahead(optax.sgd(0.5)).init(jnp.ones(3))}).leaves
+    leaves = {name: describe(leaf, name) for name, leaf in saved.items()}
+    for recorded in ([["optimizer_state", "slow"]], None):
+        assert find_kept_weights(leaves, recorded) == {"": KeptWeight("optimizer_state.slow")}

@@ -60,14 +60,19 @@ SAVED = {
 RATE = {"optimizer": {"learning_rate": 0.2}}
 # id: (other groups of the config, other parts of the stream, error, what its line says)
 OTHER_BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "seed": ({"seed": 1}, {"seed": 1}, ConfigError, "another configuration: seed 0 -> 1, and every batch"),
+    "seed": ({"seed": 1}, {"seed": 1}, ConfigError, "another configuration: seed 0 -> 1, which no resume changes; set"),
     "batch size": (
         {"train": {"global_batch_size": 16}},
         {"global_batch_size": 16},
         ConfigError,
-        "another configuration: train.global_batch_size 8 -> 16, and every batch",
+        "another configuration: train.global_batch_size 8 -> 16, which no resume changes; set",
     ),
-    "seed and more": ({"seed": 1, **RATE}, {"seed": 1}, ConfigError, "another configuration: seed 0 -> 1, and every"),
+    "seed and more": (
+        {"seed": 1, **RATE},
+        {"seed": 1},
+        ConfigError,
+        "another configuration: seed 0 -> 1, which no resume",
+    ),
     "a key of the model that makes other rows": (
         RATE,
         {"sequence_length": 4},

@@ -90,20 +90,24 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path: Path, capfd:
     assert rows(tmp_path) == logged
 
 
-CHANGES = {
-    "rate": (dict(optimizer__learning_rate=0.5), r"optimizer\.learning_rate 0\.001 -> 0\.5"),
-    "dropout": (dict(model__dropout=0.0), r"model\.dropout 0\.1 -> 0\.0"),
-    "width": (dict(model__embed_dim=64), r"model\.embed_dim 32 -> 64"),
-    "fewer steps": (dict(train__steps=2), r"train\.steps 3 -> 2"),
+# A setting, how it is named, and why no resume may take the change.
+OTHERS = {
+    "rate": (dict(optimizer__learning_rate=0.5), r"optimizer\.learning_rate 0\.001 -> 0\.5", None),
+    "dropout": (dict(model__dropout=0.0), r"model\.dropout 0\.1 -> 0\.0", None),
+    "width": (dict(model__embed_dim=64), r"model\.embed_dim 32 -> 64", "the state then has another form"),
+    "fewer steps": (dict(train__steps=2), r"train\.steps 3 -> 2", None),
 }
 
 
-@pytest.mark.parametrize(("override", "words"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("override", "words", "why_no_resume"), OTHERS.values(), ids=OTHERS)
 def test_python_refuses_another_configuration_in_the_same_directory(
-    trained: Path, override: dict[str, Any], words: str
+    trained: Path, override: dict[str, Any], words: str, why_no_resume: str | None
 ) -> None:
     """The metrics of the first run would be returned as those of the second."""
-    with pytest.raises(jt.ConfigError, match=rf"{words}; use another run_dir, .*never.*must") as caught:
+    ways = "use another run_dir, .*never.*must"
+    if why_no_resume is not None:
+        ways = f"{why_no_resume}, so no resume can go on; set it back, use another run_dir, or resume='never' to start"
+    with pytest.raises(jt.ConfigError, match=f"{words}; {ways}") as caught:
         train(trained, resume=None, **{"train__steps": 3, **override})
     assert "\n" not in str(caught.value)
     assert list(losses(trained)) == [1, 2, 3]
@@ -295,8 +299,8 @@ def test_weight_decay_may_be_switched_on_at_a_resume(tmp_path: Path, capfd: pyte
             "of another moving average: .*; changed since: optimizer.ema_decay 0.9 -> None; set that back",
         ),
         (dict(precision__policy="bf16_pure"), jt.CheckpointError, "of another model"),
-        (dict(seed=1), jt.ConfigError, "another configuration: seed 0 -> 1, and"),
-        (dict(train__global_batch_size=16), jt.ConfigError, "train.global_batch_size 8 -> 16, and"),
+        (dict(seed=1), jt.ConfigError, "another configuration: seed 0 -> 1, which no resume"),
+        (dict(train__global_batch_size=16), jt.ConfigError, "train.global_batch_size 8 -> 16, which no resume"),
         (dict(data__sequence_length=16), jt.DataError, "other data"),
         # Another text, of which another tokenizer is learned first.
         pytest.param(dict(data__builtin="python_source"), jt.DataError, "other data", marks=pytest.mark.long),
