@@ -30,7 +30,10 @@ BROKEN_PIPE = 141
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Several processes of these would do the work several times, or stop each other.
-_ALONE = ("sweep", "serve", "data prepare", "submit slurm", "submit job", "submit jobset")
+_ALONE = (
+    *("sweep", "serve", "report", "plan", "data prepare", "data show", "ckpt ls", "ckpt show"),
+    *("submit slurm", "submit job", "submit jobset"),
+)
 
 _DESCRIPTION = "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs."
 
@@ -269,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERNAL_ERROR
         line, code = _explain(error)
         print_remark(line)
-        if not isinstance(error, ConfigError | PreemptedError):  # these meet every process alike
+        met_by_all = isinstance(error, ConfigError | PreemptedError)
+        if not met_by_all and not (isinstance(error, UserError) and error.raised_by_all):
             from jaxtrain.runtime import distributed
 
             distributed.leave(code)

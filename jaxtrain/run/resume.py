@@ -14,7 +14,7 @@ from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data.special import SETTINGS_FILE
-from jaxtrain.errors import CheckpointError, ConfigError, DataError
+from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.optim.evaluation import kept_nodes
@@ -48,6 +48,8 @@ _SAME_TRAINING = (
 )
 # What identifies rows that were given for evaluation, in the description of the data.
 _HELD_OUT = "validation."
+# Of the stream of batches, what the config says; the rest describes the data.
+_BATCH_KEYS = {"seed": "seed", "global_batch_size": "train.global_batch_size"}
 _SHAPES_NOTHING = {
     f"model.{key}" for key in ("attention", "attention_softcap", "causal", "dropout", "size", "sliding_window")
 }
@@ -113,13 +115,13 @@ def check_resumed(
         checkpointer.check_like(target)
     except CheckpointError as error:
         other = error
-    saved, ways, weights = checkpointer.metadata(), GO_ON, ""
-    reason = "the state then has another form" if other is not None else _why_other_rows(saved, current)
-    if reason is not None:
+    saved, ways, weights = checkpointer.metadata(), GO_ON, ","
+    if other is not None or saved.get("stream", {}) != current["stream"]:
         weights = _with_weights(checkpointer, target, current, run_dir=run_dir)
+    if other is not None:
         anew = f"set it back, use another run_dir{weights} or resume='never' to start anew"
-        ways = f"{reason}, so no resume can go on; {anew}"
-    changes = changes_since(saved, current, run_dir=run_dir, may_change=may_change, ways=ways)
+        ways = f"the state then has another form, so no resume can go on; {anew}"
+    changes = changes_since(saved, current, run_dir=run_dir, may_change=may_change, ways=ways, weights=weights)
     if other is not None:
         found = state_changes(changes)
         back = f"; changed since: {', '.join(found[:3])}; set that back," if found else ";"
@@ -136,14 +138,6 @@ def _with_weights(checkpointer: Checkpointer, target: TrainState, current: Mappi
     leaves = saved_leaves(checkpointer).items()
     is_same = wanted == {name: tuple(shape) for name, (shape, _) in leaves if is_inside(name, "params")}
     return f", where params='{run_dir}' starts from its weights," if is_same else ","
-
-
-def _why_other_rows(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    try:
-        check_stream(saved.get("stream", {}), current["stream"])
-    except DataError:
-        return "its batches or held-out rows then are others"
-    return None
 
 
 def recorded_save(run_dir: Path) -> int:
@@ -200,8 +194,18 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _set_back(weights: str = ",") -> str:
+    """What works where no resume goes on; the clause of `_with_weights` is a part of it."""
+    anew = "start again with --resume never (from Python resume='never')"
+    return f"set it back, use another run directory{weights} or {anew}"
+
+
+def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, weights: str = ",") -> None:
     """Refuse to go on with other data: batch k would hold other rows than it did, or evaluations be of other rows.
+
+    Args:
+        saved, current: which rows batch k holds, in the run of a checkpoint and in the one that would go on.
+        weights: how another run starts from the weights, for messages.
 
     Raises:
         DataError: names what differs.
@@ -217,7 +221,21 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         how = "evaluated on other held-out rows" if key.startswith(_HELD_OUT) else "trained on other data"
         raise DataError(
             f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; "
-            "set it back, use another --run-dir, or start again with --resume never"
+            f"{_set_back(weights)}"
+        )
+
+
+def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, weights: str) -> None:
+    """Refuse another seed or batch size, with which batch k would hold other rows of the same data."""
+    differ = [
+        f"{key} {saved[name]} -> {current.get(name)}"
+        for name, key in _BATCH_KEYS.items()
+        if name in saved and saved[name] != current.get(name)
+    ]
+    if differ:
+        raise ConfigError(
+            f"{run_dir} holds a run with another configuration: {' and '.join(differ)}, which no resume "
+            f"changes; {_set_back(weights)}"
         )
 
 
@@ -240,7 +258,13 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
 
 
 def changes_since(
-    saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, may_change: bool, ways: str = GO_ON
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    run_dir: Path,
+    may_change: bool,
+    ways: str = GO_ON,
+    weights: str = ",",
 ) -> list[str]:
     """What differs between the run of a checkpoint and the one that would go on from it.
 
@@ -250,12 +274,14 @@ def changes_since(
         run_dir: for messages.
         may_change: whether another configuration may go on.
         ways: what works where it may not, for messages.
+        weights: how a run in another directory starts from the weights, for messages; a comma: it cannot.
 
     Returns:
         The changes, each as `train.steps 600 -> 1200`.
 
     Raises:
-        ConfigError: a part from Python is not given again, or the configuration changed and may not.
+        ConfigError: a part from Python is not given again, the configuration changed and may not, or seed or batch size
+            changed, which never may.
         DataError: the data differs.
     """
     parts = recorded_parts(current)
@@ -263,26 +289,42 @@ def changes_since(
     # Redacted, since a checkpoint of an earlier version may hold a secret, which is neither compared nor shown.
     before, after = redacted(_with_later_groups(saved.get("config", {}))), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
+    _check_same_batches(saved.get("stream", {}), current["stream"], before, after, run_dir=run_dir, weights=weights)
+    # After the batches, since it offers to go on with the change, and no change of them is gone on with.
     if not may_change:
         check_same_training(changes, before, after, run_dir=run_dir, ways=ways)
+    return changes
+
+
+def _check_same_batches(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    run_dir: Path,
+    weights: str,
+) -> None:
+    """Refuse to go on with other batches; where the two configs tell more of the reason, the line says it."""
     kinds = [(config.get("data") or {}).get("kind") for config in (before, after)]
     try:
-        check_stream(saved.get("stream", {}), current["stream"])
-    except DataError:
+        _check_batches(saved, current, run_dir=run_dir, weights=weights)
+        check_stream(saved, current, weights=weights)
+    except UserError as error:
         if None not in kinds and kinds[0] != kinds[1]:
-            other = "use another --run-dir, or start again with --resume never"
-            raise DataError(f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {other}") from None
-        ends = [_end_of_text(stream) for stream in (saved.get("stream", {}), current["stream"])]
-        if ends[0] is not None or ends[1] is None:
+            raise DataError(
+                f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {_set_back(weights)}"
+            ) from None
+        ends = [_end_of_text(stream) for stream in (saved, current)]
+        if isinstance(error, ConfigError) or ends[0] is not None or ends[1] is None:
             raise
         # Earlier versions knew the usual names alone.
         raise DataError(
             f"documents of {run_dir} were trained with the end of text of its own tokenizer.json, and those of the "
             "data end with the eos_token beside data.tokenizer.path, or with data.tokenizer.end; set "
             f"data.tokenizer.kind=file data.tokenizer.path={run_dir / 'tokenizer.json'} to go on as it began, use "
-            "another --run-dir, or start again with --resume never"
+            "another run directory, or start again with --resume never (from Python resume='never')"
         ) from None
-    return changes
 
 
 def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -104,7 +104,7 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] | None =
 
     Raises:
         UserError: the error of the work; where it failed in another process only, one of the same exit code that names
-            that process.
+            that process. The processes stay in their cluster where all raise the same error, and leave it otherwise.
         ConfigError: facts differ; names each with both values.
     """
     return _by_all(work, says=says, tells=None)[0]
@@ -149,7 +149,11 @@ def _by_all(
         assert failure is None
         # No failure, so the result is what the work gave.
         return result, [one.get("tells", "") for one in everyone]  # pyright: ignore[reportReturnType]
-    leave_together()
+    if isinstance(failure, UserError) and all(one == said for one in everyone):
+        # Every process raises it here, so that a program that catches it can go on, as the only process could.
+        failure.raised_by_all = True
+        raise failure
+    distributed.leave_together(str(verdict))
     raise failure or verdict
 
 
@@ -181,7 +185,7 @@ def announced(*, emulate: int | None = None) -> Iterator[None]:
             distributed.start(emulate=emulate, compilation_cache=None)
             check_devices()
             exchange(json.dumps(_described(error)))
-            leave_together()
+            distributed.leave_together(str(error))
         raise SystemExit(error.exit_code) from error
 
 
@@ -228,14 +232,6 @@ def exchange(text: str) -> list[str]:
     meet()  # each compiles the wider exchange
     rows = multihost_utils.process_allgather(padded)
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def leave_together() -> None:
-    """Leave the cluster, as every process does at this place: none is missed by another one, which would abort."""
-    import jax
-
-    with contextlib.suppress(RuntimeError):
-        jax.distributed.shutdown()
 
 
 def _is_one_of_several() -> bool:

@@ -30,6 +30,10 @@ _ABORT_MARGIN_SECONDS = 60
 # Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
 # CUDA's context need a few GiB. XLA_PYTHON_CLIENT_MEM_FRACTION, where it is set, says otherwise.
 GPU_MEMORY_FRACTION = 0.92
+# The error after which this process left its cluster, which jax joins once only; empty: it did not.
+_left_after: list[str] = []
+_USED_BEFORE = "must be called before any JAX calls"
+_LONGEST_REASON = 300
 # What Kubernetes answers where a right is missing: it would at every start.
 _REFUSED = re.compile(r"\b40[13]\b")
 
@@ -78,6 +82,11 @@ def start(
     start_alone(emulate=emulate, compilation_cache=compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
+        if _left_after:
+            raise ConfigError(
+                f"this process left the others after an earlier error ({_left_after[0]}), and jax cannot join them "
+                "again; start the program again"
+            )
         _join(cluster, lost_seconds)
 
 
@@ -169,6 +178,11 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
                 **limits,
             )
     except Exception as error:
+        if _USED_BEFORE in str(error):
+            raise ConfigError(
+                f"the cluster found through {cluster.source} can be joined only before jax is first used in a process, "
+                "and it was: call start() first, at the top of the program"
+            ) from error
         line = failure((str(error).splitlines() or [type(error).__name__])[0][:200])
         if started_again and _REFUSED.search(line) is None:
             raise NotMetError(line) from error
@@ -233,6 +247,19 @@ def leave(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def leave_together(reason: str) -> None:
+    """Leaves the cluster, as every process does at this place: none is missed by another one, which would abort.
+
+    Args:
+        reason: The error, for the line of what would join later.
+    """
+    import jax
+
+    with contextlib.suppress(RuntimeError):
+        jax.distributed.shutdown()
+    _left_after.append(reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}...")
 
 
 def is_main_process() -> bool:

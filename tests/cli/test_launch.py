@@ -1,5 +1,6 @@
 """Several processes started by one command: what is shown, which exit code comes back, and that none is left over."""
 
+import argparse
 import json
 import os
 import re
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.cli import main
+from jaxtrain.cli import _ALONE, main
+from jaxtrain.commands.table import COMMANDS
 
 # A process that does as the word of its index says, and writes its own id and that of a helper that it starts.
 CHILD = """
@@ -198,8 +200,24 @@ USAGE = {
         r"my\.py' is not a program.*write: python .*my",
     ),
     "a path to nothing": ("launch --processes 2 -- ./nowhere", r"'\./nowhere' is not a program.*there is no such file"),
-    "no devices to emulate": ("launch --processes 2 --emulate 2 -- ckpt ls x", r"jaxtrain ckpt ls: no option --emul"),
+    "a page": (
+        "launch --processes 2 --emulate 1 -- report run",
+        r"jaxtrain launch: 'report' works in one process; run it without launch, as in: jaxtrain report runs",
+    ),
+    "a listing": ("launch --processes 2 -- ckpt ls x", r"jaxtrain launch: 'ckpt ls' works in one process; run it with"),
 }
+
+
+def test_commands_that_use_no_devices_are_not_launched():
+    """An option of `launch` would be refused as if it were theirs."""
+
+    def uses_devices(command):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        return "--emulate" in parser.format_help()
+
+    alone = {name for name, command in COMMANDS.items() if not command.takes_command and not uses_devices(command)}
+    assert alone <= {*_ALONE}
 
 
 @pytest.mark.parametrize(("words", "pattern"), USAGE.values(), ids=USAGE)

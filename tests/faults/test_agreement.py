@@ -110,6 +110,7 @@ STARTS = {
         "unknown key 'train.stepz' (command",
     ),
     "data of one size": ("data.path=a.txt", "data.path=b.txt", 2, "data (tokens_sha256): process 0 has "),
+    "data missing for both": ("data.path=nowhere", "data.path=nowhere", 3, "data.path nowhere does not exist"),
     "missing data": ("", "data.path=nowhere", 3, "data.path nowhere does not exist"),
 }
 
@@ -145,3 +146,65 @@ def test_both_end_before_the_first_step(tmp_path: Path, first, second, code, lin
         assert said[0].startswith("jaxtrain: ")
         assert line in said[0]
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+# Errors that all raise alike, then one that process 1 alone raises, and a join after it.
+PROGRAM = """
+import sys
+import jax
+import jaxtrain as jt
+from jaxtrain.runtime.agreement import together
+from jaxtrain.runtime.distributed import start
+
+
+def work(error):
+    if error is not None:
+        raise error
+
+
+start(compilation_cache=None)
+alone = jt.DataError("no such file") if jax.process_index() else None
+for error in (jt.ConfigError("bad key"), jt.DataError("bad rows"), None, alone):
+    try:
+        start(compilation_cache=None)
+        together(lambda: work(error))
+        found = "done"
+    except jt.UserError as raised:
+        found = f"{type(raised).__name__} {raised}"
+    sys.stderr.write(f"{found}\\n")
+try:
+    start(compilation_cache=None)
+except jt.ConfigError as raised:
+    sys.stderr.write(f"{raised}\\n")
+"""
+
+
+def launched(folder: Path, program: str) -> tuple[int, list[str], list[str]]:
+    """The exit code of a program in two processes, and the lines of each."""
+    (folder / "program.py").write_text(program)
+    words = ["launch", "--processes", "2", "--emulate", "1", "--", sys.executable, "program.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "jaxtrain", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if "[Gloo]" not in line]
+    other = [line.removeprefix("[1] ") for line in lines if line.startswith("[1] ")]
+    return done.returncode, [line for line in lines if not line.startswith("[")], other
+
+
+def test_a_program_goes_on_after_an_error_that_all_raise(tmp_path: Path):
+    code, first, second = launched(tmp_path, PROGRAM)
+    assert code == 0, (first, second)
+    alike = ["ConfigError bad key", "DataError bad rows", "done"]
+    left = "this process left the others after an earlier error (process 1 cannot go on: no such file), and jax cannot "
+    left += "join them again; start the program again"
+    assert first == [*alike, "DataError process 1 cannot go on: no such file", left]
+    assert second == [*alike, "DataError no such file", left]
+
+
+def test_a_program_that_used_jax_before_it_joined_is_told_so(tmp_path: Path):
+    program = "import jax\njax.devices()\nimport jaxtrain as jt\ntry:\n    jt.start()\n"
+    program += "except jt.UserError as error:\n    import sys\n    sys.stderr.write(f'{error}\\n')\n"
+    code, first, second = launched(tmp_path, program)
+    line = "the cluster found through JAX_COORDINATOR_ADDRESS can be joined only before jax is first used in a process"
+    assert code == 0
+    assert first == second == [f"{line}, and it was: call start() first, at the top of the program"]

@@ -7,7 +7,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config import load_config
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.run.resume import changes_since
 from jaxtrain.run.saved_config import trained_rows_line
 
@@ -47,5 +47,50 @@ def test_a_folder_of_another_kind_of_data_is_named(tmp_path: Path) -> None:
         return {"config": {"data": {"kind": kind}}, "stream": stream}
 
     saved, current = of("text", {"sha256": "a"}), of("digits", {"rows": 3})
-    with pytest.raises(DataError, match=r"holds a run on data\.kind=text, not digits; use another --run-dir"):
+    with pytest.raises(
+        DataError, match=r"holds a run on data\.kind=text, not digits; set it back, use another run dir"
+    ):
         changes_since(saved, current, run_dir=tmp_path, may_change=True)
+
+
+SAVED = {
+    "config": {"seed": 0, "train": {"global_batch_size": 8}, "optimizer": {"learning_rate": 0.1}},
+    "stream": {"kind": "digits", "sequence_length": 8, "seed": 0, "global_batch_size": 8},
+}
+RATE = {"optimizer": {"learning_rate": 0.2}}
+# id: (other groups of the config, other parts of the stream, error, what its line says)
+OTHER_BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "seed": ({"seed": 1}, {"seed": 1}, ConfigError, "another configuration: seed 0 -> 1, which no resume changes; set"),
+    "batch size": (
+        {"train": {"global_batch_size": 16}},
+        {"global_batch_size": 16},
+        ConfigError,
+        "another configuration: train.global_batch_size 8 -> 16, which no resume changes; set",
+    ),
+    "seed and more": (
+        {"seed": 1, **RATE},
+        {"seed": 1},
+        ConfigError,
+        "another configuration: seed 0 -> 1, which no resume",
+    ),
+    "a key of the model that makes other rows": (
+        RATE,
+        {"sequence_length": 4},
+        DataError,
+        "sequence_length was 8, is 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("may_change", [False, True], ids=["by default", "must"])
+@pytest.mark.parametrize(("config", "stream", "error", "line"), OTHER_BATCHES.values(), ids=OTHER_BATCHES)
+def test_no_advice_is_given_that_would_be_refused(
+    tmp_path: Path, config: dict[str, Any], stream: dict[str, Any], error: type[Exception], line: str, may_change: bool
+) -> None:
+    """No `resume` goes on with other batches, so that none may be offered."""
+    current = {"config": {**SAVED["config"], **config}, "stream": {**SAVED["stream"], **stream}}
+    with pytest.raises(error) as caught:
+        changes_since(SAVED, current, run_dir=tmp_path, may_change=may_change)
+    assert line in str(caught.value)
+    assert "must" not in str(caught.value)
+    assert "; set it back, use another run directory" in str(caught.value)

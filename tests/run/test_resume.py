@@ -96,7 +96,6 @@ OTHERS = {
     "dropout": (dict(model__dropout=0.0), r"model\.dropout 0\.1 -> 0\.0", None),
     "width": (dict(model__embed_dim=64), r"model\.embed_dim 32 -> 64", "the state then has another form"),
     "fewer steps": (dict(train__steps=2), r"train\.steps 3 -> 2", None),
-    "seed": (dict(seed=1), "seed 0 -> 1", "its batches or held-out rows then are others"),
 }
 
 
@@ -300,8 +299,8 @@ def test_weight_decay_may_be_switched_on_at_a_resume(tmp_path: Path, capfd: pyte
             "of another moving average: .*; changed since: optimizer.ema_decay 0.9 -> None; set that back",
         ),
         (dict(precision__policy="bf16_pure"), jt.CheckpointError, "of another model"),
-        (dict(seed=1), jt.DataError, "other data: seed was 0, is 1"),
-        (dict(train__global_batch_size=16), jt.DataError, "global_batch_size was 8, is 16"),
+        (dict(seed=1), jt.ConfigError, "another configuration: seed 0 -> 1, which no resume"),
+        (dict(train__global_batch_size=16), jt.ConfigError, "train.global_batch_size 8 -> 16, which no resume"),
         (dict(data__sequence_length=16), jt.DataError, "other data"),
         # Another text, of which another tokenizer is learned first.
         pytest.param(dict(data__builtin="python_source"), jt.DataError, "other data", marks=pytest.mark.long),
