@@ -227,12 +227,12 @@ def test_a_word_has_one_space_before_it(name):
         model.pre_tokenizer = splitter
     trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>"], show_progress=False)
     model.train_from_iterator(SENTENCES, trainer)
-    words = "Bob went to Paris".split()
+    words = ["Bob", "went", "to", "Paris"]
     found = framed_words(framed_tokens(BpeTokenizer(model), None), [words], sequence_length=64)
     # Without a space of its own, the library takes a word as one at the beginning of a text; the row has running text.
     apart = words if adds_space else ["Bob", " went", " to", " Paris"]
     expected = [model.encode(word, add_special_tokens=False).ids for word in apart]
-    assert found.ids == [sum(expected, [])]
+    assert found.ids == [[i for ids in expected for i in ids]]
     assert found.places == [np.cumsum([0, *map(len, expected[:-1])]).tolist()]
     if adds_space:
         assert found.ids == [model.encode(words, is_pretokenized=True, add_special_tokens=False).ids]
