@@ -142,8 +142,8 @@ def numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | N
 def as_known_classes(written: Sequence[str], known: Sequence[str]) -> list[str]:
     """Returns targets of a CSV file by the names of the classes that a model was trained on.
 
-    Whether the codes of a file are texts (01, 2A) or numbers (01 is 1) depends on the others in it, and another file may
-    have fewer of them: the class that is written so comes first, and then the one of the same number.
+    Whether the codes of a file are texts (01, 2A) or numbers (01 is 1) depends on the others in it, and another file
+    may have fewer of them: the class that is written so comes first, and then the one of the same number.
 
     Args:
         written: The targets as the file has them.
