@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.numbers import Fraction, Length
+from jaxtrain.config.numbers import Length, Share
 from jaxtrain.config.tokenizer import TokenizerConfig
 
 # The path that names the conversations made from the documentation that every Python carries.
@@ -26,7 +26,7 @@ class ChatData(Group):
     """.jsonl or .parquet files, folders or globs, one or a list; python_docs: built in, made of Python's docstrings."""
     validation_path: str | None = None
     """File, folder or glob with the conversations for evaluation; null: validation_fraction of path."""
-    validation_fraction: Fraction = 0.05
+    validation_fraction: Share = 0.05
     """Fraction of the conversations that is kept for evaluation; equal prompts stay together."""
     sequence_length: Length | None = None
     """Tokens per row; null: the model's max_sequence_length."""

@@ -59,7 +59,7 @@ class _TokenData(Stored):
 
     sequence_length: Length | None = None
     """Tokens per row; null: the model's max_sequence_length."""
-    validation_fraction: Fraction = 0.05
+    validation_fraction: Share = 0.05
     """Fraction of the tokens, taken from the end, that is kept for evaluation."""
     corruption: Corruption | None = None
     """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: the next token."""
@@ -137,7 +137,7 @@ class _LabelledData(Stored):
     """A .csv (with header), .jsonl or .parquet file."""
     validation_path: str | None = None
     """File with the rows for evaluation; null: validation_fraction of the rows."""
-    validation_fraction: Fraction = 0.1
+    validation_fraction: Share = 0.1
     """Fraction of the rows that is kept for evaluation where there is no validation_path."""
     sequence_length: Length | None = None
     """Tokens per row, special ones included; longer texts are truncated. null: the model's max_sequence_length."""
@@ -197,7 +197,7 @@ class DigitsData(Group):
 
     kind: Literal["digits"] = "digits"
     """Which source this group describes."""
-    validation_fraction: Fraction = 0.2
+    validation_fraction: Share = 0.2
     """Fraction of the images that is kept for evaluation."""
 
 
@@ -210,7 +210,7 @@ class ImageFolderData(_RecordData):
     """Folder that holds the class folders, or train/ and val/ with the class folders of each split."""
     image_size: Units = 224
     """Side of the square that images are cropped to, in pixels."""
-    validation_fraction: Fraction = 0.1
+    validation_fraction: Share = 0.1
     """Fraction of the images that is kept for evaluation where there is no val/ folder."""
     augment: bool = True
     """Crop and flip training images at random."""
@@ -231,7 +231,7 @@ class ImageRecordsData(Stored, _RecordData):
     """Column of the class; null: label, labels, cls or class, whichever there is."""
     image_size: Units = 224
     """Side of the square that images are cropped to, in pixels."""
-    validation_fraction: Fraction = 0.1
+    validation_fraction: Share = 0.1
     """Fraction of the images that is kept for evaluation where there is no validation_path."""
     augment: bool = True
     """Crop and flip training images at random."""
@@ -248,7 +248,7 @@ class TableData(Stored, _RecordData):
     """Column to predict, of files with named columns; null: the last column."""
     columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """Columns that are inputs, in this order, of files with named columns; null: all but the target."""
-    validation_fraction: Fraction = 0.2
+    validation_fraction: Share = 0.2
     """Fraction of the rows that is kept for evaluation."""
     task: Literal["classification", "regression"] | None = None
     """What the target is; null: decided by the run's task and the values, with an error where both are possible."""
@@ -311,6 +311,15 @@ class MixtureData(Group):
     """How text becomes tokens, for all components."""
     corruption: Corruption | None = None
     """What is hidden: as in data.kind=text."""
+
+    @model_validator(mode="after")
+    def _check_fractions(self) -> "MixtureData":
+        if any(component.source.validation_fraction == 1 for component in self.components):
+            raise ValueError(
+                "validation_fraction=1 is for a source alone; to evaluate a run on all rows of a file, give it as in "
+                "data.kind=text data.path=FILE data.validation_fraction=1"
+            )
+        return self
 
 
 class CalledData(Call):

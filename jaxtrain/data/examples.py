@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.data.skipped import SkippedRecords
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import grain
@@ -46,6 +46,15 @@ def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping
     return reading if reading is not None and reading.get("kind") == kind else None
 
 
+def check_leaves_rows(validation_fraction: float) -> None:
+    """Raises a ConfigError where all rows would be held out; a run that is opened for evaluation splits nothing."""
+    if validation_fraction == 1:
+        raise ConfigError(
+            "data.validation_fraction=1 leaves no rows to train on; give less, or evaluate a run on all rows: jaxtrain "
+            "eval RUN data.path=FILE data.validation_fraction=1 (in Python: give 0, and run.evaluate(data.train))"
+        )
+
+
 def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> tuple[np.ndarray, np.ndarray]:
     """Splits rows into a training and a validation part, at random but the same in every run.
 
@@ -58,13 +67,15 @@ def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> 
         The row numbers of the training part and of the validation part, int64 each.
 
     Raises:
+        ConfigError: The fraction is 1.
         DataError: There are too few rows for both parts.
     """
+    check_leaves_rows(validation_fraction)
     held_out = max(1, round(num_rows * validation_fraction)) if validation_fraction else 0
     if num_rows <= held_out:
         raise DataError(
             f"{label} has too few rows ({num_rows}) for a training and a validation part; "
-            "add rows or set data.validation_fraction=0"
+            "add rows or set data.validation_fraction=0 (or 1, to evaluate a trained run on all rows)"
         )
     order = np.random.default_rng(_SPLIT_SEED).permutation(num_rows)
     return order[held_out:], order[:held_out]

@@ -11,6 +11,7 @@ from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.special_tokens import added_tokens
 from jaxtrain.data.documents import Documents
 from jaxtrain.data.end_of_text import named_end
+from jaxtrain.data.examples import check_leaves_rows
 from jaxtrain.data.files import FileState
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
@@ -158,14 +159,18 @@ def split_tokens(source: TokenSource, *, sequence_length: int, validation_fracti
         The training span, and the validation span or None.
 
     Raises:
+        ConfigError: The fraction is 1.
         DataError: There are too few tokens for a row in each part.
     """
+    check_leaves_rows(validation_fraction)
     total = source.num_tokens
     row = sequence_length + 1
     held_out = max(round(total * validation_fraction), row) if validation_fraction else 0
     if total - held_out < row:
         fix = f"set data.sequence_length to at most {total // (2 if held_out else 1) - 1}" if total >= 4 else "add text"
         parts = "one training and one validation row" if held_out else "one row"
+        if held_out and total >= row:
+            fix += " (or, to evaluate a trained run on all rows, data.validation_fraction=1)"
         raise DataError(
             f"{source.label} has {total} tokens, too few for {parts} of sequence_length {sequence_length}; {fix}"
         )

@@ -67,7 +67,7 @@ def held_out_rows(
                 "{'train': {...}, 'validation': {...}}"
                 if isinstance(config.data, CalledData)
                 else "the data of the run has no held-out rows (data.validation_fraction=0); "
-                "give other data, such as data.path=FILE data.validation_fraction=0.5"
+                "give other data, such as data.path=FILE data.validation_fraction=1"
             )
         rows = rows.validation
     from jaxtrain.data.rows import first_rows

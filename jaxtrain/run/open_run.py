@@ -68,7 +68,7 @@ def open_run(
     _check_given(info, run_dir, model=model, task=task, mesh=mesh)
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
     config = saved_config(run_dir, overrides=overrides).config
-    if "data.validation_fraction" in changed_keys(overrides):
+    if any(key.partition(".")[0] == "data" for key in changed_keys(overrides)):
         line = trained_rows_line(saved_config(run_dir).config, config)
         if line is not None:
             report(line)

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config
+from jaxtrain.config.data import DataConfig
 from jaxtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,12 +31,10 @@ def open_saved_data(
     Raises:
         DataError: the data cannot be opened, or was made with another tokenizer.
     """
-    from jaxtrain.data import open_data
-
     saved = info.get("data") or {}
     length = getattr(config.model, "max_sequence_length", None)
     task = config.task if isinstance(config.task, str) else None
-    data = open_data(config.data, sequence_length=length, seed=config.seed, task=task, reading=saved.get("reading"))
+    data = _opened(config.data, sequence_length=length, seed=config.seed, task=task, reading=saved.get("reading"))
     _check_tokenizer(data, tokenizer, run_dir)
     remarks = []
     same = saved.get("fingerprint") == json.loads(json.dumps(data.fingerprint))
@@ -46,6 +46,18 @@ def open_saved_data(
             "used, and metrics are wrong where they differ"
         )
     return data, remarks if is_other else [*remarks, *_data_changes(saved, data)]
+
+
+def _opened(config: DataConfig, **how: Any) -> "Data":
+    """Data of a config, of which `validation_fraction=1` holds out all rows, since nothing is trained on them here."""
+    from jaxtrain.data import open_data
+
+    if getattr(config, "validation_fraction", None) != 1:
+        return open_data(config, **how)
+    # Images are read as in evaluation.
+    plain = {"validation_fraction": 0.0} | ({"augment": False} if hasattr(config, "augment") else {})
+    data = open_data(config.model_copy(update=plain), **how)
+    return data if data.validation is not None else replace(data, validation=data.train)
 
 
 def check_read_alike(data: "Data", info: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtrain.config import Config, Loaded, load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.run.kept_tokenizer import tokenizer_file
 from jaxtrain.run.mended import mend_run
 
@@ -39,10 +39,13 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
     for group, keys in (("model", ("attention", "from")), ("loss", ("logits", "block"))):
         if isinstance(saved.get(group), dict):
             saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
+    changed = changed_keys(overrides)
     words = [] if isinstance(overrides, Mapping) else list(overrides)
     keywords = dict(overrides) if isinstance(overrides, Mapping) else {}
     loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")
-    chose_tokenizer = any(key.startswith("data.tokenizer") for key in changed_keys(overrides))
+    if "data.validation_path" not in changed:
+        _check_path(saved.get("data") or {}, loaded.config)
+    chose_tokenizer = any(key.startswith("data.tokenizer") for key in changed)
     takes_tokenizer = hasattr(loaded.config.data, "tokenizer") and not chose_tokenizer
     tokenizer = None
     if takes_tokenizer:
@@ -55,6 +58,19 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
     return loaded
 
 
+def _check_path(saved: Mapping[str, Any], opened: Config) -> None:
+    """Raise where other rows are given as those for training, so that the run's held-out ones would be evaluated."""
+    data = opened.data.model_dump()
+    held_out, path = data.get("validation_path"), data.get("path")
+    if held_out is None or held_out != saved.get("validation_path") or _place(path) == _place(saved.get("path")):
+        return
+    shown = path if isinstance(path, str) else ",".join(path or ())
+    raise ConfigError(
+        f"data.path={shown} would not be evaluated: the held-out rows of the run are those of data.validation_path="
+        f"{held_out} (run.json); give data.validation_path={shown}"
+    )
+
+
 def trained_rows_line(saved: Config, opened: Config) -> str | None:
     """What to say where held-out rows of an opened run were trained on; None: nothing says that they were.
 
@@ -62,22 +78,53 @@ def trained_rows_line(saved: Config, opened: Config) -> str | None:
         saved: the config of the run.
         opened: the same with overrides.
     """
-    name = "validation_fraction"
-    before, after = saved.data.model_dump(), opened.data.model_dump()
-    of_run, of_now = before.get(name), after.get(name)
-    if of_run is None or of_now is None or of_now <= of_run or after.get("validation_path") is not None:
+    of_run = _sources(saved)
+    for now in _sources(opened):
+        for then in of_run:
+            line = _trained_on(then, now)
+            if line is not None:
+                return f"data.components: {line}" if opened.data.kind == "mixture" else f"data.{line}"
+    return None
+
+
+def _sources(config: Config) -> list[dict[str, Any]]:
+    """The keys of the data, or of each source of a mixture."""
+    data = config.data.model_dump()
+    return [one["source"] for one in data["components"]] if data["kind"] == "mixture" else [data]
+
+
+def _trained_on(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What to say of a source whose held-out rows are those of a source of the run, and more of them."""
+    name, by_path = "validation_fraction", now.get("validation_path") is not None
+    if then.get(name) is None or now.get(name) is None:
         return None
-    # What says which rows there are; other keys say how they are read.
-    for key in ("kind", "path", "builtin", "call", "args", "components"):
-        values = [one.get(key) for one in (before, after)]
-        if key == "path":
-            values = [Path(value).resolve() if isinstance(value, str) else value for value in values]
-        if values[0] != values[1]:
-            return None
+    place = now["validation_path"] if by_path else now.get("path")
+    if _rows_of(then, then.get("path")) != _rows_of(now, place):
+        return None
+    was_apart = then.get("validation_path") is not None
+    of_run, of_now = 0.0 if was_apart else then[name], 1.0 if by_path else now[name]
+    if of_now <= of_run or (by_path and was_apart and _place(then["validation_path"]) == _place(place)):
+        return None
+    better = "and look better than new ones"
+    if by_path or was_apart:
+        given = f"validation_path={place}" if by_path else f"validation_path={now.get('validation_path') or 'null'}"
+        return f"{given}: the run was trained on rows of {place or 'these'}, which are evaluated here {better}"
     return (
-        f"data.{name}={of_now:g} holds out more than the run did ({of_run:g}): some of these rows were trained on, and "
-        f"look better than new ones; leave it out, or give other data"
+        f"{name}={of_now:g} holds out more than the run did ({of_run:g}): some of these rows were trained on, "
+        f"{better}; leave it out, or give other data"
     )
+
+
+def _rows_of(source: Mapping[str, Any], path: Any) -> list[Any]:
+    """What says which rows there are in a path of a source; other keys say how they are read."""
+    return [source["kind"], _place(path), source.get("builtin") if path is None else None]
+
+
+def _place(path: Any) -> Any:
+    """A path, or several, in one form."""
+    if isinstance(path, str):
+        return Path(path).resolve()
+    return [_place(one) for one in path] if isinstance(path, list | tuple) else path
 
 
 def changed_keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:

@@ -101,7 +101,7 @@ RUN_MISTAKES = {
     "show of a step that is not there": ("ckpt show {text} --step 3", 4, r"no checkpoint of step 3"),
     "key that belongs to training": ("eval {text} model.num_layers=3", 2, r"model\.num_layers=3 cannot change"),
     "mistyped key": ("eval {text} data.sequence_lenght=8", 2, r"unknown key 'data\.sequence_lenght'.*did you mean"),
-    "no held-out rows": ("eval {text} data.validation_fraction=0", 3, r"no held-out rows"),
+    "no held-out rows": ("eval {text} data.validation_fraction=0", 3, r"no held-out rows.*validation_fraction=1$"),
     "degrees that do not fit": ("eval {text} parallel.fsdp=3", 2, r"fsdp=3 makes 3"),
     "text of an image model": ("sample {image} -p a", 2, r"model\.kind=resnet of .* does not generate text"),
     "negative temperature": ("sample {text} -p a --temperature -1", 2, r"temperature is -1\.0; use 0 \(greedy\)"),

@@ -117,7 +117,8 @@ CASES = {
         {"a.txt": b"0123456789" * 3},
         lambda d: text(d / "a.txt"),
         "{dir}/a.txt has 31 tokens, too few for one training and one validation row of sequence_length 16; "
-        "set data.sequence_length to at most 14",
+        "set data.sequence_length to at most 14 (or, to evaluate a trained run on all rows, "
+        "data.validation_fraction=1)",
     ),
     "corrupt JSONL line": (
         {"a.jsonl": b'{"text": "a"}\n\n{"text": \n'},
@@ -229,7 +230,7 @@ CASES = {
         {"a.csv": b"x,y\n1,2\n"},
         lambda d: table(d / "a.csv"),
         "{dir}/a.csv has too few rows (1) for a training and a validation part; "
-        "add rows or set data.validation_fraction=0",
+        "add rows or set data.validation_fraction=0 (or 1, to evaluate a trained run on all rows)",
     ),
     "text targets asked for as numbers": (
         {"a.csv": b"x,y\n1,red\n2,blue\n"},

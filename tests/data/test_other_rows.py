@@ -59,6 +59,34 @@ def test_a_constant_column_carries_nothing(tmp_path):
     assert max(seen) == pytest.approx(0.5)
 
 
+# Codes of the run's table, codes of another one, the classes that its rows have; None: the one that is refused.
+CODES = {
+    "texts without their letters": (["01", "02", "2A"], ["01", "02"], ["01", "02"]),
+    "texts of the same number": (["1", "01", "2A", "2B"], ["01", "1"], ["01", "1"]),
+    "a number in other words": (["1", "2"], ["01", "2.0"], ["1", "2"]),
+    "a number beside a text": (["1", "2", "x"], ["1.0", "x"], ["1", "x"]),
+    "fractions": (["0.5", "1", "x"], ["0.50", "1.0"], ["0.5", "1"]),
+    "another code": (["01", "02", "2A"], ["01", "03"], "03"),
+    "a text that is no class": (["1", "2"], ["01", "2A"], "2A"),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_class_is_what_is_written_and_a_number_only_where_that_is_none(name, tmp_path):
+    own, others, found = CODES[name]
+    for file, codes in (("a.csv", own), ("b.csv", others)):
+        (tmp_path / file).write_text("x,y\n" + "".join(f"{i},{codes[i % len(codes)]}\n" for i in range(24)))
+    reading = open_data(TableData(path=str(tmp_path / "a.csv"), task="classification")).reading
+    other = TableData(path=str(tmp_path / "b.csv"), validation_fraction=0)
+    if isinstance(found, str):
+        with pytest.raises(DataError, match=f"has class '{found}', which the run was not trained on"):
+            open_data(other, reading=reading)
+        return
+    rows = gathered(open_data(other, reading=reading).train)
+    values = np.round(rows["inputs"][:, 0] * reading["deviation"][0] + reading["mean"][0]).astype(int)
+    assert [reading["classes"][i] for i in rows["targets"]] == [found[i % len(found)] for i in values]
+
+
 @pytest.mark.parametrize("row", ["1e39,1.5", "1.5,-1e39"], ids=["input", "target"])
 def test_a_value_beyond_float32_is_refused(row, tmp_path):
     (tmp_path / "a.csv").write_text(f"x,y\n1,2.5\n{row}\n3,4.5\n")

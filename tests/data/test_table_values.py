@@ -218,3 +218,27 @@ def test_names_of_columns_have_no_spaces_around_them_and_dates_are_no_numbers(tm
     path.write_text(lines("a,y", "2024_01,1"))
     with pytest.raises(DataError, match=r"a.csv:2 column 'a' is '2024_01', not a number"):
         rows_of(path)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_column_that_the_first_row_lacks_is_not_left_out_unsaid(form, tmp_path):
+    rows = [{"a": float(i), "y": i % 2} | ({"b": 1.0} if i else {}) for i in range(10)]
+    if form == "jsonl":
+        path, first, later = tmp_path / "a.jsonl", "a.jsonl:1", "a.jsonl:2"
+        path.write_text(lines(*map(json.dumps, rows)))
+    else:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        path, first, later = tmp_path, "a.parquet row 1", "b.parquet"
+        for name, part in (("a", rows[:1]), ("b", [{"__index_level_0__": 1, **row} for row in rows[1:]])):
+            parquet.write_table(arrow.Table.from_pylist(part), tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError) as caught:
+        rows_of(path, target="y")
+    folder = f"{tmp_path}/"
+    assert str(caught.value) == (
+        f"{folder}{later} has column 'b', which {folder}{first} lacks; give all rows the same columns, or list the "
+        "inputs in data.columns"
+    )
+    assert rows_of(path, target="y", columns=["a"]).reading["columns"] == ["a"]
+    if form == "jsonl":
+        path.write_text(lines(*map(json.dumps, [*rows[1:], {**rows[1], "c": 2.0}])))
+        assert len(rows_of(path, target="y", on_bad_record="skip", validation_fraction=0).train) == 9

@@ -5,10 +5,13 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxtrain.data import open_data
 from jaxtrain.data.text.frame import Frame, fill_frame
+from jaxtrain.data.text.framed import framed_texts, framed_tokens, framed_words
+from jaxtrain.data.text.ragged import take
+from jaxtrain.data.tokenizer import BpeTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "man", "eats", "bread", "##s", "the", "dog", "sleep"]
@@ -91,16 +94,30 @@ def test_pairs_are_framed_and_padded(suffix, post_processor, tmp_path):
         ([[1, 2, 3, 4]], 5, [8, 1, 2, 3, 9], True),
         ([[1, 2, 3, 4], [5]], 6, [8, 1, 2, 9, 5, 9], True),
         ([[1], [2, 3, 4, 5]], 6, [8, 1, 9, 2, 3, 9], True),
-        ([[1, 2, 3], [4, 5, 6]], 8, [8, 1, 2, 3, 9, 4, 5, 9], True),
+        ([[1, 2, 3], [4, 5, 6]], 8, [8, 1, 2, 9, 4, 5, 6, 9], True),
+        ([[1, 2, 3, 4], [5, 6, 7]], 8, [8, 1, 2, 3, 9, 5, 6, 9], True),
         ([[1, 2, 3], [4, 5, 6]], 9, [8, 1, 2, 3, 9, 4, 5, 6, 9], False),
     ],
-    ids=["fits", "one text", "a long first", "a long second", "equal", "a pair that fits"],
+    ids=["fits", "one text", "a long first", "a long second", "equal", "both cut", "a pair that fits"],
 )
 def test_the_longer_text_gives_way(texts, length, kept, cut):
     single = ((8, 0), ("first", 0), (9, 0))
     frame = Frame((*single, ("second", 1), (9, 1)) if len(texts) > 1 else single)
     ids, types, was_cut = fill_frame(frame, texts, length)
     assert (ids, len(types), was_cut) == (kept, len(kept), cut)
+
+
+def test_pairs_are_truncated_as_the_tokenizers_library_does(tmp_path):
+    config = write_bert(tmp_path)
+    model, tokens = Tokenizer.from_file(config["path"]), framed_tokens(load_tokenizer(config["path"]), None)
+    pairs = [["a " * first, "dog " * second] for first in range(9) for second in range(9)]
+    for length in (9, 10):
+        model.enable_truncation(length, strategy="longest_first")
+        column = framed_texts(tokens, pairs, sequence_length=length)[0]["tokens"]
+        rows = take(column, np.arange(len(pairs)))
+        for pair, row in zip(pairs, rows.tolist(), strict=True):
+            expected = model.encode(*pair).ids
+            assert row == [*expected, *[PAD] * (length - len(expected))], pair
 
 
 def labelled(folder, rows, *, task=None, reading=None, length=16, **more):
@@ -182,6 +199,43 @@ def test_the_first_token_of_a_word_has_its_tag(suffix, tmp_path):
     short = open_data(config, sequence_length=4)
     assert in_file_order(short)["targets"][0].tolist() == [-100, 1, 0, -100]
     assert "1 of 2 rows are longer than 4 tokens and truncated" in short.description
+
+
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+SENTENCES = ["Bob went to Paris", "the cat sat", "Bob sat to the cat"] * 5
+# Normalizer, pre-tokenizer, whether it adds the space before a word by itself, so that the tokens are the library's.
+SPACES = {
+    "as Llama's": (PREPEND, None, True),
+    "as Llama's, split": (PREPEND, pre_tokenizers.Split("▁", "merged_with_next"), True),
+    "Metaspace": (None, pre_tokenizers.Metaspace(), True),
+    "Metaspace, first": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), True),
+    "Metaspace, never": (None, pre_tokenizers.Metaspace(prepend_scheme="never"), False),
+    "bytes with a space": (None, pre_tokenizers.ByteLevel(add_prefix_space=True), True),
+    "bytes": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), False),
+    "as Gemma's": (normalizers.Replace(" ", "▁"), pre_tokenizers.Split("▁", "merged_with_next"), False),
+    "as BERT's": (normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), True),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_a_word_has_one_space_before_it(name):
+    normalizer, splitter, adds_space = SPACES[name]
+    model = Tokenizer(models.BPE(unk_token="<unk>"))
+    if normalizer is not None:
+        model.normalizer = normalizer
+    if splitter is not None:
+        model.pre_tokenizer = splitter
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>"], show_progress=False)
+    model.train_from_iterator(SENTENCES, trainer)
+    words = ["Bob", "went", "to", "Paris"]
+    found = framed_words(framed_tokens(BpeTokenizer(model), None), [words], sequence_length=64)
+    # Without a space of its own, the library takes a word as one at the beginning of a text; the row has running text.
+    apart = words if adds_space else ["Bob", " went", " to", " Paris"]
+    expected = [model.encode(word, add_special_tokens=False).ids for word in apart]
+    assert found.ids == [[i for ids in expected for i in ids]]
+    assert found.places == [np.cumsum([0, *map(len, expected[:-1])]).tolist()]
+    if adds_space:
+        assert found.ids == [model.encode(words, is_pretokenized=True, add_special_tokens=False).ids]
 
 
 def test_pairs_of_texts_for_a_decoder(tmp_path):

@@ -17,12 +17,14 @@ class AskedColumns:
         columns: Those that are inputs; None: all others.
         as_numbers: Whether the targets are numbers, so that a text is a bad row.
         takes_unnamed: Whether a first column without a name is an input, too.
+        classes: Names of the classes that a model was trained on; None: those of the file, or there are none.
     """
 
     target: str | None
     columns: Sequence[str] | None
     as_numbers: bool = False
     takes_unnamed: bool = False
+    classes: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)

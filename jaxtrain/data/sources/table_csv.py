@@ -11,7 +11,7 @@ from jaxtrain.data.csv_rows import csv_rows, stripped_header
 from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
 from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRows, input_columns
-from jaxtrain.data.sources.table_targets import target_of
+from jaxtrain.data.sources.table_targets import as_known_classes, target_of
 from jaxtrain.data.text.numbers import number_in
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.remarks import print_remark
@@ -78,6 +78,8 @@ def read_csv(path: Path, asked: AskedColumns, *, skipped: SkippedRecords | None)
         skipped.set(bad, num_rows - len(kept), of=num_rows)
         skipped.tell()
     kept_targets = found if first_text is None else targets
+    if asked.classes is not None:
+        kept_targets = as_known_classes(targets, asked.classes)
     return TableRows(inputs, kept_targets, names, np.array(kept, np.int64), found, first_text)
 
 

@@ -3,12 +3,14 @@
 import math
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.formats.opened import DataFile, pass_over_file
+from jaxtrain.data.formats.arrow import ArrowReader
+from jaxtrain.data.formats.opened import DataFile, open_file, pass_over_file
+from jaxtrain.data.formats.parquet import ParquetReader
 from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
 from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRows, input_columns
@@ -32,7 +34,7 @@ def read_table_rows(files: Sequence[DataFile], asked: AskedColumns, *, skipped: 
     """
     target, columns = asked.target, asked.columns
     # The first file with rows: writers in parallel leave empty ones.
-    first = next((row for file in files for _, row in pass_over_file(file, None)), {})
+    first_where, first = next((found for file in files for found in pass_over_file(file, None)), ("", {}))
     there = list(first)
     if len(there) < 2:
         raise DataError(f"{files[0].path} has {len(there)} columns; give at least one input and the target")
@@ -54,10 +56,22 @@ def read_table_rows(files: Sequence[DataFile], asked: AskedColumns, *, skipped: 
         if len(bad) < NAMED:
             bad.append(without_advice(error))
 
+    def check_known(where: str, found: Iterable[str]) -> None:
+        # A column that the first row lacks would be left out of the inputs without a word.
+        more = [name for name in found if name not in first and not _INDEX.fullmatch(name)] if columns is None else []
+        if more:
+            raise BadRecordError(
+                f"{where} has column '{more[0]}', which {first_where} lacks; give all rows the same columns, or list "
+                "the inputs in data.columns"
+            )
+
     wanted = [*(("columns" if columns else None, name) for name in names), ("target", chosen)]
     for file in files:
+        check_known(str(file.path), _columns_of(file))
         for where, row in pass_over_file(file, wanted, bad=leave_out):
             try:
+                if not row.keys() <= first.keys():
+                    check_known(where, row)
                 numbers = [_number(row[name], where, name) for name in names]
                 value = target_of(row[chosen], where=where, column=chosen, as_numbers=asked.as_numbers)
             except BadRecordError as error:
@@ -75,6 +89,12 @@ def read_table_rows(files: Sequence[DataFile], asked: AskedColumns, *, skipped: 
     inputs = np.array(values, np.float64).reshape(len(targets), len(names))
     found = [value for value in targets if not isinstance(value, str)]
     return TableRows(inputs, targets, names, np.array(kept, np.int64), found, first_text)
+
+
+def _columns_of(file: DataFile) -> list[str]:
+    """Returns the columns that all rows of a file have; nothing for a format whose rows have columns of their own."""
+    reader = open_file(file, None) if file.format in ("parquet", "arrow") else None
+    return reader.schema.names if isinstance(reader, ParquetReader | ArrowReader) and len(reader) else []
 
 
 def _number(value: Any, where: str, name: str) -> float:

@@ -139,6 +139,27 @@ def numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | N
     return classes.astype(np.int32), names
 
 
+def as_known_classes(written: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Returns targets of a CSV file by the names of the classes that a model was trained on.
+
+    Whether the codes of a file are texts (01, 2A) or numbers (01 is 1) depends on the others in it, and another file
+    may have fewer of them: the class that is written so comes first, and then the one of the same number.
+
+    Args:
+        written: The targets as the file has them.
+        known: Names of the classes.
+
+    Returns:
+        The name of each target's class; what is written, where it is none of them.
+    """
+    names = {text: text for text in known}
+    for text in set(written) - names.keys():
+        number = number_in(text)
+        whole = str(int(number)) if number is not None and number == int(number) else str(number)
+        names[text] = whole if whole in known else text
+    return [names[text] for text in written]
+
+
 def are_wanted_as_numbers(chosen: str | None, *, task: str | None, reading: Mapping[str, Any] | None) -> bool:
     """Returns whether targets are numbers whatever they look like.
 

@@ -76,7 +76,11 @@ def fill_frame(frame: Frame, texts: Sequence[list[int]], length: int) -> tuple[l
 
 
 def _kept(lengths: list[int], room: int) -> list[int]:
-    """Returns how many tokens of each text fit: one text has the room, of two the longer one gives way."""
+    """Returns how many tokens of each text fit: one text has the room, of two the longer one gives way.
+
+    Where both are cut and the room is odd, the longer text, or the second of two as long, has the token more, as
+    truncation of the tokenizers library (longest_first) has it.
+    """
     if sum(lengths) <= room:
         return lengths
     if len(lengths) == 1:
@@ -84,5 +88,5 @@ def _kept(lengths: list[int], room: int) -> list[int]:
     if lengths[0] > lengths[1]:
         second = min(lengths[1], room // 2)
         return [room - second, second]
-    first = min(lengths[0], room - room // 2)
+    first = min(lengths[0], room // 2)
     return [first, room - first]

@@ -111,7 +111,8 @@ def framed_words(tokens: FramedTokens, words: Sequence[Sequence[str]], *, sequen
     check_room(frame, sequence_length)
     before = [entry for entry, _ in frame.entries].index("first")
     # A space belongs to the word after it, as tokenizers of running text have it.
-    pieces = [word if i == 0 else f" {word}" for row in words for i, word in enumerate(row)]
+    space = _space_between(tokens.tokenizer)
+    pieces = [word if i == 0 else f"{space}{word}" for row in words for i, word in enumerate(row)]
     encoded = iter(encode_all(tokens.tokenizer, pieces))
     found = FramedWords([], [], [])
     for row in words:
@@ -125,6 +126,22 @@ def framed_words(tokens: FramedTokens, words: Sequence[Sequence[str]], *, sequen
         )
         found.cuts.append(cut)
     return found
+
+
+def _space_between(tokenizer: Tokenizer) -> str:
+    """Returns what stands before a word that is encoded by itself: nothing where the tokenizer adds the space.
+
+    Normalizers as Llama's prepend one to every text, so that another would be a token of its own.
+    """
+    if not isinstance(tokenizer, BpeTokenizer):
+        return " "
+    word, with_space, both = (_spelled(tokenizer, text) for text in ("a", " a", "a a"))
+    return "" if both == word + word != word + with_space else " "
+
+
+def _spelled(tokenizer: BpeTokenizer, text: str) -> str:
+    """Returns the names of a text's tokens in one, so that it does not matter which were merged."""
+    return "".join(tokenizer.token_name(i) or "" for i in tokenizer.encode(text).tolist())
 
 
 def text_rows(
