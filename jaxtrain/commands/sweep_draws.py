@@ -3,11 +3,16 @@
 import itertools
 import math
 import random
+import re
 from collections.abc import Sequence
 
 from jaxtrain.errors import ConfigError
 
 _MOST_TRIALS = 1000
+# A quoted text of YAML: in double quotes a backslash, in single ones a second quote keeps a quote inside.
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\']|\'\')*\'')
+# A value that begins with a quote which is not closed.
+_OPEN = re.compile(rf"\s*(?!{_QUOTED.pattern})[\"']")
 
 
 def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) -> list[dict[str, str]]:
@@ -40,22 +45,24 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
 
 def _split(text: str) -> list[str]:
     """Split values at commas; a list, a mapping or a quoted text of YAML is one, whatever is in it."""
-    values, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'" and values[-1].rstrip()[-1:] in ("", *"[{,:"):
-            quote = character
-        elif character in "[{":
+    values, depth, at = [""], 0, 0
+    while at < len(text):
+        # Brackets and quotes mean something where a value begins with one, and inside of one that does.
+        begins = not values[-1].strip()
+        inside = depth > 0 and values[-1].rstrip()[-1] in "[{,:"
+        quoted = _QUOTED.match(text, at) if begins or inside else None
+        piece = quoted[0] if quoted else text[at]
+        at += len(piece)
+        if piece in ("[", "{") and (begins or depth):
             depth += 1
-        elif character in "]}":
-            depth = max(0, depth - 1)
-        elif character == "," and depth == 0:
+        elif piece in ("]", "}") and depth:
+            depth -= 1
+        if piece == "," and not depth:
             values.append("")
-            continue
-        values[-1] += character
+        else:
+            values[-1] += piece
     # What is not closed is not YAML: the error of the value names it whole.
-    return [text] if quote or depth else values
+    return [text] if depth or any(_OPEN.match(value) for value in values) else values
 
 
 def _read_range(word: str, text: str) -> tuple[str, str, bool] | None:

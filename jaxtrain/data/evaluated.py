@@ -14,9 +14,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def evaluated_numbers(num_rows: int, most: int | None, *, spread: bool = True) -> np.ndarray:
     """Returns the numbers of the rows that are evaluated: int64 [rows], rising, a function of the arguments alone.
 
-    Spread rows are one of each of `most` equal stretches, so that the classes of a sorted file and the sources of a
-    mixture have their shares. Its place in the stretch moves from one to the next by the golden ratio: always the first
-    would be one class of a file that lists its classes in turn.
+    Spread rows are those whose multiples of the golden ratio, taken modulo 1, are the smallest: about as many of every
+    stretch and of every residue, so that the classes of a sorted file, those of a file that lists them in turn, and the
+    sources of a mixture have their shares.
 
     Args:
         num_rows: how many rows are held out.
@@ -27,10 +27,8 @@ def evaluated_numbers(num_rows: int, most: int | None, *, spread: bool = True) -
         return np.arange(num_rows)
     if not spread:
         return np.arange(most)
-    starts = np.arange(most + 1) * num_rows // most
-    # 16 bits of the fraction: a product with the length of a stretch stays within 64 bits.
-    shares = (np.arange(most, dtype=np.uint64) * _GOLDEN >> np.uint64(48)).astype(np.int64)
-    return starts[:-1] + (np.diff(starts) * shares >> 16)
+    places = np.arange(num_rows, dtype=np.uint64) * _GOLDEN
+    return np.sort(np.argpartition(places, most - 1)[:most])
 
 
 def evaluated_rows(rows: "grain.MapDataset", most: int | None, *, spread: bool) -> "grain.MapDataset":

@@ -79,8 +79,9 @@ def held_out_rows(
     size, remarks = _dividing_batch(config, sharded_model, task)
     # Counted in batches of the run: those that divide by this mesh may be larger.
     if max_batches is not None and (most := max_batches * config.train.global_batch_size) < len(rows):
-        had_rows = (info.get("data") or {}).get("num_validation_rows")
-        spread = not had_rows or is_spread(info.get(EVALUATED_ROWS), most)
+        # null: it had none, and so evaluated no rows before. Runs of early versions do not say how many they had.
+        had_none = (info.get("data") or {}).get("num_validation_rows", most) in (None, 0)
+        spread = had_none or is_spread(info.get(EVALUATED_ROWS), most)
         remarks = (limit_note(most, len(rows), max_batches, spread=spread), *remarks)
         rows = evaluated_rows(rows, most, spread=spread)
     batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))

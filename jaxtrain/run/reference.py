@@ -157,8 +157,8 @@ def evaluated_rows(
     path = run_dir / FILE
     if not path.is_file():
         raise CheckpointError(
-            f"{path}, with which task {task.name!r} compares, is missing; {_AGAIN}, or give rows with an entry "
-            f"{ENTRY!r}"
+            f"{path}, with which task {task.name!r} compares, is missing; {_AGAIN}, or, where the rows of the run had "
+            f"an entry {ENTRY!r}, give rows with one"
         )
     known = with_entry(held_out, ENTRY, _numbers_of(held_out, read_reference(path), task, path, report))
     return dataclasses.replace(rows, validation=known) if isinstance(rows, Data) else known

@@ -26,7 +26,9 @@ def test_a_limit_on_rows_is_that_of_the_run_on_any_mesh(case, read):
     model = jt.from_functions(lambda key: {"w": np.ones((1, 3), np.float32)}, lambda params, x: x @ params["w"])
     sharded = jt.shard_model(model, mesh=jt.make_mesh(data=8))
     given = rows if read == "at once" else rows.map(dict)
-    held_out = held_out_rows(config, given, sharded, task=jt.classification(), max_batches=most, info={})
+    held_out = held_out_rows(
+        config, given, sharded, task=jt.classification(), max_batches=most, info={"data": {"num_validation_rows": None}}
+    )
     assert (held_out.num_rows, held_out.num_batches) == (num_rows, num_batches)
     loader = Evaluator(sharded, jt.classification()).feed.loader(held_out.batches)
     batches = [loader(number) for number in range(held_out.num_batches)]
