@@ -182,7 +182,7 @@ class EvaluationConfig(Group):
     every: PositiveInt | None = None
     """Steps between evaluations; null: evaluate only at the end."""
     max_batches: PositiveInt | None = 50
-    """Largest number of batches per evaluation; null: all held-out rows."""
+    """Largest number of batches per evaluation, whose rows are spread over all held-out rows; null: all of them."""
     sample_prompt: str | None = None
     """Language models: write a sample that continues this text at the end of the run; null: no sample."""
     sample_tokens: Length = 200

@@ -288,16 +288,11 @@ def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grai
     order = np.random.default_rng(np.random.SeedSequence(seed % 2**64)).permutation(len(rows))
     # Each part in the order of the rows, so that a file is read forwards.
     train, validation = np.sort(order[count:]), np.sort(order[:count])
-    if isinstance(rows, Rows):
-        return SelectedRows(rows, train), SelectedRows(rows, validation)
-    return SelectedDataset(rows, train), SelectedDataset(rows, validation)
+    return selected_rows(rows, train), selected_rows(rows, validation)
 
 
-def first_rows(rows: grain.MapDataset, count: int) -> grain.MapDataset:
-    """Returns the first `count` rows; all where there are fewer."""
-    if count >= len(rows):
-        return rows
-    numbers = np.arange(count)
+def selected_rows(rows: grain.MapDataset, numbers: np.ndarray) -> grain.MapDataset:
+    """Returns the rows of these numbers (int64 [num_rows]), read when they are asked for."""
     return SelectedRows(rows, numbers) if isinstance(rows, Rows) else SelectedDataset(rows, numbers)
 
 

@@ -13,6 +13,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.base import trained_leaves
+from jaxtrain.run.compared import limit_note, most_evaluated
 from jaxtrain.run.loss_notes import loss_notes
 from jaxtrain.run.own_parts import OwnParts
 from jaxtrain.run.rounding_notes import rounding_notes
@@ -76,13 +77,10 @@ def _evaluation_notes(loaded: Loaded, run: Run, *, own_data: bool) -> list[str]:
     """A note where evaluations leave held-out rows out, or are asked for and the data has no rows for them."""
     every, most = run.config.evaluation.every, run.config.evaluation.max_batches
     if run.data.validation is not None:
-        held_out, count = len(run.data.validation), (most or 0) * run.config.train.global_batch_size
-        if most is None or held_out <= count:
+        held_out, count = len(run.data.validation), most_evaluated(run.config)
+        if most is None or count is None or held_out <= count:
             return []
-        return [
-            f"evaluation: the first {count:,} of {held_out:,} held-out rows (evaluation.max_batches={most}); "
-            "evaluation.max_batches=null takes all"
-        ]
+        return [limit_note(count, held_out, most, spread=run.is_spread)]
     if every is None:
         return []
     where = loaded.origins.get("evaluation.every", "")

@@ -1,16 +1,62 @@
 """Which evaluations of a run can be compared: those over the same number of its held-out rows.
 
 The rows themselves stay the same, since a run goes on with its own data alone; `evaluation.max_batches` may change, and
-then early stopping and `keep_best` begin anew. What is noted here is part of the metadata of every checkpoint.
+then early stopping and `keep_best` begin anew. What is noted here is part of the metadata of every checkpoint. Earlier
+versions evaluated the first rows, and noted nothing of it; `spread` says that the rows are spread over all of them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.config.schema import Config
 from jaxtrain.metrics.runinfo import EVALUATED_ROWS, compared_after
 from jaxtrain.train.assemble import Run
+
+
+def most_evaluated(config: Config) -> int | None:
+    """How many held-out rows an evaluation takes at most; None: all. Batches are counted as the run makes them."""
+    batches = config.evaluation.max_batches
+    return None if batches is None else batches * config.train.global_batch_size
+
+
+def is_spread(noted: Any, count: int) -> bool:
+    """Whether an evaluation of a run that was begun earlier takes rows spread over all held-out rows.
+
+    Args:
+        noted: what it noted of its evaluations; nothing where its checkpoints do not say it.
+        count: how many rows are evaluated: where that is another number, there is nothing to compare with.
+    """
+    return isinstance(noted, Mapping) and (noted.get("spread") is True or noted.get("count") != count)
+
+
+def evaluated_as_before(run: Run, before: Mapping[str, Any] | None) -> Run:
+    """The run, evaluating the rows that it evaluated before.
+
+    Args:
+        run: that begins or goes on.
+        before: metadata of the checkpoint that it goes on from; None: it begins.
+    """
+    if before is None or run.data.validation is None:
+        return run
+    return replace(run, is_spread=is_spread(before.get(EVALUATED_ROWS), _count(run)))
+
+
+def _count(run: Run) -> int:
+    num_rows, most = len(run.data.validation or ()), most_evaluated(run.config)
+    return num_rows if most is None else min(num_rows, most)
+
+
+def limit_note(count: int, num_rows: int, max_batches: int, *, spread: bool) -> str:
+    """Which rows are evaluated where some are left out."""
+    which = (
+        f"{count:,} of {num_rows:,} held-out rows, spread over all of them"
+        if spread
+        else f"the first {count:,} of {num_rows:,} held-out rows, as when the run began"
+    )
+    return f"evaluation: {which} (evaluation.max_batches={max_batches}); evaluation.max_batches=null takes all"
 
 
 def compared_rows(run: Run, checkpointer: Checkpointer, start: int | None) -> tuple[dict[str, Any], str | None]:
@@ -31,13 +77,13 @@ def compared_rows(run: Run, checkpointer: Checkpointer, start: int | None) -> tu
     former = before.get(EVALUATED_ROWS)
     if rows is None:
         return {} if former is None else {EVALUATED_ROWS: former}, None
-    batches = config.evaluation.max_batches
-    count = len(rows) if batches is None else min(len(rows), batches * config.train.global_batch_size)
+    count = _count(run)
+    noted = {"count": count, "spread": True} if run.is_spread else {"count": count}
     if start is None or not isinstance(former, Mapping):
         # Checkpoints of earlier versions do not say it.
-        return {EVALUATED_ROWS: {"count": count, "after": 0}}, None
-    if former.get("count") == count:
-        return {EVALUATED_ROWS: {"count": count, "after": compared_after(before)}}, None
+        return {EVALUATED_ROWS: {**noted, "after": 0}}, None
+    if former.get("count") == count and (is_spread(former, count) == run.is_spread or count == len(rows)):
+        return {EVALUATED_ROWS: {**noted, "after": compared_after(before)}}, None
     # Where the state after this step was not evaluated, it will be, over the rows of now.
     is_evaluated = bool(from_process_0(lambda: int(checkpointer.info(start).eval_loss is not None)))
     after = start if is_evaluated else start - 1
@@ -47,7 +93,7 @@ def compared_rows(run: Run, checkpointer: Checkpointer, start: int | None) -> tu
         f"evaluations are of {count} held-out rows from here on, and were of {former.get('count')} before: "
         f"{' and '.join(comparing)} {'begin' if len(comparing) > 1 else 'begins'} to compare anew"
     )
-    return {EVALUATED_ROWS: {"count": count, "after": after}}, line if comparing else None
+    return {EVALUATED_ROWS: {**noted, "after": after}}, line if comparing else None
 
 
 def gone_back(metadata: Mapping[str, Any], step: int) -> dict[str, Any]:

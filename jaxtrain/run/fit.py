@@ -80,7 +80,7 @@ def fit(
             an iterable of batches, in one process, whose first batches a resumed run skips.
         validation: rows for evaluation, in the same forms but the last, or the share of the rows that are kept for it
             (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none. All of them are
-            evaluated; evaluation={"max_batches": 50} takes the first 50 batches.
+            evaluated; evaluation={"max_batches": 50} takes 50 batches of rows spread over them.
         steps: total number of optimizer steps. Give it or `epochs`.
         epochs: passes over the training rows, in place of `steps`.
         batch_size: rows per step over all devices and microbatches; None: 32, or that of an iterable of batches.

@@ -1,9 +1,11 @@
 """Evaluation of a run on its held-out rows: when it is due, what is shown and recorded of it."""
 
 from jaxtrain.data import Batches, prefetch
+from jaxtrain.data.evaluated import evaluated_rows
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
 from jaxtrain.run.activity import Activity
+from jaxtrain.run.compared import most_evaluated
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.record import RunRecord
@@ -65,8 +67,7 @@ class HeldOut:
 
     def _evaluated(self, state: TrainState) -> Scalars:
         rows = held_out_batches(self._run)
-        count = min(len(rows), self._run.config.evaluation.max_batches or len(rows))
-        loaded = prefetch(self._run.step.loader(rows), 0, count, depth=1)
+        loaded = prefetch(self._run.step.loader(rows), 0, len(rows), depth=1)
         try:
             return flat_scalars(self._evaluator(state, self._activity.ticking(self._interrupt.until_asked(loaded))))
         finally:
@@ -82,9 +83,10 @@ class HeldOut:
 
 
 def held_out_batches(run: Run) -> Batches:
-    """The batches of a run's held-out rows, which it must have."""
-    config, rows = run.config, run.data.validation
-    assert rows is not None
+    """The batches of the held-out rows that a run evaluates; it must have some."""
+    config = run.config
+    assert run.data.validation is not None
+    rows = evaluated_rows(run.data.validation, most_evaluated(config), spread=run.is_spread)
     size = config.train.global_batch_size
     return Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
 

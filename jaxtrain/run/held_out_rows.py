@@ -1,5 +1,6 @@
 """The held-out rows of a run that is opened again: that they fit its model, and their metrics."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +10,14 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, Data, prefetch
+from jaxtrain.data.evaluated import evaluated_rows
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.metrics.runinfo import EVALUATED_ROWS
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
 from jaxtrain.parallel.division import batch_shards, step_microbatches
+from jaxtrain.run.compared import is_spread, limit_note
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.train.assemble import check_fit, model_of, reading_threads
 from jaxtrain.train.state import EvaluationState
@@ -46,6 +50,7 @@ def held_out_rows(
     *,
     task: Task,
     max_batches: int | None,
+    info: Mapping[str, Any],
 ) -> HeldOutRows:
     """The rows to evaluate, in batches that divide by the mesh.
 
@@ -55,6 +60,7 @@ def held_out_rows(
         sharded_model: that they are for.
         task: that is evaluated.
         max_batches: largest number of batches of the configured size; None: all.
+        info: content of run.json, which says which rows the run evaluates where some are left out.
 
     Raises:
         DataError: there are no held-out rows.
@@ -70,12 +76,13 @@ def held_out_rows(
                 "give other data, such as data.path=FILE data.validation_fraction=0.5"
             )
         rows = rows.validation
-    from jaxtrain.data.rows import first_rows
-
-    if max_batches is not None:
-        # Counted in batches of the run: those that divide by this mesh may be larger.
-        rows = first_rows(rows, max_batches * config.train.global_batch_size)
     size, remarks = _dividing_batch(config, sharded_model, task)
+    # Counted in batches of the run: those that divide by this mesh may be larger.
+    if max_batches is not None and (most := max_batches * config.train.global_batch_size) < len(rows):
+        had_rows = (info.get("data") or {}).get("num_validation_rows")
+        spread = not had_rows or is_spread(info.get(EVALUATED_ROWS), most)
+        remarks = (limit_note(most, len(rows), max_batches, spread=spread), *remarks)
+        rows = evaluated_rows(rows, most, spread=spread)
     batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
     return HeldOutRows(batches, len(batches), len(rows), remarks)
 

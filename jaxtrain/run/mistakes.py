@@ -14,8 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data import Batches
+from jaxtrain.data.evaluated import evaluated_numbers
 from jaxtrain.metrics.picture import thumbnail
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.run.compared import most_evaluated
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.train.assemble import Run, reading_threads
 from jaxtrain.train.state import TrainState
@@ -57,11 +59,16 @@ def held_out_details(run: Run, state: TrainState, step: int, progress: Progress)
 
 
 def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
-    """The prediction of each of the first held-out rows, as NumPy arrays [N]; None where rows have no one class."""
+    """The prediction of each of some evaluated rows, as NumPy arrays [N]; None where rows have no one class."""
     config, step = run.config, run.step
     assert run.data.validation is not None
+    from jaxtrain.data.rows import selected_rows
+
+    num_rows = len(run.data.validation)
+    numbers = evaluated_numbers(num_rows, most_evaluated(config), spread=run.is_spread)
+    numbers = numbers[evaluated_numbers(len(numbers), MOST_ROWS, spread=run.is_spread)]
     batches = Batches(
-        run.data.validation,
+        selected_rows(run.data.validation, numbers),
         config.train.global_batch_size,
         seed=config.seed,
         shuffle=False,
@@ -72,7 +79,6 @@ def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
     if inputs is None or targets is None or targets.ndim != 1 or not jnp.issubdtype(targets.dtype, jnp.integer):
         return None
     size = config.train.global_batch_size
-    count = min(len(batches), config.evaluation.max_batches or len(batches), -(-MOST_ROWS // size))
     # Replicated, so that each process can read all of it.
     predict = jax.jit(
         lambda params, model_state, batch: _predict(run, params, model_state, batch),
@@ -82,7 +88,7 @@ def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
     load = step.loader(batches)
     parts: list[dict[str, np.ndarray]] = []
     num_classes = 0
-    for k in range(count):
+    for k in range(len(batches)):
         found = predict(state.evaluation_params, state.evaluation_model_state, load(k))
         if found is None:
             return None
@@ -90,11 +96,9 @@ def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
         num_classes = int(part.pop("num_classes"))
         parts.append({**part, "rows": k * size + np.arange(size)})
     counts = np.concatenate([part.pop("counts") for part in parts])
-    whole = {name: np.concatenate([part[name] for part in parts])[counts] for name in parts[0]}
-    num_rows, is_cut = len(run.data.validation), len(whole["rows"]) > MOST_ROWS
-    table = {name: values[:MOST_ROWS] for name, values in whole.items()}
-    read = int(table["rows"][-1]) + 1 if is_cut else min(count * size, num_rows)
-    return {**table, "num_classes": num_classes, "num_rows": num_rows, "read": read}
+    table = {name: np.concatenate([part[name] for part in parts])[counts] for name in parts[0]}
+    table["rows"] = numbers[table["rows"]]
+    return {**table, "num_classes": num_classes, "num_rows": num_rows, "read": len(numbers)}
 
 
 def _predict(run: Run, params: Any, model_state: Any, batch: Mapping[str, Any]) -> dict[str, jax.Array] | None:
@@ -136,6 +140,7 @@ def _confusions(run: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "read": found["read"],
         "has_weights": bool((found["weights"] != found["weights"][0]).any()),
         "of_rows": found["num_rows"],
+        "spread": run.is_spread,
         "right": int((targets == predicted).sum()),
         "num_classes": num_classes,
         "classes": [str(name) for name in names] if names is not None and len(names) == num_classes else None,

@@ -1,7 +1,8 @@
 """The entry `reference` of a run's rows: computed once by the parameters that the run starts from, then kept in a file.
 
 The file holds the numbers of every row by its index, and what they are of: a digest of the rows, of the parameters and
-of the numbers. Checkpoints hold the same record, so that a run never goes on with other numbers than it began with.
+of the numbers, and one of each held-out row, by which an evaluation finds its number. Checkpoints hold the same record,
+so that a run never goes on with other numbers than it began with.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 FILE = "reference.npz"
 _PROBED_ROWS = 64
-# SHA-256 of `rows`, `held_out`, `params` and `values`.
+_ROWS_AT_ONCE = 256
+_AGAIN = "give the training command of this run again, which computes it where the parameters of its start can be had"
+# SHA-256 of `rows`, `params`, `values` and `held_out_rows`; of earlier versions, `held_out`, of 64 held-out rows.
 Record = dict[str, Any]
 
 
@@ -47,11 +50,14 @@ class Reference:
         train: float32 [N, ...] of the training rows.
         validation: of the held-out rows; None: there are none.
         record: what they are of.
+        held_out_rows: uint64, a digest of each held-out row; None: there are none, or the file is of an earlier
+            version.
     """
 
     train: np.ndarray
     validation: np.ndarray | None
     record: Record
+    held_out_rows: np.ndarray | None = None
 
 
 def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool) -> Reference:
@@ -130,29 +136,58 @@ def with_known_reference(run: Run, reference: Reference) -> Run:
     return dataclasses.replace(run, data=data, batches=batches, awaits_reference=False)
 
 
-def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path) -> "Data | grain.MapDataset":
-    """Held-out rows of a run that is opened again, with the numbers that the run kept of them.
+def evaluated_rows(
+    rows: "Data | grain.MapDataset", task: "Task", run_dir: Path, report: Callable[[str], None]
+) -> "Data | grain.MapDataset":
+    """Held-out rows of a run that is opened again, or some of them, with the numbers that the run kept of them.
 
     Args:
         rows: data, whose held-out rows are taken, or rows.
         task: of the run.
         run_dir: of the run.
+        report: receives a line where rows are not compared one by one.
 
     Raises:
         DataError: the run has no numbers of these rows.
+        CheckpointError: the file of its numbers is gone or damaged.
     """
     held_out: Any = rows.validation if isinstance(rows, Data) else rows
     if held_out is None or not lacks_reference(task, held_out[0]):
         return rows
     path = run_dir / FILE
-    if path.is_file():
-        found = read_reference(path)
-        if found.validation is not None and found.record.get("held_out") == _probe(held_out):
-            known = with_entry(held_out, ENTRY, found.validation)
-            return dataclasses.replace(rows, validation=known) if isinstance(rows, Data) else known
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}, with which task {task.name!r} compares, is missing; {_AGAIN}, or give rows with an entry "
+            f"{ENTRY!r}"
+        )
+    known = with_entry(held_out, ENTRY, _numbers_of(held_out, read_reference(path), task, path, report))
+    return dataclasses.replace(rows, validation=known) if isinstance(rows, Data) else known
+
+
+def _numbers_of(
+    rows: "grain.MapDataset", found: Reference, task: "Task", path: Path, report: Callable[[str], None]
+) -> np.ndarray:
+    """The numbers of rows, which are found by the digest of each."""
+    other = "these rows"
+    values, kept = found.validation, found.held_out_rows
+    if values is not None and kept is not None:
+        order = np.argsort(kept, kind="stable")
+        wanted = _row_digests(rows)
+        places = order[np.minimum(np.searchsorted(kept, wanted, sorter=order), len(kept) - 1)]
+        differ = np.flatnonzero(kept[places] != wanted)
+        if not len(differ):
+            return values[places]
+        more = f" and {len(differ) - 1:,} others" if len(differ) > 1 else ""
+        other = f"row {differ[0]}{more} of the {len(rows):,} rows given"
+    elif values is not None and found.record.get("held_out") == _probe(rows):
+        report(
+            f"{path} is of an earlier version, which tells rows by {_PROBED_ROWS} of them: where others were changed, "
+            "they are compared with numbers of other rows"
+        )
+        return values
     raise DataError(
-        f"task {task.name!r} compares with the model that the run started from, and {path} has no numbers of these "
-        "rows; evaluate the held-out rows of the run itself, or give rows with an entry 'reference'"
+        f"task {task.name!r} compares with the model that the run started from, and {path} has no numbers of {other}; "
+        "evaluate held-out rows of the run itself, or give rows with an entry 'reference'"
     )
 
 
@@ -167,19 +202,16 @@ def read_reference(path: Path) -> Reference:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
             record = json.loads(str(arrays["record"]))
             train = arrays["train"]
-            validation = arrays.get("validation")
+            validation, rows = arrays.get("validation"), arrays.get("held_out_rows")
         intact = record["values"] == _values_digest(train, validation)
+        intact = intact and (rows is None or record["held_out_rows"] == _values_digest(rows))
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({' '.join(str(error).split())[:100]}); delete it, and it is computed again where "
-            "the parameters that the run started from can be had"
+            f"{path} cannot be read ({' '.join(str(error).split())[:100]}); delete it and {_AGAIN}"
         ) from error
     if not intact:
-        raise CheckpointError(
-            f"{path} is damaged: its numbers are not what was written; delete it, and it is computed again where the "
-            "parameters that the run started from can be had"
-        )
-    return Reference(train, validation, record)
+        raise CheckpointError(f"{path} is damaged: its numbers are not what was written; delete it and {_AGAIN}")
+    return Reference(train, validation, record, rows)
 
 
 def _computed(run: Run, state: "TrainState", progress: Progress) -> Reference:
@@ -207,15 +239,20 @@ def _computed(run: Run, state: "TrainState", progress: Progress) -> Reference:
         assert train is not None
         count = len(train) + (0 if validation is None else len(validation))
         phase.note(f"{count:,} rows, kept in {FILE}")
-        held_out = None if data.validation is None else _probe(data.validation)
-        record = {"rows": _rows_digest(data), "held_out": held_out, "params": _params_digest(state)}
-    return Reference(train, validation, {**record, "values": _values_digest(train, validation)})
+        held_out = None if data.validation is None else _row_digests(data.validation)
+        record = {"rows": _rows_digest(data), "params": _params_digest(state)}
+        record["values"] = _values_digest(train, validation)
+        if held_out is not None:
+            record["held_out_rows"] = _values_digest(held_out)
+    return Reference(train, validation, record, held_out)
 
 
 def _write(reference: Reference, run_dir: Path) -> None:
     arrays: dict[str, Any] = {"train": reference.train, "record": np.array(json.dumps(reference.record))}
     if reference.validation is not None:
         arrays["validation"] = reference.validation
+    if reference.held_out_rows is not None:
+        arrays["held_out_rows"] = reference.held_out_rows
     content = io.BytesIO()
     np.savez(content, **arrays)
     write_bytes_atomic(run_dir / FILE, content.getvalue())
@@ -226,21 +263,36 @@ def _rows_digest(data: Data) -> str:
     return _sha256(json.dumps([data.fingerprint, counts], sort_keys=True).encode())
 
 
+def _row_digests(rows: "grain.MapDataset") -> np.ndarray:
+    """A digest of the content of each row, uint64 [N], which tells rows apart wherever they are."""
+    from jaxtrain.data.rows import Rows
+
+    found = np.empty(len(rows), np.uint64)
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        numbers = np.arange(first, min(first + _ROWS_AT_ONCE, len(rows)))
+        at_once = rows.gather(numbers) if isinstance(rows, Rows) else None
+        for place, number in enumerate(numbers.tolist()):
+            row = rows[number] if at_once is None else jax.tree.map(lambda column, i=place: column[i], at_once)
+            found[number] = int(_sha256(*_content(row))[:16], 16)
+    return found
+
+
 def _probe(rows: "grain.MapDataset") -> str:
-    """A digest of the number of rows and of the content of some of them, which tells rows apart wherever they are."""
+    """A digest of the number of rows and of the content of some of them, by which earlier versions told rows apart."""
     numbers = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _PROBED_ROWS)).astype(int)).tolist()
-    parts = [str(len(rows)).encode()]
-    for number in numbers:
-        row: Any = rows[number]
-        entries = {name: entry for name, entry in row.items() if name != ENTRY}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(entries):
-            array = np.ascontiguousarray(leaf)
-            parts += [f"{path_name(path)} {array.dtype.str} {array.shape}".encode(), array.tobytes()]
-    return _sha256(*parts)
+    return _sha256(str(len(rows)).encode(), *(part for number in numbers for part in _content(rows[number])))
 
 
-def _values_digest(train: np.ndarray, validation: np.ndarray | None) -> str:
-    parts = [train] if validation is None else [train, validation]
+def _content(row: Any) -> Iterator[bytes]:
+    entries = {name: entry for name, entry in row.items() if name != ENTRY}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(entries):
+        array = np.ascontiguousarray(leaf)
+        yield f"{path_name(path)} {array.dtype.str} {array.shape}".encode()
+        yield array.tobytes()
+
+
+def _values_digest(*arrays: np.ndarray | None) -> str:
+    parts = [part for part in arrays if part is not None]
     return _sha256(*(f"{part.dtype.str} {part.shape}".encode() + part.tobytes() for part in parts))
 
 

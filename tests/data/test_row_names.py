@@ -7,7 +7,7 @@ from PIL import Image
 
 import jaxtrain as jt
 from jaxtrain.data.row_names import row_name
-from jaxtrain.data.rows import ConcatenatedRows, MappedRows, SelectedRows, first_rows
+from jaxtrain.data.rows import ConcatenatedRows, MappedRows, SelectedRows, selected_rows
 
 
 def test_rows_of_a_table_are_those_of_the_file(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_names_go_through_what_rows_are_made_into(tmp_path: Path) -> None:
     assert row_name(rows, 3) == "tokens 24 to 32 of its source"
     assert row_name(SelectedRows(rows, np.array([5, 3])), 1) == "tokens 24 to 32 of its source"
     assert row_name(MappedRows(rows, lambda row, _: row), 3) == "tokens 24 to 32 of its source"
-    assert row_name(ConcatenatedRows([first_rows(rows, 4), rows]), 7) == "tokens 24 to 32 of its source"
+    assert row_name(ConcatenatedRows([selected_rows(rows, np.arange(4)), rows]), 7) == "tokens 24 to 32 of its source"
     assert row_name(rows.map(lambda row: row), 3) == "tokens 24 to 32 of its source"
     assert row_name(jt.ArrayRows({"x": np.ones(3)}), 1) is None
     assert row_name(rows.shuffle(seed=0), 3) is None

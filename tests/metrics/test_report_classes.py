@@ -65,6 +65,13 @@ def test_the_confusion_matrix_and_the_worst_mistakes_are_shown(tmp_path):
             {"read": 10, "of_rows": 20}, "7 of 10 held-out rows (the first of 20) were", id="limited",
         ),
         pytest.param(
+            {"read": 11, "of_rows": 20, "spread": True}, "10 held-out rows (among 11 spread over 20) were classified",
+            id="ignored-and-spread",
+        ),
+        pytest.param(
+            {"read": 10, "of_rows": 20, "spread": True}, "7 of 10 held-out rows (spread over 20) were", id="spread",
+        ),
+        pytest.param(
             {"read": 10, "has_weights": True}, "after step 10. Rows are counted here without their weights; the "
             "held-out accuracy weighs them.", id="weights",
         ),
@@ -215,6 +222,10 @@ def _evaluated(fingerprint, *, most: int | None = 50, size=8):
         pytest.param(
             _evaluated(_GIVEN), _evaluated(_GIVEN, most=1), "different numbers of held-out rows (a all, b 8)",
             id="fewer",
+        ),
+        pytest.param(
+            _evaluated(_GIVEN, most=1), _evaluated(_GIVEN, most=1) | {"evaluated_rows": {"count": 8, "spread": True}},
+            "a evaluated the first of its held-out rows", id="the-first-and-spread",
         ),
         pytest.param(
             _evaluated({"kind": "batches", "num_validation_rows": 20}),

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.run import reference
 
 L, V = 6, 11
 
@@ -162,6 +163,85 @@ def test_other_rows_need_a_reference_of_their_own(whole):
         run.evaluate(jt.ArrayRows(pairs(3, seed=7)))
     own = {**pairs(3, seed=7), "reference": np.full((3, 2), -9.0, np.float32)}
     assert np.isfinite(run.evaluate(jt.ArrayRows(own))["eval_loss"])
+
+
+def swapped(number: int) -> dict[str, np.ndarray]:
+    """The held-out pairs of `many`, the answers of one exchanged."""
+    found = {name: column.copy() for name, column in MANY.items()}
+    for column in found.values():
+        column[number] = column[number][::-1]
+    return found
+
+
+def as_earlier(path, validation) -> None:
+    """Write the file as earlier versions did, which kept a digest of 64 rows together."""
+    with np.load(path) as kept:
+        arrays = {name: kept[name] for name in ("train", "validation", "record")}
+    record = json.loads(str(arrays["record"]))
+    record |= {"held_out": reference._probe(validation)}
+    record["values"] = reference._values_digest(arrays["train"], arrays["validation"])
+    np.savez(path, **{**arrays, "record": np.array(json.dumps(record))})
+
+
+MANY = pairs(150, seed=2)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("many") / "run"
+    fit(folder, steps=1, validation=MANY)
+    return folder
+
+
+def test_one_held_out_row_that_was_changed_is_named(many):
+    """Row 1 of 150 is none of the 64 rows by which earlier versions told rows apart."""
+    run = jt.open_run(many, model=bigrams())
+    with pytest.raises(
+        jt.DataError, match=r"no numbers of row 1 of the 150 rows given; evaluate held-out rows"
+    ) as caught:
+        run.evaluate(jt.ArrayRows(swapped(1)))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(jt.DataError, match=r"no numbers of row 0 and 149 others of the 150 rows given"):
+        run.evaluate(jt.ArrayRows(pairs(150, seed=9)))
+
+
+@pytest.mark.parametrize("read", ["at once", "one by one"])
+def test_some_held_out_rows_have_their_numbers_in_any_order(many, read):
+    run = jt.open_run(many, model=bigrams())
+    chosen = np.random.default_rng(0).permutation(150)[:40]
+    with np.load(many / "reference.npz") as kept:
+        numbers = kept["validation"][chosen]
+    some = {name: column[chosen] for name, column in MANY.items()}
+    rows = jt.ArrayRows(some)
+    found = run.evaluate(rows if read == "at once" else rows.map(dict))
+    assert found == run.evaluate(jt.ArrayRows({**some, "reference": numbers}))
+
+
+def test_a_file_of_an_earlier_version_is_read_and_said(many, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(many, folder)
+    wanted = jt.open_run(folder, model=bigrams()).evaluate(jt.ArrayRows(MANY))
+    as_earlier(folder / "reference.npz", jt.ArrayRows(MANY))
+    capsys.readouterr()
+    assert jt.open_run(folder, model=bigrams()).evaluate(jt.ArrayRows(MANY)) == wanted
+    assert "is of an earlier version, which tells rows by 64 of them" in capsys.readouterr().err
+    with pytest.raises(jt.DataError, match="has no numbers of these rows"):
+        jt.open_run(folder, model=bigrams()).evaluate(jt.ArrayRows(swapped(0)))
+
+
+def test_what_an_evaluation_says_of_a_lost_or_damaged_file_helps(whole, half):
+    """The line says to delete the file and to train again, which brings it back, also where the run has ended."""
+    fit(half)
+    path = half / "reference.npz"
+    path.write_bytes(path.read_bytes()[:100])
+    for words in ("cannot be read .* delete it and give the training command", "is missing; give the training command"):
+        with pytest.raises(jt.CheckpointError, match=words) as caught:
+            jt.open_run(half, model=bigrams()).evaluate(jt.ArrayRows(HELD_OUT))
+        assert "\n" not in str(caught.value)
+        path.unlink(missing_ok=True)
+    result = fit(half)
+    found = jt.open_run(half, model=bigrams()).evaluate(jt.ArrayRows(HELD_OUT))
+    assert found["eval_loss"] == pytest.approx(whole[1].metrics["eval_loss"]) == result.metrics["eval_loss"]
 
 
 def test_rows_that_bring_their_reference_keep_it(tmp_path):

@@ -204,7 +204,11 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path, capfd: pytes
         r"eval_loss got no better in 3 evaluations \(lower is better\), the best is \S+ at step 6", shown.out
     )
     assert kept(tmp_path) == {6, 12}
-    assert json.loads((tmp_path / "run.json").read_text())["evaluated_rows"] == {"count": 16, "after": 4}
+    assert json.loads((tmp_path / "run.json").read_text())["evaluated_rows"] == {
+        "count": 16,
+        "spread": True,
+        "after": 4,
+    }
     best = read_files(tmp_path).best()
     assert best is not None
     assert best[0] == 6

@@ -17,6 +17,7 @@ import pytest
 from training_runs import losses, rows
 
 import jaxtrain as jt
+from jaxtrain.data.evaluated import evaluated_numbers
 from jaxtrain.data.sources.given import data_of
 from jaxtrain.data.stream import BatchStream
 
@@ -220,8 +221,10 @@ def test_all_rows_that_are_given_are_evaluated(tmp_path: Path, capfd: pytest.Cap
         result = fit(tmp_path / str(len(limit)), validation=(X, Y), steps=1, batch_size=1, evaluation=limit)
         params = jax.device_get(result.state.params)
         right = (np.tanh(X @ params["a"]) @ params["b"]).argmax(-1) == Y
-        assert result.metrics["eval_accuracy"] == pytest.approx(right[: limit.get("max_batches")].mean(), rel=1e-6)
-        note = "evaluation: the first 20 of 96 held-out rows"
+        assert result.metrics["eval_accuracy"] == pytest.approx(
+            right[evaluated_numbers(96, limit.get("max_batches"))].mean(), rel=1e-6
+        )
+        note = "evaluation: 20 of 96 held-out rows, spread over all of them (evaluation.max_batches=20)"
         assert (note in capfd.readouterr().err) == bool(limit)
 
 
