@@ -1,5 +1,6 @@
 """What `repr` and a notebook show of a run: its state, its last metrics and its curves. No jax here."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def run_card(title: str, run_dir: Path, *, facts: Mapping[str, object]) -> str:
     from jaxtrain.metrics.figure import draw_history, figure_html
 
     rows = run_dir / "metrics.jsonl"
-    info, history, last = read_run_info(run_dir), read_history(rows), last_metrics(rows, _SHOWN)
+    info, history, last = read_run_info(run_dir), read_history(rows), _last_metrics(rows)
     data = _mapping(info.get("data")).get("description") or []
     devices = _mapping(info.get("devices"))
     seconds = _mapping(info.get("final")).get("wall_seconds")
@@ -60,8 +61,14 @@ def _model(info: Mapping[str, Any]) -> str:
 
 
 def _metrics_text(run_dir: Path) -> str:
-    metrics = last_metrics(run_dir / "metrics.jsonl", _SHOWN)
+    metrics = _last_metrics(run_dir / "metrics.jsonl")
     return ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
+
+
+def _last_metrics(rows: Path) -> dict[str, float]:
+    found = last_metrics(rows, _SHOWN)
+    # Null in the rows of an optimizer from Python whose rate is not known.
+    return {name: value for name, value in found.items() if name != "learning_rate" or not math.isnan(value)}
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -47,7 +47,7 @@ def test_without_an_evaluation_there_is_none(tmp_path: Path, rows: list[dict[str
 def test_an_opened_run_shows_that_its_last_evaluation_was_not_finite(tmp_path: Path) -> None:
     config = jt.load_config({"name": "a"}).config.model_dump(mode="json")
     (tmp_path / "run.json").write_text(json.dumps({"status": "done", "config": config}))
-    _write(tmp_path / "metrics.jsonl", [_GOOD, {"step": 6, "loss": None, "eval_loss": None}])
+    _write(tmp_path / "metrics.jsonl", [_GOOD, {"step": 6, "loss": None, "learning_rate": None, "eval_loss": None}])
     run = jt.open_run(tmp_path)
     assert run.metrics == pytest.approx({"step": 6, "eval_loss": math.nan}, nan_ok=True)
     assert "step 6, loss nan, eval_loss nan" in repr(run)
