@@ -3,7 +3,7 @@
 import json
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,47 @@ def read_history(path: Path) -> dict[str, np.ndarray]:
         `step`, int64 [N] ascending, each step once, then each metric, float64 [N]: NaN where a step has no such value
         (evaluation runs at few steps) or where it was not finite.
     """
+    return _read(path)[0]
+
+
+def last_evaluation(path: Path) -> dict[str, float]:
+    """The metrics of the last evaluation, with its `step`, NaN where one was not finite; empty where there was none.
+
+    Args:
+        path: a `metrics.jsonl`.
+    """
+    return _last_evaluation(*_read(path))
+
+
+def last_metrics(path: Path, names: Sequence[str]) -> dict[str, float]:
+    """The last step, the last value of each of some metrics, and the last evaluation; NaN where one was not finite.
+
+    Args:
+        path: a `metrics.jsonl`.
+        names: of metrics; those that no row has are left out.
+    """
+    history, places = _read(path)
+    if not len(history["step"]):
+        return {}
+    found = {name: float(history[name][places[name].max()]) for name in names if name in history}
+    evaluated = {name: value for name, value in _last_evaluation(history, places).items() if name != "step"}
+    return {"step": int(history["step"][-1]), **found, **evaluated}
+
+
+def _last_evaluation(history: Mapping[str, np.ndarray], places: Mapping[str, np.ndarray]) -> dict[str, float]:
+    ends = {name: int(found.max()) for name, found in places.items() if name.startswith("eval_")}
+    if not ends:
+        return {}
+    last = max(ends.values())
+    found = {name: float(history[name][last]) for name, end in ends.items() if end == last}
+    return {"step": int(history["step"][last]), **found}
+
+
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The columns of `read_history`, and for each metric the places of the rows that have it, finite or not.
+
+    A column alone does not say it: NaN stands for a row without the metric and for a value that was not finite.
+    """
     numbers = array("q")
     # Arrays of numbers: dicts of Python numbers take many times the memory on a long run.
     values: dict[str, tuple[array, array]] = {}
@@ -37,27 +78,13 @@ def read_history(path: Path) -> dict[str, np.ndarray]:
                 column.append(number)
     steps, places_of = np.unique(np.array(numbers, np.int64), return_inverse=True)
     history: dict[str, np.ndarray] = {"step": steps}
+    places_with: dict[str, np.ndarray] = {}
     for name, (places, column) in values.items():
         history[name] = np.full(len(steps), np.nan)
+        places_with[name] = places_of[np.array(places, np.int64)]
         # Of several values of one step, NumPy keeps the last.
-        history[name][places_of[np.array(places, np.int64)]] = np.array(column)
-    return history
-
-
-def last_evaluation(history: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The metrics of the last evaluation, with its `step`; empty where there was none.
-
-    Args:
-        history: the result of `read_history`.
-    """
-    names = [name for name in history if name.startswith("eval_")]
-    known = np.zeros(len(history["step"]), bool)
-    for name in names:
-        known |= ~np.isnan(history[name])
-    if not known.any():
-        return {}
-    last = int(np.flatnonzero(known)[-1])
-    return {"step": int(history["step"][last]), **{name: float(history[name][last]) for name in names}}
+        history[name][places_with[name]] = np.array(column)
+    return history, places_with
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,13 +1,12 @@
 """What `repr` and a notebook show of a run: its state, its last metrics and its curves. No jax here."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxtrain.metrics.format import format_duration
-from jaxtrain.metrics.history import last_evaluation, read_history
+from jaxtrain.metrics.history import last_metrics, read_history
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.runtime.card import card, table
 
@@ -31,7 +30,8 @@ def run_card(title: str, run_dir: Path, *, facts: Mapping[str, object]) -> str:
     """
     from jaxtrain.metrics.figure import draw_history, figure_html
 
-    info, history = read_run_info(run_dir), read_history(run_dir / "metrics.jsonl")
+    rows = run_dir / "metrics.jsonl"
+    info, history, last = read_run_info(run_dir), read_history(rows), _last_metrics(rows)
     data = _mapping(info.get("data")).get("description") or []
     devices = _mapping(info.get("devices"))
     seconds = _mapping(info.get("final")).get("wall_seconds")
@@ -43,7 +43,7 @@ def run_card(title: str, run_dir: Path, *, facts: Mapping[str, object]) -> str:
         "devices": f"{devices['count']} x {devices['kind']}" if {"count", "kind"} <= set(devices) else None,
         "wall time": format_duration(seconds) if isinstance(seconds, int | float) else None,
     }
-    metrics = table(("metric", "last value"), [(name, f"{value:.5g}") for name, value in _metrics(history).items()])
+    metrics = table(("metric", "last value"), [(name, f"{value:.5g}") for name, value in last.items()])
     curves = figure_html(draw_history(history, (), title="")) if len(history["step"]) else ""
     return card(title, shown, body=metrics + curves)
 
@@ -61,23 +61,14 @@ def _model(info: Mapping[str, Any]) -> str:
 
 
 def _metrics_text(run_dir: Path) -> str:
-    metrics = _metrics(read_history(run_dir / "metrics.jsonl"))
+    metrics = _last_metrics(run_dir / "metrics.jsonl")
     return ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
 
 
-def _metrics(history: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The last step, the last training values, and the last evaluation."""
-    if not len(history["step"]):
-        return {}
-    found: dict[str, float] = {"step": int(history["step"][-1])}
-    for name in _SHOWN:
-        column = history.get(name, np.array([]))
-        known = column[~np.isnan(column)]
-        if len(known):
-            found[name] = float(known[-1])
-    evaluated = last_evaluation(history)
-    evaluated.pop("step", None)
-    return {**found, **evaluated}
+def _last_metrics(rows: Path) -> dict[str, float]:
+    found = last_metrics(rows, _SHOWN)
+    # Null in the rows of an optimizer from Python whose rate is not known.
+    return {name: value for name, value in found.items() if name != "learning_rate" or not math.isnan(value)}
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -16,7 +16,10 @@ from jaxtrain.runtime.files import put_aside, write_json_atomic
 from jaxtrain.runtime.remarks import print_remark
 
 # What a checkpoint keeps of run.json beside what it needs itself.
-_KEPT = ("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters", "published", "mesh")
+_KEPT = (
+    *("created", "resumed_after", "model", "data", "task", "task_is_shipped", "loss_digests", "parameters"),
+    *("published", "mesh"),
+)
 _OWN = ("name", "config", "from_python", "called", "digests", "base", "rolled_back", "evaluated_rows")
 
 

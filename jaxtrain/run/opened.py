@@ -94,8 +94,8 @@ class OpenedRun(RunPath):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the last evaluation, with its `step`; empty where there was none."""
-        return last_evaluation(self.history)
+        """The metrics of the last evaluation, NaN where not finite, with its `step`; empty where there was none."""
+        return last_evaluation(self.run_dir / "metrics.jsonl")
 
     @property
     def checkpoints(self) -> list[int]:

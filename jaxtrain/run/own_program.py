@@ -54,8 +54,8 @@ def own_digests(run: Run, own: OwnParts, own_step: OwnStep, traced: "jax.stages.
     key = jax.eval_shape(lambda: jax.random.key(0))
     drawn = jax.make_jaxpr(lambda key: create_state(run.step.program, key))(key)
     return {
-        "program": _digest(_closed_text(traced.jaxpr, {})),
-        "drawn": _digest(_closed_text(drawn, {})) if own_step.params is None else None,
+        "program": program_digest(traced.jaxpr),
+        "drawn": program_digest(drawn) if own_step.params is None else None,
         "params": _start_digest(own_step),
         "trainable": _trainable_digest(run, own_step),
         "under": _circumstances(run, own),
@@ -116,6 +116,16 @@ def _trainable_digest(run: Run, own_step: OwnStep) -> str | None:
         return None
     paths = jax.tree_util.tree_leaves_with_path(run.step.sharded_model.abstract_params)
     return _digest(sorted(name for path, _ in paths if own_step.trainable(name := path_name(path))))
+
+
+def program_digest(closed: core.ClosedJaxpr, more: Iterable[str] = ()) -> str:
+    """A digest of equations with every number that they hold, the same in another process.
+
+    Args:
+        closed: the equations.
+        more: texts that are part of what is digested.
+    """
+    return _digest([*_closed_text(closed, {}), *more])
 
 
 def _digest(lines: Iterable[str]) -> str:

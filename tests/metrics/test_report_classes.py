@@ -267,10 +267,39 @@ def _dpo(beta, *, given=None, shipped=True):
     return {"task": "dpo", "task_is_shipped": shipped, "config": config, "data": _ROWS, "from_python": {"task": given}}
 
 
+def _given(task="mine", *, digest=None, shipped=False):
+    digests = None if digest is None else {"evaluation": digest, "train": "t"}
+    info = {"task": task, "task_is_shipped": shipped, "loss_digests": digests, "data": _ROWS}
+    return info | {"from_python": {"task": task}}
+
+
+def _called(sha256):
+    group = {"call": "own.py:task", "args": {"p": 1}}
+    return {"config": {"task": group}, "called": {"task": {"call": group["call"], "sha256": sha256}}, "data": _ROWS}
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
         pytest.param(_dpo(0.1), _dpo(0.1), None, id="the-same"),
+        pytest.param(_given(digest="aaaa"), _given(digest="aaaa"), None, id="the-same-loss-from-Python"),
+        pytest.param(
+            _given(digest="aaaa"), _given(digest="bbbb"),
+            "not known to be the same (a: mine from Python, loss digest aaaa; b: mine from Python, loss digest bbbb)",
+            id="another-loss-of-one-name",
+        ),
+        pytest.param(
+            _given(), _given(), "The settings of the loss of a and b are not recorded", id="losses-not-known",
+        ),
+        pytest.param(
+            _given("regression", shipped=True), _given("regression", shipped=True), None, id="shipped-from-Python",
+        ),
+        pytest.param(
+            _given("regression", shipped=True), _given("regression", digest="aaaa"), "not known to be the same",
+            id="shipped-and-another-of-its-name",
+        ),
+        pytest.param(_called("a"), _called("a"), None, id="the-same-function"),
+        pytest.param(_called("a"), _called("b"), "The settings of the loss differ", id="another-file-of-a-function"),
         pytest.param(_dpo(0.1), _dpo(0.5), "The settings of the loss differ (a: dpo with loss.beta 0.1", id="beta"),
         pytest.param(_dpo(0.1, given="dpo"), _dpo(0.1, given="dpo"), None, id="defaults-from-Python"),
         pytest.param(

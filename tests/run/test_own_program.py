@@ -125,6 +125,71 @@ def test_a_run_of_other_code_of_the_library_goes_on(tmp_path: Path, monkeypatch:
     assert fit(tmp_path / "run", task=own_task(5.0), steps=4).step == 4
 
 
+def calling(factor: float) -> jt.Task:
+    def loss(apply: Any, batch: Any, key: jax.Array) -> jax.Array:
+        noisy = apply(batch["inputs"] + jax.random.normal(key, batch["inputs"].shape))
+        return factor * optax.softmax_cross_entropy_with_integer_labels(noisy, batch["targets"])
+
+    return jt.Task.calling("mine", loss)
+
+
+def smoothed(z_loss: float) -> jt.Task:
+    """A task that differs from others of its kind in training alone."""
+
+    def train(outputs: jax.Array, batch: Any) -> jax.Array:
+        return evaluate(outputs, batch) + z_loss * jnp.square(jax.nn.logsumexp(outputs, axis=-1))
+
+    def evaluate(outputs: jax.Array, batch: Any) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"])
+
+    return jt.Task("mine", jt.LogitsLoss(train, evaluate))
+
+
+# Two calls -> which of their losses a comparison of runs takes for the same.
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "another rate": ({}, dict(optimizer=optax.sgd(1.0)), ["train", "evaluation"]),
+    "another mesh and format": ({}, dict(mesh=None, overrides={"precision.policy": "bf16"}), ["train", "evaluation"]),
+    "another model with outputs of the same shape": ({}, dict(model=model(3.0)), ["train", "evaluation"]),
+    "another loss of the same name": ({}, dict(task=own_task(5.0)), []),
+    "another term in training": (dict(task=smoothed(0.0)), dict(task=smoothed(0.1)), ["evaluation"]),
+    "calling, another rate": (
+        dict(task=calling(1.0)), dict(task=calling(1.0), optimizer=optax.sgd(1.0)), ["train", "evaluation"],
+    ),
+    "calling, another loss": (dict(task=calling(1.0)), dict(task=calling(5.0)), []),
+}  # fmt: skip
+
+
+def loss_row(name: str) -> Any:
+    return pytest.param(*LOSSES[name], id=name, marks=() if name.startswith("another rate") else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("first", "second", "same"), [loss_row(name) for name in LOSSES])
+def test_losses_of_own_tasks_are_known_by_what_they_compute(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], same: list[str]
+) -> None:
+    found = []
+    for name, changes in (("a", first), ("b", second)):
+        fit(tmp_path / name, **changes)
+        found.append(json.loads((tmp_path / name / "run.json").read_text())["loss_digests"])
+    assert [part for part in ("train", "evaluation") if found[0][part] == found[1][part]] == same
+
+
+@pytest.mark.long
+def test_a_loss_that_calls_the_host_is_not_known(tmp_path: Path) -> None:
+    def loss(outputs: jax.Array, batch: Any) -> jax.Array:
+        plain = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"])
+        return plain * jax.pure_callback(np.ones_like, jax.ShapeDtypeStruct((), jnp.float32), jnp.float32(1))
+
+    fit(tmp_path, task=jt.Task("mine", loss))
+    assert json.loads((tmp_path / "run.json").read_text())["loss_digests"] is None
+
+
+@pytest.mark.long
+def test_the_losses_of_a_shipped_task_are_known_by_its_name(tmp_path: Path) -> None:
+    fit(tmp_path, task=jt.classification())
+    assert json.loads((tmp_path / "run.json").read_text())["loss_digests"] is None
+
+
 def test_given_parameters_are_compared_by_content(tmp_path: Path) -> None:
     fit(tmp_path, params=start(0.5))
     assert fit(tmp_path, params=jax.tree.map(jnp.asarray, start(0.5))).step == 2
