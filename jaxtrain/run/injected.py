@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxtrain.checkpoint.tree import is_key
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.own_program import differing_parts
 from jaxtrain.run.resume import GO_ON
@@ -96,7 +97,8 @@ def _numbers(optimizer_state: Any) -> dict[str, Any]:
         inside = {
             f"hyperparams/{name}": leaf
             for name, leaf in node.hyperparams.items()
-            if name not in node.hyperparams_states
+            # Random keys are no numbers, and are restored.
+            if name not in node.hyperparams_states and not is_key(leaf)
         }
         inside |= {f"inner_state/{name}": leaf for name, leaf in _numbers(node.inner_state).items()}
         found |= {f"{path_name(path)}/{name}".lstrip("/"): leaf for name, leaf in inside.items()}

@@ -97,6 +97,20 @@ def test_an_injected_schedule_goes_on_at_its_count(tmp_path: Path, capfd: pytest
     assert int(result.state.optimizer_state[1].hyperparams_states["learning_rate"].count) == 3
 
 
+def test_an_injected_random_key_is_restored_beside_numbers_that_are_compared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def noise(eta: float) -> optax.GradientTransformation:
+        injected_noise = optax.inject_hyperparams(optax.add_noise)(eta=eta, gamma=0.55, key=jax.random.key(0))
+        return optax.chain(injected_noise, optax.sgd(0.1))
+
+    fit(tmp_path, noise(0.01))
+    assert fit(tmp_path, noise(0.01), steps=3).step == 3
+    changed = fit(tmp_path, noise(0.02), steps=4, resume="must")
+    assert f"{SAID}eta 0.01 -> 0.02 " in " ".join([*capfd.readouterr().err.split(), ""])
+    assert float(changed.state.optimizer_state[0].hyperparams["eta"]) == pytest.approx(0.02)
+
+
 def test_other_injected_numbers_are_refused_whatever_else_is_not_compared(tmp_path: Path) -> None:
     """The first state of given parameters is not compared as equations."""
     fit(tmp_path, injected(0.1), params=START)
