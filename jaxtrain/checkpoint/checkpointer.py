@@ -247,7 +247,7 @@ class Checkpointer:
         """Read single arrays of a step, each directly into its sharding, and compare each with its digest.
 
         Args:
-            leaves: path ("params/head/kernel") -> `jax.ShapeDtypeStruct` with a sharding, as `info(step).leaves` has it.
+            leaves: path ("params/head/kernel") -> `jax.ShapeDtypeStruct` with a sharding, as in `info(step).leaves`.
             step: number of the step.
 
         Returns:
