@@ -51,11 +51,11 @@ def numbers(result: jt.Result) -> dict[str, float]:
 
 
 def change_metadata(run_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes what the newest checkpoint says of its run."""
-    (path,) = (run_dir / "checkpoints").glob("2/jaxtrain/metadata")
-    content = json.loads(path.read_text())["content"]
-    change(content["metadata"])
-    path.write_text(json.dumps(seal(content)))
+    """Changes what the checkpoints say of their run."""
+    for path in (run_dir / "checkpoints").glob("*/jaxtrain/metadata"):
+        content = json.loads(path.read_text())["content"]
+        change(content["metadata"])
+        path.write_text(json.dumps(seal(content)))
 
 
 SAID = "numbers injected into the optimizer are those of this call: "
@@ -103,6 +103,24 @@ def test_numbers_of_a_checkpoint_without_their_record_are_never_taken_for_those_
     )
     with pytest.raises(jt.ConfigError, match="resume='must' to go on"):
         fit(tmp_path, injected(0.1), steps=6)
+
+
+@pytest.mark.long
+def test_a_run_that_goes_back_keeps_the_numbers_that_it_went_on_with(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it goes back to a checkpoint that records none."""
+    random = np.random.default_rng(0)
+    inputs, targets = (random.normal(size=(128, width)).astype(np.float32) for width in (4, 2))
+    targets[17] = 1e4  # in a batch after step 10
+    spikes = {"action": "roll_back", "roll_back_steps": 5, "window": 4, "sigmas": 50.0, "skip_batches": 12}
+    overrides = {"spikes": spikes, "checkpoint.every": 2, "checkpoint.keep_last": 20}
+    options: dict[str, Any] = dict(data=(inputs, targets), overrides=overrides)
+    fit(tmp_path, injected(1e-3), steps=10, **options)
+    change_metadata(tmp_path, of_an_earlier_version)
+    result = fit(tmp_path, injected(1e-6), steps=14, resume="must", **options)
+    assert "going back to step 8" in " ".join(capfd.readouterr().err.split())
+    assert numbers(result)["learning_rate"] == 1e-6
 
 
 def called(rate: float) -> dict[str, Any]:
