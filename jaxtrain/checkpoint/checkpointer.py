@@ -247,8 +247,7 @@ class Checkpointer:
         """Read single arrays of a step, each directly into its sharding, and compare each with its digest.
 
         Args:
-            leaves: path ("params/head/kernel", as `ckpt show` prints it) -> `jax.ShapeDtypeStruct` with a sharding, in
-                the shape and dtype of `info(step).leaves`. Other arrays are not read.
+            leaves: path ("params/head/kernel") -> `jax.ShapeDtypeStruct` with a sharding, as in `info(step).leaves`.
             step: number of the step.
 
         Returns:
@@ -260,10 +259,11 @@ class Checkpointer:
         """
         checks.check_paths(leaves)
         self.wait()
-        info, wanted = self.info(step), {tree.stored_name(path): leaf for path, leaf in leaves.items()}
-        checks.check_leaves(info, wanted)
+        info = self.info(step)
+        names = {path: tree.name_among(info.leaves, path) for path in leaves}
+        checks.check_leaves(info, wanted := {names[path]: leaf for path, leaf in leaves.items()})
         read = arrays.read_verified(self._open(), info, wanted)
-        return {path: read[tree.stored_name(path)] for path in leaves}
+        return {path: read[name] for path, name in names.items()}
 
     def check_like(self, target: Any) -> None:
         """Compare names, shapes and dtypes with the newest intact record, as `restore` does, without reading arrays.

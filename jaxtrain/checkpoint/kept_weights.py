@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint.checkpointer import Checkpointer
-from jaxtrain.checkpoint.tree import Leaves, is_inside, part_of, stored_name
+from jaxtrain.checkpoint.tree import Leaves, is_inside, part_of, shown_name, stored_name
+from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.tree_path import path_name
 
 KEPT_WEIGHTS = "kept_weights"
@@ -50,6 +51,9 @@ def find_kept_weights(leaves: Leaves, recorded: Iterable[Sequence[str]] | None) 
     Returns:
         Stored name of a parameter (without `params.`) -> its weights; empty where the run kept a moving average, which
         has precedence, or where its optimizer keeps none.
+
+    Raises:
+        CheckpointError: nothing is stored where the record says that weights are kept.
     """
     if any(is_inside(name, "ema") for name in leaves):
         return {}
@@ -60,6 +64,12 @@ def find_kept_weights(leaves: Leaves, recorded: Iterable[Sequence[str]] | None) 
     }
     found: dict[str, KeptWeight] = {}
     for at, field in _nodes_by_name(leaves, params) if recorded is None else recorded:
+        # A node for no parameter at all still has its numbers.
+        if not any(is_inside(name, at) for name in leaves):
+            raise CheckpointError(
+                f"the checkpoint records weights for evaluation in {shown_name(at)}, and holds no array there; without "
+                "them the parameters are not those that the run evaluated: use another step"
+            )
         b1 = f"{at}.b1" if field == "z" else None
         names = {parameter: _joined(at, field, parameter) for parameter in params}
         found |= {parameter: KeptWeight(name, b1) for parameter, name in names.items() if name in leaves}
@@ -117,7 +127,9 @@ def read_kept_weights(checkpointer: Checkpointer, params: Any, *, step: int) -> 
         DamagedError: an array differs from what was saved.
     """
     info = checkpointer.info(step)
-    leaves, kept = info.leaves, find_kept_weights(info.leaves, info.metadata.get(KEPT_WEIGHTS))
+    leaves, found = info.leaves, find_kept_weights(info.leaves, info.metadata.get(KEPT_WEIGHTS))
+    # Names of parameters may hold `/` themselves, and `params` may have paths in place of trees.
+    kept = {stored_name(parameter): weight for parameter, weight in found.items()}
     if not kept:
         return params
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree_path import part_name
 
 Leaves = Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -43,7 +43,7 @@ def flatten(tree: Any, *, prefix: str | None = None) -> FlatTree:
     entries, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves: dict[str, Any] = {}
     for keys, leaf in entries:
-        path = ".".join(([prefix] if prefix else []) + [_part(key) for key in keys])
+        path = ".".join(([prefix] if prefix else []) + [part_name(key) for key in keys])
         if path in leaves:
             raise CheckpointError(f"two arrays of the state have the path {shown_name(path)}: rename one of them")
         leaves[path] = leaf
@@ -60,6 +60,11 @@ def stored_name(shown: str) -> str:
     return shown.replace("/", ".")
 
 
+def name_among(leaves: Leaves, path: str) -> str:
+    """The stored name of a path as people write it, or of a stored name: its parts may hold `/`, as labels do."""
+    return path if path in leaves else stored_name(path)
+
+
 def part_of(stored: str) -> str:
     """The top-level part of the state that a stored name belongs to: `params`."""
     return stored.partition(".")[0]
@@ -68,16 +73,6 @@ def part_of(stored: str) -> str:
 def is_inside(stored: str, prefix: str | None) -> bool:
     """Whether a stored name is that of a leaf below a prefix; None: of any leaf."""
     return not prefix or stored == prefix or stored.startswith(f"{prefix}.")
-
-
-def _part(key: Any) -> str:
-    import jax
-
-    kinds = jax.tree_util
-    name = path_name((key,))
-    if isinstance(key, kinds.GetAttrKey | kinds.DictKey | kinds.FlattenedIndexKey | kinds.SequenceKey):
-        return name
-    return name.strip(".[]'\"")  # a key of another kind shows itself as it is written in Python
 
 
 def is_key(leaf: Any) -> bool:

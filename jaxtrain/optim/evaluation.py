@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.optim.lookahead import LookaheadState
 from jaxtrain.runtime.donation import first_deleted
+from jaxtrain.runtime.tree_path import part_name
 
 _KEEPERS = (LookaheadState, optax.contrib.ScheduleFreeState)
 _FIELDS = {LookaheadState: "slow", optax.contrib.ScheduleFreeState: "z"}
@@ -54,7 +55,7 @@ def kept_nodes(optimizer_state: Any) -> list[list[str]]:
     """
     entries = jax.tree_util.tree_leaves_with_path(optimizer_state, is_leaf=lambda node: isinstance(node, _KEEPERS))
     return [
-        [".".join(["optimizer_state", *path_name(path).split("/")]).rstrip("."), _FIELDS[type(node)]]
+        [".".join(["optimizer_state", *map(part_name, path)]), _FIELDS[type(node)]]
         for path, node in entries
         if isinstance(node, _KEEPERS)
     ]

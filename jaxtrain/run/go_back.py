@@ -1,7 +1,8 @@
 """The state of a checkpoint before a spike, in the place of the one that the run has."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
@@ -9,7 +10,7 @@ from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.models.model import Params
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.changed_state import as_kept, as_saved
-from jaxtrain.run.injected import INJECTED, injected_numbers, with_injected
+from jaxtrain.run.injected import with_injected
 from jaxtrain.run.roll_back import SpikeError
 from jaxtrain.train.base import with_base, without_base
 from jaxtrain.train.state import TrainState, select_leaves
@@ -30,6 +31,7 @@ def restored_before(
     spike: SpikeError,
     frozen: Params | None,
     *,
+    metadata: Mapping[str, Any],
     report: Callable[[str], None],
 ) -> tuple[SpikeError, TrainState]:
     """The state that a spike goes back to, an older one where that is damaged. The next save abandons those after it.
@@ -39,6 +41,7 @@ def restored_before(
         checkpointer: of the run.
         spike: where to.
         frozen: from `frozen_params`.
+        metadata: of the run, as its checkpoints have it.
         report: called with one line where a checkpoint is damaged.
 
     Returns:
@@ -62,5 +65,4 @@ def restored_before(
     spike = SpikeError(spike.step, spike.loss, spike.grad_norm, to_step=to_step)
     state = as_kept(state if frozen is None else with_base(state, frozen), step)
     # The checkpoint may be of the run before it went on with other numbers, of which it was said then.
-    current = {INJECTED: injected_numbers(step, state)}
-    return spike, with_injected(state, current, checkpointer.metadata(to_step), report=None)
+    return spike, with_injected(state, metadata, checkpointer.metadata(to_step), may_change=True, report=None)[0]

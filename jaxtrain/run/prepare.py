@@ -168,7 +168,9 @@ def prepare_session(
             saved = checkpointer.metadata(start)
             if resume is None:
                 check_injected(metadata, saved, run_dir=run_dir)
-            state = with_injected(state, metadata, saved, report=progress.message)
+            state, metadata[INJECTED] = with_injected(
+                state, metadata, saved, may_change=resume is not None, report=progress.message
+            )
             metadata.update({RECORD: saved[RECORD]} if RECORD in saved else {})
         activity.begins_at(start)
         compared, other_rows = compared_rows(run, checkpointer, None if resumed is None else start)

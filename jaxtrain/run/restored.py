@@ -136,9 +136,10 @@ def _restore(
     base = base_of(info.metadata)
     # The checkpoint itself says what it holds, and what has an average: no setting of the run need be known.
     wanted = sharded_model.abstract_params
+    saved_names = {stored_name(name) for name in info.leaves}  # keys of a dict may hold `/` themselves
     if base is not None:
-        wanted = select_leaves(wanted, lambda path: stored_name(f"params/{path}") in info.leaves)
-    averaged = {name for name in info.leaves if is_inside(name, "ema")}
+        wanted = select_leaves(wanted, lambda path: stored_name(f"params/{path}") in saved_names)
+    averaged = {name for name in saved_names if is_inside(name, "ema")}
     if not averaged:
         params = _read_params(checkpoints, wanted, info)
         # Without an average of ours, what the optimizer keeps for evaluation, as `TrainState.evaluation_params` has it.

@@ -1,5 +1,6 @@
 """A run opens with the weights that its evaluations used, also where its optimizer keeps them and no moving average."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +22,16 @@ OPTIMIZERS = {
     "lookahead": lambda: jt.lookahead(optax.sgd(0.5), sync_period=6),
     "lookahead_in_a_chain": lambda: optax.chain(optax.clip(1.0), jt.lookahead(optax.adam(0.1), sync_period=4)),
     "schedule_free": lambda: schedule_free_sgd(0.5),
+    "under_labels": lambda: optax.multi_transform(
+        {"decay": optax.adam(0.1), "no/decay": jt.lookahead(optax.sgd(0.5), sync_period=4)},
+        {"kernel": "decay", "bias": "no/decay"},
+    ),
 }
+SHORT = ("lookahead", "under_labels")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "lookahead" else pytest.mark.long) for name in OPTIMIZERS]
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in OPTIMIZERS]
 )
 def test_an_opened_run_has_the_weights_of_its_evaluation(name, tmp_path):
     model = jt.from_nnx(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
@@ -45,7 +51,24 @@ def test_an_opened_run_has_the_weights_of_its_evaluation(name, tmp_path):
     fresh = jt.make_train_step(model, jt.classification(), optax.sgd(0.1)).init(0, params=str(tmp_path))
     for found in (opened.params, fresh.params):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    assert not np.array_equal(jax.tree.leaves(wanted)[0], jax.tree.leaves(result.state.params)[0])
+    assert not np.array_equal(wanted["bias"], result.state.params["bias"])
+
+
+@pytest.mark.parametrize("average", ["slow", pytest.param("ema", marks=pytest.mark.long)])
+def test_parameters_whose_names_hold_a_slash_open_as_evaluated(average: str, tmp_path: Path) -> None:
+    model = jt.from_functions(
+        lambda key: {"linear/w": jnp.full((4, 2), 0.1), "linear/b": jnp.zeros(2)},
+        lambda params, inputs: inputs @ params["linear/w"] + params["linear/b"],
+    )
+    optimizer = jt.lookahead(optax.sgd(0.5), sync_period=4) if average == "slow" else optax.sgd(0.5)
+    options = {} if average == "slow" else {"ema_decay": 0.9}
+    result = jt.fit(
+        model, jt.classification(), optimizer, data=DATA, steps=7, batch_size=32, run_dir=tmp_path, **options
+    )
+    opened = jt.open_run(tmp_path, model=model, task=jt.classification())
+    fresh = jt.make_train_step(model, jt.classification(), optax.sgd(0.1)).init(0, params=str(tmp_path))
+    for found in (opened.params, fresh.params):
+        jax.tree.map(np.testing.assert_array_equal, found, result.state.evaluation_params)
 
 
 class OwnState(NamedTuple):
@@ -90,6 +113,19 @@ KEEPERS: dict[str, tuple[Any, bool]] = {
     ),
     "several steps": (lambda: optax.MultiSteps(schedule_free_sgd(0.1), 2).gradient_transformation(), True),
     "injected": (lambda: optax.inject_hyperparams(schedule_free_adamw)(learning_rate=0.05), True),
+    "labels with a slash or a dot": (
+        lambda: optax.multi_transform(
+            {"no/decay": schedule_free_sgd(0.1), "b.c": jt.lookahead(optax.adam(0.1))},
+            {name: "no/decay" if name == "head" else "b.c" for name in PARAMS},
+        ),
+        True,
+    ),
+    "a label of no parameter": (
+        lambda: optax.multi_transform(
+            {"a": optax.sgd(0.1), "b": jt.lookahead(optax.adam(0.1))}, dict.fromkeys(PARAMS, "a")
+        ),
+        True,
+    ),
     "one's own fields": (own_optimizer, False),
 }
 
@@ -113,6 +149,12 @@ def test_what_a_checkpoint_keeps_is_what_evaluation_uses(optimizer: Any, told_by
             if kept is not None and kept.b1 is not None:
                 value = (param - (1 - arrays[kept.b1]) * value) / arrays[kept.b1]
             np.testing.assert_allclose(value, wanted[name], rtol=1e-6, err_msg=name)
+
+
+def test_weights_that_are_recorded_and_not_stored_are_an_error() -> None:
+    with pytest.raises(jt.CheckpointError, match="in optimizer_state/1, and holds no array there") as error:
+        find_kept_weights({"params.w": ((3,), "float32")}, [["optimizer_state.1", "slow"]])
+    assert "\n" not in str(error.value)
 
 
 def test_a_model_of_one_array_has_its_slow_weights() -> None:
