@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxtrain.models.model import ModelState, Params
-from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.task import LogitsLoss, Task
-from jaxtrain.models.task_sums import calling_sums, task_sums
+from jaxtrain.models.task_sums import task_sums
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.own_program import program_digest
 from jaxtrain.train.assemble import Run
@@ -28,20 +27,22 @@ def loss_digests(run: Run, metadata: Mapping[str, Any]) -> dict[str, str] | None
         metadata: what a checkpoint of the run says of it: which parts came from Python.
 
     Returns:
-        `train` and `evaluation`. They are alike only where shapes of outputs and batches are, too; those of a task that
-        calls the model are of the model's equations as well.
+        `train` and `evaluation`. They are alike only where shapes of outputs and batches are, too. Of a task that calls
+        the model they would be of the model's equations as well, which take as long to trace as a step: not known. Nor
+        are those of several processes, one of which computes this, and which may hold parts of what a loss reads.
     """
     task = run.step.task
     # A shipped task without options has the losses of its name.
     if metadata["from_python"]["task"] is None or (is_shipped(task) and not isinstance(task.loss, LogitsLoss)):
+        return None
+    if task.calls_model or jax.process_count() > 1:
         return None
     spec = {
         name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), value)
         for name, value in run.batches.spec().items()
     }
     try:
-        trace = _traced_calls if task.calls_model else _traced_loss
-        found = {name: trace(run.step, spec, train=name == "train") for name in ("train", "evaluation")}
+        found = {name: _traced_loss(run.step, spec, train=name == "train") for name in ("train", "evaluation")}
     except Exception:  # any of one's own code, which may fail without the mesh: the run trains all the same
         return None
     # What the host computes is in no equation.
@@ -62,21 +63,6 @@ def _traced_loss(step: TrainStep, spec: Mapping[str, Any], *, train: bool) -> co
     plain = jax.tree.map(_without_precision, outputs)
     task: Task = step.task
     return jax.make_jaxpr(lambda outputs, batch: task_sums(task, outputs, batch, train=train))(plain, dict(spec))
-
-
-def _traced_calls(step: TrainStep, spec: Mapping[str, Any], *, train: bool) -> core.ClosedJaxpr:
-    """The loss of `Task.calling` as equations, with the model in evaluation: how it trains is not the task's."""
-    del train
-
-    def sums(params: Params, model_state: ModelState, batch: Any, key: jax.Array, number: jax.Array) -> Any:
-        model, average = step.sharded_model, (params, model_state)
-        with model.context():
-            call = ModelCall(model.apply, params, model_state, False, number, key, average, model.apply_deferred)
-            return calling_sums(step.task, call, batch, key)[0]
-
-    model = step.sharded_model
-    key, number = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.make_jaxpr(sums)(model.abstract_params, model.abstract_model_state, dict(spec), key, number)
 
 
 def _without_precision(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,8 @@
 """The config of a saved run, for the machine that opens it."""
 
 import contextlib
+import glob
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,8 +64,11 @@ def _check_path(saved: Mapping[str, Any], opened: Config) -> None:
     """Raise where other rows are given as those for training, so that the run's held-out ones would be evaluated."""
     data = opened.data.model_dump()
     held_out, path = data.get("validation_path"), data.get("path")
-    if held_out is None or held_out != saved.get("validation_path") or _place(path) == _place(saved.get("path")):
+    before = saved.get("path")
+    if held_out is None or held_out != saved.get("validation_path") or _place(path) == _place(before):
         return
+    if isinstance(before, str) and "://" not in before and not glob.glob(os.path.expanduser(before)):
+        return  # The file for training, which is read with the held-out ones, has moved.
     shown = path if isinstance(path, str) else ",".join(path or ())
     raise ConfigError(
         f"data.path={shown} would not be evaluated: the held-out rows of the run are those of data.validation_path="
@@ -79,7 +84,7 @@ def trained_rows_line(saved: Config, opened: Config) -> str | None:
         opened: the same with overrides.
     """
     of_run = _sources(saved)
-    for now in _sources(opened):
+    for now in (source for source in _sources(opened) if source not in of_run):
         for then in of_run:
             line = _trained_on(then, now)
             if line is not None:
@@ -123,7 +128,7 @@ def _rows_of(source: Mapping[str, Any], path: Any) -> list[Any]:
 def _place(path: Any) -> Any:
     """A path, or several, in one form."""
     if isinstance(path, str):
-        return Path(path).resolve()
+        return os.path.realpath(os.path.expanduser(path))
     return [_place(one) for one in path] if isinstance(path, list | tuple) else path
 
 

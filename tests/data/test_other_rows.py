@@ -64,7 +64,7 @@ CODES = {
     "texts without their letters": (["01", "02", "2A"], ["01", "02"], ["01", "02"]),
     "texts of the same number": (["1", "01", "2A", "2B"], ["01", "1"], ["01", "1"]),
     "a number in other words": (["1", "2"], ["01", "2.0"], ["1", "2"]),
-    "a number beside a text": (["1", "2", "x"], ["1.0", "x"], ["1", "x"]),
+    "a code beside a text": (["1", "2A"], ["001", "2A"], "001"),
     "fractions": (["0.5", "1", "x"], ["0.50", "1.0"], ["0.5", "1"]),
     "another code": (["01", "02", "2A"], ["01", "03"], "03"),
     "a text that is no class": (["1", "2"], ["01", "2A"], "2A"),

@@ -89,8 +89,11 @@ HIDDEN: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize(("run", "further", "is_refused"), HIDDEN.values(), ids=HIDDEN)
 def test_other_rows_are_not_passed_over_for_the_file_for_evaluation(
-    run: dict[str, Any], further: dict[str, Any], is_refused: bool, tmp_path: Path
+    run: dict[str, Any], further: dict[str, Any], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "a.csv"):
+        (tmp_path / name).touch()
     saved = load_config(keywords=run).config.model_dump(mode="json")
     (tmp_path / "run.json").write_text(json.dumps({"format_version": 1, "config": saved, "data": {}}))
     if not is_refused:
@@ -101,6 +104,32 @@ def test_other_rows_are_not_passed_over_for_the_file_for_evaluation(
         saved_config(tmp_path, overrides=further)
     with pytest.raises(ConfigError, match=said):
         saved_config(tmp_path, overrides=[f"{key}={value}" for key, value in further.items()])
+
+
+def test_the_file_for_training_may_have_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read together with the held-out rows."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saved = load_config(keywords={**TEXTS, "data.path": "~/a.csv"}).config.model_dump(mode="json")
+    (tmp_path / "run.json").write_text(json.dumps({"format_version": 1, "config": saved, "data": {}}))
+    assert saved_config(tmp_path, overrides={"data.path": "moved/a.csv"}).config.data.path == "moved/a.csv"
+    (tmp_path / "a.csv").touch()
+    assert saved_config(tmp_path, overrides={"data.path": f"{tmp_path}/a.csv"}).config.data.path
+    (tmp_path / "loop.csv").symlink_to("loop.csv")
+    for other in ("t.csv", str(tmp_path / "loop.csv")):
+        with pytest.raises(ConfigError, match="would not be evaluated"):
+            saved_config(tmp_path, overrides={"data.path": other})
+
+
+def test_sources_that_are_those_of_the_run_were_not_trained_on() -> None:
+    def of(title: float, more: int) -> Any:
+        parts = [("title", title), ("body", 0.3)]
+        sources = [{"kind": "jsonl", "path": "two.jsonl", "field": k, "validation_fraction": s} for k, s in parts]
+        keys = {"data.kind": "mixture", "data.sequence_length": more}
+        components = [{"source": source, "weight": 1.0} for source in sources]
+        return load_config(keywords={**keys, "data.components": components}).config
+
+    assert trained_rows_line(of(0.05, 16), of(0.05, 8)) is None
+    assert trained_rows_line(of(0.05, 16), of(0.5, 8)) is not None
 
 
 @pytest.mark.parametrize("kind", ["table", "labelled_text", "text"])

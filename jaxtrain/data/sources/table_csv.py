@@ -79,7 +79,7 @@ def read_csv(path: Path, asked: AskedColumns, *, skipped: SkippedRecords | None)
         skipped.tell()
     kept_targets = found if first_text is None else targets
     if asked.classes is not None:
-        kept_targets = as_known_classes(targets, asked.classes)
+        kept_targets = as_known_classes(targets, asked.classes, are_numbers=first_text is None)
     return TableRows(inputs, kept_targets, names, np.array(kept, np.int64), found, first_text)
 
 

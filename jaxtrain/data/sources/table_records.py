@@ -17,6 +17,7 @@ from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRo
 from jaxtrain.data.sources.table_targets import target_of
 from jaxtrain.data.text.numbers import float_of
 from jaxtrain.errors import DataError
+from jaxtrain.runtime.remarks import print_remark
 
 _INDEX = re.compile(r"__index_level_\d+__")
 
@@ -56,22 +57,26 @@ def read_table_rows(files: Sequence[DataFile], asked: AskedColumns, *, skipped: 
         if len(bad) < NAMED:
             bad.append(without_advice(error))
 
-    def check_known(where: str, found: Iterable[str]) -> None:
-        # A column that the first row lacks would be left out of the inputs without a word.
-        more = [name for name in found if name not in first and not _INDEX.fullmatch(name)] if columns is None else []
-        if more:
-            raise BadRecordError(
-                f"{where} has column '{more[0]}', which {first_where} lacks; give all rows the same columns, or list "
-                "the inputs in data.columns"
+    told = columns is not None or asked.are_known
+
+    def tell_others(where: str, found: Iterable[str]) -> None:
+        nonlocal told
+        more = [name for name in found if name not in first and not _INDEX.fullmatch(name)]
+        if more and not told:
+            told = True
+            print_remark(
+                f"{where} has column '{more[0]}', which {first_where} lacks: it is no input; give all rows the same "
+                "columns, or list the inputs in data.columns"
             )
 
     wanted = [*(("columns" if columns else None, name) for name in names), ("target", chosen)]
     for file in files:
-        check_known(str(file.path), _columns_of(file))
+        if not told:
+            tell_others(str(file.path), _columns_of(file))
         for where, row in pass_over_file(file, wanted, bad=leave_out):
             try:
-                if not row.keys() <= first.keys():
-                    check_known(where, row)
+                if not told and not row.keys() <= first.keys():
+                    tell_others(where, row)
                 numbers = [_number(row[name], where, name) for name in names]
                 value = target_of(row[chosen], where=where, column=chosen, as_numbers=asked.as_numbers)
             except BadRecordError as error:

@@ -139,7 +139,7 @@ def numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | N
     return classes.astype(np.int32), names
 
 
-def as_known_classes(written: Sequence[str], known: Sequence[str]) -> list[str]:
+def as_known_classes(written: Sequence[str], known: Sequence[str], *, are_numbers: bool) -> list[str]:
     """Returns targets of a CSV file by the names of the classes that a model was trained on.
 
     Whether the codes of a file are texts (01, 2A) or numbers (01 is 1) depends on the others in it, and another file
@@ -148,10 +148,13 @@ def as_known_classes(written: Sequence[str], known: Sequence[str]) -> list[str]:
     Args:
         written: The targets as the file has them.
         known: Names of the classes.
+        are_numbers: Whether all targets are numbers: beside texts (001, 2A), on both sides, a code is no other number.
 
     Returns:
         The name of each target's class; what is written, where it is none of them.
     """
+    if not are_numbers and any(number_in(name) is None for name in known):
+        return list(written)
     names = {text: text for text in known}
     for text in set(written) - names.keys():
         number = number_in(text)

@@ -259,6 +259,7 @@ def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | N
         as_numbers=are_wanted_as_numbers(config.task, task=task, reading=reading),
         # Runs were trained on it before it was left out.
         takes_unnamed=reading is not None and "" in (reading.get("columns") or ()),
+        are_known=reading is not None,
         classes=None if reading is None else reading["classes"],
     )
     is_decided = reading is not None or config.task is not None
