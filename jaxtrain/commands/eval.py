@@ -60,6 +60,8 @@ def run_eval(
         with progress.phase("opening the run"):
             run = open_run(run_dir, overrides=overrides, step=step, quantize=quantize, report=progress.message)
             evaluator, held_out, state = _opened(run)
+            for remark in held_out.remarks:
+                progress.message(remark)
         with progress.phase("evaluating") as phase:
             metrics = flat_scalars(evaluate_rows(evaluator, state, held_out))
             data = run.config.data

@@ -311,10 +311,13 @@ class OpenedRun(RunPath):
         held_out = self.held_out(data)
         evaluator = self.evaluator
         evaluator.feed.shardings(held_out.batches.spec())
-        return evaluate_rows(evaluator, self.state, held_out)
+        state = self.state
+        for remark in held_out.remarks:
+            self._report(remark)
+        return evaluate_rows(evaluator, state, held_out)
 
     def held_out(self, data: Any = None) -> "HeldOutRows":
-        """The rows that `evaluate` takes, in batches that divide by the mesh; see there."""
+        """The rows that `evaluate` takes, in batches that divide by the mesh; see there. It says nothing of them."""
         from jaxtrain.data import Data
         from jaxtrain.run.held_out_rows import check_data_fits, held_out_rows
         from jaxtrain.run.reference import evaluated_rows
@@ -325,8 +328,6 @@ class OpenedRun(RunPath):
         found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit, info=self.info)
         if isinstance(rows, Data) and self._own_model is None:
             check_data_fits(self.config, rows, self.sharded_model, own_task=self._own_task is not None)
-        for remark in found.remarks:
-            self._report(remark)
         return found
 
     def sample(
