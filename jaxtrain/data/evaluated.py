@@ -1,5 +1,6 @@
 """Which of the held-out rows are evaluated where a run evaluates no more than some of them."""
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +12,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2^64 times the fractional part of the golden ratio, whose multiples lie evenly in 0 to 1 and have no period."""
 
 
+@functools.lru_cache(maxsize=2)
 def evaluated_numbers(num_rows: int, most: int | None, *, spread: bool = True) -> np.ndarray:
     """Returns the numbers of the rows that are evaluated: int64 [rows], rising, a function of the arguments alone.
+
+    Kept between the evaluations of a run, of which each asks for them again.
 
     Spread rows are those whose multiples of the golden ratio, taken modulo 1, are the smallest: about as many of every
     stretch and of every residue, so that the classes of a sorted file, those of a file that lists them in turn, and the
@@ -24,11 +28,14 @@ def evaluated_numbers(num_rows: int, most: int | None, *, spread: bool = True) -
         spread: whether they are spread over all rows; otherwise they are the first ones.
     """
     if most is None or most >= num_rows:
-        return np.arange(num_rows)
-    if not spread:
-        return np.arange(most)
-    places = np.arange(num_rows, dtype=np.uint64) * _GOLDEN
-    return np.sort(np.argpartition(places, most - 1)[:most])
+        numbers = np.arange(num_rows)
+    elif not spread:
+        numbers = np.arange(most)
+    else:
+        places = np.arange(num_rows, dtype=np.uint64) * _GOLDEN
+        numbers = np.sort(np.argpartition(places, most - 1)[:most])
+    numbers.flags.writeable = False
+    return numbers
 
 
 def evaluated_rows(rows: "grain.MapDataset", most: int | None, *, spread: bool) -> "grain.MapDataset":

@@ -115,9 +115,7 @@ def test_a_run_whose_record_does_not_say_how_many_it_held_out_is_evaluated_as_it
     model = jt.from_functions(lambda key: {"w": jnp.zeros(())}, lambda params, x: x + 0 * params["w"], name="inputs")
     run = jt.open_run(tmp_path, model=model, task=jt.Task("mean", loss))
     validation = jt.ArrayRows({"inputs": VALUES})
-    rows = held_out_rows(
-        run.config, validation, run.sharded_model, task=run.task, max_batches=MOST, info=json.loads(json.dumps(record))
-    )
+    rows = held_out_rows(run.config, validation, run.sharded_model, task=run.task, max_batches=MOST, info=run.info)
     assert rows.num_rows == BATCH * MOST
     assert "the first 24 of 96" in rows.remarks[0]
 

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -224,3 +225,43 @@ def test_float16_is_refused_where_processes_would_add_it_up(tmp_path: Path) -> N
         lines = [line for line in err.splitlines() if line.startswith("jaxtrain: ")]
         assert len(lines) == 1
         assert "fp16 computes in float16, of which Gloo loses numbers" in lines[0]
+
+
+# Every float16 that is not negative and finite, and -100 from another process: how many sums are not what they are.
+SUMS = """
+import sys
+import jax, ml_dtypes, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x[0], "d"), mesh=mesh, in_specs=PartitionSpec("d"),
+                            out_specs=PartitionSpec()))
+halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+for dtype, within in ((np.float16, 0.001), (ml_dtypes.bfloat16, 0.01)):
+    rows = np.stack([halves, np.full_like(halves, -100)]).astype(dtype)
+    whole = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec("d")), lambda at: rows[at])
+    found = np.asarray(add(whole).addressable_data(0)).astype(np.float64)
+    right = rows.astype(np.float64).sum(0)
+    print(int((np.abs(found - right) > within * (np.abs(right) + 100)).sum()))
+"""
+
+
+@pytest.mark.long
+def test_gloo_still_drops_numbers_from_sums_of_float16() -> None:
+    """Where this fails, `precision/sums.py` may let several processes on CPUs compute in float16 again."""
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SUMS, address, str(index)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(XLA_FLAGS="--xla_force_host_platform_device_count=1"),
+        )
+        for index in range(2)
+    ]
+    for status, out, err in finish(processes):
+        assert status == 0, err
+        wrong = [int(line) for line in out.splitlines() if line.isdigit()]
+        assert wrong[0] > 0
+        assert wrong[1] == 0
