@@ -152,7 +152,9 @@ def half_bodies(address: str, answers: dict[str, dict[str, str]], end: float, se
     drawn, counts = random.Random(seed), Counts()
     while time.monotonic() < end:
         with socket.create_connection(_host_port(address), timeout=LOST_SECONDS) as half:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + b'{"model": "ti')
+            half.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b'{"model": "ti'
+            )
             time.sleep(drawn.choice((0.0, 0.5)))
         counts["half bodies"] += 1
         time.sleep(0.05)
@@ -181,7 +183,8 @@ def wrong_bodies(address: str, answers: dict[str, dict[str, str]], end: float, s
         "a list as body": ("/v1/completions", b"[]", 400),
     }
     counts = Counts()
-    with httpx.Client(base_url=address, timeout=LOST_SECONDS) as client:
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=address, timeout=LOST_SECONDS, headers=headers) as client:
         while not counts or time.monotonic() < end:
             for what, (path, content, status) in table.items():
                 answer = client.post(path, content=content)
@@ -203,7 +206,7 @@ def many_connections(address: str, answers: dict[str, dict[str, str]], end: floa
             ]
             time.sleep(min(2.0, max(0.0, end - time.monotonic())))
             for one in opened:
-                one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             for one in opened:
                 counts["connections, a thousand at a time"] += 1
                 counts["error: a connection got no 200"] += not one.recv(4096).startswith(b"HTTP/1.1 200")

@@ -80,7 +80,7 @@ def run_serve(
         print_remark(f"model {served.name!r}: {started.summary}; compiled in {time.monotonic() - began:.1f} s")
         print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
         try:
-            serve_app(build_app(started.service), taken, when_ready=lambda: _say_ready(address))
+            serve_app(build_app(started.service, host=host), taken, when_ready=lambda: _say_ready(address))
         finally:
             started.close()
     return 0

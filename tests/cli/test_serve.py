@@ -108,7 +108,7 @@ def test_answers_are_those_of_the_model(opened):
 
     started = start_service(opened, slots=2, length=32, queue=4)
     try:
-        with TestClient(build_app(started.service)) as client:
+        with TestClient(build_app(started.service), "http://localhost") as client:
             body = {"model": "tiny", "prompt": ["Hello", "A"], "max_tokens": 6, "temperature": 0, "logprobs": 1}
             found = client.post("/v1/completions", json=body).json()
             chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi" * 8}]}

@@ -21,7 +21,7 @@ class _Failing(ScriptedEngine):
 @pytest.mark.parametrize(("stream", "status"), [(False, 500), (True, 200)], ids=["whole", "streamed"])
 def test_the_failure_is_what_is_answered(stream, status):
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 1, "stream": stream}
-    answer = TestClient(build_app(service(_Failing()))).post("/v1/completions", json=body)
+    answer = TestClient(build_app(service(_Failing())), "http://localhost").post("/v1/completions", json=body)
     assert answer.status_code == status
     assert "the device is gone" in answer.text
     assert "[DONE]" not in answer.text

