@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.numbers import Length, Share
+from jaxtrain.config.numbers import Fraction, Length, Share
 from jaxtrain.config.tokenizer import TokenizerConfig
 
 # The path that names the conversations made from the documentation that every Python carries.
@@ -44,6 +44,10 @@ class ChatData(Group):
     """Token that ends an answer; null: those at which the model stops (generation_config.json, end of text)."""
     date: str = "2024-07-26"
     """Date that a template which asks for today gets, so that rows are the same every day."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """What happens to a row that is no conversation, or whose answer is empty: the command ends, or it is left out."""
+    max_bad_fraction: Fraction = 1e-4
+    """Largest fraction of rows that may be left out; above 0, one always may be."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens."""
 

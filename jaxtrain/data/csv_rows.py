@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def csv_rows(
     # A field may be a whole document. The limit is one of the process, so it is raised only.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
     # Without `strict`, a field with an unclosed quote takes in the rest of the file.
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=_separator(text))
     is_header = True
     while True:
         first = reader.line_num + 1
@@ -48,6 +49,12 @@ def csv_rows(
         if row:
             is_header = False
             yield f"{path}:{first}" if first == reader.line_num else f"{path}:{first}-{reader.line_num}", row
+
+
+def _separator(text: str) -> str:
+    """Returns what separates the names of a header: a tab or semicolon where it has no comma outside of quotes."""
+    header = re.sub(r'"[^"]*"', "", text.lstrip("\r\n").partition("\n")[0])
+    return "," if "," in header else next((mark for mark in "\t;" if mark in header), ",")
 
 
 def stripped_header(header: Sequence[str]) -> list[str]:

@@ -156,6 +156,19 @@ def require_folder(path: str | Path, *, what: str) -> Path:
     return path
 
 
+def files_below(root: Path) -> list[Path]:
+    """Lists the files of a data folder, at any depth, in the order of their paths.
+
+    Hidden files and folders are passed over: `._NAME` of macOS, `.ipynb_checkpoints/`, what a copy has not finished.
+    """
+    return sorted(p for p in root.rglob("*") if not is_hidden(p.relative_to(root).parts) and p.is_file())
+
+
+def is_hidden(parts: Iterable[str]) -> bool:
+    """Returns whether the parts of a path, seen from the data, name a hidden file or lie in a hidden folder."""
+    return any(part.startswith(".") and part not in (".", "..") for part in parts)
+
+
 def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tuple[str, Path], ...]:
     """Lists the files that a path names: a file, a folder (all its files of one suffix, at any depth) or a glob.
 
@@ -174,11 +187,11 @@ def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tupl
     """
     root = local_path(path, what=what, error=DataError).expanduser()
     if root.is_dir():
-        files = [p for p in root.rglob("*") if plain_suffix(p) == suffix and p.is_file()]
-        there = set(files)
-        files = [p for p in files if not (is_packed(p) and p.with_suffix("") in there)]
+        below = files_below(root)
+        there = {p for p in below if plain_suffix(p) == suffix}
+        files = [p for p in there if not (is_packed(p) and p.with_suffix("") in there)]
         if not files:
-            packed = sorted(p.name for p in root.rglob(f"*{suffix}.*") if p.suffix in COMPRESSED_SUFFIXES)
+            packed = [p.name for p in below if p.suffix in COMPRESSED_SUFFIXES and p.stem.endswith(suffix)]
             if packed:
                 raise DataError(
                     f"{what} {path} holds no {suffix} file but compressed ones ({packed[0]}); decompress them first"

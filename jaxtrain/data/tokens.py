@@ -14,7 +14,7 @@ from jaxtrain.data.end_of_text import named_end
 from jaxtrain.data.examples import check_leaves_rows
 from jaxtrain.data.files import FileState
 from jaxtrain.data.skipped import SkippedRecords
-from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
+from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 from jaxtrain.errors import DataError
 
 # Characters that are encoded at a time: enough to use every core, and few enough for their ids as Python objects.
@@ -71,6 +71,22 @@ def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[n
         yield [np.concatenate([ids, mark]).astype(dtype) for ids in encode_all(tokenizer, chunk)]
 
 
+def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields documents; files of plain text are divided where they write the tokenizer's end of text.
+
+    As GPT-2's and TinyStories' files do. Only a name with bars (`<|endoftext|>`) is looked for: `</s>` is also HTML.
+    """
+    end = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.end_of_text
+    name = None if end is None else tokenizer.token_name(end)  # pyright: ignore[reportAttributeAccessIssue] no bytes
+    if not isinstance(config, TextData) or config.path is None or name is None or not name.startswith("<|"):
+        yield from texts
+        return
+    for text in texts:
+        parts = text.split(name)
+        # What follows the last one is mostly a line end.
+        yield from (part for part in parts if part.strip() or len(parts) == 1)
+
+
 def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
     chunk: list[str] = []
     size = 0
@@ -102,7 +118,7 @@ def encoded_source(
     encoded: list[np.ndarray] = []
     num_documents = 0
     digest = hashlib.sha256()
-    for chunk in encode_stream(documents.read(), tokenizer):
+    for chunk in encode_stream(divided(config, documents.read(), tokenizer), tokenizer):
         num_documents += len(chunk)
         # One array per chunk and not per document: each of a million short documents would take 100 bytes more.
         encoded.append(np.concatenate(chunk))

@@ -158,7 +158,7 @@ def test_images_without_a_class_are_named(tmp_path):
     names = {"info": {"features": {"label": {"names": ["ant", "bee"], "_type": "ClassLabel"}}}}
     table = pyarrow.table({"image": [png(i) for i in range(4)], "label": [0, 1, -1, 0]})
     write_stream(tmp_path / "a.arrow", table.replace_schema_metadata({"huggingface": json.dumps(names)}))
-    with pytest.raises(DataError, match="row 3 column 'label' is -1, and the file names 2 classes"):
+    with pytest.raises(DataError, match="row 3 column 'label' is -1, by which other libraries mark a row"):
         open_data({"kind": "images", "path": str(tmp_path / "a.arrow"), "image_size": 8})
 
 

@@ -267,7 +267,7 @@ WRONG = {
     "no text": ("a.jsonl", '{"text": 3, "label": 1}\n', {}, r"a.jsonl:1 column 'text' holds a value of type int"),
     "no label": ("a.csv", "text,label\nx,\n", {}, r"a.csv:2 column 'label' has no value"),
     "a list as label": ("a.jsonl", '{"text": "x", "label": [1]}\n', {}, r"is \[1\], which is no class"),
-    "the label of other libraries for none": ("a.csv", "text,label\nx,-100\n", {}, r"is '-100', by which other"),
+    "the label of other libraries for none": ("a.csv", "text,label\nx,-100\n", {}, r"is -100, by which other"),
     "not JSON": ("a.jsonl", "{\n", {}, r"a.jsonl:1 is not JSON"),
     "no object": ("a.jsonl", "[1]\n", {}, r"holds a value of type list, not an object"),
     "a short line": ("a.csv", "text,label\nx\n", {}, r"a.csv:2 has 1 fields, the header has 2"),

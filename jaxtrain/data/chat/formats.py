@@ -150,7 +150,7 @@ def _published(files: Mapping[str, str], where: str, tokenizer: NamedTokens) -> 
     settings = _object(files, "tokenizer_config.json")
     source, label = files.get(TEMPLATE_FILE), TEMPLATE_FILE
     if source is None:
-        source, label = _default(settings.get("chat_template")), f"the template of {where}"
+        source, label = _default(settings.get("chat_template")), f"of {where}"
     if source is None:
         return None
     tokens, stop = _without_template(files, tokenizer)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxtrain.data.chat.conversations import ANSWERS, Conversation
+from jaxtrain.data.chat.conversations import ANSWERS, Conversation, is_trained
 from jaxtrain.data.chat.encoding import ChatEncoder
 from jaxtrain.data.chat.templates import Rendered, Template, render
+from jaxtrain.data.skipped import BadRecordError, SkippedRecords
 from jaxtrain.errors import ConfigError, DataError
 
 # Characters that are encoded at a time: enough for every core, few enough for their tokens as Python objects.
@@ -43,7 +44,12 @@ class _Marked:
 
 
 def masked_tokens(
-    conversations: Iterable[Conversation], template: Template, encoder: ChatEncoder, *, train_on: str
+    conversations: Sequence[Conversation],
+    template: Template,
+    encoder: ChatEncoder,
+    *,
+    train_on: str,
+    skipped: SkippedRecords | None = None,
 ) -> Iterator[MaskedTokens]:
     """Encodes conversations and marks what is trained.
 
@@ -52,12 +58,23 @@ def masked_tokens(
         template: How it is written.
         encoder: Makes the ids.
         train_on: As `ChatData.train_on`.
+        skipped: Counts the conversations that the template refuses, which have no tokens then; None: an error.
 
     Raises:
         DataError: The template refuses a conversation.
         ConfigError: The template fails, or the tokens of an answer or its stop token cannot be found.
     """
-    for chunk in _chunks(_marked(one, template, train_on=train_on) for one in conversations):
+
+    def marked(one: Conversation) -> _Marked:
+        try:
+            return _marked(one, template, train_on=train_on)
+        except BadRecordError as error:
+            if skipped is None:
+                raise
+            skipped.add(error, of=len(conversations))
+            return _Marked(one.where, "", ())
+
+    for chunk in _chunks(map(marked, conversations)):
         encoded = encoder.encode([one.text for one in chunk])
         for one, found in zip(chunk, encoded, strict=True):
             trained = np.zeros(len(found.ids), bool)
@@ -77,9 +94,11 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
     tools = conversation.tools
     whole = render(template, messages, prompt=False, where=where, tools=tools)
     if train_on == "all":
+        if not all(map(is_trained, messages)):
+            raise DataError(f"{where} has a message of weight 0, and data.train_on=all trains each; set it to answers")
         return _Marked(where, whole.text, ((0, len(whole.text)),))
     said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
-    answers = [i for i in said if i >= conversation.first]
+    answers = [i for i in said if i >= conversation.first and is_trained(messages[i])]
     answers = answers[-1:] if train_on == "last" else answers
     if template.marks_answers:
         spans = _blocks(whole, template, len(said), where)

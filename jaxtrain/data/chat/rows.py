@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxtrain.data.chat.masks import MaskedTokens
 from jaxtrain.data.rows import Row, Rows
+from jaxtrain.data.skipped import BadRecordError, SkippedRecords
 from jaxtrain.errors import DataError
 
 # Constant, so that the rows of a run are those of every other.
@@ -50,7 +51,7 @@ class Fitted:
         kept: int64 [num_kept], which of the conversations are left.
         tokens: Those conversations, cut where they were too long.
         cut: How many were.
-        dropped: How many are not left.
+        dropped: How many are not left because they are too long.
     """
 
     kept: np.ndarray
@@ -60,7 +61,14 @@ class Fitted:
 
 
 def fit(
-    conversations: Iterable[MaskedTokens], *, length: int, too_long: str, together: int = 1, scored: bool = False
+    conversations: Iterable[MaskedTokens],
+    *,
+    length: int,
+    too_long: str,
+    together: int = 1,
+    scored: bool = False,
+    skipped: SkippedRecords | None = None,
+    of: int = 0,
 ) -> Fitted:
     """Cuts or drops what is too long.
 
@@ -70,6 +78,8 @@ def fit(
         too_long: As `ChatData.too_long`.
         together: Neighbours that are left or dropped as one: 2 for pairs.
         scored: Whether the last token must be an input too, so that a row has room for L tokens and not for L + 1.
+        skipped: Counts pairs whose answers the template makes equal, which are left out; None: an error.
+        of: Number of conversations.
 
     Raises:
         DataError: A conversation is too long and may be neither cut nor dropped, or both of a pair are equal.
@@ -92,11 +102,16 @@ def fit(
         group.append((MaskedTokens(one.where, one.ids[:end], one.trained[:end]), over))
         if len(group) == together:
             same = together == 2 and np.array_equal(group[0][0].ids, group[1][0].ids)
-            if same and not _any_over(group):
-                raise DataError(
+            is_bad = any(not len(part.ids) for part, _ in group)
+            if same and not is_bad and not _any_over(group):
+                error = BadRecordError(
                     f"{one.where} has equal answers where the chat template has written them (it may drop spaces); "
                     "a pair needs two that differ"
                 )
+                if skipped is None:
+                    raise error
+                skipped.add(error, of=of)
+                is_bad = True
             # The first token is nobody's target; a conversation may lose all of its answers to the cut, and a pair what
             # tells its answers apart.
             is_left = all(part.trained[1:].any() for part, _ in group) and not same
@@ -106,7 +121,7 @@ def fit(
                 tokens += [part for part, _ in group]
                 cut += _any_over(group)
             else:
-                dropped += 1
+                dropped += not is_bad
             group = []
     return Fitted(np.array(kept, np.int64), tokens, cut, dropped)
 

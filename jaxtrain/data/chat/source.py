@@ -18,6 +18,7 @@ from jaxtrain.data.chat.rows import Fitted, PackedRows, PaddedRows, PairRows, St
 from jaxtrain.data.chat.templates import Template, compile_template
 from jaxtrain.data.examples import split_examples
 from jaxtrain.data.rows import Rows
+from jaxtrain.data.skipped import SkippedRecords, skipped_records
 from jaxtrain.data.special import special_ids
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, build_tokenizer, tokenizer_sha256
 from jaxtrain.errors import ConfigError, DataError
@@ -35,6 +36,7 @@ class ChatRows:
         description: Lines that describe the rows to the user.
         reading: See `Data.reading`.
         counts: See `Data.counts`.
+        skipped: Counts the bad rows that were left out; None: the first is an error.
     """
 
     train: Rows
@@ -44,6 +46,7 @@ class ChatRows:
     description: tuple[str, ...]
     reading: dict[str, Any]
     counts: dict[str, int]
+    skipped: SkippedRecords | None
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,25 @@ def open_chat(
     """
     if pairs and config.train_on == "all":
         raise ConfigError("data.train_on=all takes the prompt into preferences; set data.train_on=answers or last")
-    said = _read_pairs(config) if pairs else _read(config)
+    skipped = skipped_records(
+        label_of(config), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
+    )
+    said = _read_pairs(config, skipped) if pairs else _read(config, skipped)
     tokenizer = build_tokenizer(config.tokenizer, _texts(said.conversations), special=added_tokens(config))
     assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
     form = format_of_reading(reading) or chat_format(config, tokenizer)
     template = compile_template(form, today=datetime.date.fromisoformat(config.date))
     encoder = chat_encoder(tokenizer)
-    masked = masked_tokens(said.conversations, template, encoder, train_on=config.train_on)
-    fitted = fit(masked, length=sequence_length, too_long=config.too_long, together=2 if pairs else 1, scored=scored)
+    masked = masked_tokens(said.conversations, template, encoder, train_on=config.train_on, skipped=skipped)
+    fitted = fit(
+        masked,
+        length=sequence_length,
+        too_long=config.too_long,
+        together=2 if pairs else 1,
+        scored=scored,
+        skipped=skipped,
+        of=len(said.conversations),
+    )
     if not len(fitted.kept):
         raise DataError(
             f"{label_of(config)} has no conversation with an answer within {sequence_length:,} tokens; raise "
@@ -117,22 +131,23 @@ def open_chat(
         description=_description(config, counts, template, tokenizer, _spelled(said.conversations, encoder.special)),
         reading=form.to_reading(),
         counts=counts,
+        skipped=skipped,
     )
 
 
-def _read(config: ChatData) -> _Said:
-    found = read_conversations(config.path)
+def _read(config: ChatData, skipped: SkippedRecords | None) -> _Said:
+    found = read_conversations(config.path, skipped=skipped)
     if config.validation_path is not None:
-        more = read_conversations(config.validation_path, key="data.validation_path")
+        more = read_conversations(config.validation_path, key="data.validation_path", skipped=skipped)
         return _Said([*found, *more], np.arange(len(found)), len(found) + np.arange(len(more)))
     # The built-in answers are all different, and so are their questions.
     return _Said(found, *_split([one.prompt for one in found], config))
 
 
-def _read_pairs(config: ChatData) -> _Said:
-    found = read_pairs(config.path)
+def _read_pairs(config: ChatData, skipped: SkippedRecords | None) -> _Said:
+    found = read_pairs(config.path, skipped=skipped)
     if config.validation_path is not None:
-        more = read_pairs(config.validation_path, key="data.validation_path")
+        more = read_pairs(config.validation_path, key="data.validation_path", skipped=skipped)
         sides = (np.arange(len(found)), len(found) + np.arange(len(more)))
         return _Said(_both([*found, *more]), *sides)
     groups = [one.chosen.prompt if one.group is None else one.group for one in found]

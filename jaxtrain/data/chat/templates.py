@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxtrain.data.chat.conversations import Message
 from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.skipped import BadRecordError
 from jaxtrain.errors import ConfigError, DataError
 
 # Unicode guarantees that these are no characters of any text.
@@ -133,7 +134,7 @@ def render(
     try:
         text = template.compiled.render(values)
     except _RefusedError as error:
-        raise DataError(
+        raise BadRecordError(
             f"{where}: line {_line(error)} of the chat template {label} refuses the conversation: {_first_line(error)}"
         ) from None
     except Exception as error:  # a template is somebody's code, and may fail in any way

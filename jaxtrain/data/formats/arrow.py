@@ -136,10 +136,20 @@ def class_names(schema: Any, column: str) -> list[str] | None:
     """
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        names = features[column]["names"]
-    except (KeyError, TypeError, ValueError):
+        feature = features[column]
+        # Of a list of classes, those of its elements.
+        names = (feature.get("feature") or feature)["names"]
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+
+
+def with_names(value: Any, names: Sequence[str]) -> Any:
+    """Returns the names of a class's number, or of a list of them; what is no number of a class stays."""
+    if isinstance(value, list):
+        return [with_names(one, names) for one in value]
+    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names)
+    return names[value] if is_number else value
 
 
 def _json(path: Path) -> dict[str, Any]:

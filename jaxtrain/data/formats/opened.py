@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxtrain.config.local_path import local_path
 from jaxtrain.data.compression import is_packed, plain_suffix
-from jaxtrain.data.files import FileState, file_state, find_files, require_file
+from jaxtrain.data.files import FileState, file_state, files_below, find_files, require_file
 from jaxtrain.data.formats.array_record import ArrayRecordReader, OpenFiles
-from jaxtrain.data.formats.arrow import ArrowReader, saved_files
+from jaxtrain.data.formats.arrow import ArrowReader, class_names, saved_files
 from jaxtrain.data.formats.lines import LineReader, TextReader, pass_over_lines
 from jaxtrain.data.formats.parquet import GroupCache, ParquetReader
 from jaxtrain.data.formats.reader import Cells, Column, JoinedReader, Reader, pass_over, sampled_sha256
@@ -84,8 +84,7 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
 
 
 def _folder(path: str, root: Path, *, what: str) -> tuple[DataFile, ...]:
-    # By its name first: what else is there, such as links of the system, may not be readable.
-    found = {suffix for file in root.rglob("*") if (suffix := plain_suffix(file)) in SUFFIXES and file.is_file()}
+    found = {plain_suffix(file) for file in files_below(root)}
     # Chats may be in several formats: all files of one come before those of the next.
     there = [suffix for suffix in SUFFIXES if suffix in found]
     if not there:
@@ -164,6 +163,12 @@ def _reader(file: DataFile, columns: Sequence[Column] | None, cache: GroupCache,
 def open_file(file: DataFile, columns: Sequence[Column] | None) -> Reader:
     """Opens one file for reading any row; see `open_rows`."""
     return _reader(file, columns, GroupCache(), OpenFiles())
+
+
+def named_classes(file: DataFile, column: str) -> list[str] | None:
+    """Returns the names of the classes that a Parquet or Arrow file gives for a column of numbers; None: none."""
+    reader = open_file(file, None) if file.format in ("parquet", "arrow") else None
+    return class_names(reader.schema, column) if isinstance(reader, ArrowReader | ParquetReader) else None
 
 
 def pass_over_file(

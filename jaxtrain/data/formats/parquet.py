@@ -143,12 +143,32 @@ class ParquetReader:
         try:
             # Opened for each group: thousands of files would need as many handles, and the metadata is known.
             with parquet.ParquetFile(self._state.path, metadata=self._metadata) as opened:
-                return opened.read_row_group(group, columns=list(self._columns)).combine_chunks()
+                found = opened.read_row_group(group, columns=list(self._columns))
+                # Views, which Polars writes, can be neither taken by number nor compared.
+                for i, field in enumerate(found.schema):
+                    kind = _without_views(field.type)
+                    if kind != field.type:
+                        found = found.set_column(i, field.name, found.column(i).cast(kind))
+                return found.combine_chunks()
         except _errors() as error:
             raise DataError(
                 f"{self.label} cannot be decoded in row group {group + 1} of {len(self._starts) - 1} "
                 f"({_first(error)}); fetch or write it again"
             ) from None
+
+
+def _without_views(kind: Any) -> Any:
+    """Returns a type of pyarrow whose text and bytes, also those inside lists and structs, are no views."""
+    import pyarrow as pa
+
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_without_views(kind.value_type)))
+    return kind
 
 
 def _errors() -> tuple[type[Exception], ...]:

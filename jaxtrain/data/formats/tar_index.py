@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.files import FileState
+from jaxtrain.data.files import FileState, is_hidden
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import write_bytes_atomic
 
 # Of the arrays below; another one is read from the tar file again.
-_VERSION = 3
+_VERSION = 4
 # How a tar file ends.
 _END_BYTES = 1024
 
@@ -110,6 +110,8 @@ def _read(state: FileState) -> TarIndex:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
                 ending = ending.lower()  # as WebDataset does: ImageNet's files end in .JPEG
+                if is_hidden(member.name.split("/")):
+                    continue
                 if stem and (member.islnk() or member.issym() or member.issparse()):
                     kind = "file with holes" if member.issparse() else "link"
                     raise DataError(

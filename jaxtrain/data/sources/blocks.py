@@ -17,7 +17,7 @@ from jaxtrain.data.formats.reader import pass_over
 from jaxtrain.data.skipped import NAMED, BadRecordError, without_advice
 from jaxtrain.data.sources.texts import TextSource, text_of_row
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.data.tokens import encode_stream, token_dtype
+from jaxtrain.data.tokens import divided, encode_stream, token_dtype
 from jaxtrain.errors import DataError
 
 # Text of a block: enough to use a process for a second, and little enough that several wait in memory.
@@ -185,7 +185,7 @@ def encode_block(block: Block, config: TextSource, tokenizer: Tokenizer) -> Enco
         if len(named) < NAMED:
             named.append(without_advice(error))
 
-    texts = _texts_of(block, _field(config), leave_out)
+    texts = divided(config, _texts_of(block, _field(config), leave_out), tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     found = [ids for chunk in encode_stream(texts, tokenizer) for ids in chunk]
     tokens = np.concatenate(found).astype(dtype, copy=False) if found else np.zeros(0, dtype)

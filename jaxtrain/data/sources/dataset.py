@@ -379,6 +379,7 @@ def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading:
         description=found.description,
         reading=found.reading,
         counts=found.counts,
+        skipped=() if found.skipped is None else (found.skipped,),
     )
 
 

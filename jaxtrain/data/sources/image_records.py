@@ -10,15 +10,13 @@ import numpy as np
 
 from jaxtrain.config.data import ImageRecordsData
 from jaxtrain.data.examples import Examples, matching_reading, split_examples
-from jaxtrain.data.formats.arrow import ArrowReader
-from jaxtrain.data.formats.arrow import class_names as named_classes
-from jaxtrain.data.formats.opened import DataFile, find_rows, open_file, open_rows
-from jaxtrain.data.formats.parquet import ParquetReader
-from jaxtrain.data.formats.reader import Cells, Reader, good_value, missing_column, pass_over
+from jaxtrain.data.formats.arrow import with_names
+from jaxtrain.data.formats.opened import DataFile, find_rows, named_classes, open_file, open_rows, pass_over_file
+from jaxtrain.data.formats.reader import Cells, Reader, good_value, missing_column
 from jaxtrain.data.rows import grain_seed
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
 from jaxtrain.data.sources.images import Box, center_box, few, flipped, image_row, random_box, read_part
-from jaxtrain.data.text.labels import class_name, class_names, numbered, saved_classes
+from jaxtrain.data.text.labels import check_labelled, class_name, class_names, numbered, saved_classes, unlabelled
 from jaxtrain.errors import DataError
 
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "image.jpg", "image_bytes", "image/encoded")
@@ -57,12 +55,16 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
         # A shard may hold .jpg beside .png; a row of both is read as the first row is.
         read = ";".join(dict.fromkeys([image, *_IMAGES]))
     reader = open_rows(files, [("image", read)], label=config.path)
-    found = _labels(config, files, label)
+    found, places = _labels(files, label)
     own = saved_classes(matching_reading(reading, kind=config.kind), config.kind)
-    classes = class_names(found, label=config.path, known=own)
+    named = named_classes(files[0], label)
+    without = unlabelled(found, own or named)
+    labelled = [name for name, is_left in zip(found, without, strict=True) if not is_left]
+    classes = class_names(labelled, label=config.path, known=own, named=named)
     if own is None and len(classes) < 2:
         raise DataError(f"{config.path} has images of one class ('{classes[0]}'); set data.label to another column")
-    targets = numbered(found, classes)
+    targets = np.zeros(len(found), np.int32)
+    targets[~without] = numbered(labelled, classes)
     if len(parts) > 1:
         first = sum(len(open_file(file, [("label", label)])) for file in parts[0])
         train, validation = np.arange(first), np.arange(first, len(targets))
@@ -70,18 +72,21 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
         train, validation = split_examples(
             len(targets), validation_fraction=config.validation_fraction, label=config.path
         )
+    if own is None:
+        check_labelled([found[i] for i in train], without[train], lambda i: places[train[i]], column=label)
+    train, validation = train[~without[train]], validation[~without[validation]]
     skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
     readers = [_Images(reader, read, targets, side, config.image_size, skipped) for side in (train, validation)]
-    places = [grain.MapDataset.source(range(len(side))) for side in (train, validation)]
+    numbers = [grain.MapDataset.source(range(len(side))) for side in (train, validation)]
     train_rows = (
-        places[0].random_map(_Augmented(readers[0]), seed=grain_seed(seed))
+        numbers[0].random_map(_Augmented(readers[0]), seed=grain_seed(seed))
         if config.augment
-        else places[0].map(_Centered(readers[0]))
+        else numbers[0].map(_Centered(readers[0]))
     )
     size = config.image_size
     return Examples(
         train=train_rows,
-        validation=places[1].map(_Centered(readers[1])) if len(validation) else None,
+        validation=numbers[1].map(_Centered(readers[1])) if len(validation) else None,
         num_outputs=len(classes),
         input_shape=(size, size, 3),
         identity={
@@ -114,24 +119,16 @@ def _columns(config: ImageRecordsData, reader: Reader) -> tuple[str, str]:
     return chosen[0], chosen[1]
 
 
-def _labels(config: ImageRecordsData, files: Sequence[DataFile], column: str) -> list[str]:
-    """Returns the class of each image: a pass over the column of the classes alone."""
-    found: list[str] = []
+def _labels(files: Sequence[DataFile], column: str) -> tuple[list[str], list[str]]:
+    """Returns the class of each image, and where it is: a pass over the column of the classes alone."""
+    found, places = [], []
     for file in files:
-        reader = open_file(file, [("label", column)])
-        names = named_classes(reader.schema, column) if isinstance(reader, ArrowReader | ParquetReader) else None
-        for where, row in pass_over(reader):
-            value = row[column]
-            if names is not None and isinstance(value, int):
-                # -1 is how datasets says that there is no class.
-                if not 0 <= value < len(names):
-                    raise DataError(
-                        f"{where} column '{column}' is {value}, and the file names {len(names)} classes from 0; remove "
-                        "the row, or set data.label"
-                    )
-                value = names[value]
+        names = named_classes(file, column)
+        for where, row in pass_over_file(file, [("label", column)]):
+            value = row[column] if names is None else with_names(row[column], names)
             found.append(class_name(value, where=where, column=column))
-    return found
+            places.append(where)
+    return found, places
 
 
 class _Images:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.config.data import ImageFolderData
 from jaxtrain.data.examples import Examples, matching_reading, split_examples
-from jaxtrain.data.files import FileState, file_state, require_folder
+from jaxtrain.data.files import FileState, file_state, files_below, require_folder
 from jaxtrain.data.rows import grain_seed
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
 from jaxtrain.errors import DataError
@@ -37,6 +37,9 @@ _CROP_ATTEMPTS = 10
 
 # Fraction of the shorter side that evaluation keeps: 224 of 256 pixels.
 _CENTER = 224 / 256
+
+# The EXIF entry that says how a camera was held, and its values for one held on its side.
+_ORIENTATION, _ON_SIDE = 0x0112, (5, 6, 7, 8)
 
 # A file of kilobytes can claim gigapixels; ImageNet's largest image has 43 million.
 _MAX_PIXELS = 2**28
@@ -174,16 +177,15 @@ def _others(root: Path) -> list[str]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Returns the image files in a folder and below it; pipes and devices are left out.
+    """Returns the image files in a folder and below it.
 
     Raises:
         DataError: A link leads to nothing: the data would be smaller than it looks, without a word.
     """
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
-    for path in files:
-        if path.is_symlink() and not path.exists() and not path.name.startswith("."):
+    for path in folder.rglob("*"):
+        if is_image_file(path) and path.is_symlink() and not path.exists() and not path.name.startswith("."):
             raise DataError(f"image {path} is a link to nothing; restore the file that it leads to, or remove it")
-    return [path for path in files if path.is_file()]
+    return [path for path in files_below(folder) if is_image_file(path)]
 
 
 def _placed(listed: Sequence[tuple[FileState, int]]) -> list[_Image]:
@@ -287,13 +289,15 @@ def read_part(
 
     try:
         with Image.open(path if content is None else io.BytesIO(content)) as image:
-            width, height = image.size
             _check_pixels(image, path)
+            # Pillow itself turns TIFF files, and says their size as it will be.
+            is_on_side = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _ON_SIDE
+            width, height = image.size[::-1] if is_on_side else image.size
             left, top, right, bottom = choose_box(width, height)
             # A JPEG can be decoded at a half, a quarter or an eighth of its size, never below the size of the result.
             shrink = max(min(right - left, bottom - top) / size, 1.0)
-            image.draft("RGB", (math.ceil(width / shrink), math.ceil(height / shrink)))
-            pixels = _eight_bits(image, path).convert("RGB")
+            image.draft("RGB", (math.ceil(image.width / shrink), math.ceil(image.height / shrink)))
+            pixels = _upright(image, path)
         x, y = pixels.width / width, pixels.height / height
         box = left * x, top * y, min(right * x, pixels.width), min(bottom * y, pixels.height)
         return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
@@ -312,7 +316,7 @@ def decoded_image(path: Path) -> "Image.Image":
     try:
         with Image.open(path) as image:
             _check_pixels(image, path)
-            return _eight_bits(image, path).convert("RGB")
+            return _upright(image, path)
     except Exception as error:  # as in read_part
         raise _undecodable(path, error) from None
 
@@ -338,22 +342,23 @@ def _undecodable(path: Path | str, error: Exception) -> DataError:
     return BadRecordError(f"image {path} cannot be decoded ({reason}); repair or remove it")
 
 
-def _eight_bits(image: "Image.Image", path: Path | str) -> "Image.Image":
-    """Returns a gray image of 16 bits per pixel in 8 bits, and any other image as it is.
+def _upright(image: "Image.Image", path: Path | str) -> "Image.Image":
+    """Decodes an image in RGB, turned as viewers show it, 8 bits per channel.
 
     Raises:
         BadRecordError: The pixels have 32 bits, whose scale the file does not contain.
     """
-    if image.mode.startswith("I;16"):
-        from PIL import Image
+    from PIL import Image, ImageOps
 
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I;16"):
         # Converted without the shift, all but the darkest 1/256 of the scale would be white.
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise BadRecordError(
             f"image {path} has pixels of 32 bits, whose range is not known; store it with 8 or 16 bits"
         )
-    return image
+    return image.convert("RGB")
 
 
 def flipped(image: "Image.Image") -> "Image.Image":

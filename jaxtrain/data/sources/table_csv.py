@@ -12,7 +12,7 @@ from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
 from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRows, input_columns
 from jaxtrain.data.sources.table_targets import as_known_classes, target_of
-from jaxtrain.data.text.numbers import number_in
+from jaxtrain.data.text.numbers import TRUTH, number_in
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.remarks import print_remark
 
@@ -147,7 +147,7 @@ def _number(cell: str, where: str, name: str) -> float:
     try:
         number = float(cell)
     except ValueError:
-        number = math.nan
+        number = TRUTH.get(cell.strip().lower(), math.nan)
     if not math.isfinite(number) or "_" in cell:  # as `float_of`, in half of its time
         text = cell.strip()
         found = "empty" if not text else text if _is_no_value(text) else f"{cell!r}, not a number"

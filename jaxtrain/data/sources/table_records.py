@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.formats.arrow import ArrowReader
-from jaxtrain.data.formats.opened import DataFile, open_file, pass_over_file
+from jaxtrain.data.formats.arrow import ArrowReader, with_names
+from jaxtrain.data.formats.opened import DataFile, named_classes, open_file, pass_over_file
 from jaxtrain.data.formats.parquet import ParquetReader
 from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
@@ -73,7 +73,10 @@ def read_table_rows(files: Sequence[DataFile], asked: AskedColumns, *, skipped: 
     for file in files:
         if not told:
             tell_others(str(file.path), _columns_of(file))
+        classes = None if asked.as_numbers else named_classes(file, chosen)
         for where, row in pass_over_file(file, wanted, bad=leave_out):
+            if classes is not None:
+                row[chosen] = with_names(row[chosen], classes)
             try:
                 if not told and not row.keys() <= first.keys():
                     tell_others(where, row)

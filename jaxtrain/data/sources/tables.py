@@ -270,11 +270,11 @@ def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | N
         )
         return _taken(read_table_rows(files, asked, skipped=skipped), config.path, skipped, is_decided=is_decided)
     path = require_file(config.path, what="data.path")
-    if config.columns is not None and path.suffix != ".csv":
+    if config.columns is not None and path.suffix not in (".csv", ".tsv"):
         raise DataError(f"data.columns chooses columns by name, and those of {path} have none; leave it out")
     if path.suffix == ".npz":
         return _read_npz(path)
-    if path.suffix == ".csv":
+    if path.suffix in (".csv", ".tsv"):
         skipped = skipped_records(
             str(path), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
         )

@@ -17,10 +17,18 @@ from jaxtrain.data.text.corrupt import IGNORED
 from jaxtrain.data.text.docstrings import labelled_docstrings, named_docstrings
 from jaxtrain.data.text.frame import fill_frame, make_frame
 from jaxtrain.data.text.framed import FramedTokens, check_room, framed_texts, framed_tokens, framed_words
-from jaxtrain.data.text.labels import class_name, class_names, number_of, numbered, saved_classes
+from jaxtrain.data.text.labels import (
+    check_labelled,
+    class_name,
+    class_names,
+    number_of,
+    numbered,
+    saved_classes,
+    unlabelled,
+)
 from jaxtrain.data.text.numbers import check_steps
 from jaxtrain.data.text.ragged import Column, RaggedRows, digest, make_column
-from jaxtrain.data.text.records import Record, list_of, read_records, text_of
+from jaxtrain.data.text.records import Record, declared_classes, list_of, read_records, text_of
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 from jaxtrain.errors import DataError
 
@@ -58,6 +66,8 @@ class _Records:
     rows: list[Record]
     train: np.ndarray
     validation: np.ndarray
+    # What the file names its classes, in the order of their numbers.
+    classes: list[str] | None = None
 
 
 def open_labelled_text(
@@ -80,21 +90,22 @@ def open_labelled_text(
     """
     names = [("text", config.text), *([("second_text", config.second_text)] if config.second_text else [])]
     own = labelled_docstrings if config.builtin else None
-    records = _read(config, [*names, ("label", config.label)], own)
+    is_class = task != "regression"
+    records = _read(config, [*names, ("label", config.label)], own, named=config.label if is_class else None)
+    classes = None
+    if is_class:
+        records, classes = _with_classes(records, config.label, saved_classes(reading, config.kind))
     texts = [[_text(record, i, name) for i, (_, name) in enumerate(names)] for record in records.rows]
     tokens = _tokens(config, [text for row in texts for text in row])
     columns, cuts = framed_texts(tokens, texts, sequence_length=sequence_length)
     values = [(record.where, record.values[-1]) for record in records.rows]
-    classes = None
-    if task == "regression":
+    if classes is None:
         numbers = [number_of(value, where=where, column=config.label) for where, value in values]
         if reading is None:
             check_steps(np.array(numbers)[:, None], records.label)
         targets, kind = np.array(numbers, np.float32)[:, None], "one number each"
     else:
-        found = [class_name(value, where=where, column=config.label) for where, value in values]
-        classes = class_names(found, label=records.label, known=saved_classes(reading, config.kind))
-        targets, kind = numbered(found, classes), f"{len(classes)} classes ({_few(classes)})"
+        targets, kind = numbered([value for _, value in values], classes), f"{len(classes)} classes ({_few(classes)})"
     description = f"{records.label}: {len(texts):,} {'pairs of texts' if len(names) > 1 else 'texts'}, {kind}"
     truncated = _truncated(cuts, "texts", sequence_length)
     return _made(
@@ -116,7 +127,7 @@ def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: M
     Raises:
         DataError: As for `open_labelled_text`, or a row has not as many classes as words.
     """
-    records = _read(config, [("words", config.words), ("tags", config.tags)], None)
+    records = _read(config, [("words", config.words), ("tags", config.tags)], None, named=config.tags)
     words: list[list[str]] = []
     tags: list[list[str]] = []
     for record in records.rows:
@@ -131,7 +142,11 @@ def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: M
     tokens = _tokens(config, [" ".join(row) for row in words])
     found = framed_words(tokens, words, sequence_length=sequence_length)
     known = saved_classes(reading, config.kind)
-    classes = class_names([tag for row in tags for tag in row], label=records.label, known=known)
+    every = [tag for row in tags for tag in row]
+    owner = [row for row, of_row in enumerate(tags) for _ in of_row]
+    without = unlabelled(every, known or records.classes)
+    check_labelled(every, without, lambda i: records.rows[owner[i]].where, column=config.tags)
+    classes = class_names(every, label=records.label, known=known, named=records.classes)
     numbers = {name: number for number, name in enumerate(classes)}
     targets = []
     for row, places, ids in zip(tags, found.places, found.ids, strict=True):
@@ -241,22 +256,63 @@ def _made(
     )
 
 
+def _with_classes(records: _Records, column: str, known: Sequence[str] | None) -> tuple[_Records, list[str]]:
+    """Returns rows whose last value is the name of their class, and the classes.
+
+    Rows without a class are passed over where they are evaluated, and refused where they are to be trained on.
+    """
+    rows = records.rows
+    found = [class_name(row.values[-1], where=row.where, column=column) for row in rows]
+    without = unlabelled(found, known or records.classes)
+    if known is None:
+        places = records.train
+        check_labelled([found[i] for i in places], without[places], lambda i: rows[places[i]].where, column=column)
+    classes = class_names(
+        [name for name, is_left in zip(found, without, strict=True) if not is_left],
+        label=records.label,
+        known=known,
+        named=records.classes,
+    )
+    moved = np.cumsum(~without) - 1
+    train, validation = (moved[side[~without[side]]] for side in (records.train, records.validation))
+    left = [
+        Record(row.where, (*row.values[:-1], name))
+        for row, name, is_left in zip(rows, found, without, strict=True)
+        if not is_left
+    ]
+    return _Records(records.label, left, train, validation, records.classes), classes
+
+
 def _read(
-    config: LabelledTextData | TaggedTextData | TextPairData, columns: Sequence[tuple[str, str]], own: Any
+    config: LabelledTextData | TaggedTextData | TextPairData,
+    columns: Sequence[tuple[str, str]],
+    own: Any,
+    *,
+    named: str | None = None,
 ) -> _Records:
-    """Reads the rows for training, and those for evaluation from their own file or from among them."""
+    """Reads the rows for training, and those for evaluation from their own file or from among them.
+
+    Args:
+        config: Which rows.
+        columns: Those to read.
+        own: Makes the built-in rows.
+        named: Column of classes, whose numbers become the names that the file gives them.
+    """
+    classes = None
     if config.path is None:
         if own is None:
             known = " or data.builtin=python_docstrings" if not isinstance(config, TaggedTextData) else ""
             raise DataError(f"data.path is null; set data.path to a .csv, .jsonl or .parquet file{known}")
         label, rows = "built-in python_docstrings", own()
     else:
-        label, rows = config.path, read_records(config.path, columns, what="data.path")
+        label, rows = config.path, read_records(config.path, columns, what="data.path", named=named)
+        classes = declared_classes(config.path, named, what="data.path") if named else None
     if config.validation_path is not None:
-        more = read_records(config.validation_path, columns, what="data.validation_path")
-        return _Records(label, [*rows, *more], np.arange(len(rows)), np.arange(len(rows), len(rows) + len(more)))
+        more = read_records(config.validation_path, columns, what="data.validation_path", named=named)
+        sides = np.arange(len(rows)), len(rows) + np.arange(len(more))
+        return _Records(label, [*rows, *more], *sides, classes)
     train, validation = split_examples(len(rows), validation_fraction=config.validation_fraction, label=label)
-    return _Records(label, rows, train, validation)
+    return _Records(label, rows, train, validation, classes)
 
 
 def _text(record: Record, place: int, column: str) -> str:

@@ -1,7 +1,7 @@
 """Classes and numbers of labelled rows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,20 +10,16 @@ from jaxtrain.data.text.numbers import float_of
 from jaxtrain.errors import DataError
 
 _MAX_CLASSES = 100_000
-_NO_CLASS = ("-100", "-100.0")
+_NO_CLASS, _MAYBE_NO_CLASS = "-100", "-1"
+_NO_CLASS_AS_FLOAT = ("-100.0", "-1.0")
 
 
 def class_name(value: Any, *, where: str, column: str) -> str:
     """Returns the name of a class that a file gives as text, a whole number or a truth value.
 
     Raises:
-        DataError: It is missing, something else, or the mark by which other libraries leave a row out.
+        DataError: It is missing, or something else.
     """
-    if str(value).strip() in _NO_CLASS:
-        raise DataError(
-            f"{where} column '{column}' is {value!r}, by which other libraries mark what counts in no loss; remove the "
-            "row, or name its class otherwise"
-        )
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
@@ -31,9 +27,39 @@ def class_name(value: Any, *, where: str, column: str) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     if isinstance(value, str) and value.strip():
-        return value.strip()
+        return value.strip().removesuffix(".0") if value.strip() in _NO_CLASS_AS_FLOAT else value.strip()
     found = "has no value" if value in (None, "") or not str(value).strip() else f"is {value!r}, which is no class"
     raise DataError(f"{where} column '{column}' {found}; give a text or a whole number")
+
+
+def unlabelled(found: Sequence[str], known: Sequence[str] | None) -> np.ndarray:
+    """Returns which rows have no class, bool [N]: -100, and -1 unless it is a number beside others of which none is 0.
+
+    Args:
+        found: As `class_name` returns them.
+        known: The classes that a model was trained on, or that the file names; None: those of the data.
+    """
+    others = set(found) - {_NO_CLASS, _MAYBE_NO_CLASS} if known is None else set(known)
+    is_class = _MAYBE_NO_CLASS in others
+    if known is None:
+        is_class = bool(others) and "0" not in others and all(_is_whole(name) for name in others)
+    return np.isin(np.array(found, object), [_NO_CLASS] if is_class else [_NO_CLASS, _MAYBE_NO_CLASS])
+
+
+def check_labelled(
+    found: Sequence[str], is_unlabelled: np.ndarray, name_of: Callable[[int], str], *, column: str
+) -> None:
+    """Raises a DataError for the first row without a class among those to train on; `name_of` says where a row is."""
+    if is_unlabelled.any():
+        first = int(np.flatnonzero(is_unlabelled)[0])
+        raise DataError(
+            f"{name_of(first)} column '{column}' is {found[first]}, by which other libraries mark a row without a "
+            "class; remove the row, or name its class otherwise"
+        )
+
+
+def _is_whole(name: str) -> bool:
+    return name.removeprefix("-").isdecimal()
 
 
 def number_of(value: Any, *, where: str, column: str) -> float:
@@ -48,13 +74,16 @@ def number_of(value: Any, *, where: str, column: str) -> float:
     return found
 
 
-def class_names(found: Sequence[str], *, label: str, known: Sequence[str] | None) -> list[str]:
+def class_names(
+    found: Sequence[str], *, label: str, known: Sequence[str] | None, named: Sequence[str] | None = None
+) -> list[str]:
     """Returns the names of the classes in the order of their numbers.
 
     Args:
         found: The class of each row, or of each word.
         label: Name of the data in messages.
         known: The classes that a model was trained on; None: those of the data, sorted (whole numbers by their value).
+        named: The classes that the file names, in their order, which stays where `known` is None.
 
     Raises:
         DataError: A class is not known, or there are too many.
@@ -69,9 +98,11 @@ def class_names(found: Sequence[str], *, label: str, known: Sequence[str] | None
                 "these rows or rename the class"
             )
         return list(known)
+    if named is not None and distinct <= set(named):
+        return list(named)
     if len(distinct) > _MAX_CLASSES:
         raise DataError(f"{label} has {len(distinct):,} classes; set task=regression, or data.label to another column")
-    are_numbers = all(name.removeprefix("-").isdecimal() for name in distinct)
+    are_numbers = all(map(_is_whole, distinct))
     return sorted(distinct, key=lambda name: (int(name), name) if are_numbers else (0, name))
 
 

@@ -11,6 +11,9 @@ from jaxtrain.errors import DataError
 # Rounding to float32 takes less than 1e-5 of the variance of targets whose deviation is this many of its steps.
 _STEPS_PER_DEVIATION = 100
 
+# Truth values as pandas writes them into CSV files; in Parquet and JSON they are 1 and 0 too.
+TRUTH = {"true": 1.0, "false": 0.0}
+
 # Beyond it float64 has no room for every whole number.
 _EXACT = 2**53
 
@@ -50,7 +53,8 @@ def float_of(value: Any) -> float:
     """Returns a number of JSON or Arrow, or that of a text, as float64; NaN: it is no finite number."""
     try:
         if isinstance(value, str):
-            found = math.nan if "_" in value else float(value)
+            truth = TRUTH.get(value.strip().lower())
+            found = truth if truth is not None else math.nan if "_" in value else float(value)
         else:
             found = float(value) if isinstance(value, int | float | Decimal) else math.nan
     except (ValueError, OverflowError):

@@ -16,7 +16,8 @@ from jaxtrain.data.files import (
     read_file,
     require_file,
 )
-from jaxtrain.data.formats.opened import SUFFIXES, DataFile, find_rows, pass_over_file
+from jaxtrain.data.formats.arrow import with_names
+from jaxtrain.data.formats.opened import SUFFIXES, DataFile, find_rows, named_classes, pass_over_file
 from jaxtrain.data.formats.reader import Column, missing_column
 from jaxtrain.errors import DataError
 
@@ -34,7 +35,7 @@ class Record:
     values: tuple[Any, ...]
 
 
-def read_records(path: str, columns: Sequence[Column], *, what: str) -> list[Record]:
+def read_records(path: str, columns: Sequence[Column], *, what: str, named: str | None = None) -> list[Record]:
     """Reads columns of a file.
 
     Args:
@@ -42,6 +43,7 @@ def read_records(path: str, columns: Sequence[Column], *, what: str) -> list[Rec
             .csv, or one of `save_to_disk`.
         columns: (key of the config, or None where none can name another column; name of the column) of each.
         what: Name of the path in messages, such as "data.path".
+        named: Column of classes, whose numbers become the names that a Parquet or Arrow file gives them.
 
     Returns:
         The rows in the order of the file.
@@ -50,7 +52,7 @@ def read_records(path: str, columns: Sequence[Column], *, what: str) -> list[Rec
         DataError: The file is missing, empty or of another format, or a row lacks a column.
     """
     files = row_files(path, what=what)
-    records = list(_csv_rows(_csv_file(path, what), columns) if files is None else _format_rows(files, columns))
+    records = list(_csv_rows(_csv_file(path, what), columns) if files is None else _format_rows(files, columns, named))
     if not records:
         raise DataError(f"{what} {path} has no rows; give a file with at least one")
     return records
@@ -58,7 +60,7 @@ def read_records(path: str, columns: Sequence[Column], *, what: str) -> list[Rec
 
 def _csv_file(path: str, what: str) -> Path:
     file = require_file(path, what=what)
-    if file.suffix != ".csv":
+    if file.suffix not in (".csv", ".tsv"):
         if file.suffix in COMPRESSED_SUFFIXES:
             check_is_text(file)
         raise DataError(f"{what} {file} is no .csv, .jsonl or .parquet file; convert it, or rename it")
@@ -150,7 +152,16 @@ def row_files(path: str, *, what: str) -> tuple[DataFile, ...] | None:
     return find_rows(path, what=what)
 
 
-def _format_rows(files: Sequence[DataFile], columns: Sequence[Column]) -> Iterator[Record]:
+def _format_rows(files: Sequence[DataFile], columns: Sequence[Column], named: str | None) -> Iterator[Record]:
     for file in files:
+        names = named_classes(file, named) if named else None
         for where, found in pass_over_file(file, columns):
+            if names and named:
+                found[named] = with_names(found[named], names)
             yield Record(where, tuple(found[name] for _, name in columns))
+
+
+def declared_classes(path: str, column: str, *, what: str) -> list[str] | None:
+    """Returns the names of the classes that the first of a path's files gives for a column; None: it gives none."""
+    files = row_files(path, what=what)
+    return named_classes(files[0], column) if files else None

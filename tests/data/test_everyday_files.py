@@ -1,0 +1,248 @@
+"""Data as other programs leave it: hidden files, turned photographs, marked rows, other separators, named classes."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxtrain.data import open_data
+from jaxtrain.data.sources.images import centered_images
+from jaxtrain.errors import DataError
+
+BYTES = {"kind": "byte"}
+ASK = {"role": "user", "content": "q"}
+
+
+def answer(text, **marks):
+    return {"role": "assistant", "content": text, **marks}
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+def write_rows(path, rows):
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("hidden", [".cache/b.jsonl", ".b.jsonl", "deep/.tmp/b.jsonl", "deep/._a.jsonl"])
+@pytest.mark.parametrize("kind", ["jsonl", "documents", "labelled_text", "table", "chat"])
+def test_hidden_files_are_no_rows(kind, hidden, tmp_path):
+    row = {"text": "some text", "x": 1.5, "label": 1, "messages": [ASK, answer("a")]}
+    write_rows(tmp_path / "d" / "deep" / "a.jsonl", [row, row | {"label": 0, "messages": [ASK, answer("b")]}] * 20)
+    write(tmp_path / "d" / hidden, "no JSON at all")
+    more = {"columns": ["x"], "target": "label"} if kind == "table" else {"tokenizer": BYTES}
+    more |= {"validation_fraction": 0.0}
+    data = open_data({"kind": kind, "path": str(tmp_path / "d"), **more}, sequence_length=64)
+    assert len(data.train)
+
+
+def test_hidden_members_of_a_tar_file_are_no_rows(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("./0.jpg", "./0.cls", "._0.jpg", ".ipynb_checkpoints/0.jpg", "./1.jpg", "./1.cls"):
+            content = png(8, 8) if name.endswith("jpg") else name[2].encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    data = open_data({"kind": "images", "path": str(tmp_path / "a.tar"), "image_size": 8, "validation_fraction": 0.0})
+    assert len(data.train) == 2
+
+
+def png(width, height, **more):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "png", **more)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_stand_as_viewers_show_them(orientation, suffix, tmp_path):
+    scene = np.zeros((96, 64, 3), np.uint8)
+    scene[:48, :, 0], scene[:, :32, 1] = 255, 255  # red above, green on the left
+    upright = Image.fromarray(scene)
+    # What the camera stores, of which the orientation makes the scene.
+    undone = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = upright.transpose(undone[orientation]) if orientation > 1 else upright
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for name, image, more in (("turned", stored, {"exif": exif}), ("plain", upright, {})):
+        image.save(tmp_path / f"{name}.{suffix}", **more)
+    files = [tmp_path / f"{name}.{suffix}" for name in ("turned", "plain")]
+    turned, plain = (centered_images(files, image_size=16)[i]["inputs"] for i in range(2))
+    np.testing.assert_allclose(turned, plain, atol=0.3)
+
+
+def trained_text(row, tmp_path, **config):
+    path = write_rows(tmp_path / "c.jsonl", [row])
+    group = {"kind": "chat", "path": path, "validation_path": path, "tokenizer": BYTES, "packing": False, **config}
+    one = open_data(group, sequence_length=256).train[0]
+    return bytes(i for i in one["targets"][one["weights"] > 0].tolist() if i < 256).decode()
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0.0}, {"training": False}, {"loss": False}, {"weight": 0, "name": "x"}])
+@pytest.mark.parametrize("train_on", ["answers", "last"])
+def test_an_answer_without_weight_is_not_trained(train_on, mark, tmp_path):
+    said = [ASK, answer("one", weight=1), ASK, answer("two", train=True), ASK, answer("three", **mark)]
+    assert trained_text({"messages": said}, tmp_path, train_on=train_on) == ("two" if train_on == "last" else "onetwo")
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "said"),
+    [
+        ({"messages": [ASK, answer("a", weight=0), ASK, answer("b")]}, {"train_on": "all"}, "set it to answers"),
+        ({"messages": [ASK, answer("a", weight=0)]}, {}, "no answer with a weight"),
+        ({"messages": [ASK, answer("a", weight=0.5)]}, {}, "weight: 0.5; write 0"),
+        ({"prompt": "q", "completion": "a", "label": False}, {}, "label: false"),
+        ({"prompt": [ASK], "completion": [answer("a")], "label": 0}, {}, "label: false"),
+    ],
+)
+def test_rows_that_would_train_what_is_not_meant_are_refused(row, config, said, tmp_path):
+    with pytest.raises(DataError, match=said):
+        trained_text(row, tmp_path, **config)
+
+
+@pytest.mark.parametrize("task", ["language_modeling", "dpo"])
+def test_bad_chats_and_pairs_are_left_out_where_the_config_says_so(task, tmp_path):
+    good = {"messages": [ASK, answer("a")]}
+    bad = [{"messages": [ASK, answer(" ")]}, {"text": "no chat"}, {"prompt": "q", "completion": "a", "label": False}]
+    if task == "dpo":
+        good = {"prompt": "q", "chosen": "a", "rejected": "b"}
+        bad = [good | {"rejected": "a"}, good | {"chosen": ""}, {"prompt": "q"}]
+    path = write_rows(tmp_path / "a.jsonl", [good, bad[0], good, *bad[1:], good])
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{ no JSON\n")
+    group = {"kind": "chat", "path": path, "tokenizer": BYTES, "packing": False, "validation_fraction": 0.0}
+    skipping = group | {"on_bad_record": "skip", "max_bad_fraction": 0.6}
+    data = open_data(skipping, sequence_length=64, task=task)
+    assert (len(data.train), data.skipped[0].count) == (3, 4)
+    for wrong in (group, skipping | {"max_bad_fraction": 0.1}):
+        with pytest.raises(DataError, match=r"a.jsonl"):
+            open_data(wrong, sequence_length=64, task=task)
+
+
+def test_what_the_template_refuses_is_left_out(tmp_path):
+    template = write(
+        tmp_path / "t.jinja",
+        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('no') }}{% endif %}<|im_start|>"
+        "{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    )
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}] * 3
+    path = write_rows(tmp_path / "a.jsonl", [*rows, rows[0] | {"rejected": "a "}, rows[0] | {"chosen": "no"}])
+    group = {"kind": "chat", "path": path, "tokenizer": BYTES, "template": template, "validation_fraction": 0.0}
+    with pytest.raises(DataError, match=r"a.jsonl:(4 has equal answers|5: line 1)"):
+        open_data(group, sequence_length=64, task="dpo")
+    data = open_data(group | {"on_bad_record": "skip", "max_bad_fraction": 0.5}, sequence_length=64, task="dpo")
+    assert (len(data.train), data.counts["dropped"], data.skipped[0].count) == (3, 0, 2)
+
+
+def labelled(tmp_path, labels, name="a.jsonl"):
+    return write_rows(tmp_path / name, [{"text": f"text {i}", "label": label} for i, label in enumerate(labels)])
+
+
+def test_rows_without_a_class_are_evaluated_by_nobody_and_trained_on_by_nobody(tmp_path):
+    group = {"kind": "labelled_text", "path": labelled(tmp_path, [0, 1] * 4), "tokenizer": BYTES}
+    held_out = labelled(tmp_path, [0, -1, 1, -1, -100], "b.jsonl")
+    data = open_data(group | {"validation_path": held_out}, sequence_length=16)
+    assert data.reading["classes"] == ["0", "1"]
+    assert [int(data.validation[i]["targets"]) for i in range(len(data.validation))] == [0, 1]
+    with pytest.raises(DataError, match=r"b.jsonl:2 column 'label' is -1"):
+        open_data(group | {"path": held_out}, sequence_length=16)
+    again = open_data(group | {"path": held_out, "validation_fraction": 0.0}, sequence_length=16, reading=data.reading)
+    assert len(again.train) == 2
+
+
+@pytest.mark.parametrize("labels", [[-1, 1], [1, -1, 2, -2]])
+def test_numbers_around_a_missing_zero_are_classes(labels, tmp_path):
+    group = {"kind": "labelled_text", "path": labelled(tmp_path, labels * 4), "tokenizer": BYTES}
+    assert open_data(group, sequence_length=16).reading["classes"] == [str(one) for one in sorted(labels)]
+
+
+@pytest.mark.parametrize("separator", [";", "\t", ","])
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_tables_with_other_separators_and_truth_values(suffix, separator, tmp_path):
+    lines = [["open", "size, in m", "kind"], *([["TRUE", "false"][i % 2], str(i), "ab"[i % 2]] for i in range(20))]
+    path = write(tmp_path / f"a.{suffix}", "".join(separator.join(f'"{one}"' for one in row) + "\n" for row in lines))
+    data = open_data({"kind": "table", "path": path, "standardize": False, "validation_fraction": 0.0})
+    assert all(int(row["inputs"][1]) % 2 == 1 - row["inputs"][0] for row in map(data.train.__getitem__, range(20)))
+    assert data.reading["classes"] == ["a", "b"]
+    texts = {"kind": "labelled_text", "path": path, "text": "size, in m", "label": "kind", "tokenizer": BYTES}
+    assert open_data(texts, sequence_length=8).reading["classes"] == ["a", "b"]
+
+
+def save_classes(path, features, **columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({**columns})
+    described = json.dumps({"info": {"features": features}})
+    parquet.write_table(table.replace_schema_metadata({"huggingface": described}), path)
+    return str(path)
+
+
+def test_the_classes_that_a_file_names_are_the_classes(tmp_path):
+    label = {"names": ["sport", "art", "news"], "_type": "ClassLabel"}
+    path = save_classes(tmp_path / "a.parquet", {"label": label}, text=["a", "bbbb"] * 4, x=[1.0] * 8, label=[0, 1] * 4)
+    group = {"kind": "labelled_text", "path": path, "tokenizer": BYTES, "validation_fraction": 0.0}
+    data = open_data(group, sequence_length=8)
+    assert data.reading["classes"] == ["sport", "art", "news"]
+    rows = [data.train[i] for i in range(8)]
+    assert all((row["inputs"]["segments"].sum() > 3) == row["targets"] for row in rows)
+    assert open_data({"kind": "table", "path": path, "columns": ["x"]}).reading["classes"] == ["art", "sport"]
+    tags = {"feature": {"names": ["O", "B-PER"], "_type": "ClassLabel"}, "_type": "List"}
+    path = save_classes(tmp_path / "b.parquet", {"tags": tags}, words=[["a", "b"]] * 8, tags=[[1, 0]] * 8)
+    group = {"kind": "tagged_text", "path": path, "tokenizer": BYTES, "tags": "tags", "words": "words"}
+    assert open_data(group, sequence_length=8).reading["classes"] == ["O", "B-PER"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "images"])
+def test_views_in_parquet_files_are_read(kind, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    text = pyarrow.string_view()
+    if kind == "chat":
+        columns = {name: pyarrow.array([name] * 8, text) for name in ("prompt", "completion")}
+    else:
+        image = pyarrow.struct([("bytes", pyarrow.binary_view()), ("path", text)])
+        rows = [{"bytes": png(8, 8), "path": None}] * 8
+        columns = {"image": pyarrow.array(rows, image), "label": pyarrow.array(["a", "b"] * 4, text)}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    more = {"tokenizer": BYTES, "packing": False} if kind == "chat" else {"image_size": 8}
+    group = {"kind": kind, "path": str(tmp_path / "a.parquet"), "validation_fraction": 0.0, **more}
+    assert len(open_data(group, sequence_length=32).train) == 8
+
+
+def test_a_written_end_of_text_divides_plain_text_alone(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    model.add_special_tokens(["<|end_of_text|>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    text = "a fox<|end_of_text|>\n\na dog </s> <|endoftext|> sat\n<|end_of_text|>\n"
+    ended = {}
+    for kind, path in (
+        ("text", write(tmp_path / "a.txt", text)),
+        ("jsonl", write_rows(tmp_path / "a.jsonl", [{"text": text}])),
+    ):
+        tokenizer = {"kind": "file", "path": str(tmp_path / "tokenizer.json")}
+        group = {"kind": kind, "path": path, "tokenizer": tokenizer, "validation_fraction": 0.0}
+        data = open_data(group, sequence_length=8)
+        ended[kind] = sum(int((data.train[i]["inputs"] == 256).sum()) for i in range(len(data.train)))
+        ended[kind] += int(data.train[len(data.train) - 1]["targets"][-1] == 256)
+        shown = " ".join(data.description)
+        assert ("2 documents" if kind == "text" else "1 document") in shown, shown
+    assert ended["text"] > ended["jsonl"]
