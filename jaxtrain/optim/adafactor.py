@@ -60,19 +60,16 @@ def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> op
         return factored_dims(shape, counting(path_name(path), shape), min_dim_size_to_factor)
 
     def init(params: optax.Params) -> FactoredState:
-        def zeros(which: int) -> optax.Params:
-            def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
-                dims = dims_of(path, leaf.shape)
-                if dims is None:
-                    return jnp.zeros(leaf.shape if which == 2 else (1,), jnp.float32)
-                if which == 2:
-                    return jnp.zeros((1,), jnp.float32)
-                averaged = dims[1 - which]
-                return jnp.zeros((*leaf.shape[:averaged], *leaf.shape[averaged + 1 :]), jnp.float32)
+        def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> tuple[jax.Array, ...]:
+            dims, unused = dims_of(path, leaf.shape), jnp.zeros((1,), jnp.float32)
+            if dims is None:
+                return unused, unused, jnp.zeros(leaf.shape, jnp.float32)
+            means = (jnp.zeros((*leaf.shape[:gone], *leaf.shape[gone + 1 :]), jnp.float32) for gone in reversed(dims))
+            return *means, unused
 
-            return jax.tree_util.tree_map_with_path(one, params)
-
-        return FactoredState(jnp.int32(0), zeros(0), zeros(1), zeros(2))
+        found = jax.tree_util.tree_map_with_path(one, params)
+        statistics = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0, 0)), found)
+        return FactoredState(jnp.int32(0), *statistics)
 
     def update(
         updates: optax.Updates, state: FactoredState, params: optax.Params | None = None
@@ -101,48 +98,27 @@ def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> op
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def clip_by_rms(counting: Counting) -> optax.GradientTransformation:
-    """Clip updates: those whose RMS over one layer is above 1 are divided by it.
+def clip_and_scale(counting: Counting) -> optax.GradientTransformation:
+    """Clip updates to an RMS of 1 over each layer, then multiply them by the parameter's RMS there (at least 1e-3).
 
     Args:
         counting: (path, shape) -> the dims that count layers and experts.
     """
 
-    def one(path: str, update: jax.Array, parameter: jax.Array) -> jax.Array:
-        return update / jnp.maximum(1.0, _rms(update, counting(path, update.shape)) / _LARGEST_RMS)
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        def one(path: jax.tree_util.KeyPath, update: jax.Array, parameter: jax.Array) -> jax.Array:
+            dims = counting(path_name(path), update.shape)
+            clipped = update / jnp.maximum(1.0, _rms(update, dims) / _LARGEST_RMS)
+            return clipped * jnp.maximum(_rms(parameter.astype(jnp.float32), dims), _LEAST_RMS)
 
-    return _stateless(one)
+        return jax.tree_util.tree_map_with_path(one, updates, params), state
 
-
-def scale_by_parameter_rms(counting: Counting) -> optax.GradientTransformation:
-    """Multiply updates by the RMS of the parameter over one layer, or by 1e-3 where that is larger.
-
-    Args:
-        counting: (path, shape) -> the dims that count layers and experts.
-    """
-
-    def one(path: str, update: jax.Array, parameter: jax.Array) -> jax.Array:
-        rms = _rms(parameter.astype(jnp.float32), counting(path, parameter.shape))
-        return update * jnp.maximum(rms, _LEAST_RMS)
-
-    return _stateless(one)
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
 
 
 def _rms(x: jax.Array, counting: tuple[int, ...]) -> jax.Array:
     """Compute the root mean square over all dims that do not count layers or experts; they stay, with size 1."""
     dims = tuple(dim for dim in range(x.ndim) if dim not in counting)
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
-
-
-def _stateless(one: Callable[[str, jax.Array, jax.Array], jax.Array]) -> optax.GradientTransformation:
-    """Make a transformation without state from a function (path, update, parameter) -> update."""
-
-    def update(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        def named(path: jax.tree_util.KeyPath, leaf: jax.Array, parameter: jax.Array) -> jax.Array:
-            return one(path_name(path), leaf, parameter)
-
-        return jax.tree_util.tree_map_with_path(named, updates, params), state
-
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]

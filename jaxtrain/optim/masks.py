@@ -10,25 +10,24 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.layout.state_entries import counting_dims
-from jaxtrain.optim.rules import check_patterns
+from jaxtrain.optim.rules import VECTORS, check_patterns
 
 
-def decay_mask(axes: AxesTable, *, stack: str | None = None) -> Callable[[optax.Params], optax.Params]:
+def decay_mask(axes: AxesTable) -> Callable[[optax.Params], optax.Params]:
     """Make the mask of weight decay: params -> tree of bool, True for matrices and kernels.
 
     A parameter is decayed where it has two dims or more besides those that count layers and experts. Parameters named
     `bias` or `scale` are not decayed, even where they have two, as attention biases [heads, head_dim] do.
 
     Args:
-        axes: the model's table of logical axes.
-        stack: top-level path of the parameters that are stacked layer by layer, for those without a row in the table.
+        axes: row of each parameter (`complete_axes`).
     """
 
     def mask(params: optax.Params) -> optax.Params:
         def decays(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
             name = path_name(path)
-            dims = leaf.ndim - len(counting_dims(name, leaf.shape, axes, stack=stack))
-            return dims >= 2 and name.rsplit("/", 1)[-1] not in ("bias", "scale")
+            dims = leaf.ndim - len(counting_dims(name, leaf.shape, axes))
+            return dims >= 2 and name.rsplit("/", 1)[-1] not in VECTORS
 
         return jax.tree_util.tree_map_with_path(decays, params)
 

@@ -5,8 +5,8 @@ Clipping, loss scaling and the guard against non-finite gradients belong to the 
 anyway.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,34 +36,21 @@ from jaxtrain.optim.rules import Matrix, as_matrix, directions, updates_elementw
 from jaxtrain.runtime.call import call_function, described
 
 
-@dataclass(frozen=True)
-class Names:
-    """Names of a model's parameters and of their dims.
-
-    Attributes:
-        axes: the model's table of logical axes.
-        stack: top-level path of the parameters that are stacked layer by layer; None: there are none.
-    """
-
-    axes: AxesTable
-    stack: str | None
-
-
-def _sgd(config: SGDDirection, names: Names) -> list[optax.GradientTransformation]:
+def _sgd(config: SGDDirection, axes: AxesTable) -> list[optax.GradientTransformation]:
     return [optax.trace(config.momentum, nesterov=config.nesterov)] if config.momentum else []
 
 
-def _adamw(config: AdamWDirection, names: Names) -> list[optax.GradientTransformation]:
+def _adamw(config: AdamWDirection, axes: AxesTable) -> list[optax.GradientTransformation]:
     """Make AdamW's direction: two moments, 8 bytes of state per parameter in fp32 (Loshchilov and Hutter 2017)."""
     adam = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
     return [store_moments(adam, config.moments, nonnegative=("nu",))]
 
 
-def _muon(config: MuonDirection, names: Names) -> list[optax.GradientTransformation]:
+def _muon(config: MuonDirection, axes: AxesTable) -> list[optax.GradientTransformation]:
     """Make Muon's direction of matrices, 4 bytes of state per parameter (Jordan et al. 2024), and AdamW's of others."""
 
     def matrix(path: str, shape: tuple[int, ...]) -> Matrix | None:
-        return as_matrix(path, shape, names.axes, stack=names.stack, exclude=config.adamw)
+        return as_matrix(path, shape, axes, exclude=config.adamw)
 
     def kinds(params: optax.Params) -> optax.Params:
         def kind(path: jax.tree_util.KeyPath, leaf: jax.Array) -> str:
@@ -76,23 +63,16 @@ def _muon(config: MuonDirection, names: Names) -> list[optax.GradientTransformat
     return [optax.partition({"muon": muon, "adamw": optax.scale_by_adam(config.b1, config.b2, config.epsilon)}, kinds)]
 
 
-def _lion(config: LionDirection, names: Names) -> list[optax.GradientTransformation]:
+def _lion(config: LionDirection, axes: AxesTable) -> list[optax.GradientTransformation]:
     """Make Lion's direction: one momentum, 4 bytes of state per parameter in fp32 (Chen et al. 2023)."""
     return [store_moments(optax.scale_by_lion(config.b1, config.b2), config.moments)]
 
 
-def _adafactor(config: AdafactorDirection, names: Names) -> list[optax.GradientTransformation]:
-    """Make Adafactor's direction: means of rows and columns instead of a second moment (Shazeer and Stern 2018).
-
-    Its pieces are in the order of `optax.adafactor`.
-    """
-
-    def counting(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return counting_dims(path, shape, names.axes, stack=names.stack)
-
+def _adafactor(config: AdafactorDirection, axes: AxesTable) -> list[optax.GradientTransformation]:
+    """Make Adafactor's direction: means of rows and columns instead of a second moment (Shazeer and Stern 2018)."""
+    counting = partial(counting_dims, axes=axes)
     factored = adafactor.scale_by_factored_rms(counting, config.min_dim_size_to_factor)
-    pieces = [factored, adafactor.clip_by_rms(counting), adafactor.scale_by_parameter_rms(counting)]
-    return pieces + ([optax.ema(config.b1, debias=False)] if config.b1 else [])
+    return [factored, adafactor.clip_and_scale(counting)]
 
 
 def _called(config: CalledOptimizer, learning_rate: optax.Schedule | None) -> optax.GradientTransformation:
@@ -108,7 +88,7 @@ def _called(config: CalledOptimizer, learning_rate: optax.Schedule | None) -> op
     )
 
 
-_DIRECTIONS: dict[str, Callable[[Any, Names], list[optax.GradientTransformation]]] = {
+_DIRECTIONS: dict[str, Callable[[Any, AxesTable], list[optax.GradientTransformation]]] = {
     "sgd": _sgd,
     "adamw": _adamw,
     "muon": _muon,
@@ -118,20 +98,15 @@ _DIRECTIONS: dict[str, Callable[[Any, Names], list[optax.GradientTransformation]
 
 
 def build_optimizer(
-    config: OptimizerConfig,
-    learning_rate: optax.Schedule | None,
-    *,
-    axes: Mapping[str, tuple[str | None, ...]],
-    stack: str | None = None,
+    config: OptimizerConfig, learning_rate: optax.Schedule | None, *, axes: AxesTable
 ) -> optax.GradientTransformation:
     """Build the optimizer that a config group describes, as an optax chain.
 
     Args:
         config: the kind of optimizer and its settings.
         learning_rate: optimizer step -> learning rate; None where a function of your own has one itself.
-        axes: the model's table of logical axes. It says which dims count layers and experts, and which parameters are
-            matrices for Muon.
-        stack: top-level path of the parameters that are stacked layer by layer, for those without a row in the table.
+        axes: row of each parameter (`complete_axes`). It says which dims count layers and experts, and which parameters
+            are matrices for Muon.
 
     Returns:
         gradients (float32, clipped) -> updates to add to the parameters; declared `elementwise` where it is.
@@ -142,28 +117,34 @@ def build_optimizer(
     if isinstance(config, CalledOptimizer):
         return _called(config, learning_rate)
     assert learning_rate is not None, "the config of every kind has one"
-    names = Names(axes, stack)
-    rest = _chain(config, learning_rate, config.weight_decay, names)
+    rest = _chain(config, learning_rate, config.weight_decay, axes)
     if not config.groups:
         return elementwise(rest) if updates_elementwise(config) else rest
     chains = []
     for group, direction in zip(config.groups, directions(config), strict=False):
         decay = config.weight_decay if group.weight_decay is None else group.weight_decay
-        chains.append(_chain(direction, _times(learning_rate, group.learning_rate_factor), decay, names))
+        chains.append(_chain(direction, _times(learning_rate, group.learning_rate_factor), decay, axes))
     matches = [group.match for group in config.groups]
     grouped = by_group([*chains, rest], matches, key="optimizer.groups.{}.match")
     return elementwise(grouped) if updates_elementwise(config) else grouped
 
 
 def _chain(
-    config: DirectionConfig, learning_rate: optax.Schedule, weight_decay: float, names: Names
+    config: DirectionConfig, learning_rate: optax.Schedule, weight_decay: float, axes: AxesTable
 ) -> optax.GradientTransformation:
-    """Make a direction, the decay of matrices and the learning rate, in this order."""
+    """Make a direction, the decay of matrices and the learning rate, in this order.
+
+    The average of Adafactor (`b1`) is one of updates times their learning rates, as in `optax.adafactor`.
+    """
+    mask, pieces = decay_mask(axes), _DIRECTIONS[config.kind](config, axes)
+    if isinstance(config, AdafactorDirection) and config.b1:
+        rate, average = optax.scale_by_learning_rate(learning_rate, flip_sign=False), optax.ema(config.b1, debias=False)
+        decay = optax.add_decayed_weights(lambda count: weight_decay * learning_rate(count), mask)
+        return optax.chain(*pieces, rate, average, decay, optax.scale(-1.0))
     # The decay has a place in the chain even where it is 0: state is saved by its place in the chain, and a resumed run
     # may change the setting.
-    mask = decay_mask(names.axes, stack=names.stack)
     decay = optax.add_decayed_weights(weight_decay, mask) if weight_decay else optax.identity()
-    return optax.chain(*_DIRECTIONS[config.kind](config, names), decay, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(*pieces, decay, optax.scale_by_learning_rate(learning_rate))
 
 
 def _times(learning_rate: optax.Schedule, factor: float) -> optax.Schedule:

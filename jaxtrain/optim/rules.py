@@ -6,8 +6,9 @@ The optimizers and the planner call the same functions, so that the planner coun
 import difflib
 import fnmatch
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from jaxtrain.config.optimizers import (
     AdamWDirection,
@@ -39,17 +40,10 @@ def updates_elementwise(config: OptimizerConfig) -> bool:
     Args:
         config: of the optimizer.
     """
-    return not isinstance(config, CalledOptimizer) and all(map(_is_elementwise, directions(config)))
-
-
-def _is_elementwise(direction: DirectionConfig) -> bool:
-    match direction:
-        case SGDDirection():
-            return True
-        case AdamWDirection() | LionDirection():
-            return direction.moments == "float32"
-        case _:
-            return False
+    return not isinstance(config, CalledOptimizer) and all(
+        isinstance(one, SGDDirection) or (isinstance(one, AdamWDirection | LionDirection) and one.moments == "float32")
+        for one in directions(config)
+    )
 
 
 def directions(config: OptimizerConfig) -> list[DirectionConfig]:
@@ -169,28 +163,91 @@ class Matrix:
 
 
 # Logical axes that together form one side of a matrix.
-_TOGETHER = ("heads", "kv_heads", "head_dim")
+_TOGETHER = ("heads", "kv_heads", "head_dim", "outputs")
 # For parameters without a row in the table: parts of names of embeddings, and beginnings of names of output layers.
 _EMBEDDINGS = ("embed", "position", "vocab", "wte", "wpe")
 _OUTPUTS = ("output", "head", "lm_head", "logits", "classifier")
+# Names of parameters that are vectors, whatever their dims are: biases of attention are [heads, head_dim].
+VECTORS = ("bias", "scale")
 
 
-def as_matrix(
-    path: str, shape: Sequence[int], axes: AxesTable, *, stack: str | None = None, exclude: Sequence[str] = ()
-) -> Matrix | None:
+def complete_axes(shapes: Mapping[str, tuple[int, ...]], axes: AxesTable, stack: str | None = None) -> AxesTable:
+    """Give each parameter of a model a row of logical axes: its own, else one that follows from names and shapes.
+
+    Vectors (biases, scales, weights of norms) tell which leading dims count layers: those that they have besides the
+    last and share with the kernel or weight beside them. Other parameters go by the nearest module around them that has
+    vectors. In a layer, the last dims of a kernel are its outputs, as many as its bias has; the dims before are inputs.
+
+    Args:
+        shapes: path -> shape of every parameter.
+        axes: the model's table of logical axes.
+        stack: top-level path of the parameters that are stacked layer by layer.
+
+    Returns:
+        Path -> row. Optimizers go by it, and shardings by the model's own table.
+    """
+    leading: dict[str, tuple[int, ...]] = {}
+    for path, shape in shapes.items():
+        *_, module, name = ("", *path.lower().split("/"))
+        is_norm = any("norm" in part or part.startswith("ln") for part in (module, name))
+        if name in VECTORS or (is_norm and name != "kernel"):
+            kernel, weight = (shapes.get(path[: path.rfind("/") + 1] + one) for one in ("kernel", "weight"))
+            while weight and shape[1:] and shape[-1] == 1:
+                shape = shape[:-1]  # Equinox has biases [channels, 1, 1] of convolutions
+            shared = _common(shape[:-1], kernel or weight or shape)
+            for around in _modules(path):
+                leading[around] = _common(shared, leading.get(around, shared))
+    rows: dict[str, tuple[str | None, ...]] = {}
+    for path, shape in shapes.items():
+        found = next((leading[around] for around in _modules(path) if around in leading), ())
+        layers = max(len(_common(found, shape)), int(is_stacked(path, stack) and len(shape) > 0))
+        own = named_dims(path, shape, axes, stack)
+        rows[path] = ("layers",) * layers + _layer_row(path, shapes, layers, stack) if own is None else own
+    return rows
+
+
+def _modules(path: str) -> list[str]:
+    """The modules around a parameter, the nearest first."""
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in reversed(range(len(parts)))]
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims that two shapes begin with."""
+    return tuple(size for size, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _layer_row(path: str, shapes: Mapping[str, tuple[int, ...]], layers: int, stack: str | None) -> tuple[str, ...]:
+    """Name the dims of one layer of a parameter that has no row in the table."""
+    *_, module, name = ("", *path.split("/"))
+    shape, bias = shapes[path][layers:], shapes.get(path.removesuffix("kernel") + "bias")
+    is_output = path.lower().startswith(_OUTPUTS) and not is_stacked(path, stack)
+    if is_output or any(word in path.lower() for word in _EMBEDDINGS):
+        return ("vocab",) * len(shape)
+    around = path.removesuffix(f"{module}/kernel")
+    query, out = (shapes.get(f"{around}{one}/kernel", ()) for one in ("query", "out"))
+    # Flax's attention; its output kernel has as many dims as that of a convolution.
+    if name == "kernel" and len(shape) == 3 and query and query[-2:] == out[-3:-1]:
+        if module in ("query", "key", "value"):
+            return ("embed", "heads", "head_dim")
+        if module == "out":
+            return ("heads", "head_dim", "embed")
+    num_outputs = len(shape) if name in VECTORS else 1 if bias is None else len(bias) - layers
+    num_inputs = max(len(shape) - num_outputs, 0)
+    return ("inputs",) * num_inputs + ("outputs",) * (len(shape) - num_inputs)
+
+
+def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequence[str] = ()) -> Matrix | None:
     """Find the matrices of a parameter that Muon makes orthogonal.
 
     The names of the dims decide: besides layers and experts there must be exactly two sides, where heads and head_dim
     form one side, and neither may be the vocabulary. An unnamed dim belongs to the next named one (the window of a
-    convolution); where no named one follows (classes, experts of a router) the parameter is an output layer. A
-    parameter without a row in the table is a matrix where it has two dims besides the layers of the stack, unless its
-    name is that of an embedding or of an output layer.
+    convolution); where no named one follows (classes, experts of a router) the parameter is an output layer.
 
     Args:
         path: path of the parameter, such as `blocks/attention/query/kernel`.
         shape: shape of the global parameter.
-        axes: the model's table of logical axes.
-        stack: top-level path of the parameters that are stacked layer by layer.
+        axes: row of each parameter (`complete_axes`); one without a row goes by its own name and shape alone.
         exclude: patterns of paths that AdamW updates, whatever their dims are.
 
     Returns:
@@ -198,13 +255,10 @@ def as_matrix(
     """
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
         return None
-    row = named_dims(path, shape, axes, stack)
-    if row is None:
-        return _unnamed_matrix(path, shape, stack)
     sides: list[tuple[str, list[int]]] = []
     batch: list[int] = []
     waiting: list[int] = []
-    for dim, name in enumerate(row):
+    for dim, name in enumerate(complete_axes({path: tuple(shape)}, axes)[path]):
         if name in COUNTING:
             batch.append(dim)
         elif name is None:
@@ -217,23 +271,9 @@ def as_matrix(
             waiting = []
     if len(sides) != 2 or waiting or any(name == "vocab" for name, _ in sides):
         return None
-    return _matrix(shape, batch, *(dims for _, dims in sides))
-
-
-def _unnamed_matrix(path: str, shape: Sequence[int], stack: str | None) -> Matrix | None:
-    parts = path.lower().split("/")
-    stacked = is_stacked(path, stack)
-    if len(shape) != 2 + stacked or any(word in part for part in parts for word in _EMBEDDINGS):
-        return None
-    if not stacked and parts[0].startswith(_OUTPUTS):
-        return None
-    first = int(stacked)
-    return _matrix(shape, range(first), (first,), (first + 1,))
-
-
-def _matrix(shape: Sequence[int], batch: Sequence[int], rows: Sequence[int], columns: Sequence[int]) -> Matrix | None:
+    (_, rows), (_, columns) = sides
     # A matrix with a side of 1 is a vector: there is nothing to make orthogonal.
-    if min(math.prod(shape[d] for d in rows), math.prod(shape[d] for d in columns)) < 2:
+    if min(math.prod(shape[d] for d in dims) for dims in (rows, columns)) < 2:
         return None
     return Matrix(tuple(batch), tuple(rows), tuple(columns))
 

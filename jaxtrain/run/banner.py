@@ -11,12 +11,12 @@ from jaxtrain.config import Loaded
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import mesh_notes
+from jaxtrain.layout.rules import table_row
+from jaxtrain.layout.sharding import path_name
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.compared import limit_note, most_evaluated
-from jaxtrain.run.loss_notes import loss_notes
 from jaxtrain.run.own_parts import OwnParts
-from jaxtrain.run.rounding_notes import rounding_notes
 from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
 from jaxtrain.runtime.compilation_cache import cache_folder
 from jaxtrain.runtime.compiler_options import option_notes
@@ -63,14 +63,26 @@ def banner_lines(
         f"run directory: {run_dir}",
         *mesh_notes(mesh),
         *pipeline_notes(run.step.pipeline),
-        *(loss_notes(run) if own["model"] is None else []),
-        *rounding_notes(run, own),
+        *_muon_notes(run),
         *_evaluation_notes(loaded, run, own_data=own["data"] is not None),
         *option_notes(run.step.compiler_options, asked=config.compiler_options),
         *notes,
     ]
     unused = unused_accelerator(jax.devices()[0].platform)
     return [*lines, *([unused] if unused else [])]
+
+
+def _muon_notes(run: Run) -> list[str]:
+    """Which parameters have Muon's state, where names and shapes decide it because the axes table has no row."""
+    leaves = jax.tree_util.tree_leaves_with_path(run.step.abstract_state.optimizer_state)
+    muon, adamw = (
+        [name for path, _ in leaves if (name := path_name(path).partition(f"inner_states/{state}/")[2])]
+        for state in ("muon/inner_state/0/trace", "adamw/inner_state/nu")
+    )
+    if not (muon or adamw) or (muon and all(table_row(path, run.step.model.axes) for path in muon)):
+        return []
+    some = ", ".join(muon[:6]) + (", ..." if len(muon) > 6 else "") or "none"
+    return [f"Muon updates {len(muon)} of {len(muon + adamw)} parameters: {some}; AdamW the rest"]
 
 
 def _evaluation_notes(loaded: Loaded, run: Run, *, own_data: bool) -> list[str]:

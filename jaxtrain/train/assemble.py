@@ -24,7 +24,7 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task, is_shipped
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.optim.rules import adamw_patterns, check_patterns
+from jaxtrain.optim.rules import adamw_patterns, check_patterns, complete_axes
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
@@ -184,18 +184,19 @@ def build_step(
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     model = finetuned(config, model_of(config, **sizes, model=model), drawn=own.skip)
     optimizer = config.optimizer
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
+    axes = complete_axes(shapes, model.axes, None if model.parts is None else model.parts.stack)
     if own.optimizer is None:
         for key, patterns in adamw_patterns(optimizer).items():
-            check_patterns(key, patterns, list(parameter_shapes(model)))
+            check_patterns(key, patterns, list(shapes))
     peak = optimizer.learning_rate
     # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
-    stack = None if model.parts is None else model.parts.stack
     scale = config.precision.loss_scale
     return make_train_step(
         model,
         task or build_task(config),
-        own.optimizer or build_optimizer(optimizer, schedule, axes=model.axes, stack=stack),
+        own.optimizer or build_optimizer(optimizer, schedule, axes=axes),
         mesh=mesh,
         policy=config.precision.policy,
         accumulation_steps=config.train.accumulation_steps,

@@ -42,7 +42,7 @@ def optimizer_of(kind: str, model: jt.Model) -> Any:
     kind, _, moments = kind.partition(" ")
     options = {"min_dim_size_to_factor": 4} if kind == "adafactor" else {"moments": moments} if moments else {}
     config = TypeAdapter(OptimizerConfig).validate_python({"kind": kind, "learning_rate": 1e-2, **options})
-    return build_optimizer(config, optax.constant_schedule(1e-2), axes=model.axes, stack="blocks")
+    return build_optimizer(config, optax.constant_schedule(1e-2), axes=model.axes)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
 from jaxtrain.optim.masks import decay_mask, trainable_predicate
 from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.rules import complete_axes
 from jaxtrain.train.assemble import build_step
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=11, max_sequence_length=6)
@@ -122,7 +123,7 @@ def test_parameters_of_somebodys_own(path, shape, row, decays):
     params = jax.ShapeDtypeStruct(shape, np.float32)
     for part in reversed(path.split("/")):
         params = {part: params}
-    mask = decay_mask({} if row is None else {path: row}, stack="blocks")
+    mask = decay_mask(complete_axes({path: shape}, {} if row is None else {path: row}, "blocks"))
     assert jax.tree.leaves(mask(params)) == [decays]
 
 

@@ -13,7 +13,7 @@ from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.optim.muon import newton_schulz
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.optim.rules import Matrix, as_matrix
+from jaxtrain.optim.rules import Matrix, as_matrix, complete_axes
 
 RATE = 0.5
 EXPERTS = TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, experts={"num_experts": 4, "experts_per_token": 2})
@@ -23,8 +23,7 @@ def matrix_paths(config, **options):
     model = build_model(config, **options)
     axes = model_axes(config)
     shapes = parameter_shapes(model)
-    stack = None if model.parts is None else model.parts.stack
-    found = {path: as_matrix(path, leaf.shape, axes, stack=stack) for path, leaf in shapes.items()}
+    found = {path: as_matrix(path, leaf.shape, axes) for path, leaf in shapes.items()}
     return {path: matrix for path, matrix in found.items() if matrix is not None}, set(shapes)
 
 
@@ -82,15 +81,17 @@ UNNAMED = {
 
 @pytest.mark.parametrize(("path", "shape", "wanted"), UNNAMED.values(), ids=UNNAMED)
 def test_without_a_table(path, shape, wanted):
-    assert (as_matrix(path, shape, {}, stack="blocks", exclude=("mixer/*",)) is not None) == wanted
+    axes = complete_axes({path: shape}, {}, "blocks")
+    assert (as_matrix(path, shape, axes, exclude=("mixer/*",)) is not None) == wanted
 
 
 def test_a_stack_whose_row_leaves_its_layers_unnamed():
     """A stage holds its own layers whether the table says so or not, and a layer is a matrix."""
-    axes = {"blocks/up/kernel": (None, "embed", "mlp"), "up/kernel": (None, "embed", "mlp")}
-    assert as_matrix("blocks/up/kernel", (3, 8, 16), axes, stack="blocks") == Matrix((0,), (1,), (2,))
+    table = {"blocks/up/kernel": (None, "embed", "mlp"), "up/kernel": (None, "embed", "mlp")}
+    axes = complete_axes(dict.fromkeys(table, (3, 8, 16)), table, "blocks")
+    assert as_matrix("blocks/up/kernel", (3, 8, 16), axes) == Matrix((0,), (1,), (2,))
     # Elsewhere an unnamed dim belongs to the next named one, as the window of a convolution.
-    assert as_matrix("up/kernel", (3, 8, 16), axes, stack="blocks") == Matrix((), (0, 1), (2,))
+    assert as_matrix("up/kernel", (3, 8, 16), axes) == Matrix((), (0, 1), (2,))
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (3, 16, 16), (2, 3, 8, 24)])

@@ -37,7 +37,6 @@ OPTIMIZERS = {
         GROUPED if kind == "groups" else with_optimizer(kind).optimizer,
         optax.constant_schedule(1e-2),
         axes=MODEL.axes,
-        stack="blocks",
     )
     for kind in KINDS
 }

@@ -146,7 +146,7 @@ def _optimizer_bytes(config: Config, tensors: Tensors, one: Parameter, size: int
             return 2 * _moment_bytes(optimizer.moments, one, size, degrees)
         case MuonDirection():
             axes = finetuned(config, tensors).axes
-            matrix = as_matrix(one.path, one.shape, axes, stack=tensors.stack, exclude=optimizer.adamw)
+            matrix = as_matrix(one.path, one.shape, axes, exclude=optimizer.adamw)
             return _FP32 * size * (2 if matrix is None else 1)
         case LionDirection():
             return _moment_bytes(optimizer.moments, one, size, degrees)
@@ -179,12 +179,11 @@ def update_flops(config: Config, placed: Sequence[Parameter], degrees: Mapping[s
     if isinstance(config.optimizer, CalledOptimizer):
         return 0.0
     flops = 0.0
-    stack = next((one.path.split("/")[0] for one in placed if one.stacked), None)
     for one in placed:
         optimizer = _direction(config, one)
         if not one.trained or not isinstance(optimizer, MuonDirection):
             continue
-        matrix = as_matrix(one.path, one.shape, model_axes(config.model), stack=stack, exclude=optimizer.adamw)
+        matrix = as_matrix(one.path, one.shape, model_axes(config.model), exclude=optimizer.adamw)
         # The factors of adapters are too small to count.
         if matrix is None or one.path.endswith(LOW_RANK):
             continue

@@ -1,0 +1,168 @@
+"""Models of one's own, without an axes table: names and shapes say what Muon, weight decay and Adafactor do."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jaxtrain as jt
+from jaxtrain.layout.sharding import path_name
+from jaxtrain.optim.rules import factored_dims
+from jaxtrain.run.banner import banner_lines
+from jaxtrain.run.own_parts import own_parts
+from jaxtrain.train.assemble import assemble, build_step, open_run_data
+
+ROWS = np.zeros((1, 6, 16), np.float32)
+CONFIG = {
+    "data": {"kind": "synthetic"},
+    "task": "regression",
+    "optimizer": {"schedule": {"kind": "constant"}},
+    "train": {"steps": 9},
+}
+
+
+class Attention(linen.Module):
+    """Attention with biases and attention without, an embedding, a convolution and an output layer."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = x + linen.Embed(32, 16)(jnp.zeros(x.shape[:2], jnp.int32))
+        x = linen.MultiHeadDotProductAttention(num_heads=4, name="biased")(linen.LayerNorm()(x))
+        x = linen.MultiHeadDotProductAttention(num_heads=4, use_bias=False, name="plain")(x)
+        x = linen.DenseGeneral((3, 4, 8), name="qkv")(x).reshape(*x.shape[:2], -1)
+        return linen.Dense(5, name="head")(linen.Conv(16, (3,))(x))
+
+
+class Block(linen.Module):
+    """Norm, attention and a layer without bias: the norm alone tells that there are several of the last."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        x = linen.MultiHeadDotProductAttention(num_heads=2)(linen.RMSNorm()(x))
+        return linen.Dense(16, use_bias=False, name="mix")(x), None
+
+
+class Scanned(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        stack = linen.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return linen.Dense(5, name="last")(stack(name="stack")(x, None)[0])
+
+
+class Mapped(nnx.Module):
+    """A stack of as many layers as each has inputs, and a matrix of another name beside it."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=16)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def layers(rngs):
+            return nnx.Sequential(nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs))
+
+        self.stack, self.mixer = layers(rngs), nnx.Param(jnp.ones((8, 12)))
+        self.table = nnx.Embed(32, 16, rngs=rngs)
+
+
+class EquinoxBlock(eqx.Module):
+    """Without biases; the weights of norms and of layers have one name."""
+
+    norm: eqx.nn.RMSNorm
+    up: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.norm, self.up = eqx.nn.RMSNorm(16, use_bias=False), eqx.nn.Linear(16, 8, use_bias=False, key=key)
+
+
+class Equinox(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    blocks: EquinoxBlock
+    biased: eqx.nn.Linear
+    convolution: eqx.nn.Conv1d
+    wte: eqx.nn.Embedding
+
+    def __init__(self, key):
+        self.attention = eqx.nn.MultiheadAttention(4, 16, key=key)
+        self.blocks = eqx.filter_vmap(EquinoxBlock)(jax.random.split(key, 3))
+        self.biased = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 8, key=key))(jax.random.split(key, 3))
+        self.convolution = eqx.nn.Conv1d(16, 8, 3, key=key)
+        self.wte = eqx.nn.Embedding(32, 16, key=key)
+
+
+FLAX_ATTENTION = {f"{part}/kernel" for part in ("query", "key", "value", "out")}
+# model, parameters that Muon updates, further ones that decay, beginnings of the paths of stacks
+MODELS = {
+    "linen attention": (
+        lambda: jt.from_linen(Attention(), ROWS),
+        {f"{one}/{part}" for one in ("biased", "plain") for part in FLAX_ATTENTION} | {"qkv/kernel"},
+        {"Embed_0/embedding", "Conv_0/kernel", "head/kernel"},
+        (),
+    ),
+    "linen scan": (
+        lambda: jt.from_linen(Scanned(), ROWS),
+        {f"stack/MultiHeadDotProductAttention_0/{part}" for part in FLAX_ATTENTION}
+        | {"stack/mix/kernel", "last/kernel"},
+        set(),
+        ("stack/",),
+    ),
+    "nnx vmap": (
+        lambda: jt.from_nnx(Mapped, call=lambda module, x: x),
+        {"stack/layers/0/kernel", "mixer"},
+        {"table/embedding"},
+        ("stack/",),
+    ),
+    "equinox": (
+        lambda: jt.from_equinox(Equinox),
+        {f"attention/{part}_proj/weight" for part in ("query", "key", "value", "output")}
+        | {"blocks/up/weight", "biased/weight"},
+        {"convolution/weight", "wte/weight"},
+        ("blocks/", "biased/"),
+    ),
+}
+
+
+def optimizer_of(model, **settings):
+    config = jt.load_config({**CONFIG, "optimizer": {**CONFIG["optimizer"], "learning_rate": 1.0, **settings}}).config
+    return build_step(config, input_shape=(6, 16), model=model, devices=jax.devices()[:1]).optimizer
+
+
+def by_path(tree):
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize(("make", "muon", "decays", "stacks"), MODELS.values(), ids=MODELS)
+def test_one_rule_for_muon_decay_and_adafactor(make, muon, decays, stacks):
+    model = make()
+    params = jax.tree.map(jnp.ones_like, model.init(jax.random.key(0))[0])
+    gradients = jax.tree.map(lambda one: np.random.default_rng(one.size).normal(size=one.shape).astype("f"), params)
+
+    def first(gradients, **settings):
+        optimizer = optimizer_of(model, **settings)
+        updates, state = optimizer.update(gradients, optimizer.init(params), params)
+        return by_path(updates), state
+
+    by_muon, by_adamw = (first(gradients, kind=kind)[0] for kind in ("muon", "adamw"))
+    # The same arithmetic where AdamW updates a parameter; a matrix made orthogonal is another.
+    assert {path for path in by_muon if not np.allclose(by_muon[path], by_adamw[path], rtol=1e-5)} == muon
+
+    zeros = jax.tree.map(jnp.zeros_like, gradients)
+    decayed = first(zeros, kind="sgd", weight_decay=0.5)[0]
+    assert {path for path, update in decayed.items() if np.any(update)} == muon | decays
+
+    state = by_path(first(gradients, kind="adafactor", min_dim_size_to_factor=2)[1])
+    for path, update in by_adamw.items():
+        counting = (0,) if path.startswith(stacks) else ()
+        dims = factored_dims(update.shape, counting, 2)
+        wanted = (1,) if dims is None else (*update.shape[: dims[1]], *update.shape[dims[1] + 1 :])
+        assert state[f"0/v_row/{path}"].shape == wanted, path
+
+
+def test_a_run_says_what_muon_updates():
+    settings = {"kind": "muon", "adamw": ["attention/v*", "biased/*"]}
+    loaded = jt.load_config({**CONFIG, "optimizer": {**CONFIG["optimizer"], **settings}})
+    run = assemble(loaded.config, open_run_data(loaded.config), name="run", model=MODELS["equinox"][0]())
+    lines = banner_lines(
+        loaded, run, "run", [], own=own_parts(model=run.step.model, task=None, data=None), units_per_step=1
+    )
+    names = ", ".join(f"attention/{part}_proj/weight" for part in ("key", "output", "query"))
+    assert f"Muon updates 4 of 11 parameters: {names}, blocks/up/weight; AdamW the rest" in lines
