@@ -15,7 +15,6 @@ from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, Sums, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
-from jaxtrain.run.evaluation_checks import check_evaluated, check_evaluation
 from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.batch import BatchFeed
@@ -62,7 +61,6 @@ class Evaluator:
         parallelism: Parallelism | None = None,
         compiler_options: Mapping[str, Value] | None = None,
     ):
-        check_evaluated(step)
         self._initial_state: Callable[[], InitialState | None] = lambda: None
         if isinstance(step, TrainStep):
             if task is not None or parallelism is not None or compiler_options is not None:
@@ -127,10 +125,8 @@ class Evaluator:
             for language models. A mean over no weight is NaN; of no batches there is nothing.
 
         Raises:
-            ConfigError: no state or no batches, a state that was donated to a step or is of another model, or whose
-                average is not of its parameters.
+            ConfigError: a state that was donated to a step, or whose average is not of its parameters.
         """
-        check_evaluation(self._sharded_model, state, batches)
         params, model_state = state.evaluation_params, state.evaluation_model_state
         check_not_donated({"params": params, "model_state": model_state})
         if isinstance(state, TrainState):

@@ -323,7 +323,7 @@ class OpenedRun(RunPath):
         from jaxtrain.run.reference import evaluated_rows
 
         given = self.data if data is None else rows_of_given(data, self.info)
-        rows = evaluated_rows(given, self.task, self.run_dir, self._report)
+        rows = evaluated_rows(given, self.task, self.run_dir)
         limit = self.config.evaluation.max_batches if data is None else None
         found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit, info=self.info)
         if isinstance(rows, Data) and self._own_model is None:

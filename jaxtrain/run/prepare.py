@@ -39,7 +39,6 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.injected import INJECTED, check_injected, injected_numbers, with_injected
 from jaxtrain.run.interrupt import Interrupt
-from jaxtrain.run.left_out import left_out_notes
 from jaxtrain.run.lock import RunLock
 from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import own_parts, replaced_notes
@@ -128,7 +127,7 @@ def prepare_session(
     with closing_on_failure(lambda status: checkpointer.close()):
         resumed = choose_start(checkpointer, run_dir, resume)
         notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
-        notes += [*replaced_notes(loaded.origins, own), *left_out_notes(run)]
+        notes += replaced_notes(loaded.origins, own)
         if resumed is None and model is None:
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
@@ -143,7 +142,7 @@ def prepare_session(
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
         run = evaluated_as_before(run, None if resumed is None else checkpointer.metadata(resumed))
-        meter = run_meter(run, own_model=model is not None, run_dir=run_dir, start=resumed or 0)
+        meter = run_meter(run, own_model=model is not None)
         progress.banner(banner_lines(loaded, run, run_dir, notes, own=own, units_per_step=meter.units_per_step))
 
         def check(traced: jax.stages.Traced) -> None:

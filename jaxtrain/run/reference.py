@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from jaxtrain.train.state import TrainState
 
 FILE = "reference.npz"
-_PROBED_ROWS = 64
 _ROWS_AT_ONCE = 256
 _AGAIN = "give the training command of this run again, which computes it where the parameters of its start can be had"
-# SHA-256 of `rows`, `params`, `values` and `held_out_rows`; of earlier versions, `held_out`, of 64 held-out rows.
+# SHA-256 of `rows`, `params`, `values` and `held_out_rows`.
 Record = dict[str, Any]
 
 
@@ -50,8 +49,7 @@ class Reference:
         train: float32 [N, ...] of the training rows.
         validation: of the held-out rows; None: there are none.
         record: what they are of.
-        held_out_rows: uint64, a digest of each held-out row; None: there are none, or the file is of an earlier
-            version.
+        held_out_rows: uint64, a digest of each held-out row; None: there are none.
     """
 
     train: np.ndarray
@@ -136,16 +134,13 @@ def with_known_reference(run: Run, reference: Reference) -> Run:
     return dataclasses.replace(run, data=data, batches=batches, awaits_reference=False)
 
 
-def evaluated_rows(
-    rows: "Data | grain.MapDataset", task: "Task", run_dir: Path, report: Callable[[str], None]
-) -> "Data | grain.MapDataset":
+def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path) -> "Data | grain.MapDataset":
     """Held-out rows of a run that is opened again, or some of them, with the numbers that the run kept of them.
 
     Args:
         rows: data, whose held-out rows are taken, or rows.
         task: of the run.
         run_dir: of the run.
-        report: receives a line where rows are not compared one by one.
 
     Raises:
         DataError: the run has no numbers of these rows.
@@ -160,13 +155,11 @@ def evaluated_rows(
             f"{path}, with which task {task.name!r} compares, is missing; {_AGAIN}, or, where the rows of the run had "
             f"an entry {ENTRY!r}, give rows with one"
         )
-    known = with_entry(held_out, ENTRY, _numbers_of(held_out, read_reference(path), task, path, report))
+    known = with_entry(held_out, ENTRY, _numbers_of(held_out, read_reference(path), task, path))
     return dataclasses.replace(rows, validation=known) if isinstance(rows, Data) else known
 
 
-def _numbers_of(
-    rows: "grain.MapDataset", found: Reference, task: "Task", path: Path, report: Callable[[str], None]
-) -> np.ndarray:
+def _numbers_of(rows: "grain.MapDataset", found: Reference, task: "Task", path: Path) -> np.ndarray:
     """The numbers of rows, which are found by the digest of each."""
     other = "these rows"
     values, kept = found.validation, found.held_out_rows
@@ -179,12 +172,6 @@ def _numbers_of(
             return values[places]
         more = f" and {len(differ) - 1:,} others" if len(differ) > 1 else ""
         other = f"row {differ[0]}{more} of the {len(rows):,} rows given"
-    elif values is not None and found.record.get("held_out") == _probe(rows):
-        report(
-            f"{path} is of an earlier version, which tells rows by {_PROBED_ROWS} of them: where others were changed, "
-            "they are compared with numbers of other rows"
-        )
-        return values
     raise DataError(
         f"task {task.name!r} compares with the model that the run started from, and {path} has no numbers of {other}; "
         "evaluate held-out rows of the run itself, or give rows with an entry 'reference'"
@@ -275,12 +262,6 @@ def _row_digests(rows: "grain.MapDataset") -> np.ndarray:
             row = rows[number] if at_once is None else jax.tree.map(lambda column, i=place: column[i], at_once)
             found[number] = int(_sha256(*_content(row))[:16], 16)
     return found
-
-
-def _probe(rows: "grain.MapDataset") -> str:
-    """A digest of the number of rows and of the content of some of them, by which earlier versions told rows apart."""
-    numbers = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _PROBED_ROWS)).astype(int)).tolist()
-    return _sha256(str(len(rows)).encode(), *(part for number in numbers for part in _content(rows[number])))
 
 
 def _content(row: Any) -> Iterator[bytes]:

@@ -2,14 +2,11 @@
 
 import contextlib
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
-import numpy as np
 
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import StorageError
-from jaxtrain.metrics.history import read_history
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import Scalars, flat_scalars
@@ -85,14 +82,12 @@ class StepLog:
         self._progress.update(number, self.row)
 
 
-def run_meter(run: Run, *, own_model: bool, run_dir: Path, start: int) -> Meter:
+def run_meter(run: Run, *, own_model: bool) -> Meter:
     """The meter of a run: what a step counts, and the FLOPs and the peak that utilization is computed from.
 
     Args:
         run: what is trained.
         own_model: the model came from Python, so that the config's count of FLOPs is not of it.
-        run_dir: directory of the run, whose earlier rows say what they count.
-        start: steps done before this process.
     """
     config, data = run.config, run.data
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
@@ -101,18 +96,7 @@ def run_meter(run: Run, *, own_model: bool, run_dir: Path, start: int) -> Meter:
     places = data.units_per_row * config.train.global_batch_size
     return Meter(
         "tokens" if data.unit == "tokens" else "examples",
-        places if tokens is None or _counts_places(run_dir, start, places) else tokens,
+        places if tokens is None else tokens,
         flops_per_step=None if own_model else step_flops(run),
         peak_flops=None if peak is None else peak * run.step.mesh.size,
     )
-
-
-def _counts_places(run_dir: Path, start: int, places: int) -> bool:
-    """Whether the rows of the run so far count the padding too, as earlier versions did: a total never falls."""
-    if not start:
-        return False
-    history = read_history(run_dir / "metrics.jsonl")
-    counted = history.get("tokens")
-    known = np.zeros(0, np.int64) if counted is None else np.flatnonzero(np.isfinite(counted))
-    known = known[history["step"][known] <= start]
-    return bool(counted is not None and len(known) and counted[known[-1]] == history["step"][known[-1]] * places)

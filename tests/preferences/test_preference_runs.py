@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.run import reference
 
 L, V = 6, 11
 
@@ -173,16 +172,6 @@ def swapped(number: int) -> dict[str, np.ndarray]:
     return found
 
 
-def as_earlier(path, validation) -> None:
-    """Write the file as earlier versions did, which kept a digest of 64 rows together."""
-    with np.load(path) as kept:
-        arrays = {name: kept[name] for name in ("train", "validation", "record")}
-    record = json.loads(str(arrays["record"]))
-    record |= {"held_out": reference._probe(validation)}
-    record["values"] = reference._values_digest(arrays["train"], arrays["validation"])
-    np.savez(path, **{**arrays, "record": np.array(json.dumps(record))})
-
-
 MANY = pairs(150, seed=2)
 
 
@@ -194,7 +183,6 @@ def many(tmp_path_factory):
 
 
 def test_one_held_out_row_that_was_changed_is_named(many):
-    """Row 1 of 150 is none of the 64 rows by which earlier versions told rows apart."""
     run = jt.open_run(many, model=bigrams())
     with pytest.raises(
         jt.DataError, match=r"no numbers of row 1 of the 150 rows given; evaluate held-out rows"
@@ -215,18 +203,6 @@ def test_some_held_out_rows_have_their_numbers_in_any_order(many, read):
     rows = jt.ArrayRows(some)
     found = run.evaluate(rows if read == "at once" else rows.map(dict))
     assert found == run.evaluate(jt.ArrayRows({**some, "reference": numbers}))
-
-
-def test_a_file_of_an_earlier_version_is_read_and_said(many, tmp_path, capsys):
-    folder = tmp_path / "run"
-    shutil.copytree(many, folder)
-    wanted = jt.open_run(folder, model=bigrams()).evaluate(jt.ArrayRows(MANY))
-    as_earlier(folder / "reference.npz", jt.ArrayRows(MANY))
-    capsys.readouterr()
-    assert jt.open_run(folder, model=bigrams()).evaluate(jt.ArrayRows(MANY)) == wanted
-    assert "is of an earlier version, which tells rows by 64 of them" in capsys.readouterr().err
-    with pytest.raises(jt.DataError, match="has no numbers of these rows"):
-        jt.open_run(folder, model=bigrams()).evaluate(jt.ArrayRows(swapped(0)))
 
 
 def test_what_an_evaluation_says_of_a_lost_or_damaged_file_helps(whole, half):

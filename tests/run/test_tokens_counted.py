@@ -93,10 +93,3 @@ def test_a_run_counts_texts_and_goes_on_as_it_began(
     assert [row["tokens"] for row in logged(tmp_path)] == [round(step * 8 * mean) for step in (1, 2)]
     train(files, tmp_path, 3)
     assert logged(tmp_path)[-1]["tokens"] == round(3 * 8 * mean)
-    # Rows of earlier versions counted the padding: a total that fell would be no total.
-    rows = [{**row, "tokens": row["step"] * 8 * LENGTH} for row in logged(tmp_path)]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    capfd.readouterr()
-    train(files, tmp_path, 4)
-    assert logged(tmp_path)[-1]["tokens"] == 4 * 8 * LENGTH
-    assert f"4 steps of {8 * LENGTH} tokens\n" in capfd.readouterr().err

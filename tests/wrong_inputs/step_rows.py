@@ -42,36 +42,8 @@ def fresh():
 
 
 ROWS = {
-    "Evaluator: a model": (lambda: jt.Evaluator(given.model(), TASK), "a Model", "shard_model"),
-    "Evaluator: a number": (lambda: jt.Evaluator(3), "not 3", "Evaluator(step)"),
     "Evaluator: no task": (lambda: jt.Evaluator(jt.shard_model(given.model())), "None", "Task"),
     "Evaluator: a task beside a step": (lambda: jt.Evaluator(given.step(), TASK), "takes task", "step.sharded_model"),
-    "Evaluator.__call__: parameters": (
-        lambda: jt.Evaluator(given.step())(given.state().params, [BATCH]),
-        "a dict of 'w'",
-        "EvaluationState(params, {})",
-    ),
-    "Evaluator.__call__: swapped": (
-        lambda: jt.Evaluator(given.step())([BATCH], given.state()),
-        "a list of 1",
-        "evaluator(state, batches)",
-    ),
-    "Evaluator.__call__: one batch": (
-        lambda: jt.Evaluator(given.step())(given.state(), BATCH),
-        "a dict of 'inputs'",
-        "[batch]",
-    ),
-    "Evaluator.__call__: batches by number": (
-        lambda: jt.Evaluator(given.step())(given.state(), given.batches()),
-        "a Batches",
-        "prefetch(step.loader(batches)",
-    ),
-    "Evaluator.__call__: a number": (lambda: jt.Evaluator(given.step())(given.state(), 3), "not 3", "[batch]"),
-    "Evaluator.__call__: other parameters": (
-        lambda: jt.Evaluator(given.step())(jt.EvaluationState({"v": X}, {}), [BATCH]),
-        "w is missing",
-        "the state of a step with this model",
-    ),
     "Parallelism: no such stage": (lambda: jt.Parallelism(zero=4), "zero=4", "use 0, 1, 2 or 3"),
     "Parallelism: a word as switch": (
         lambda: jt.Parallelism(sequence_parallel="no"),

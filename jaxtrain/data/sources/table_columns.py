@@ -16,7 +16,6 @@ class AskedColumns:
         target: Column to predict; None: the last one.
         columns: Those that are inputs; None: all others.
         as_numbers: Whether the targets are numbers, so that a text is a bad row.
-        takes_unnamed: Whether a first column without a name is an input, too.
         are_known: Whether a model was trained on the columns of such a table.
         classes: Names of the classes that a model was trained on; None: those of the file, or there are none.
     """
@@ -24,7 +23,6 @@ class AskedColumns:
     target: str | None
     columns: Sequence[str] | None
     as_numbers: bool = False
-    takes_unnamed: bool = False
     are_known: bool = False
     classes: Sequence[str] | None = None
 

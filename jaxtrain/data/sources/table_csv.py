@@ -86,7 +86,7 @@ def read_csv(path: Path, asked: AskedColumns, *, skipped: SkippedRecords | None)
 def _usual(header: Sequence[str], chosen: int, asked: AskedColumns, path: Path) -> Sequence[str]:
     """Returns the columns that may be inputs: a first one without a name is none, unless it was asked for."""
     # pandas writes the numbers of rows into it, by which a table in the order of its classes is learned by heart.
-    if header[0] or chosen == 0 or len(header) < 3 or asked.columns is not None or asked.takes_unnamed:
+    if header[0] or chosen == 0 or len(header) < 3 or asked.columns is not None:
         return header
     print_remark(
         f"{path}: the first column has no name, as row numbers of pandas have none, and is no input; to use it, list "

@@ -116,7 +116,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             "kind": "table",
             "content_sha256": hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest(),
             "standardize": config.standardize,
-            # What a model's outputs are scaled by: earlier versions did not, and their weights are of other units.
+            # What a model's outputs are scaled by.
             **({} if units[0] is None else {"target_mean": units[0], "target_deviation": units[1]}),
         },
         description=(f"{table.label}: {inputs.shape[1]} input columns, {task}",),
@@ -143,8 +143,6 @@ def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
     """
     if columns is None or table.columns is None or len(columns) != len(table.columns):
         return table
-    # Names of a .csv file were not stripped in earlier runs.
-    columns = [name if name in table.columns else name.strip() for name in columns]
     for name in columns:
         if name not in table.columns:
             there = ", ".join(table.columns)
@@ -257,8 +255,6 @@ def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | N
         target=config.target,
         columns=config.columns,
         as_numbers=are_wanted_as_numbers(config.task, task=task, reading=reading),
-        # Runs were trained on it before it was left out.
-        takes_unnamed=reading is not None and "" in (reading.get("columns") or ()),
         are_known=reading is not None,
         classes=None if reading is None else reading["classes"],
     )

@@ -7,7 +7,6 @@ from jaxtrain.metrics.report.files import RunFiles
 from jaxtrain.metrics.report.headline import status_kind
 from jaxtrain.metrics.report.html import mapping, number
 from jaxtrain.metrics.report.tables import flat
-from jaxtrain.metrics.runinfo import EVALUATED_ROWS
 
 # Weights of what is added to a loss in training alone.
 _TERMS = ("z_loss", "load_balance_weight", "router_z_weight")
@@ -18,7 +17,7 @@ _DIGEST = "loss digest"
 
 def can_rank(runs: Sequence[RunFiles]) -> bool:
     """Whether held-out losses are of one kind, and of the same rows."""
-    kinds = {(evaluated_loss(run), held_out_rows(run), most_rows(run), _takes_first(run)) for run in runs}
+    kinds = {(evaluated_loss(run), held_out_rows(run), most_rows(run)) for run in runs}
     return len(kinds) == 1 and None not in next(iter(kinds))[:2]
 
 
@@ -109,11 +108,6 @@ def most_rows(run: RunFiles) -> int | None:
     return int(batches * size)
 
 
-def _takes_first(run: RunFiles) -> bool:
-    """Whether a run that evaluates some of its held-out rows takes the first ones, as earlier versions did."""
-    return most_rows(run) is not None and mapping(run.info.get(EVALUATED_ROWS)).get("spread") is not True
-
-
 def _num_held_out(run: RunFiles) -> float | int | None:
     data = mapping(run.info.get("data"))
     found = number(data.get("num_validation_rows"))
@@ -161,10 +155,4 @@ def _other_rows(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]
         yield (
             f"The runs {verb} different numbers of held-out rows ({said}), so that their held-out losses cannot be "
             "compared; set the same evaluation.max_batches and train.global_batch_size."
-        )
-    elif len({_takes_first(run) for run in runs}) > 1:
-        first = " and ".join(name for name, run in zip(names, runs, strict=True) if _takes_first(run))
-        yield (
-            f"{first} evaluated the first of its held-out rows, as earlier versions did, and the other runs rows that "
-            "are spread over all of them, so that their held-out losses cannot be compared."
         )
