@@ -202,9 +202,6 @@ def test_the_row_numbers_of_pandas_are_no_input(tmp_path, capsys):
     assert "the first column has no name" in capsys.readouterr().err
     named = rows_of(path, columns=["", "a"])
     assert named.reading["columns"] == ["", "a"]
-    # A model that was trained on it reads it.
-    before = {**data.reading, "columns": ["", "a", "b"], "mean": [0.0] * 3, "deviation": [1.0] * 3}
-    assert open_data({"kind": "table", "path": str(path)}, reading=before).train[0]["inputs"].shape == (3,)
 
 
 def test_names_of_columns_have_no_spaces_around_them_and_dates_are_no_numbers(tmp_path):
@@ -213,7 +210,6 @@ def test_names_of_columns_have_no_spaces_around_them_and_dates_are_no_numbers(tm
     data = rows_of(path, target="y")
     assert data.reading["columns"] == ["a", "b"]
     assert rows_of(path, target=" y", columns=["a", " b"]).reading["columns"] == ["a", "b"]
-    assert open_data({"kind": "table", "path": str(path)}, reading={**data.reading, "columns": ["a", " b"]}).train
     assert read_input_columns(str(path), ["a", " b"], num_columns=2, target=None)[3].tolist() == [3.0, 3.0]
     path.write_text(lines("a,y", "2024_01,1"))
     with pytest.raises(DataError, match=r"a.csv:2 column 'a' is '2024_01', not a number"):

@@ -224,10 +224,6 @@ def _evaluated(fingerprint, *, most: int | None = 50, size=8):
             id="fewer",
         ),
         pytest.param(
-            _evaluated(_GIVEN, most=1), _evaluated(_GIVEN, most=1) | {"evaluated_rows": {"count": 8, "spread": True}},
-            "a evaluated the first of its held-out rows", id="the-first-and-spread",
-        ),
-        pytest.param(
             _evaluated({"kind": "batches", "num_validation_rows": 20}),
             _evaluated({"kind": "batches", "num_validation_rows": 20}),
             "Which held-out rows a and b evaluated is not recorded", id="not-identified",

@@ -53,6 +53,7 @@ METHODS_WITHOUT_ROWS = {
     "Checkpointer.close": "takes a flag",
     "Engine.__exit__": "called by `with`",
     "Engine.close": "takes a flag",
+    "Evaluator.__call__": "Python's own errors",
     "ModelCall.deferred": "as a call",
     "ModelCall.with_state": "as a call",
     "Remat.scan": "called by models with their own blocks",
