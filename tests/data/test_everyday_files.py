@@ -86,6 +86,12 @@ def test_photographs_stand_as_viewers_show_them(orientation, suffix, tmp_path):
     np.testing.assert_allclose(turned, plain, atol=0.3)
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_damaged_exif_is_no_damaged_image(suffix, tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / f"a.{suffix}", exif=b"Exif\0\0garbage garbage")
+    assert len(centered_images([tmp_path / f"a.{suffix}"], image_size=8)[0]["inputs"]) == 8
+
+
 def trained_text(row, tmp_path, **config):
     path = write_rows(tmp_path / "c.jsonl", [row])
     group = {"kind": "chat", "path": path, "validation_path": path, "tokenizer": BYTES, "packing": False, **config}

@@ -291,7 +291,7 @@ def read_part(
         with Image.open(path if content is None else io.BytesIO(content)) as image:
             _check_pixels(image, path)
             # Pillow itself turns TIFF files, and says their size as it will be.
-            is_on_side = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _ON_SIDE
+            is_on_side = image.format != "TIFF" and _orientation(image) in _ON_SIDE
             width, height = image.size[::-1] if is_on_side else image.size
             left, top, right, bottom = choose_box(width, height)
             # A JPEG can be decoded at a half, a quarter or an eighth of its size, never below the size of the result.
@@ -342,6 +342,13 @@ def _undecodable(path: Path | str, error: Exception) -> DataError:
     return BadRecordError(f"image {path} cannot be decoded ({reason}); repair or remove it")
 
 
+def _orientation(image: "Image.Image") -> int:
+    try:
+        return image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # what the file says of itself is damaged, and its pixels may not be
+        return 1
+
+
 def _upright(image: "Image.Image", path: Path | str) -> "Image.Image":
     """Decodes an image in RGB, turned as viewers show it, 8 bits per channel.
 
@@ -350,7 +357,8 @@ def _upright(image: "Image.Image", path: Path | str) -> "Image.Image":
     """
     from PIL import Image, ImageOps
 
-    ImageOps.exif_transpose(image, in_place=True)
+    if _orientation(image) != 1:
+        ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I;16"):
         # Converted without the shift, all but the darkest 1/256 of the scale would be white.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
