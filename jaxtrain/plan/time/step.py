@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.models import ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.rules import entry_axes
@@ -74,8 +74,16 @@ def peak_rate(target: Target, policy: str) -> float | None:
 
 
 def crossing(degrees: Mapping[str, int], target: Target) -> set[str]:
-    """Axes whose neighbours sit in different islands: the mesh fills an island with the innermost axes first."""
+    """Axes whose neighbours sit in different islands, as `layout/mesh.py` deals islands to the outermost axes."""
+    islands, rest = divmod(math.prod(degrees.values()), target.hardware.island)
     crossed, inside = set(), 1
+    if not rest:
+        for axis in AXES:
+            across = math.gcd(degrees[axis], islands)
+            islands //= across
+            crossed |= {axis} if across > 1 else set()
+        return crossed
+    # Islands of different sizes fit no shape: devices fill it in their order.
     for axis in reversed(AXES):
         inside *= degrees[axis]
         if degrees[axis] > 1 and inside > target.hardware.island:
@@ -106,15 +114,18 @@ def traffic(
     trained = [one for one in placed if one.trained]
     zero = stage_over_data(config.parallel.zero)
     if degrees["data"] > 1:
-        times = batch.microbatches if zero == 2 else 1
+        # Batch statistics are of all shards, and so is the gradient of each microbatch.
+        times = batch.microbatches if zero == 2 or isinstance(config.model, ResNetConfig) else 1
         whole = sum(without(one) for one in trained)
         # Sums over microbatches are float32, gradients of one batch come in the compute dtype. A reduction is a
         # reduce-scatter and an all-gather; ZeRO gathers parameters in the compute dtype instead of gradients.
         gradients = 4 if batch.microbatches > 1 else size
-        volume = whole * (gradients * times + (size if zero else gradients)) * share("data")
+        volume = whole * (gradients * times + (size if zero else gradients * times)) * share("data")
         sent.append(Sent("data", volume, "gradients" if zero == 0 else "gradients, parameters"))
     if degrees["fsdp"] > 1:
-        whole, scattered = (size * sum(without(one, "fsdp") for one in some) for some in (placed, trained))
+        # Kernels in fewer bits are gathered as they are stored.
+        whole = sum(min(size, one.itemsize) * without(one, "fsdp") for one in placed)
+        scattered = size * sum(without(one, "fsdp") for one in trained)
         # Gathered for every forward pass and for the backward, whose gradients are scattered.
         passes = forwards + 1 + (config.remat.policy == "sqrt")
         volume = batch.microbatches * (passes * whole + scattered) * share("fsdp")
@@ -128,6 +139,14 @@ def traffic(
     structure = model_structure(config.model, workload)
     for stack in () if structure is None else structure.stacks:
         sent += _stack_traffic(stack, config, batch, schedule, summed)
+    if schedule is not None:
+        stages, chunks = schedule.num_stages, schedule.num_chunks
+        # Parameters outside the stack are gathered once a step, and their gradients summed in float32; chunks that lie
+        # on another stage than the one that runs them go there and back.
+        outside = sum((size + 8 * one.trained) * without(one, "pipe") for one in placed if not one.stacked)
+        dealt = sum((size + 4 * one.trained) * without(one) for one in placed if one.stacked)
+        elsewhere = sum(c % stages != c // chunks for c in range(stages * chunks)) / (stages * chunks)
+        sent.append(Sent("pipe", outside * share("pipe") + dealt * elsewhere, "parameters, gradients"))
     return sent
 
 
@@ -175,8 +194,9 @@ def _stack_traffic(
         kind = "tokens to experts and back, gradients of other parameters"
         sent.append(Sent("expert", volume + summed("expert"), kind))
     if schedule is not None:
-        chunks = max(schedule.num_chunks, 1)
-        sent.append(Sent("pipe", 2 * batch.microbatches * chunks * stream, "activations, their gradients"))
+        # Under 1F1B stages exchange in every tick.
+        ticks = schedule.num_ticks if schedule.name == "1f1b" else batch.microbatches * schedule.num_chunks
+        sent.append(Sent("pipe", 2 * ticks * stream, "activations, their gradients"))
     return sent
 
 
@@ -199,6 +219,7 @@ def _attention_traffic(
         forwards: forward passes, those that are run again included.
     """
     heads, groups = model.num_heads, model.kv_heads
+    size = POLICY_DTYPES[config.precision.policy].compute_bytes
     head_bytes = column_bytes * model.head_width / degrees["tensor"]
     others = degrees["context"] - 1
     match context_way(config, model, form):
@@ -208,8 +229,11 @@ def _attention_traffic(
         case "gather":
             return (forwards + 1) * 2 * groups * head_bytes * others
         case _:
-            # Keys and values go round, and backward once more with their gradients in float32.
-            return (forwards + 3) * 2 * groups * head_bytes * others
+            # Keys and values go round forward and backward, where their gradients go all the way in float32. Under
+            # causal attention all four change their order before and after (of two devices each has half in place).
+            zig_zag = 2 * (heads + groups) * (0.5 if others == 1 else 1) if form.causal else 0
+            gradients = 2 * groups * degrees["context"] * 4 / size
+            return head_bytes * ((forwards + 1) * (2 * groups * others + zig_zag) + gradients)
 
 
 def step_time(
