@@ -357,7 +357,10 @@ def splits_sequence() -> bool:
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """The activation, sharded as its logical axes say; outside a sharded step, the array itself."""
     layout = _layout.get()
-    if layout is None or layout.mesh.size == 1 or layout.manual == frozenset(layout.mesh.axis_names):
+    if layout is None or layout.mesh.size == 1:
+        return x
+    # The backward pass of a `custom_vjp` inside a manual region is traced after `use_layout` has been left.
+    if layout.manual.union(jax.sharding.get_abstract_mesh().manual_axes) == frozenset(layout.mesh.axis_names):
         return x
     spec = list(logical_spec(names, layout))
     # A dim that does not divide (a batch of one in sampling) is replicated: this changes speed, never results.

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
+from jaxtrain.ops.attention.blockwise import blockwise_attention
 from jaxtrain.ops.attention.context import check_context, choose_context, context_attention
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.ops.attention.reference import attention, attention_mask, reference_attention
@@ -27,7 +28,7 @@ PACKED = np.stack([np.repeat(np.arange(len(sizes)), sizes) for sizes in ((3, 14,
 ALONE = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
 
 
-def spread_attention(q, k, v, segments, form, layout):
+def spread_attention(q, k, v, segments, form, layout, whole=reference_attention):
     """`context_attention` with the plain formula for what a device has of it."""
     return context_attention(
         q,
@@ -37,7 +38,7 @@ def spread_attention(q, k, v, segments, form, layout):
         form=form,
         layout=layout,
         local_attention=functools.partial(attention, softcap=form.softcap),
-        whole_attention=functools.partial(reference_attention, form=form),
+        whole_attention=functools.partial(whole, form=form),
     )
 
 
@@ -160,6 +161,23 @@ def test_bf16(name):
         found = jax.block_until_ready(compiled(name, C4, True)(*low, PACKED))
     assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
     assert_same(found, plain(True)(*(x.astype(jnp.float32) for x in low), PACKED), BF16)
+
+
+def test_rows_of_several_blocks_inside_a_step():
+    """The backward pass of attention in blocks, traced where the layout of the step is that of the whole arrays."""
+    there = layout("all_to_all", context=2, tensor=2, data=2)
+    inputs = [jnp.tile(x, (1, 6, 1, 1)) * jnp.linspace(0.5, 1.5, 6 * LENGTH)[:, None, None] for x in arrays(2)]
+
+    def attend(q, k, v, segments):
+        order = jnp.arange(6 * LENGTH)[None]
+        return attention(q, k, v, attention_mask(order, order, causal=True))
+
+    def spread_in_blocks(q, k, v, segments):
+        return spread_attention(q, k, v, segments, AttentionForm(), there, blockwise_attention)
+
+    with use_layout(there):
+        found = jax.block_until_ready(jax.jit(output_and_gradients(spread_in_blocks))(*inputs, None))
+    assert_same(found, output_and_gradients(attend)(*inputs, None), 3 * FP32)
 
 
 def test_ring_survives_large_scores():
