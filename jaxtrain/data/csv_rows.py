@@ -52,9 +52,9 @@ def csv_rows(
 
 
 def _separator(text: str) -> str:
-    """Returns what separates the names of a header: a tab or semicolon where it has no comma outside of quotes."""
+    """Returns what separates the names of a header: the most frequent of comma, tab and semicolon outside of quotes."""
     header = re.sub(r'"[^"]*"', "", text.lstrip("\r\n").partition("\n")[0])
-    return "," if "," in header else next((mark for mark in "\t;" if mark in header), ",")
+    return max(",\t;", key=header.count)
 
 
 def stripped_header(header: Sequence[str]) -> list[str]:

@@ -161,7 +161,7 @@ def files_below(root: Path) -> list[Path]:
 
     Hidden files and folders are passed over: `._NAME` of macOS, `.ipynb_checkpoints/`, what a copy has not finished.
     """
-    return sorted(p for p in root.rglob("*") if not is_hidden(p.relative_to(root).parts) and p.is_file())
+    return sorted(p for p in root.rglob("*") if not is_hidden(p.relative_to(root).parts) and os.path.isfile(p))
 
 
 def is_hidden(parts: Iterable[str]) -> bool:

@@ -84,7 +84,7 @@ def keys_of(config):
 
 
 # The design keeps a run under about 100 keys beside what published families of transformers differ in: a family is a
-# row of values, so that the transformer has a key for each difference. Ten more are of what goes wrong: the groups
+# row of values, so that the transformer has a key for each difference. Twelve more are of what goes wrong: the groups
 # `spikes`, `checks`, `watchdog` and `notices` (null unless asked for), what saves and bad records may cost.
 MOST_KEYS, MOST_OF_A_MODEL = 112, 48
 

@@ -189,6 +189,13 @@ def test_tables_with_other_separators_and_truth_values(suffix, separator, tmp_pa
     assert open_data(texts, sequence_length=8).reading["classes"] == ["a", "b"]
 
 
+def test_a_comma_in_a_name_of_a_tsv_separates_nothing(tmp_path):
+    path = write(
+        tmp_path / "a.tsv", "size, in m\tweight\tkind\n" + "".join(f"{i}\t{i}\t{'ab'[i % 2]}\n" for i in range(8))
+    )
+    assert open_data({"kind": "table", "path": path}).reading["columns"] == ["size, in m", "weight"]
+
+
 def save_classes(path, features, **columns):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -208,6 +215,18 @@ def test_the_classes_that_a_file_names_are_the_classes(tmp_path):
     rows = [data.train[i] for i in range(8)]
     assert all((row["inputs"]["segments"].sum() > 3) == row["targets"] for row in rows)
     assert open_data({"kind": "table", "path": path, "columns": ["x"]}).reading["classes"] == ["art", "sport"]
+    for more in (2, 3):
+        wrong = save_classes(
+            tmp_path / f"{more}.parquet",
+            {"label": label | {"names": ["sport", "art"]}},
+            text=["t"] * 8,
+            x=[1.0] * 8,
+            label=[0, 1, 0, 1, more, 0, 1, 0],
+        )
+        with pytest.raises(DataError, match=f"'?{more}'?, no"):
+            open_data(group | {"path": wrong}, sequence_length=8)
+        with pytest.raises(DataError, match=f"is {more}, no class"):
+            open_data({"kind": "table", "path": wrong, "columns": ["x"]})
     tags = {"feature": {"names": ["O", "B-PER"], "_type": "ClassLabel"}, "_type": "List"}
     path = save_classes(tmp_path / "b.parquet", {"tags": tags}, words=[["a", "b"]] * 8, tags=[[1, 0]] * 8)
     group = {"kind": "tagged_text", "path": path, "tokenizer": BYTES, "tags": "tags", "words": "words"}

@@ -75,13 +75,16 @@ def read_table_rows(files: Sequence[DataFile], asked: AskedColumns, *, skipped: 
             tell_others(str(file.path), _columns_of(file))
         classes = None if asked.as_numbers else named_classes(file, chosen)
         for where, row in pass_over_file(file, wanted, bad=leave_out):
-            if classes is not None:
-                row[chosen] = with_names(row[chosen], classes)
             try:
                 if not told and not row.keys() <= first.keys():
                     tell_others(where, row)
                 numbers = [_number(row[name], where, name) for name in names]
-                value = target_of(row[chosen], where=where, column=chosen, as_numbers=asked.as_numbers)
+                given = row[chosen] if classes is None else with_names(row[chosen], classes)
+                if classes is not None and isinstance(given, int):
+                    raise BadRecordError(
+                        f"{where} column '{chosen}' is {given}, no class that the file names; remove it"
+                    )
+                value = target_of(given, where=where, column=chosen, as_numbers=asked.as_numbers)
             except BadRecordError as error:
                 leave_out(error)
                 continue

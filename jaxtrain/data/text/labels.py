@@ -98,7 +98,12 @@ def class_names(
                 "these rows or rename the class"
             )
         return list(known)
-    if named is not None and distinct <= set(named):
+    if named is not None:
+        unknown = sorted(distinct - set(named))
+        if unknown:
+            raise DataError(
+                f"{label} has class '{unknown[0]}', none of the {len(named)} that the file names; remove it"
+            )
         return list(named)
     if len(distinct) > _MAX_CLASSES:
         raise DataError(f"{label} has {len(distinct):,} classes; set task=regression, or data.label to another column")
