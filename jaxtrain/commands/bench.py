@@ -49,7 +49,7 @@ def run_bench(
         raise ConfigError(f"--skip {wrong[0]}: no such part; there are {', '.join(PARTS)}")
     if "limits" in skip and "blocks" not in skip:
         raise ConfigError("--skip limits: blocks are compared with the limits; add --skip blocks")
-    loaded = load_config(config, overrides=overrides)
+    loaded = load_config(config, overrides=overrides, weights=False)
     loaded.check_described()
     check_or_remark(loaded)
     if loaded.config.parallel.auto:

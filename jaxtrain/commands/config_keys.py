@@ -21,7 +21,14 @@ _TABLE_COLUMNS = 120
 
 def print_loaded(config: str, overrides: Sequence[str], *, form: str, only: str | None, emulate: int | None) -> None:
     """Print a config as `jaxtrain.commands.config.print_config` describes, in a form other than its schema."""
-    loaded = load_config(config, overrides=overrides)
+    try:
+        loaded = load_config(config, overrides=overrides)
+    except ConfigError as error:
+        # What is written to be read again takes the tokenizer of the weights; people look up keys without them.
+        if form == "yaml":
+            raise
+        loaded = load_config(config, overrides=overrides, weights=False)
+        print_remark(f"jaxtrain train would refuse this: {error}")
     for part, name in loaded.from_python.items():
         print_remark(f"the {part} of {config} came from Python ({name}); this config does not describe it")
     for note in loaded.notes:

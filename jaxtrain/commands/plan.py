@@ -88,7 +88,7 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
         return 0
     if config is None:
         raise ConfigError("jaxtrain plan: CONFIG is missing; 'jaxtrain plan --list' lists the hardware")
-    loaded = load_config(config, overrides=overrides)
+    loaded = load_config(config, overrides=overrides, weights=False)
     loaded.check_described()
     if loaded.config.name is None:
         loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"name": loaded.name}))

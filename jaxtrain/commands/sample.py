@@ -14,6 +14,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.interop.weights import is_published
+from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import is_adapter_folder
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
@@ -93,7 +94,7 @@ def run_sample(
     if questions is not None and (beams is not None or stop):
         raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
     # What is no run is opened as a published model, if it looks like one; else as a run, which says what is missing.
-    path = local_path(run_dir, what="run directory")
+    path = local_path(published_place(run_dir, what="run directory"), what="run directory")
     is_folder = not is_run(path) and (is_published(path) or is_adapter_folder(path))
     config = Config() if is_folder else saved_config(run_dir).config
     texts = _prompts(prompts) if questions is None else questions
@@ -106,7 +107,7 @@ def run_sample(
     writing = Writing(new_tokens, sampling, seed, stop, not special_tokens, logprobs, piece)
     with own_code(config):
         if is_folder:
-            writer = writer_of_folder(run_dir, answers=questions is not None, quantize=quantize, step=step)
+            writer = writer_of_folder(path, answers=questions is not None, quantize=quantize, step=step)
         else:
             writer = writer_of_run(open_run(run_dir, step=step, quantize=quantize), answers=questions is not None)
         if beams is not None:

@@ -192,7 +192,8 @@ def _interval(arguments: argparse.Namespace) -> Sequence[str]:
         raise ConfigError("--mtbf-hours sets checkpoint.every_minutes, which is set as well; leave out one of the two")
     seconds, source = arguments.save_seconds, "given by --save-seconds"
     if seconds is None:
-        folder = folder_of(load_config(arguments.config, overrides=arguments.overrides), arguments.run_dir)
+        loaded = load_config(arguments.config, overrides=arguments.overrides, weights=False)
+        folder = folder_of(loaded, arguments.run_dir)
         seconds, source = measured_save_seconds(folder), f"measured in {folder}"
         if seconds is None:
             raise ConfigError(

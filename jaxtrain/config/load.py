@@ -27,6 +27,7 @@ from jaxtrain.config.texts import DEEPEST, MOST_BITS, check_texts
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin, tokenizer_origin
+from jaxtrain.published.hub import published_place
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ CALLABLE_GROUPS = tuple(name for name, field in Config.model_fields.items() if C
 class _Tree:
     """Values from several layers, merged in order, each leaf with where it was set."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, weights: bool) -> None:
+        self.weights = weights
         # The config of a run holds the keys that its published model gave, and the model may be gone.
         self.reads_published = True
         self.values: dict[str, Any] = {}
@@ -96,8 +98,11 @@ class _Tree:
         if isinstance(value, Mapping):
             if len(path) == 1 and path[0] in CALLABLE_GROUPS and "call" in value and "kind" not in value:
                 value = {"kind": CALLED, **value}
-            self._yield_to(path, value, where)
             reads, self.reads_published = self.reads_published, self.reads_published and not _is_whole(path, value)
+            if path == ("model",) and value.get("from") and value.get("size") in ALL_SIZES and self.reads_published:
+                # The size says the same as the published model, and is there where its weights are not.
+                value = {key: one for key, one in value.items() if key != ("size" if self.weights else "from")}
+            self._yield_to(path, value, where)
             # The kind goes first: it decides which of the older keys stay.
             for key in sorted(value, key=lambda key: (key != "kind", key != "from", key != "size", key != "call")):
                 # Names of arguments, and keys of mappings among them, are the function's: they are no paths.
@@ -110,8 +115,10 @@ class _Tree:
             return
         if len(path) == 2 and path[1] in ("kind", "size"):
             self._yield_to(path[:1], {path[1]: value}, where)
-        if path == ("model", "from") and isinstance(value, str) and self.reads_published:
-            self._take_published(value, where)
+        if path == ("model", "from") and isinstance(value, str):
+            value = str(local_path(published_place(value, what=f"model.from ({where})"), what="model.from"))
+            if self.reads_published:
+                self._take_published(value, where)
         if path == ("model", "head", "kind"):
             self._drop_published_head(where)
         self._leaf(path, value, where)
@@ -120,7 +127,7 @@ class _Tree:
         """Drop the head of a published model, which was set as one value: who names a kind describes the whole head."""
         model, path = self._given("model"), ("model", "head")
         if path in self.where and isinstance(model.get("head"), dict):
-            self.notes.append(f"model.head ({self.where.pop(path)}) gave way to model.head.kind ({where})")
+            del self.where[path]
             model["head"] = {key: value for key, value in model["head"].items() if (*path, key) in self.where}
 
     def _take_published(self, folder: str, where: str) -> None:
@@ -315,6 +322,7 @@ def load_config(
     overrides: Iterable[str] = (),
     keywords: Mapping[str, Any] | None = None,
     origin: str = "keyword",
+    weights: bool = True,
 ) -> Loaded:
     """Load a config: a shipped name, a path, a run or a mapping, then `key=value` strings, then keywords.
 
@@ -324,6 +332,7 @@ def load_config(
         overrides: strings as on the command line ("train.steps=100"); later ones win.
         keywords: a nested mapping from Python ({"train": {"steps": 100}} or {"train.steps": 100}).
         origin: where a mapping comes from, for messages.
+        weights: whether `model.from` is opened where the config gives the `model.size` beside it; False: for a plan.
 
     Returns:
         The validated config with its name and the origin of each key.
@@ -337,7 +346,8 @@ def load_config(
         (20, 3, 'command line')
     """
     _check_call(name, overrides, keywords)
-    tree = _Tree()
+    tree = _Tree(weights=weights)
+    given = [_split_override(override) for override in overrides]
     label, run_dir, own = "run", None, {}
     if isinstance(name, Mapping):
         for key, value in name.items():
@@ -354,6 +364,9 @@ def load_config(
         path = find_config(str(name))
         label = path.stem
         values, lines = read_yaml(path)
+        replaced = "model.from" in {".".join(key) for key, _ in given} | set(keywords or ())
+        if replaced and isinstance(values.get("model"), dict):
+            values["model"].pop("from", None)  # it need not be here
         tree.set((), values, path.name)
         if values.get("parallel") == "auto":
             lines[("parallel", "auto")] = lines[("parallel",)]
@@ -363,8 +376,7 @@ def load_config(
         for key_path, line in lines.items():
             if key_path in tree.where:
                 tree.where[key_path] = f"{path.name}:{line}"
-    for override in overrides:
-        key, value = _split_override(override)
+    for key, value in given:
         tree.set(key, value, "command line")
     for key, value in (keywords or {}).items():
         tree.set(tuple(str(key).split(".")), value, "keyword")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         """Groups of models that are published."""
 
 else:
-    _DOC = "Published folder or .gguf file that gives the keys that are not set, and the weights at step 0; null: none."
+    _DOC = "Published folder, .gguf file or id on the hub: gives keys that are not set, and first weights; null: none."
     # `from` is a word of the language, so that a class body cannot hold it.
     Published = create_model(
         "Published", __base__=Group, **{"from": (str | None, Field(default=None, description=_DOC))}

@@ -1,4 +1,4 @@
-"""Copies remote files (s3://, gs://, https://) into a local folder once, and checks the copies later."""
+"""Copies remote files (s3://, gs://, hf://, https://) into a local folder once, and checks the copies later."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.remarks import print_remark
 
 # Scheme -> the package that reads it; None: Python itself does.
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": None, "https": None}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "http": None, "https": None}
 # Package -> the extra that installs it, which checkpoints in object stores need too.
 _EXTRAS = {"s3fs": "s3", "gcsfs": "gcs"}
 _LISTING = ".jaxtrain-files.json"
@@ -201,7 +201,7 @@ class _Bucket:
 
 
 def _tag(info: dict[str, Any]) -> str:
-    names = ("ETag", "etag", "md5Hash", "crc32c", "generation", "LastModified", "updated", "mtime")
+    names = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "generation", "LastModified", "updated", "mtime")
     return str(next((info[name] for name in names if info.get(name)), "")).strip('"')
 
 

@@ -22,6 +22,7 @@ from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.published.config_file import tokenizer_origin
+from jaxtrain.published.hub import published_place
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,12 @@ class Pretrained:
 
 
 def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None) -> Pretrained:
-    """Open a published model: a folder with config.json and safetensors, or a GGUF file.
+    """Open a published model: a folder with config.json and safetensors, a GGUF file, or one on the Hugging Face hub.
 
     Headers are read and checked here; the weights are read when they are first used.
 
     Args:
-        path: The folder or file.
+        path: The folder or file; or OWNER/NAME[@REVISION] on the hub, which its own client fetches and caches.
         model: Keys of our model group that are to differ from what its config.json says ({"dropout": 0.1}).
 
     Raises:
@@ -126,6 +127,7 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
         check_kind(model, Mapping, what="load_pretrained: model", takes="a mapping of keys", write=write)
     from jaxtrain.config.load import load_config
 
+    path = Path(published_place(path, what="load_pretrained"))
     published = open_published(path)
     config = load_config({"model": {"from": str(path), **(model or {})}}).config.model
     settings = settings_of(config)

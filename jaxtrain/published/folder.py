@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.errors import CheckpointError
 from jaxtrain.published.config_file import read_json, read_published_config
+from jaxtrain.published.hub import fetch_weights
 from jaxtrain.published.safetensors import StoredTensor, map_tensor, read_header
 from jaxtrain.published.transforms import Shape
 
@@ -79,6 +80,7 @@ def open_folder(path: str | Path) -> FolderSource:
     """
     folder = Path(path)
     config = read_published_config(folder)
+    fetch_weights(folder)
     if (folder / INDEX).is_file():
         return FolderSource(folder, config, _sharded(folder))
     if (folder / SINGLE).is_file():

@@ -24,6 +24,7 @@ from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.published.config_file import tokenizer_origin
+from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.base import describe_start, start_of, trained_leaves
 from jaxtrain.run.class_order import class_notes
@@ -62,7 +63,7 @@ def import_run(
     """Makes the directory of a run of a published model: its checkpoint at step 0, which every command opens.
 
     Args:
-        path: The published folder or file, or the folder of an adapter.
+        path: The published folder or file, its id on the Hugging Face hub, or the folder of an adapter.
         run_dir: The directory to make.
         overrides: Settings of the run, as on the command line ("optimizer.kind=adamw").
         base: The published model that an adapter is of.
@@ -78,6 +79,8 @@ def import_run(
     run_dir = Path(run_dir)
     if is_run(run_dir):
         raise ConfigError(f"{run_dir} is a run already; name a new directory")
+    path = Path(published_place(path, what="import"))
+    base = None if base is None else Path(published_place(base, what="--base"))
     loaded = load_config(_imported(path, base), overrides=overrides, origin="import")
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache)
     config, spent = loaded.config, TimeSpent()

@@ -9,6 +9,7 @@ from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.data import load_tokenizer
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.models.tasks import classification
+from jaxtrain.published.hub import published_place
 from jaxtrain.published.image_processor import read_image_processing
 from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.predict import Predictor
@@ -39,7 +40,7 @@ def predict_published(
         CheckpointError: The files of the model are missing or damaged.
         DataError: The file or a row of it is not what the model reads.
     """
-    path = local_path(path, what="published folder")
+    path = local_path(published_place(path, what="published folder"), what="published folder")
     head = read_sentence_head(path, published_settings(str(path)))
     pretrained = load_pretrained(path, model=None if head is None else {"head": head})
     tokenizer = pretrained.tokenizer_path

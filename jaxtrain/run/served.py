@@ -20,6 +20,7 @@ from jaxtrain.interop.weights import is_published
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.entries import Entry
+from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.answers import format_of_run
@@ -69,9 +70,9 @@ def open_served(
         ConfigError: there is nothing to serve at the path, it has no tokenizer, or an argument does not fit it.
         CheckpointError: its files are missing or damaged.
     """
-    path = local_path(path, what="run or published folder")
+    name = name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf")
+    path = local_path(published_place(path, what="run or published folder"), what="run or published folder")
     words = [*([] if policy is None else [f"{_POLICY}={policy}"]), *overrides]
-    name = name or path.resolve().name.removesuffix(".gguf")
     if is_run(path):
         if adapter is not None:
             raise ConfigError(
@@ -199,7 +200,7 @@ def _left_out(path: Path, config: "Config", model: "ShardedModel") -> list[str]:
 def _base_of(adapter: Path) -> Path:
     """The base that an adapter names, where it is a folder that is here."""
     named = open_adapter_folder(adapter).config.base
-    base = None if named is None else Path(named).expanduser()
+    base = None if named is None else Path(published_place(Path(named).expanduser(), what=f"the base of {adapter}"))
     if base is None or not is_published(base):
         raise ConfigError(
             f"{adapter / CONFIG} names the base {named}, which is no folder here; write jaxtrain serve BASE --adapter "

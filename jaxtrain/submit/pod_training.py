@@ -42,7 +42,7 @@ def pod_training(config: str, overrides: Sequence[str], *, run_dir: str | None, 
     Raises:
         ConfigError: The config is wrong, is the directory of a run, or holds a secret.
     """
-    loaded = load_config(config, overrides=overrides)
+    loaded = load_config(config, overrides=overrides, weights=False)
     if loaded.run_dir is not None:
         raise ConfigError(
             f"CONFIG {config} is the directory of a run on this machine, which the pods do not have; name a shipped "

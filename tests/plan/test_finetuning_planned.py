@@ -78,7 +78,7 @@ PLAIN = ("adapters of some layers", "nf4, fsdp and zero")
     [pytest.param(*row, id=name, marks=() if name in PLAIN else pytest.mark.long) for name, row in STATES.items()],
 )
 def test_state_is_that_of_the_step(name: str, overrides: list[str], num_devices: int) -> None:
-    config = load_config(name, overrides=overrides).config
+    config = load_config(name, overrides=overrides, weights=False).config
     step = step_of(config, num_devices)
     stored = finetuned(config, model_tensors(config.model, describe_workload(config)))
     params = jax.tree_util.tree_leaves_with_path(step.abstract_state.params)
@@ -127,7 +127,7 @@ def test_gpt3_trains_what_the_paper_counts() -> None:
 
 def test_nf4_takes_as_many_bits_as_its_paper_says() -> None:
     """Dettmers et al. 2023, section 3: 4 bits, 8 for 64 weights, 32 for 64 x 256."""
-    config = load_config("llama2_13b_nf4").config
+    config = load_config("llama2_13b_nf4", weights=False).config
     stored = finetuned(config, model_tensors(config.model, describe_workload(config)))
     kernels = [path for path in stored.tensors.params if "/base/" in path]
     stored_bytes = sum(math.prod(stored.tensors.params[path]) * stored.itemsizes[path] for path in kernels)
@@ -157,7 +157,7 @@ def test_frozen_kernels_have_no_gradient_of_their_own() -> None:
 
 
 def test_a_search_varies_base_rank_and_batch() -> None:
-    config = load_config("llama3.1_8b_lora", overrides=["train.accumulation_steps=1"]).config
+    config = load_config("llama3.1_8b_lora", overrides=["train.accumulation_steps=1"], weights=False).config
     found = search(config, target_of(find("rtx4090"), 1), vary=("base", "rank", "batch"))
     # 3 formats, 5 ranks, 9 batches.
     assert found.tried == 3 * 5 * 9
@@ -174,7 +174,7 @@ def test_without_adapters_there_is_no_base_to_vary() -> None:
 
 
 def test_what_does_not_fit_is_told_of_smaller_bases() -> None:
-    estimate = analyse(load_config("llama3.1_8b_lora").config, target_of(find("t4"), 1))
+    estimate = analyse(load_config("llama3.1_8b_lora", weights=False).config, target_of(find("t4"), 1))
     assert estimate.fits is False
     assert any("finetune.base=int8" in line for line in advise(estimate))
 
@@ -235,7 +235,7 @@ SAME = {
 
 @pytest.mark.parametrize(("name", "overrides", "num_devices", "line"), SAME.values(), ids=SAME)
 def test_a_plan_refuses_in_the_words_of_the_step(name: str, overrides: list[str], num_devices: int, line: str) -> None:
-    config = load_config(name, overrides=overrides).config
+    config = load_config(name, overrides=overrides, weights=False).config
     refused = []
     for check in (lambda: analyse(config, target_of(find("h100"), num_devices)), lambda: step_of(config, num_devices)):
         with pytest.raises(ConfigError) as caught:

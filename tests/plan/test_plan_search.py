@@ -26,7 +26,7 @@ SMALL = (
 
 
 def config_of(name, *overrides):
-    return load_config(name, overrides=overrides).config
+    return load_config(name, overrides=overrides, weights=False).config
 
 
 @pytest.fixture(scope="module")

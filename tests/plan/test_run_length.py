@@ -28,7 +28,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize(("name", "terms", "steps"), LENGTHS.values(), ids=LENGTHS)
 def test_steps_are_those_of_the_batch(name: str, terms: Terms, steps: int) -> None:
-    estimate = analyse(load_config(name).config, H100, terms)
+    estimate = analyse(load_config(name, weights=False).config, H100, terms)
     assert estimate.cost is not None
     assert estimate.cost.steps == estimate.config.train.steps == steps
 
@@ -58,7 +58,7 @@ def test_lengths_of_a_schedule_go_with_the_steps(settings: list[str], lengths: t
 
 
 def test_a_pair_is_two_rows_and_one_of_the_batch() -> None:
-    config = load_config("smollm2_dpo").config
+    config = load_config("smollm2_dpo", weights=False).config
     assert describe_workload(config).rows == 2 * config.train.global_batch_size
 
 

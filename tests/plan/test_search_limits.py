@@ -48,7 +48,7 @@ OWN = {
 
 @pytest.mark.parametrize(("name", "on", "overrides"), OWN.values(), ids=OWN)
 def test_a_search_tries_the_config_as_it_is(name: str, on: str, overrides: list[str]) -> None:
-    config, (target,) = load_config(name, overrides=overrides).config, parse_targets(on)
+    config, (target,) = load_config(name, overrides=overrides, weights=False).config, parse_targets(on)
     tried = list(layouts(config, target.num_devices, VARIED))
     assert len({one.model_dump_json() for one in tried}) == len(tried)
     own = analyse(config, target)
@@ -60,7 +60,7 @@ def test_a_search_tries_the_config_as_it_is(name: str, on: str, overrides: list[
 
 def test_what_is_asked_for_is_tried_beside_the_config_s_own() -> None:
     overrides = ["precision.policy=fp16", "optimizer.kind=sgd", "train.global_batch_size=12", "finetune.lora.rank=3"]
-    config = load_config("smollm2_lora", overrides=overrides).config
+    config = load_config("smollm2_lora", overrides=overrides, weights=False).config
     tried = list(layouts(config, 1, ASKED_FOR))
     assert tried[0].model_dump(exclude={"parallel"}) == config.model_dump(exclude={"parallel"})
     assert {one.precision.policy for one in tried} == {"fp16", "bf16", "bf16_pure"}

@@ -41,7 +41,9 @@ SAVES = {
 
 @pytest.mark.parametrize(("name", "overrides", "saved"), SAVES.values(), ids=SAVES)
 def test_a_save_of_adapters_is_without_their_base(name, overrides, saved):
-    config = load_config(name, overrides=[*overrides, "parallel.fsdp=8", "train.accumulation_steps=1"]).config
+    config = load_config(
+        name, overrides=[*overrides, "parallel.fsdp=8", "train.accumulation_steps=1"], weights=False
+    ).config
     cost = analyse(config, parse_targets("h100x8")[0]).cost
     assert cost is not None
     assert cost.spot is not None
