@@ -30,7 +30,7 @@ def main(on: str, configs: list[str]) -> None:
     devices = topology_devices(target.topology)
     for words in configs:
         name, *overrides = words.split()
-        config = load_config(name, overrides=overrides).config
+        config = load_config(name, overrides=overrides, weights=False).config
         memory = exact_memory(config, describe_workload(config), devices)
         row = {
             "target": f"{target.hardware.name} x {target.num_devices}",

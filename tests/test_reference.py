@@ -26,7 +26,7 @@ def load_script():
 REFERENCE = load_script()
 ENTRIES = {entry.name: entry for entry in REFERENCE.entries()}
 # Examples of several seconds each: a run with its files, or a transformer that is compiled.
-LONG = {"Engine", "Result", "fit", "generate_text", "open_run", "quantize", "run_config"}
+LONG = {"Engine", "Result", "find_learning_rate", "fit", "generate_text", "open_run", "quantize", "run_config"}
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ _LOSS = {
     "logits": (*_TOKEN_LOSS, "dpo"),
     "block": (*_TOKEN_LOSS, "dpo"),
     "beta": ("dpo",),
-    "label_smoothing": ("dpo",),
+    "label_smoothing": ("dpo", "classification"),
 }
 
 

@@ -137,7 +137,7 @@ class RematConfig(Group):
 
 
 class LossConfig(Group):
-    """The loss of language models, and of preferred answers."""
+    """The loss of language models, of classes, and of preferred answers."""
 
     z_loss: Scale | None = None
     """Weight of the squared logsumexp that is added to the training loss (PaLM: 1e-4); null: not added."""
@@ -149,7 +149,7 @@ class LossConfig(Group):
     beta: Annotated[float, Field(le=1e6)] = 0.1
     """Task dpo: how near the model stays to where it starts, above 0; a larger value keeps it nearer."""
     label_smoothing: float = 0.0
-    """Task dpo: probability that the answers of a pair are labelled the wrong way round, below 0.5."""
+    """Share of wrong labels that is assumed: dpo, of pairs, below 0.5; classification, spread over all classes."""
 
     @model_validator(mode="after")
     def _together(self) -> Self:

@@ -15,6 +15,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Batch
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 
+RENAME = "write fit(columns={'inputs': 'image', 'targets': 'label'}), or rename the entries"
+
 
 def target_weights(batch: Batch) -> jax.Array:
     """Weigh each target of a batch: by its `weights` or 1, and by 0 where the target is negative.
@@ -52,7 +54,7 @@ def broadcast_weights(batch: Batch) -> jax.Array:
     """
     if batch.get("targets") is None:
         held = ", ".join(name for name, leaf in batch.items() if leaf is not None)
-        raise ConfigError(f"the task needs an entry 'targets', but the batch holds {held or 'nothing'}")
+        raise ConfigError(f"the task needs an entry 'targets', but the batch holds {held or 'nothing'}; {RENAME}")
     shape, weights = batch["targets"].shape, batch.get("weights")
     if weights is None:
         return jnp.ones(shape, jnp.float32)

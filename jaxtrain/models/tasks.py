@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,6 +17,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.order import turn_of
 from jaxtrain.layout.sharding import current_layout, sum_over_shards
+from jaxtrain.models.metrics import ERRORS, check_metrics, class_metrics
 from jaxtrain.models.preferences import dpo, reward
 from jaxtrain.models.targets import broadcast_weights, checked_ids, num_classes
 from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task, TaskSums, divisor
@@ -168,25 +169,43 @@ def _router_sum(losses_BL: jax.Array, weights_BL: jax.Array, *, tokens: jax.Arra
     return total * (weight / divisor(jax.lax.stop_gradient(tokens)))
 
 
-def classification() -> Task:
+def classification(
+    *,
+    metrics: Sequence[str] = ("accuracy",),
+    label_smoothing: float = 0.0,
+    class_weights: Sequence[float] | None = None,
+) -> Task:
     """Predict one class per row or position: logits [B, ..., C], `targets` int32 [B, ...], optional `weights`.
 
-    Weights are of the shape of the targets, or [B]. Negative targets are ignored. The accuracy is reported.
+    Weights are of the shape of the targets, or [B]. Negative targets are ignored.
+
+    Args:
+        metrics: what is reported: accuracy, top_K ("top_5"), precision, recall, f1; the last three of each class, or of
+            class 1 where there are two.
+        label_smoothing: share of the probability that is spread over all classes, from 0 to below 1.
+        class_weights: what a target of each class weighs in the loss, C numbers; None: 1. Metrics count rows alike.
 
     Returns:
         The task.
 
+    Raises:
+        ConfigError: an unknown metric, or a share out of range.
+
     Example:
-        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3))
+        >>> task = jt.classification(metrics=["accuracy", "top_5", "f1"], label_smoothing=0.1)
+        >>> step = jt.make_train_step(model, task, optax.adamw(1e-3))
     """
+    if not 0 <= label_smoothing < 1:
+        raise ConfigError(f"classification: label_smoothing={label_smoothing} is not from 0 to below 1, such as 0.1")
+    of_classes = None if class_weights is None else tuple(map(float, class_weights))
+    return _class_task("classification", {}, metrics, label_smoothing, of_classes)
 
-    return _class_task("classification", {})
 
-
-def token_classification() -> Task:
+def token_classification(*, metrics: Sequence[str] = ("accuracy",)) -> Task:
     """Predict one class per token: logits [B, L, C], `targets` int32 [B, L] (-100: ignored), optional `weights`.
 
-    The accuracy of the tokens that count is reported.
+    Args:
+        metrics: as for `classification`, of the tokens that count.
 
     Returns:
         The task.
@@ -194,52 +213,89 @@ def token_classification() -> Task:
     Example:
         >>> step = jt.make_train_step(model, jt.token_classification(), optax.adamw(1e-3))  # targets [B, L]
     """
-    return _class_task("token_classification", {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")})
+    axes = {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")}
+    return _class_task("token_classification", axes, metrics)
 
 
-def _class_task(name: str, axes: Mapping[str, tuple[str | None, ...]]) -> Task:
-    def loss(outputs: Any, batch: Batch) -> TaskSums:
-        targets, weights = checked_ids(name, outputs, batch)
-        weight = jnp.sum(weights)
-        right = jnp.argmax(outputs, axis=-1) == targets
-        accuracy = jnp.sum(jnp.where(right, weights, 0.0))
-        return jnp.sum(cross_entropy(outputs, targets) * weights), weight, {"accuracy": (accuracy, weight)}
-
+def _class_task(
+    name: str,
+    axes: Mapping[str, tuple[str | None, ...]],
+    metrics: Sequence[str],
+    label_smoothing: float = 0.0,
+    class_weights: tuple[float, ...] | None = None,
+) -> Task:
+    named = check_metrics(metrics, of=name)
+    loss = functools.partial(_class_loss, name, named, label_smoothing, class_weights)
     return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
 
 
-def regression() -> Task:
+def _class_loss(
+    name: str,
+    metrics: tuple[str, ...],
+    label_smoothing: float,
+    class_weights: tuple[float, ...] | None,
+    outputs: Any,
+    batch: Batch,
+) -> TaskSums:
+    targets, weights = checked_ids(name, outputs, batch)
+    found = class_metrics(metrics, outputs, targets, weights)
+    losses = cross_entropy(outputs, targets)
+    if label_smoothing:
+        spread = -jnp.mean(jax.nn.log_softmax(outputs.astype(jnp.float32)), axis=-1)
+        losses = (1 - label_smoothing) * losses + label_smoothing * spread
+    if class_weights is not None:
+        if len(class_weights) != outputs.shape[-1]:
+            raise ConfigError(
+                f"{name}: {len(class_weights)} class_weights, but the model has {outputs.shape[-1]} classes"
+            )
+        weights = weights * jnp.asarray(class_weights, jnp.float32)[jnp.maximum(targets, 0)]
+    return jnp.sum(losses * weights), jnp.sum(weights), found
+
+
+def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequence[str] = ()) -> Task:
     """Predict numbers: outputs [B, O], `targets` [B, O] or [B] of any real dtype, optional `weights` [B, O] or [B].
 
-    The loss is the squared error; that of a row is its mean over O, and without weights every row counts 1.
+    The loss of a row is its mean over O, and without weights every row counts 1.
+
+    Args:
+        loss: the squared error, the absolute one, or optax's Huber loss, which is squared up to an error of 1.
+        metrics: what is reported beside it, of the same names.
 
     Returns:
         The task.
 
+    Raises:
+        ConfigError: an unknown name.
+
     Example:
-        >>> step = jt.make_train_step(model, jt.regression(), optax.adamw(1e-3))  # targets [B, 3]
+        >>> step = jt.make_train_step(model, jt.regression("huber", metrics=["mae"]), optax.adamw(1e-3))
     """
+    (main,) = check_metrics(loss, of="regression")
+    named = check_metrics(metrics, of="regression")
+    return Task("regression", functools.partial(_number_loss, main, named), reads_weights=True)
 
-    def loss(outputs: Any, batch: Batch) -> TaskSums:
-        if not isinstance(outputs, (jax.Array, np.ndarray)):
-            raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {shown(outputs)}")
-        weights, targets = broadcast_weights(batch), batch["targets"]
-        if not jnp.issubdtype(targets.dtype, jnp.integer) and not jnp.issubdtype(targets.dtype, jnp.floating):
-            raise ConfigError(f"regression needs real targets, but they are {targets.dtype.name}; give float32")
-        if _without_last_one(outputs.shape) != _without_last_one(targets.shape):
-            raise ConfigError(
-                f"regression: targets {list(targets.shape)} do not fit outputs {list(outputs.shape)}; "
-                "give the model as many outputs as a row has targets"
-            )
-        # A target that is missing (NaN) and weighs 0 counts nothing; 0 times NaN would.
-        known = jnp.where(weights != 0, targets.astype(jnp.float32), 0.0)
-        errors = jnp.square(outputs.astype(jnp.float32).reshape(targets.shape) - known)
-        rows = targets.shape[0]
-        by_row = (jnp.mean((x * weights).reshape(rows, -1), axis=-1) for x in (errors, jnp.ones_like(errors)))
-        total, weight = map(jnp.sum, by_row)
-        return total, weight, {}
 
-    return Task("regression", loss, reads_weights=True)
+def _number_loss(loss: str, metrics: tuple[str, ...], outputs: Any, batch: Batch) -> TaskSums:
+    if not isinstance(outputs, (jax.Array, np.ndarray)):
+        raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {shown(outputs)}")
+    weights, targets = broadcast_weights(batch), batch["targets"]
+    if not jnp.issubdtype(targets.dtype, jnp.integer) and not jnp.issubdtype(targets.dtype, jnp.floating):
+        raise ConfigError(f"regression needs real targets, but they are {targets.dtype.name}; give float32")
+    if _without_last_one(outputs.shape) != _without_last_one(targets.shape):
+        raise ConfigError(
+            f"regression: targets {list(targets.shape)} do not fit outputs {list(outputs.shape)}; "
+            "give the model as many outputs as a row has targets"
+        )
+    # A target that is missing (NaN) and weighs 0 counts nothing; 0 times NaN would.
+    known = jnp.where(weights != 0, targets.astype(jnp.float32), 0.0)
+    outputs, rows = outputs.astype(jnp.float32).reshape(targets.shape), targets.shape[0]
+
+    def summed(errors: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.mean((errors * weights).reshape(rows, -1), axis=-1))
+
+    weight = summed(jnp.ones_like(outputs))
+    sums = {name: summed(ERRORS[name](outputs, known)) for name in (loss, *metrics)}
+    return sums[loss], weight, {name: (sums[name], weight) for name in metrics}
 
 
 def _without_last_one(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -272,6 +328,8 @@ def build_task(config: Config) -> Task:
             f"task.call={config.task.call} returned {described(made)}, not a jaxtrain.Task; return "
             "jaxtrain.Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
         )
+    if config.task == "classification":
+        return classification(label_smoothing=config.loss.label_smoothing)
     return TASKS[config.task]()
 
 
@@ -287,13 +345,24 @@ def _evaluated(task: Task) -> Any:
     A loss of preferences is evaluated with its settings, so that they are part of what is compared.
     """
     match task.loss:
-        case LogitsLoss(evaluate=loss):
-            loss, settings = (loss.func, ()) if isinstance(loss, functools.partial) else (loss, ())
-        case CallingLoss(function=loss):
+        case LogitsLoss(evaluate=loss) | CallingLoss(function=loss) | loss:
             loss, settings = (loss.func, loss.args) if isinstance(loss, functools.partial) else (loss, ())
-        case loss:
-            settings = ()
     return (loss.__code__ if isinstance(loss, types.FunctionType) else loss, settings)
+
+
+def named_task(task: Task | str) -> Task:
+    """The task of a name: one of `TASKS`, or a loss of `regression` ("mae"); anything else as it is.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if not isinstance(task, str):
+        return task
+    if task in ERRORS:
+        return regression(check_metrics(task, of="regression")[0])  # type: ignore[arg-type]
+    if task not in TASKS:
+        raise ConfigError(f"there is no task {task!r}; use one of {', '.join([*TASKS, *ERRORS])}, or a jaxtrain.Task")
+    return TASKS[task]()
 
 
 _TOKEN_TASKS = {

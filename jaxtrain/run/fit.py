@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 def fit(
     model: "Model",
-    task: "Task",
+    task: "Task | str",
     optimizer: "optax.GradientTransformation",
     *,
     data: Any,
     validation: Any = None,
+    columns: Mapping[str, str] | None = None,
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
@@ -72,7 +73,7 @@ def fit(
 
     Args:
         model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
-        task: what outputs are compared with.
+        task: what outputs are compared with; or its name: "classification", "regression", "mae".
         optimizer: any optax transformation, already made with its learning rate.
         data: a dict of arrays [num_rows, ...] (NumPy or jax; nested dicts too) such as {"inputs": x, "targets": y}, a
             named tuple of them, or the pair (x, y); rows with an index (`ArrayRows`, any `grain.MapDataset` of single
@@ -81,6 +82,8 @@ def fit(
         validation: rows for evaluation, in the same forms but the last, or the share of the rows that are kept for it
             (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none. All of them are
             evaluated; evaluation={"max_batches": 50} takes 50 batches of rows spread over them.
+        columns: entry of a row that the model or task takes -> what the rows call it: {"inputs": "image", "targets":
+            "label"}; None: the rows have our names.
         steps: total number of optimizer steps. Give it or `epochs`.
         epochs: passes over the training rows, in place of `steps`.
         batch_size: rows per step over all devices and microbatches; None: 32, or that of an iterable of batches.
@@ -151,10 +154,12 @@ def fit(
     folder = run_folder(run_dir, "run")
     given["name"] = folder.name or "run"
     distributed.start(compilation_cache=settings.compilation_cache)
+    from jaxtrain.models.tasks import named_task
     from jaxtrain.train.checks import check_parts
     from jaxtrain.train.given_params import path_given
     from jaxtrain.train.own_step import OwnStep, check_shown
 
+    task = named_task(task)
     check_parts(model, task, optimizer)
     check_shown(learning_rate, rules)
     _check_mesh(mesh, parallelism)
@@ -165,7 +170,7 @@ def fit(
         chosen = {key: value for key, value in dataclasses.asdict(parallelism).items() if value != defaults[key]}
         asked["parallelism"] = {"parallel": chosen}
     check_given_once(_plain_settings(asked), _plain_settings(overrides or {}), settings)
-    opened = _data(data, validation, seed=settings.seed, task=task)
+    opened = _data(data, validation, columns, seed=settings.seed, task=task)
     given["train"] |= _sizes(opened, settings, epochs=epochs, has_batch_size=batch_size is not None)
     given["task"] = task.name if task.name in _known_tasks() else Config().task
     if mesh is not None:
@@ -272,8 +277,12 @@ def _check_mesh(mesh: Any, parallelism: Any) -> None:
         raise ConfigError(f"mesh is {shown}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")
 
 
-def _data(given: Any, validation: Any, *, seed: int, task: "Task") -> "Data":
-    from jaxtrain.data.sources.given import data_of
+def _data(given: Any, validation: Any, columns: Mapping[str, str] | None, *, seed: int, task: "Task") -> "Data":
+    from jaxtrain.data.sources.given import data_of, renamed
+
+    if columns is not None:
+        given = renamed(given, columns, "data")
+        validation = renamed(validation, columns, "validation")
 
     return data_of(
         given, validation=validation, seed=seed, counts_tokens=task.name in ("language_modeling", *PREFERENCES)

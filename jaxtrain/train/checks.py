@@ -15,6 +15,7 @@ from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model
+from jaxtrain.models.targets import RENAME
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import TASKS
 
@@ -137,7 +138,7 @@ def check_batch(batch: Any, *, needs_inputs: bool = True) -> None:
         raise ConfigError(f"the batch has an entry {named[0]!r}, which is no text; name entries as in {{'inputs': x}}")
     if needs_inputs and "inputs" not in batch:
         found = ", ".join(batch)
-        raise ConfigError(f"the batch has no entry 'inputs', which the model takes; it holds {found}")
+        raise ConfigError(f"the batch has no entry 'inputs', which the model takes; it holds {found}; {RENAME}")
 
 
 def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str) -> None:
@@ -200,7 +201,7 @@ def _model_hint(model: Any) -> str:
 
 
 def _task_hint(task: Any) -> str:
-    made = [name for name, make in TASKS.items() if make is task or name == task]
+    made = [name for name, make in TASKS.items() if make is task]
     if made:
         return f"write jaxtrain.{made[0]}()"
     if callable(task):

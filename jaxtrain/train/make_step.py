@@ -11,6 +11,7 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import place_model
 from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import named_task
 from jaxtrain.precision.policy import LossScaling, Policy, get_policy
 from jaxtrain.precision.sums import check_sums
 from jaxtrain.runtime.compiler_options import Value, choose_options
@@ -27,7 +28,7 @@ from jaxtrain.train.update import StepSettings
 
 def make_train_step(
     model: Model,
-    task: Task,
+    task: Task | str,
     optimizer: optax.GradientTransformation,
     *,
     mesh: Mesh | None = None,
@@ -48,7 +49,7 @@ def make_train_step(
 
     Args:
         model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
-        task: what outputs are compared with.
+        task: what outputs are compared with; or its name: "classification", "mae".
         optimizer: any optax transformation, already made with its learning rate.
         mesh: from `make_mesh`; None: all devices on the `data` axis.
         policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
@@ -80,6 +81,7 @@ def make_train_step(
         >>> state = step.init(0)
         >>> state, metrics = step(state, {"inputs": np.ones((8, 4), np.float32), "targets": np.arange(8) % 3})
     """
+    task = named_task(task)
     check_parts(model, task, optimizer)
     check_options(accumulation_steps, clip_norm, ema_decay, trainable)
     check_placement(mesh, rules, parallelism, of="make_train_step")

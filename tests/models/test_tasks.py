@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -145,3 +146,45 @@ def test_losses_of_each_row_with_every_other_are_refused():
     assert task_sums(task, jnp.ones((8, 8)), square, train=True)[1] == 64
     one = jax.tree.map(lambda leaf: leaf[:1], batch)
     assert task_sums(task, jnp.ones((1, 1)), one, train=True)[1] == 1
+
+
+def test_named_metrics_are_those_of_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    draw = np.random.default_rng(0)
+    logits, targets = draw.normal(size=(200, 4)).astype(np.float32), draw.integers(0, 4, 200).astype(np.int32)
+    weights, said = draw.integers(0, 3, 200).astype(np.float32), logits.argmax(-1)
+    task = jt.classification(metrics=["accuracy", "top_2", "precision", "recall", "f1"])
+    _, _, sums = task.loss(jnp.asarray(logits), {"targets": jnp.asarray(targets), "weights": jnp.asarray(weights)})
+    found = {name: np.asarray(total / weight) for name, (total, weight) in sums.items()}
+    kept = {"sample_weight": weights}
+    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(targets, said, **kept))
+    assert found["top_2"] == pytest.approx(metrics.top_k_accuracy_score(targets, logits, k=2, **kept))
+    expected = metrics.precision_recall_fscore_support(targets, said, **kept)[:3]
+    np.testing.assert_allclose([found[name] for name in ("precision", "recall", "f1")], expected, rtol=1e-5)
+
+
+def test_smoothing_and_class_weights_are_those_of_optax_and_by_hand():
+    draw = np.random.default_rng(1)
+    logits, targets = jnp.asarray(draw.normal(size=(20, 3)), jnp.float32), jnp.asarray(draw.integers(0, 3, 20))
+    batch, by_class = {"targets": targets}, np.array([1.0, 2.0, 0.5])
+    total, weight, _ = jt.classification(label_smoothing=0.2).loss(logits, batch)
+    smooth = optax.smooth_labels(jax.nn.one_hot(targets, 3), 0.2)
+    assert float(total / weight) == pytest.approx(
+        float(jnp.mean(optax.softmax_cross_entropy(logits, smooth))), rel=1e-5
+    )
+    total, weight, sums = jt.classification(class_weights=by_class).loss(logits, batch)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    assert float(total / weight) == pytest.approx(
+        np.average(np.asarray(losses), weights=by_class[np.asarray(targets)]), rel=1e-5
+    )
+    assert sums["accuracy"][1] == 20
+
+
+def test_errors_by_name_are_those_of_optax():
+    outputs, targets = jnp.array([[0.5, 3.0], [1.0, -1.0]]), jnp.array([[0.0, 1.0], [1.0, 2.0]])
+    total, weight, sums = jt.regression("huber", metrics=["mae", "mse"]).loss(outputs, {"targets": targets})
+    assert float(total / weight) == pytest.approx(float(jnp.mean(optax.huber_loss(outputs, targets))))
+    assert float(sums["mae"][0] / weight) == pytest.approx(float(jnp.mean(jnp.abs(outputs - targets))))
+    assert float(sums["mse"][0] / weight) == pytest.approx(float(jnp.mean(jnp.square(outputs - targets))))
+    with pytest.raises(ConfigError, match="there is no metric 'f1'; use mse, mae, huber"):
+        jt.regression(metrics=["f1"])

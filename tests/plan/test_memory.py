@@ -39,7 +39,7 @@ def test_memory_is_the_compiler_s(row: dict) -> None:
     name, count = row["target"].split(" x ")
     config, *overrides = row["config"].split()
     target = target_of(find(name), int(count))
-    loaded = load_config(config, overrides=overrides)
+    loaded = load_config(config, overrides=overrides, weights=False)
     estimate = analyse(loaded.config, target)
     # The figures of the file are rounded to a thousandth of a GiB.
     assert estimate.memory.state_bytes == pytest.approx(row["state_bytes"], rel=0.01, abs=2**20)
@@ -49,7 +49,7 @@ def test_memory_is_the_compiler_s(row: dict) -> None:
 @pytest.mark.parametrize("config", ["gpt2_124m", "vit_digits"])
 def test_a_stack_of_blocks_adds_its_gradients_layer_by_layer(config: str) -> None:
     overrides = ["train.accumulation_steps=2", "train.global_batch_size=64", "parallel.data=1"]
-    loaded = load_config(config, overrides=overrides)
+    loaded = load_config(config, overrides=overrides, weights=False)
     parts = analyse(loaded.config, target_of(find("h100"), 1)).memory.parts
     # The float32 sums and the gradient of one layer, or of one parameter outside the stack; all of them in the compute
     # dtype and in float32 would be 2.2 to 2.5 times the sums.

@@ -398,3 +398,19 @@ def test_rows_of_tokens_are_counted_as_tokens() -> None:
     tokens = np.arange(40, dtype=np.int32).reshape(5, 8)
     data = data_of((tokens, tokens), counts_tokens=True)
     assert (data.unit, data.units_per_row, data.input_shape) == ("tokens", 8, (8,))
+
+
+@pytest.mark.parametrize("form", ["arrays", "dataset", "batches"])
+def test_rows_with_names_of_their_own_and_a_task_by_its_name(tmp_path: Path, form: str) -> None:
+    images, labels = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), np.arange(16) % 3
+    rows = [{"image": x, "label": y, "file": "a.png"} for x, y in zip(images, labels, strict=True)]
+    batches = ({"image": images[i : i + 8], "label": labels[i : i + 8]} for i in (0, 8))
+    data = {"arrays": {"image": images, "label": labels}, "dataset": rows, "batches": batches}[form]
+    model = jt.from_functions(lambda key: {"w": jnp.zeros((8, 3))}, lambda params, x: x @ params["w"])
+    given = dict(data=data, steps=2, batch_size=8, logging={"report": False})
+    columns = {"inputs": "image", "targets": "label"}
+    result = jt.fit(model, "classification", optax.sgd(0.1), columns=columns, run_dir=tmp_path / "run", **given)
+    assert result.metrics["loss"] > 0
+    if form == "arrays":
+        with pytest.raises(jt.UserError, match=r"write fit\(columns=\{'inputs': 'image', 'targets': 'label'\}\)"):
+            jt.fit(model, "classification", optax.sgd(0.1), run_dir=tmp_path / "other", **given)

@@ -159,7 +159,6 @@ MODEL, TASK, OPTIMIZER = linear(2), jt.classification(), optax.sgd(0.1)
 WRONG_PARTS = {
     "task: a function": (MODEL, lambda outputs, batch: 0.0, OPTIMIZER, r"jaxtrain\.Task\('name', loss\)"),
     "task: not called": (MODEL, jt.classification, OPTIMIZER, r"write jaxtrain\.classification\(\)"),
-    "task: its name": (MODEL, "classification", OPTIMIZER, r"write jaxtrain\.classification\(\)"),
     "model: an NNX class": (Nnx, TASK, OPTIMIZER, r"the class Nnx.*from_nnx\(lambda rngs: Nnx\("),
     "model: an NNX module": (Nnx(nnx.Rngs(0)), TASK, OPTIMIZER, r"an instance of Nnx.*from_nnx"),
     "model: a Linen module": (Linen(), TASK, OPTIMIZER, r"from_linen\(Linen"),

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -84,6 +84,52 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         description=(shown,),
     )
     return _with_validation(data, validation, seed=seed)
+
+
+def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
+    """Returns rows or batches in one of the forms of `data_of`, with the entries that `columns` names and no others.
+
+    Args:
+        given: Rows or batches whose entries have other names; a number or None is returned as it is.
+        columns: Our name of an entry -> what it is called there.
+        name: Of the argument, in messages.
+
+    Raises:
+        DataError: A row has no such entry.
+    """
+    import grain
+
+    def pick(row: Any) -> dict[str, Any]:
+        held = named_entries(row)
+        for theirs in columns.values():
+            if not isinstance(held, Mapping) or theirs not in held:
+                shown = ", ".join(map(str, held)) if isinstance(held, Mapping) else _kind(held)
+                raise DataError(f"columns names {theirs!r}, and {name} holds {shown}; name what it holds")
+        return {ours: held[theirs] for ours, theirs in columns.items()}
+
+    if given is None or isinstance(given, float):
+        return given
+    if isinstance(named_entries(given), Mapping):
+        return pick(given)
+    if isinstance(given, grain.MapDataset):
+        return given.map(pick)
+    if isinstance(given, IndexedDataset):
+        return _PickedRows(given, pick)
+    return map(pick, given)
+
+
+class _PickedRows:
+    """Rows of a dataset, each through a function."""
+
+    def __init__(self, dataset: IndexedDataset, pick: Callable[[Any], dict[str, Any]]):
+        self._dataset = dataset
+        self._pick = pick
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._pick(self._dataset[index])
 
 
 def rows_of(given: Any) -> "grain.MapDataset":
