@@ -49,7 +49,7 @@ NO_LINK = dataclasses.replace(
     high_seconds=math.inf,
     traffic=(Traffic("fsdp", GIB, math.inf, math.inf, "network", "gradients"),),
 )
-COST = Cost(1000, 100.0, 800.0, 8, 2400.0, SPOT, 560.0, 67.2, 240_000.0, 4360.0)
+COST = Cost(1000, 100.0, 0.01, 800.0, 8, 2400.0, SPOT, 560.0, 67.2, 240_000.0, 4360.0)
 
 
 def estimate_on(name="h100", num_devices=8, **changes) -> Estimate:

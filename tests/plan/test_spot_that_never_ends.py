@@ -14,7 +14,7 @@ ROWS = {
     "once a day": ("llama3_8b", 1 / 24, None, r"\$[\d,]+ in "),
     "every second": ("llama3_8b", 3600.0, None, "not sensible: interrupted every 1"),
     "a run of a moment": (
-        "quickstart",
+        "digits_mlp",
         1 / 24,
         None,
         "not sensible: the run is shorter than a save, which takes 5.0 s",

@@ -63,6 +63,7 @@ _FIGURES: dict[str, _Check] = {
     "memory_bytes": (_is_count, "a count of bytes, as in 85899345920", False),
     "memory_bandwidth": _BANDWIDTH,
     "peak_flops": (_is_peaks, f"FLOP/s by format ({', '.join(FORMATS)}), as in {{bf16: 989e12}}", False),
+    "matmul_efficiency": (lambda value: _is_positive(value) and value <= 1, "a share, as in 0.6, or null", True),
     "island": (_is_count, "a count of devices, as in 8", False),
     "devices_per_host": (_is_count, "a count of devices, as in 8", False),
     "link_bandwidth": _BANDWIDTH,
@@ -83,6 +84,8 @@ _KEYS: dict[str, _Check] = {
     "device_kinds": (_is_texts, "a list of text", False),
     "sources": (_is_sources, f"text by figure ({', '.join(_FIGURES)})", False),
 }
+# What an entry need not say.
+_UNKNOWN = {key: None for key, (_, _, may_be_null) in _KEYS.items() if may_be_null and key != "vendor"}
 # Of entries of one's own that do not say it: PCIe 4.0, and what TPUs have.
 _ASSUMED_HOST_BANDWIDTH = {"gpu": 32e9, "tpu": 16e9}
 _VENDORS_BY_TITLE = {"NVIDIA": "nvidia", "AMD": "amd"}
@@ -118,7 +121,7 @@ def read_entries(
             if key not in _KEYS:
                 nearest = difflib.get_close_matches(str(key), _KEYS, 1, 0.0)[0]
                 raise ConfigError(f"{where}: no key {key!r}; the nearest is {nearest}")
-        entry = entry if name in below else entry | _assumed(entry)
+        entry = entry if name in below else _UNKNOWN | entry | _assumed(entry)
         if name not in below and (missing := [key for key in _KEYS if key not in entry]):
             close = difflib.get_close_matches(name, below, 1, 0.6)
             meant = f"; did you mean {close[0]}?" if close else ""

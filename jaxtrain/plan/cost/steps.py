@@ -4,7 +4,6 @@ import math
 from fractions import Fraction
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.cost.numbers import check_count, check_positive
 
 
 def steps_for(
@@ -28,20 +27,15 @@ def steps_for(
         Steps.
 
     Raises:
-        ConfigError: not exactly one of tokens and epochs, what it takes is missing, or a number is not positive.
+        ConfigError: not exactly one of tokens and epochs, what it takes is missing.
     """
-    check_count("rows_per_step", rows_per_step)
     if tokens is not None and epochs is None:
-        check_positive("tokens", tokens)
         if tokens_per_step is None:
             raise ConfigError(f"tokens {tokens:g} without tokens_per_step; give the tokens of a global batch")
-        check_count("tokens_per_step", tokens_per_step)
         return math.ceil(_exact(tokens) / tokens_per_step)
     if epochs is not None and tokens is None:
-        check_positive("epochs", epochs)
         if rows_per_epoch is None:
             raise ConfigError(f"epochs {epochs:g} without rows_per_epoch; give the number of rows of the data")
-        check_count("rows_per_epoch", rows_per_epoch)
         return math.ceil(_exact(epochs) * rows_per_epoch / rows_per_step)
     raise ConfigError(f"tokens {tokens} and epochs {epochs}; give one of the two")
 

@@ -203,6 +203,10 @@ def _run_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
         "devices": f"{target.num_devices:,} on {hosts}",
         "layout": layout(estimate),
     }
+    if target.num_hosts > 1:
+        rate = target.hardware.network_bandwidth
+        between = "slices" if target.hardware.kind == "tpu" else "nodes"
+        rows["network"] = f"{rate / 1e9:g} GB/s ({8 * rate / 1e9:g} Gbit/s) a device between {between} (--network)"
     if parallel.zero:
         rows["ZeRO"] = f"stage {parallel.zero}"
     if degrees.get("pipe", 1) > 1:
@@ -345,6 +349,7 @@ def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     rows = {
         "steps": f"{cost.steps:,}",
         "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
+        "unplanned downtime": f"{_three_digits(100 * cost.downtime)} % of that (--downtime; Llama 3: 10 % on 16,384)",
         "device-hours": f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.3g}",
         "on demand": dollars(cost.on_demand_usd),
         "spot": UNKNOWN,
