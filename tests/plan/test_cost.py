@@ -8,8 +8,7 @@ import pytest
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.cost.spot import INTERRUPTIONS_PER_NODE_HOUR, spot_efficiency, young_interval
-from jaxtrain.plan.cost.steps import steps_for
-from jaxtrain.plan.cost.training import training_cost, unplanned_downtime
+from jaxtrain.plan.cost.training import steps_for, training_cost, unplanned_downtime
 from jaxtrain.plan.search.analyse import Terms
 
 MINUTE, HOUR = 60.0, 3600.0

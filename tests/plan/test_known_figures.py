@@ -11,7 +11,7 @@ from jaxtrain.config import load_config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.cost.steps import steps_for
+from jaxtrain.plan.cost.training import steps_for
 from jaxtrain.plan.search.analyse import analyse
 from jaxtrain.plan.work.attention import attention_work
 from jaxtrain.plan.work.block import DeviceBatch

@@ -23,7 +23,7 @@ from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
 from jaxtrain.plan.workload.record import Workload
 
 GIB = 2**30
-SPOT = Spot(1.5, 1443.0, 1443.0, 0.98, 102.0, 1224.0, 4.4, 12.0)
+SPOT = Spot(1.5, 1443.0, 1443.0, 0.98, 102.0, 1224.0, 4.4)
 EXACT = ExactMemory(8 * GIB, 22 * GIB, 14 * GIB, None, 12.3)
 TIME = StepTime(
     seconds=1.25,

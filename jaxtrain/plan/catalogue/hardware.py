@@ -236,9 +236,7 @@ def with_network(target: Target, network: str) -> Target:
     rate = float(read[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[read[2]] / (8 if read[3] == "b" else 1)
     hardware = target.hardware
     sources = hardware.sources | {"network_bandwidth": "--network"}
-    return dataclasses.replace(
-        target, hardware=dataclasses.replace(hardware, network_bandwidth=rate, sources=sources)
-    )
+    return dataclasses.replace(target, hardware=dataclasses.replace(hardware, network_bandwidth=rate, sources=sources))
 
 
 def measured_cpu(

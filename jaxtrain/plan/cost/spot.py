@@ -31,7 +31,6 @@ class Spot:
         usd: for all devices. All of the wall time is paid for: an upper bound where restarting means waiting for a
             device that is not paid for yet.
         interruptions: expected number, those that hit a restart included.
-        save_seconds: time that a save keeps the devices from computing.
     """
 
     usd_hour: float
@@ -41,23 +40,11 @@ class Spot:
     hours: float
     usd: float
     interruptions: float
-    save_seconds: float
 
     @property
     def is_sensible(self) -> bool:
         """Whether enough work is kept for the figures to mean anything."""
         return self.efficiency >= _LEAST_EFFICIENCY
-
-    @property
-    def segment_seconds(self) -> float:
-        """Work before a save: the interval, or the whole run where that is shorter."""
-        return min(self.checkpoint_interval_seconds, 3600 * self.hours * self.efficiency)
-
-    @property
-    def is_mostly_saving(self) -> bool:
-        """Whether saves take a larger share of the wall time than interruptions do."""
-        working = self.segment_seconds / (self.segment_seconds + self.save_seconds)
-        return working < self.efficiency / working
 
 
 def young_interval(save_seconds: float, mean_seconds_between_interruptions: float) -> float:
@@ -143,5 +130,4 @@ def spot_cost(
         hours=hours,
         usd=hours * num_devices * usd_hour,
         interruptions=hours * interruptions_per_hour,
-        save_seconds=save_seconds,
     )

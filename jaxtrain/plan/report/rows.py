@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost
-from jaxtrain.plan.report.amounts import UNKNOWN, dollars, hours, why_not_sensible
+from jaxtrain.plan.report.amounts import UNKNOWN, dollars, hours
 from jaxtrain.plan.report.trained import finetuning, trained_rows
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import StepTime, Traffic
@@ -356,7 +356,7 @@ def _cost_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     }
     spot = cost.spot
     if spot is not None and not spot.is_sensible:
-        rows["spot"] = f"not sensible: {why_not_sensible(spot)}"
+        rows["spot"] = "not sensible: interruptions and saves take nearly all of the time"
     elif spot is not None:
         rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
         recommended = hours(spot.recommended_interval_seconds / 3600)

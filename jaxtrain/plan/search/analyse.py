@@ -83,7 +83,7 @@ class Terms:
         if self.downtime is not None and not 0 <= self.downtime < 1:
             raise ConfigError(f"downtime is {self.downtime}; give a share of the time, as in 0.1")
         for name, number in dataclasses.asdict(self).items():
-            if number is not None and not (0 < number < math.inf or number == 0 and name in _MAY_BE_ZERO):
+            if number is not None and not (0 < number < math.inf or (number == 0 and name in _MAY_BE_ZERO)):
                 raise ConfigError(f"{name} is {number}; give a positive number")
 
 
