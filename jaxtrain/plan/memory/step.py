@@ -102,17 +102,12 @@ def step_memory(
 
 
 # Of the capacity: what jax leaves to CUDA's context, cuBLAS and NCCL. libtpu's capacity is what programs get.
-_RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION, "tpu": 0.0}
+_RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION}
 
 
 def reserved_bytes(target: Target) -> int:
     """Bytes of a device's memory that a program does not get."""
-    hardware = target.hardware
-    return (
-        0
-        if not hardware.memory_bytes or hardware.kind == "cpu"
-        else round(_RESERVED[hardware.kind] * hardware.memory_bytes)
-    )
+    return round(_RESERVED.get(target.hardware.kind, 0.0) * (target.hardware.memory_bytes or 0))
 
 
 def _state_on_its_way(

@@ -240,8 +240,7 @@ def device_batch(
     shards, microbatches = batch_shards(degrees), microbatches_of(config)
     scaled = config.precision.policy == "fp8"
     rows = workload.rows / shards / microbatches
-    first = attention[0] if attention else None
-    return DeviceBatch(microbatches, rows, degrees, first, scaled, experts, attention[1:])
+    return DeviceBatch(microbatches, rows, degrees, attention, scaled, experts)
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
