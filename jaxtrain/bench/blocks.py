@@ -92,9 +92,8 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     assert rate is not None
     experts = least_experts(config.model) if isinstance(config.model, TransformerConfig) else None
     attention = _least_attention(config, workload)
-    first = attention[0] if attention else None
     alone = dict.fromkeys(step.mesh.shape, 1)
-    batch = DeviceBatch(microbatches, rows, alone, first, experts=experts, more_attention=attention[1:])
+    batch = DeviceBatch(microbatches, rows, alone, tuple(attention), experts=experts)
     counted = {block.name: block for block in step_blocks(config, workload, batch)}
     device = jax.local_devices()[0]
     mesh = make_mesh(devices=[device])

@@ -14,7 +14,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
-from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets
+from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets, with_network
 from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
 from jaxtrain.plan.report.show import as_json, table
 from jaxtrain.plan.search.analyse import Terms, analyse
@@ -49,6 +49,8 @@ class Wanted:
     usd_per_kwh: float = 0.12
     checkpoint_minutes: float | None = None
     interruptions_per_day: float | None = None
+    downtime: float | None = None
+    network: str | None = None
     html: str | None = None
     config_out: str | None = None
     as_json: bool = False
@@ -95,6 +97,8 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     check_or_remark(loaded)
     _check(loaded.config, wanted)
     targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware)]
+    if wanted.network is not None:
+        targets = [with_network(target, wanted.network) for target in targets]
     terms = _terms(loaded.config, wanted)
     estimates, found, rejected, impossible = [], [], [], []
     for target in targets:
@@ -186,11 +190,11 @@ def _measured(target: Target) -> Target:
 
 def _terms(config: Config, wanted: Wanted) -> Terms:
     tokens, epochs, rows_per_epoch = wanted.tokens, wanted.epochs, wanted.rows_per_epoch
+    terms = Terms(tokens, epochs, rows_per_epoch, wanted.usd_per_kwh, downtime=wanted.downtime)
     if tokens is not None or epochs is not None:
         # Raises here what a search would take for the reason that each of its layouts is refused.
         workload = describe_workload(config)
         with_length(config, workload, tokens=tokens, epochs=epochs, rows_per_epoch=rows_per_epoch)
-    terms = Terms(tokens, epochs, rows_per_epoch, wanted.usd_per_kwh)
     if wanted.checkpoint_minutes is not None:
         terms = dataclasses.replace(terms, checkpoint_interval_seconds=wanted.checkpoint_minutes * 60)
     if wanted.interruptions_per_day is not None:

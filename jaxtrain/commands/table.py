@@ -183,6 +183,10 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpoint-minutes", type=number, metavar="N", help="time between saves on spot devices")
     parser.add_argument("--interruptions-per-day", type=number, metavar="N", help="per spot node; default: 1")
+    parser.add_argument("--downtime", type=number, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
+    parser.add_argument(
+        "--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)"
+    )
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures to FILE")
     parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
     add_json(parser)
@@ -206,6 +210,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         usd_per_kwh=arguments.usd_per_kwh,
         checkpoint_minutes=arguments.checkpoint_minutes,
         interruptions_per_day=arguments.interruptions_per_day,
+        downtime=arguments.downtime,
+        network=arguments.network,
         html=arguments.html,
         config_out=arguments.config_out,
         as_json=arguments.json,

@@ -50,7 +50,21 @@ def test_json_holds_what_the_table_shows(cli):
         assert one["time"]["low_seconds"] <= one["time"]["seconds"] <= one["time"]["high_seconds"]
         # A million tokens in batches of 8 rows of 128, rounded up.
         assert one["cost"]["steps"] == 977
-        assert one["cost"]["hours"] * 3600 == pytest.approx(977 * one["time"]["seconds"])
+        trained = one["cost"]["hours"] * 3600 * (1 - one["cost"]["downtime"])
+        assert trained == pytest.approx(977 * one["time"]["seconds"])
+
+
+def test_the_network_is_shown_and_set(cli):
+    llama = ("plan", "llama3_8b", "--analytic", "parallel.fsdp=64", "train.accumulation_steps=1", "--on", "a100-80x64")
+    shown = cli(*llama, "--network", "200Gb").out
+    assert re.search(r"network +25 GB/s \(200 Gbit/s\) a device between nodes", shown)
+    assert re.search(r"unplanned downtime +0\.0\d+ %", shown)
+    of_cloud, slow, same = (
+        plans(cli(*llama, "--json", *words))[0] for words in [(), ("--network", "1Gb"), ("--network", "0.125GB")]
+    )
+    assert slow["time"] == same["time"]
+    assert slow["time"]["seconds"] > 2 * of_cloud["time"]["seconds"]
+    assert slow["target"]["hardware"]["sources"]["network_bandwidth"] == "--network"
 
 
 def test_cost_follows_what_is_asked(cli):
@@ -334,7 +348,8 @@ MISTAKES = {
     "epochs alone": (f"{H100X8} --epochs 3", r"epochs 3 without rows_per_epoch"),
     "rows of no epoch": (f"{H100X8} --rows-per-epoch 9", r"--rows-per-epoch 9 is for --epochs; add --epochs 1"),
     "tokens of images": ("digits_mlp --on h100 --tokens 5", r"tokens 5 without tokens_per_step"),
-    "negative price": (f"{H100X8} --usd-per-kwh -1", r"usd_per_kwh is -1\.0; give zero or a positive number"),
+    "negative price": (f"{H100X8} --usd-per-kwh -1", r"usd_per_kwh is -1\.0; give a positive number"),
+    "network in no unit": (f"{H100X8} --network 400", r"--network '400': write bits/s or bytes/s of one device, as in"),
     "no interval": (f"{H100X8} --checkpoint-minutes 0", r"checkpoint_interval_seconds is 0\.0; give a positive"),
     "key of the hardware file": (f"{H100X8} --hardware hardware.yaml", r"hardware\.yaml:1: h100: no key 'colour'"),
     "missing hardware file": (f"{H100X8} --hardware none.yaml", r"none\.yaml: No such file"),

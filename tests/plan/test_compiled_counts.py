@@ -109,7 +109,8 @@ def test_a_causal_ring_computes_the_pairs_of_the_step(context):
     words = [f"data.sequence_length={length}", "parallel.fsdp=1", f"parallel.context={context}"]
     batch = ["train.global_batch_size=1", "train.accumulation_steps=1"]
     (target,) = parse_targets(f"h100x{context}", None)
-    work = attention_work(load_config("llama3_8b", overrides=[*words, *batch]).config, target, length)
+    config = load_config("llama3_8b", overrides=[*words, *batch]).config
+    work = attention_work(config, config.model, target, length)
     for device in range(context):
         step = score_elements(device, size=context, length=length, causal=True)
         assert work.computed * length * length / context == step

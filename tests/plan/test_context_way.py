@@ -45,7 +45,7 @@ def test_all_to_all_holds_a_part_of_the_heads_of_the_implementation():
 
     def work(*overrides):
         config = load_config("llama3_8b", overrides=[*given, *overrides]).config
-        found = attention_work(config, target, 8192)
+        found = attention_work(config, config.model, target, 8192)
         assert found is not None
         return found.pairs_at_once
 
@@ -71,4 +71,4 @@ def test_a_plan_refuses_attention_that_the_step_refuses(hardware, overrides, say
     (target,) = parse_targets(hardware, None)
     config = load_config("gpt2_124m", overrides=["parallel.data=1", *overrides]).config
     with pytest.raises(ConfigError, match=re.escape(says)):
-        attention_work(config, target, config.data.sequence_length)
+        attention_work(config, config.model, target, config.data.sequence_length)

@@ -11,7 +11,7 @@ from jaxtrain.config import load_config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.cost.steps import steps_for
+from jaxtrain.plan.cost.training import steps_for
 from jaxtrain.plan.search.analyse import analyse
 from jaxtrain.plan.work.attention import attention_work
 from jaxtrain.plan.work.block import DeviceBatch
@@ -104,8 +104,8 @@ def kept(count, remat):
 def test_checkpointing_costs_a_third_more_compute(remat, passes):
     # A fused kernel's backward pass makes scores again whatever the policy is; the figure is of plain attention.
     config = layers(12, remat, "model.attention=reference")
-    attention = attention_work(config, target_of(find("h100"), 1), 1024)
-    blocks = step_blocks(config, describe_workload(config), DeviceBatch(1, 8, ONE, attention))
+    attention = attention_work(config, config.model, target_of(find("h100"), 1), 1024)
+    blocks = step_blocks(config, describe_workload(config), DeviceBatch(1, 8, ONE, (attention,)))
     staged = [block for block in blocks if block.stage]
     assert len(staged) == 4
     assert [block.total_flops for block in staged] == [passes * block.count * block.flops for block in staged]

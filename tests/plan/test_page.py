@@ -114,7 +114,7 @@ def test_the_range_reaches_as_far_as_its_numbers(tmp_path):
 
 
 def test_prices_of_a_run_of_less_than_a_cent_are_told_apart(tmp_path):
-    page = page_of(plans("quickstart h100x8"), tmp_path)
+    page = page_of(plans("quickstart h100x8 train.steps=400"), tmp_path)
     places = re.findall(r">(\$[^<]*)</text>", page)
     assert len(places) >= 2
     assert len(set(places)) == len(places)

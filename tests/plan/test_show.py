@@ -23,7 +23,7 @@ from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
 from jaxtrain.plan.workload.record import Workload
 
 GIB = 2**30
-SPOT = Spot(1.5, 1443.0, 1443.0, 0.98, 102.0, 1224.0, 4.4, 12.0)
+SPOT = Spot(1.5, 1443.0, 1443.0, 0.98, 102.0, 1224.0, 4.4)
 EXACT = ExactMemory(8 * GIB, 22 * GIB, 14 * GIB, None, 12.3)
 TIME = StepTime(
     seconds=1.25,
@@ -49,7 +49,7 @@ NO_LINK = dataclasses.replace(
     high_seconds=math.inf,
     traffic=(Traffic("fsdp", GIB, math.inf, math.inf, "network", "gradients"),),
 )
-COST = Cost(1000, 100.0, 800.0, 8, 2400.0, SPOT, 560.0, 67.2, 240_000.0, 4360.0)
+COST = Cost(1000, 100.0, 0.01, 800.0, 8, 2400.0, SPOT, 560.0, 67.2, 240_000.0, 4360.0)
 
 
 def estimate_on(name="h100", num_devices=8, **changes) -> Estimate:

@@ -57,6 +57,7 @@ class Hardware:
         memory_bytes: what allocators can see, where that is known.
         memory_bandwidth: bytes/s.
         peak_flops: dense FLOP/s (int8: OP/s) by number format (`hardware_file.FORMATS`); one that it lacks is left out.
+        matmul_efficiency: share of that peak which matmuls in bf16 reach in whole steps; None: that of its kind.
         island: devices joined by the fast link: of a node, or of the largest TPU slice.
         devices_per_host: devices of one machine, each of which writes its part of a checkpoint.
         link_bandwidth: bytes/s of one device in one direction, over all its NVLink, ICI or PCIe links together.
@@ -79,6 +80,7 @@ class Hardware:
     memory_bytes: int
     memory_bandwidth: float
     peak_flops: dict[str, float]
+    matmul_efficiency: float | None
     island: int
     devices_per_host: int
     link_bandwidth: float
@@ -216,6 +218,25 @@ def parse_targets(text: str, hardware: Mapping[str, Hardware] | None = None) -> 
     if not items:
         raise ConfigError(f"no hardware in {text!r}; {_WRITE}")
     return [_parse_target(item, known) for item in items]
+
+
+def with_network(target: Target, network: str) -> Target:
+    """The target with another network between its nodes or slices.
+
+    Args:
+        target: hardware and count.
+        network: of one device in one direction: `400Gb` (bits/s) or `50GB` (bytes/s), in G, M or T.
+
+    Raises:
+        ConfigError: a rate that cannot be read.
+    """
+    read = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT])([bB])(?:it)?(?:/s|ps)?", network.strip())
+    if read is None or not float(read[1]):
+        raise ConfigError(f"--network {network!r}: write bits/s or bytes/s of one device, as in 400Gb or 50GB")
+    rate = float(read[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[read[2]] / (8 if read[3] == "b" else 1)
+    hardware = target.hardware
+    sources = hardware.sources | {"network_bandwidth": "--network"}
+    return dataclasses.replace(target, hardware=dataclasses.replace(hardware, network_bandwidth=rate, sources=sources))
 
 
 def measured_cpu(

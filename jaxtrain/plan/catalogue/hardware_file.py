@@ -63,6 +63,7 @@ _FIGURES: dict[str, _Check] = {
     "memory_bytes": (_is_count, "a count of bytes, as in 85899345920", False),
     "memory_bandwidth": _BANDWIDTH,
     "peak_flops": (_is_peaks, f"FLOP/s by format ({', '.join(FORMATS)}), as in {{bf16: 989e12}}", False),
+    "matmul_efficiency": (lambda value: _is_positive(value) and value <= 1, "a share, as in 0.6, or null", True),
     "island": (_is_count, "a count of devices, as in 8", False),
     "devices_per_host": (_is_count, "a count of devices, as in 8", False),
     "link_bandwidth": _BANDWIDTH,
@@ -83,7 +84,8 @@ _KEYS: dict[str, _Check] = {
     "device_kinds": (_is_texts, "a list of text", False),
     "sources": (_is_sources, f"text by figure ({', '.join(_FIGURES)})", False),
 }
-# Of entries of one's own that do not say it: PCIe 4.0, and what TPUs have.
+# What an entry of one's own need not say: what may be null, and PCIe 4.0, or what TPUs have.
+_UNKNOWN = {key: None for key, (_, _, may_be_null) in _KEYS.items() if may_be_null and key != "vendor"}
 _ASSUMED_HOST_BANDWIDTH = {"gpu": 32e9, "tpu": 16e9}
 _VENDORS_BY_TITLE = {"NVIDIA": "nvidia", "AMD": "amd"}
 # Not known of a cpu before it is measured.
@@ -104,7 +106,7 @@ def read_entries(
         name -> fields of `Hardware`, of the entries that the file has something of.
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be, an incomplete entry, a figure without a source.
+        ConfigError: an unknown key, a value that cannot be, an incomplete entry.
     """
     values, lines = read_yaml(path)
     entries = {}
@@ -118,7 +120,10 @@ def read_entries(
             if key not in _KEYS:
                 nearest = difflib.get_close_matches(str(key), _KEYS, 1, 0.0)[0]
                 raise ConfigError(f"{where}: no key {key!r}; the nearest is {nearest}")
-        entry = entry if name in below else entry | _assumed(entry)
+        assumed = {} if name in below else _assumed(entry)
+        # Each figure has a source: the file where it names no other.
+        sources = dict.fromkeys(assumed, "assumed") | dict.fromkeys(entry, path.name)
+        entry = assumed | entry
         if name not in below and (missing := [key for key in _KEYS if key not in entry]):
             close = difflib.get_close_matches(name, below, 1, 0.6)
             meant = f"; did you mean {close[0]}?" if close else ""
@@ -129,20 +134,20 @@ def read_entries(
             known = [peaks(device_kind) for device_kind in read["device_kinds"]]
             assert all(one == known[0] for one in known), f"{name}: one entry, one set of peaks"
             read["peak_flops"] = {**known[0], **read["peak_flops"]}
-        entries[name] = _with_sources(read, below.get(name), where, path.name)
+        entries[name] = _with_sources(read, below.get(name, {}), sources)
     return entries
 
 
 def _assumed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What an entry of one's own need not say, from what it says."""
-    kind, title, sources = entry.get("kind"), str(entry.get("title")), entry.get("sources")
-    if kind not in _ASSUMED_HOST_BANDWIDTH or "island" not in entry or not isinstance(sources, dict):
-        return {}
-    assumed = {"devices_per_host": entry["island"], "host_bandwidth": _ASSUMED_HOST_BANDWIDTH[kind]}
-    assumed = {key: value for key, value in assumed.items() if key not in entry}
-    vendor = "google" if kind == "tpu" else _VENDORS_BY_TITLE.get(title.partition(" ")[0])
+    kind, assumed = entry.get("kind"), {}
+    if "island" in entry:
+        assumed |= {"devices_per_host": entry["island"], "shapes": [entry["island"]]}
+    if kind in _ASSUMED_HOST_BANDWIDTH:
+        assumed["host_bandwidth"] = _ASSUMED_HOST_BANDWIDTH[kind]
+    vendor = "google" if kind == "tpu" else _VENDORS_BY_TITLE.get(str(entry.get("title")).partition(" ")[0])
     known = {} if vendor is None else {"vendor": vendor}
-    return known | assumed | {"sources": dict.fromkeys(assumed, "assumed") | sources}
+    return _UNKNOWN | known | assumed | {"device_kinds": [], "sources": {}}
 
 
 def _value(key: str, value: Any, is_cpu: bool, where: str) -> Any:
@@ -161,16 +166,9 @@ def _value(key: str, value: Any, is_cpu: bool, where: str) -> Any:
     return float(value) if key in _FIGURES else value
 
 
-def _with_sources(read: dict[str, Any], below: dict[str, Any] | None, where: str, file_name: str) -> dict[str, Any]:
-    """What was read over what is below it, and a source for each figure."""
-    sources = read.get("sources", {})
-    if below is not None:
-        # The source of the figure below would be wrong of the one that takes its place.
-        sources = below["sources"] | {key: file_name for key in read if key in _FIGURES} | sources
-        if "peak_flops" in read:
-            read = read | {"peak_flops": below["peak_flops"] | read["peak_flops"]}
-        read = below | read
-    figures = [key for key in _FIGURES if read[key] not in (None, {})]
-    if lacking := [key for key in figures if key not in sources]:
-        raise ConfigError(f"{where}: sources: say where {', '.join(lacking)} is from, and when")
-    return read | {"sources": {key: sources[key] for key in figures}}
+def _with_sources(read: dict[str, Any], below: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
+    """What was read over what is below it, and a source for each figure, in the place of that of the figure below."""
+    sources = below.get("sources", {}) | sources | read.get("sources", {})
+    peaks = below.get("peak_flops", {}) | read.get("peak_flops", {})
+    read = below | read | {"peak_flops": peaks}
+    return read | {"sources": {key: sources[key] for key in _FIGURES if read[key] not in (None, {})}}

@@ -8,15 +8,14 @@ Sources:
 import math
 from dataclasses import dataclass
 
-from jaxtrain.errors import ConfigError
-from jaxtrain.plan.cost.numbers import check_not_negative, check_positive
-
 # One a day for each node, on the careful side of what is published: Google's preemptible VMs always stop after 24 hours
 # (cloud.google.com/compute/docs/instances/preemptible), while AWS's Spot Instance Advisor sorts instance types by the
 # share of instances taken within a month, with "above 20 %" as its worst class.
 INTERRUPTIONS_PER_NODE_HOUR = 1 / 24
+# Between two saves: more often, and hosts and storage do little else; more rarely, and a failure costs half a day.
+_LEAST_INTERVAL, _MOST_INTERVAL = 300.0, 6 * 3600.0
 # Below it a run on spot devices does not end in practice: 100 times as long as without interruptions.
-_LEAST_EFFICIENCY = 0.01
+_LEAST_EFFICIENCY, _NO_EFFICIENCY = 0.01, 1e-12
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,13 @@ class Spot:
 
     Attributes:
         usd_hour: price of one device.
-        checkpoint_interval_seconds: work between two saves: as asked for, or Young's.
-        recommended_interval_seconds: Young's, see `young_interval`.
+        checkpoint_interval_seconds: work between two saves: as asked for, or the recommended.
+        recommended_interval_seconds: that of `young_interval`, within 5 minutes and 6 hours.
         efficiency: share of the wall time that is work that is kept, see `spot_efficiency`.
         hours: wall time, with lost work, saves and restarts.
         usd: for all devices. All of the wall time is paid for: an upper bound where restarting means waiting for a
             device that is not paid for yet.
         interruptions: expected number, those that hit a restart included.
-        save_seconds: time that a save keeps the devices from computing.
     """
 
     usd_hour: float
@@ -42,23 +40,11 @@ class Spot:
     hours: float
     usd: float
     interruptions: float
-    save_seconds: float
 
     @property
     def is_sensible(self) -> bool:
         """Whether enough work is kept for the figures to mean anything."""
         return self.efficiency >= _LEAST_EFFICIENCY
-
-    @property
-    def segment_seconds(self) -> float:
-        """Work before a save: the interval, or the whole run where that is shorter."""
-        return min(self.checkpoint_interval_seconds, 3600 * self.hours * self.efficiency)
-
-    @property
-    def is_mostly_saving(self) -> bool:
-        """Whether saves take a larger share of the wall time than interruptions do."""
-        working = self.segment_seconds / (self.segment_seconds + self.save_seconds)
-        return working < self.efficiency / working
 
 
 def young_interval(save_seconds: float, mean_seconds_between_interruptions: float) -> float:
@@ -73,12 +59,7 @@ def young_interval(save_seconds: float, mean_seconds_between_interruptions: floa
 
     Returns:
         Seconds of work.
-
-    Raises:
-        ConfigError: a time that is not positive.
     """
-    check_positive("save_seconds", save_seconds)
-    check_positive("mean_seconds_between_interruptions", mean_seconds_between_interruptions)
     return math.sqrt(2 * save_seconds * mean_seconds_between_interruptions)
 
 
@@ -106,14 +87,7 @@ def spot_efficiency(
 
     Returns:
         Between 0 and 1; 0 itself only where the share is too small for a float.
-
-    Raises:
-        ConfigError: a time that is not positive; restarting may take none.
     """
-    check_positive("interval_seconds", interval_seconds)
-    check_positive("save_seconds", save_seconds)
-    check_not_negative("restart_seconds", restart_seconds)
-    check_positive("mean_seconds_between_interruptions", mean_seconds_between_interruptions)
     mean = mean_seconds_between_interruptions
     segment = (interval_seconds + save_seconds) / mean
     # 1 / (exp(x) - 1) written as exp(-x) / (1 - exp(-x)), which cannot overflow.
@@ -138,34 +112,22 @@ def spot_cost(
         num_devices: devices of the whole job.
         interruptions_per_hour: of the whole job.
         save_seconds, restart_seconds: see `spot_efficiency`.
-        checkpoint_interval_seconds: work between two saves; None: Young's.
-
-    Raises:
-        ConfigError: a time that is not positive, or interruptions so frequent that the run would never end.
+        checkpoint_interval_seconds: work between two saves; None: the recommended.
     """
     mean_seconds = 3600 / interruptions_per_hour
-    recommended = young_interval(save_seconds, mean_seconds)
-    interval = recommended
-    if checkpoint_interval_seconds is not None:
-        check_positive("checkpoint_interval_seconds", checkpoint_interval_seconds)
-        interval = checkpoint_interval_seconds
+    recommended = min(max(young_interval(save_seconds, mean_seconds), _LEAST_INTERVAL), _MOST_INTERVAL)
+    interval = checkpoint_interval_seconds or recommended
     # A run that is shorter than the interval saves at its end.
     segment = min(interval, work_hours * 3600)
-    efficiency = spot_efficiency(segment, save_seconds, restart_seconds, mean_seconds)
-    hours = work_hours / efficiency if efficiency > 0 else math.inf
-    usd = hours * num_devices * usd_hour
-    if not math.isfinite(usd):
-        raise ConfigError(
-            f"with an interruption every {mean_seconds:g} s no work gets done between a restart of {restart_seconds:g} "
-            f"s and a save after {segment:g} s; save more often (Young: every {recommended:g} s) or use fewer nodes"
-        )
+    # What does not end is no endless number: `is_sensible` says it.
+    efficiency = max(spot_efficiency(segment, save_seconds, restart_seconds, mean_seconds), _NO_EFFICIENCY)
+    hours = work_hours / efficiency
     return Spot(
         usd_hour=usd_hour,
         checkpoint_interval_seconds=interval,
         recommended_interval_seconds=recommended,
         efficiency=efficiency,
         hours=hours,
-        usd=usd,
+        usd=hours * num_devices * usd_hour,
         interruptions=hours * interruptions_per_hour,
-        save_seconds=save_seconds,
     )

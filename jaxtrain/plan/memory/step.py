@@ -14,13 +14,15 @@ from jaxtrain.layout.pieces import num_pieces
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.metrics.flops import lowest_trained_block
+from jaxtrain.optim import update_slices
+from jaxtrain.optim.rules import updates_elementwise
+from jaxtrain.optim.update_slices import num_slices
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.memory.record import Memory, Work
 from jaxtrain.plan.memory.transformer import transformer_work, whole_logits
 from jaxtrain.plan.work.block import DeviceBatch
 from jaxtrain.plan.work.finetuned import dequantized_bytes, kept_bytes
-from jaxtrain.plan.work.offload import state_on_its_way
 from jaxtrain.plan.work.state import Parameter, StateBytes, local_size
 from jaxtrain.plan.workload.finetuned import finetuned
 from jaxtrain.plan.workload.parameters import model_structure, model_tensors
@@ -71,7 +73,7 @@ def step_memory(
     in_head = work.head > work.block
     offload = config.optimizer.offload
     # The update comes when activations are gone.
-    on_its_way = state_on_its_way(config, placed, state, dict(batch.degrees)) if offload else 0
+    on_its_way = _state_on_its_way(config, placed, state, batch.degrees) if offload else 0
     parts = {
         "parameters": state.params,
         "optimizer state": 0 if offload else state.optimizer,
@@ -100,17 +102,33 @@ def step_memory(
 
 
 # Of the capacity: what jax leaves to CUDA's context, cuBLAS and NCCL. libtpu's capacity is what programs get.
-_RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION, "tpu": 0.0}
+_RESERVED = {"gpu": 1 - GPU_MEMORY_FRACTION}
 
 
 def reserved_bytes(target: Target) -> int:
     """Bytes of a device's memory that a program does not get."""
-    hardware = target.hardware
-    return (
-        0
-        if not hardware.memory_bytes or hardware.kind == "cpu"
-        else round(_RESERVED[hardware.kind] * hardware.memory_bytes)
-    )
+    return round(_RESERVED.get(target.hardware.kind, 0.0) * (target.hardware.memory_bytes or 0))
+
+
+def _state_on_its_way(
+    config: Config, placed: Sequence[Parameter], state: StateBytes, degrees: Mapping[str, int]
+) -> int:
+    """Bytes of an offloaded optimizer state that are on one device at once: as they came, and as they go back."""
+    trained = [one for one in placed if one.trained]
+    if not updates_elementwise(config.optimizer):
+        return 2 * state.optimizer
+    small = largest = total = 0
+    for one in trained:
+        size = 4 * local_size(one.shape, one.state_entries, degrees)
+        total += size
+        shape = tuple(
+            local_size((dim,), (entry,), degrees) for dim, entry in zip(one.shape, one.state_entries, strict=True)
+        )
+        cut = size // num_slices(shape)
+        small += size if size <= update_slices.SLICE_BYTES else 0
+        largest = max(largest, cut)
+    moments = state.optimizer / max(total, 1)
+    return round(2 * moments * max(largest, min(small, update_slices.SLICE_BYTES)))
 
 
 def _parameters(

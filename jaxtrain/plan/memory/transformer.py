@@ -90,9 +90,9 @@ def _forward_block(stack: Stack, index: int, config: Config, batch: DeviceBatch,
     size, tensor = POLICY_DTYPES[config.precision.policy].compute_bytes, degrees["tensor"]
     t, k = batch.rows * stack.length / degrees["context"], model.head_width
     stream = size * t * model.embed_dim / (tensor if config.parallel.sequence_parallel else 1)
-    scores = batch.rows * batch.attention_of(index).pairs_at_once * model.num_heads / tensor
+    scores = batch.rows * batch.attention[index].pairs_at_once * model.num_heads / tensor
     if stack.memory_length is not None:
-        crossed = batch.rows * batch.attention_of(index + 1).pairs_at_once * model.num_heads / tensor
+        crossed = batch.rows * batch.attention[index + 1].pairs_at_once * model.num_heads / tensor
         scores = max(scores, crossed)
     rows = 1.0 if batch.experts is None else batch.experts.rows
     matrices = len(mlp_shapes(model))
@@ -123,7 +123,7 @@ def _stack(stack: Stack, index: int, config: Config, batch: DeviceBatch, schedul
 
     stream = size * t * d / residual
     queries = size * t * (heads + 2 * groups) * k / tensor
-    attention = batch.attention_of(index)
+    attention = batch.attention[index]
     scores = batch.rows * attention.pairs_at_once * heads / tensor
     kernel = attention.name not in ("reference", "context")
     # A kernel keeps row statistics of its softmax in place of scores; "dots" keeps the result beside them where a
@@ -134,7 +134,7 @@ def _stack(stack: Stack, index: int, config: Config, batch: DeviceBatch, schedul
     inner = size * t * (heads * k / tensor + 2 * hidden)
     crossed = 0.0
     if stack.memory_length is not None:
-        of_memory = batch.attention_of(index + 1)
+        of_memory = batch.attention[index + 1]
         crossed = batch.rows * of_memory.pairs_at_once * heads / tensor
         memory = size * batch.rows * stack.memory_length / context
         outputs += size * t * (heads * k / tensor + d / residual) + memory * 2 * groups * k / tensor

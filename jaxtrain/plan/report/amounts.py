@@ -1,19 +1,8 @@
 """Times and money of a plan in words. No jax here."""
 
 from jaxtrain.metrics.format import format_duration
-from jaxtrain.plan.cost.spot import Spot
 
 UNKNOWN = "not known"
-
-
-def why_not_sensible(spot: Spot) -> str:
-    """What keeps a run on spot devices from its work: interruptions, or saves that take longer than it."""
-    if not spot.is_mostly_saving:
-        return f"interrupted every {hours(spot.hours / spot.interruptions)}"
-    save = hours(spot.save_seconds / 3600)
-    if spot.segment_seconds < spot.checkpoint_interval_seconds:
-        return f"the run is shorter than a save, which takes {save}"
-    return f"a save, after every {hours(spot.segment_seconds / 3600)} of work, takes {save}"
 
 
 def hours(count: float) -> str:

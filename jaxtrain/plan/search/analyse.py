@@ -1,5 +1,6 @@
 """A config on hardware: memory, time and cost, from arithmetic alone. Milliseconds, and no jax."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from jaxtrain.parallel.division import (
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target, rented_devices
 from jaxtrain.plan.cost.spot import INTERRUPTIONS_PER_NODE_HOUR
-from jaxtrain.plan.cost.training import Cost, training_cost
+from jaxtrain.plan.cost.training import Cost, training_cost, unplanned_downtime
 from jaxtrain.plan.memory.step import step_memory
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.own_step import analyse_own, own_functions
@@ -50,6 +51,7 @@ _SAVE_BYTES_PER_SECOND = 1e9
 # A new machine, the program compiled or read from the cache, the state read.
 _RESTART_SECONDS = 300.0
 _LEAST_SAVE_SECONDS = 5.0
+_MAY_BE_ZERO = ("usd_per_kwh", "downtime")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Terms:
         usd_per_kwh: of electricity.
         interruptions_per_node_hour: how often spot devices are taken away.
         checkpoint_interval_seconds: on spot devices; None: the one that wastes least.
+        downtime: unplanned, as a share of the time to train; None: `unplanned_downtime`.
+
+    Raises:
+        ConfigError: a number that is not positive.
     """
 
     tokens: float | None = None
@@ -71,6 +77,14 @@ class Terms:
     usd_per_kwh: float = 0.12
     interruptions_per_node_hour: float = INTERRUPTIONS_PER_NODE_HOUR
     checkpoint_interval_seconds: float | None = None
+    downtime: float | None = None
+
+    def __post_init__(self):
+        if self.downtime is not None and not 0 <= self.downtime < 1:
+            raise ConfigError(f"downtime is {self.downtime}; give a share of the time, as in 0.1")
+        for name, number in dataclasses.asdict(self).items():
+            if number is not None and not (0 < number < math.inf or (number == 0 and name in _MAY_BE_ZERO)):
+                raise ConfigError(f"{name} is {number}; give a positive number")
 
 
 def with_degrees(config: Config, num_devices: int) -> Config:
@@ -226,8 +240,7 @@ def device_batch(
     shards, microbatches = batch_shards(degrees), microbatches_of(config)
     scaled = config.precision.policy == "fp8"
     rows = workload.rows / shards / microbatches
-    first = attention[0] if attention else None
-    return DeviceBatch(microbatches, rows, degrees, first, scaled, experts, attention[1:])
+    return DeviceBatch(microbatches, rows, degrees, attention, scaled, experts)
 
 
 def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: float, terms: Terms) -> Cost:
@@ -250,6 +263,7 @@ def run_cost(config: Config, target: Target, saved_bytes: int, step_seconds: flo
         restart_seconds=_RESTART_SECONDS,
         checkpoint_interval_seconds=terms.checkpoint_interval_seconds,
         usd_per_kwh=terms.usd_per_kwh,
+        downtime=unplanned_downtime(target.num_devices) if terms.downtime is None else terms.downtime,
     )
 
 

@@ -4,7 +4,7 @@ import math
 from fractions import Fraction
 
 from jaxtrain.config.schema import Config
-from jaxtrain.plan.cost.steps import steps_for
+from jaxtrain.plan.cost.training import steps_for
 from jaxtrain.plan.workload.record import Workload
 
 

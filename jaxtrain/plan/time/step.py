@@ -24,16 +24,18 @@ from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.peaks import FORMATS
 
-# What matmuls and memory reach of their peaks: (likely, best, worst). GPUs and TPUs: large matmuls in bf16 reach 70 to
-# 80 % of the data sheet's peak on H100 and A100, whole steps 46 to 55 % of it with recomputed passes (what MaxText,
-# torchtitan and Megatron publish), so that 60 % is likely of a GPU's matmuls in a step; streams reach 85 to 92 % of the
-# memory's rate. The links of a TPU are counted together, of which an axis of the mesh along one dim of the torus has a
-# half (v5e, v6e) or a third (v5p). A CPU's peak is measured with matmuls, so that large ones reach it by definition.
+# What matmuls, memory and links reach of their peaks: (likely, best, worst). Matmuls reach what `matmul_efficiency` of
+# the hardware says, else what is here; the spread around it is that of published speeds. Streams reach 85 to 92 % of
+# the memory's rate. The links of a TPU are counted together, of which an axis of the mesh along one dim of the torus
+# has a half (v5e, v6e) or a third (v5p). A CPU's peak is measured with matmuls, so that large ones reach it.
 _EFFICIENCY = {
-    "gpu": {"compute": (0.60, 0.80, 0.45), "memory": (0.80, 0.90, 0.60), "link": (0.75, 0.90, 0.50)},
+    "gpu": {"compute": (0.60, 0.80, 0.36), "memory": (0.80, 0.90, 0.60), "link": (0.75, 0.90, 0.50)},
     "tpu": {"compute": (0.75, 0.90, 0.55), "memory": (0.80, 0.90, 0.60), "link": (0.80, 0.90, 0.30)},
     "cpu": {"compute": (0.75, 1.00, 0.40), "memory": (0.70, 1.00, 0.35), "link": (0.50, 1.00, 0.25)},
 }
+# Axes whose collectives are rings of gathers and sums: one crosses to the next island once, over the network of all
+# members that share an island. What other axes send goes from device to device.
+_RINGS = ("data", "fsdp", "tensor")
 # Traffic that the compiler starts early: (likely, best, worst) share of the compute that it can hide behind.
 _OVERLAP = {"data": (0.5, 1.0, 0.0), "fsdp": (0.7, 1.0, 0.0), "context": (0.5, 1.0, 0.0), "pipe": (0.5, 1.0, 0.0)}
 # Activations pass to the host and back beside the layers; optimizer state when nothing else runs.
@@ -73,22 +75,35 @@ def peak_rate(target: Target, policy: str) -> float | None:
     return known
 
 
-def crossing(degrees: Mapping[str, int], target: Target) -> set[str]:
-    """Axes whose neighbours sit in different islands, as `layout/mesh.py` deals islands to the outermost axes."""
+def crossing(degrees: Mapping[str, int], target: Target) -> dict[str, int]:
+    """Axes whose neighbours sit in different islands, with how many of each share one.
+
+    As `layout/mesh.py` deals islands to the outermost axes.
+    """
     islands, rest = divmod(math.prod(degrees.values()), target.hardware.island)
-    crossed, inside = set(), 1
+    crossed, inside = {}, 1
     if not rest:
         for axis in AXES:
             across = math.gcd(degrees[axis], islands)
             islands //= across
-            crossed |= {axis} if across > 1 else set()
+            if across > 1:
+                crossed[axis] = degrees[axis] // across
         return crossed
     # Islands of different sizes fit no shape: devices fill it in their order.
     for axis in reversed(AXES):
+        if degrees[axis] > 1 and inside * degrees[axis] > target.hardware.island:
+            crossed[axis] = max(1, target.hardware.island // inside)
         inside *= degrees[axis]
-        if degrees[axis] > 1 and inside > target.hardware.island:
-            crossed.add(axis)
     return crossed
+
+
+def _efficiency(target: Target) -> dict[str, tuple[float, float, float]]:
+    """What matmuls, memory and links of a target reach of their peaks: (likely, best, worst)."""
+    rates, likely = _EFFICIENCY[target.hardware.kind], target.hardware.matmul_efficiency
+    if likely is None:
+        return rates
+    _, best, worst = (rate / rates["compute"][_LIKELY] * likely for rate in rates["compute"])
+    return rates | {"compute": (likely, min(best, 1.0), worst)}
 
 
 def traffic(
@@ -281,7 +296,7 @@ def step_time(
     compute = sum(block.seconds for block in times)
     assert workload.flops_per_row is not None, "a model of the user's own is not analysed here"
     flops = workload.flops_per_row * workload.rows
-    rates = _EFFICIENCY[target.hardware.kind]
+    rates = _efficiency(target)
     assumptions = [
         f"matmuls at {rates['compute'][0]:.0%} of the peak ({rates['compute'][2]:.0%} to {rates['compute'][1]:.0%}), "
         f"memory at {rates['memory'][0]:.0%} of its rate, links at {rates['link'][0]:.0%} of theirs",
@@ -315,7 +330,7 @@ def _rate(
     which: int,
 ) -> tuple[list[BlockTime], list[Traffic], float]:
     """Times at one set of rates; `peaks` by whether a block is one of linear layers."""
-    hardware, rates = target.hardware, _EFFICIENCY[target.hardware.kind]
+    hardware, rates = target.hardware, _efficiency(target)
     times = []
     for block in blocks:
         compute = block.total_flops / (peaks[block.linear] * rates["compute"][which])
@@ -332,7 +347,9 @@ def _rate(
     for one in sent:
         fast = one.axis not in crossed
         kind = "fast" if fast else "network"
-        rate = (hardware.link_bandwidth if fast else hardware.network_bandwidth) * rates["link"][which]
+        shared = crossed.get(one.axis, 1) if one.axis in _RINGS else 1
+        between = min(hardware.link_bandwidth, shared * hardware.network_bandwidth)
+        rate = (hardware.link_bandwidth if fast else between) * rates["link"][which]
         if one.axis.startswith("host"):
             rate, kind = hardware.host_bandwidth * rates["link"][which], "PCIe"
         seconds = one.bytes / rate if rate else math.inf

@@ -44,23 +44,6 @@ class AttentionWork:
     again: float = 0.5
 
 
-def attention_work(config: Config, target: Target, length: int) -> AttentionWork | None:
-    """The attention of a config on a target; None: the model has none.
-
-    Args:
-        config: with degrees resolved.
-        target: hardware and count.
-        length: tokens of a row.
-
-    Raises:
-        ConfigError: attention that the step would refuse.
-    """
-    model = config.model
-    if not isinstance(model, TransformerConfig):
-        return None
-    return _of_blocks(config, model, target, length)
-
-
 def stack_attention(config: Config, target: Target, structure: Structure | None) -> tuple[AttentionWork, ...]:
     """The attention of each stack of a model to itself, and after those that of a decoder to the encoder's output.
 
@@ -74,7 +57,7 @@ def stack_attention(config: Config, target: Target, structure: Structure | None)
     """
     if structure is None:
         return ()
-    found = [_of_blocks(config, stack.blocks, target, stack.length) for stack in structure.stacks]
+    found = [attention_work(config, stack.blocks, target, stack.length) for stack in structure.stacks]
     for stack in structure.stacks:
         if stack.memory_length is not None:  # the plain formula on every platform
             pairs = stack.length * stack.memory_length / int(config.parallel.context)
@@ -83,8 +66,8 @@ def stack_attention(config: Config, target: Target, structure: Structure | None)
     return tuple(found)
 
 
-def _of_blocks(config: Config, model: TransformerConfig, target: Target, length: int) -> AttentionWork:
-    """The attention of a stack of blocks to itself."""
+def attention_work(config: Config, model: TransformerConfig, target: Target, length: int) -> AttentionWork:
+    """The attention of a stack of blocks to itself, in rows of so many tokens."""
     forms = attention_forms(model)
     return _mixed([(layers, _of_form(config, model, form, target, length)) for form, layers in forms.items()])
 

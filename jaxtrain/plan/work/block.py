@@ -54,25 +54,17 @@ class DeviceBatch:
         microbatches: of a step.
         rows: of one microbatch on one device.
         degrees: of the mesh.
-        attention: of the first stack of transformer blocks; None: the model has none.
+        attention: of each stack of transformer blocks to itself, then that of a decoder to the encoder's output.
         scaled: whether linear layers round their operands to 8 bits, each by its own largest magnitude.
         experts: what they multiply; None: the model has none.
-        more_attention: of the decoder of an encoder-decoder, and of the decoder to the encoder's output.
     """
 
     microbatches: int
     rows: float
     degrees: Mapping[str, int]
-    attention: AttentionWork | None = None
+    attention: tuple[AttentionWork, ...] = ()
     scaled: bool = False
     experts: ExpertWork | None = None
-    more_attention: tuple[AttentionWork, ...] = ()
-
-    def attention_of(self, index: int) -> AttentionWork:
-        """The attention of a stack to itself, or after those of both stacks that to the encoder's output."""
-        found = (self.attention, *self.more_attention)[index]
-        assert found is not None, "a stack has attention"
-        return found
 
 
 def recomputed_share(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()) -> float:

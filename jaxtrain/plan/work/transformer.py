@@ -57,7 +57,7 @@ def _stack_blocks(stack: Stack, index: int, config: Config, batch: DeviceBatch) 
     # A stage keeps its inputs only and runs forward once more before its backward.
     again = 1.0 if degrees["pipe"] > 1 else 0.0
     remat = config.remat
-    attention = batch.attention_of(index)
+    attention = batch.attention[index]
 
     weights = d * (2 * heads + 2 * groups) * k / tensor
     streams = t * (2 * d + (2 * heads + 2 * groups) * k / tensor)
@@ -87,7 +87,7 @@ def _stack_blocks(stack: Stack, index: int, config: Config, batch: DeviceBatch) 
     )
     cross: list[BlockWork] = []
     if stack.memory_length is not None:
-        s, of_memory = batch.rows * stack.memory_length / context, batch.attention_of(index + 1)
+        s, of_memory = batch.rows * stack.memory_length / context, batch.attention[index + 1]
         moved = weights + t * (2 * d + 2 * heads * k / tensor) + s * (2 * d + 2 * groups * k / tensor)
         crossed = t * stack.memory_length * heads / tensor * of_memory.computed
         cross = [
