@@ -1,4 +1,4 @@
-"""The learning-rate range test (Smith 2017, arXiv 1506.01186): a short run whose rate rises, and where its loss falls."""
+"""The learning-rate range test (Smith 2017, arXiv 1506.01186): a short run whose rate rises while its loss is read."""
 
 import math
 from collections.abc import Callable
