@@ -16,7 +16,6 @@ from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.config.keys import can_be, members
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.mistakes import KeyPath, explain
-from jaxtrain.config.no_effect import check_tokenizer, no_effect_notes
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.saved_run import is_run, read_run, recorded_parts
 from jaxtrain.config.schema import AXES, Config
@@ -38,7 +37,7 @@ class Loaded:
         config: the validated tree.
         name: the name of the config (file stem), used for the run directory.
         origins: dotted key -> "quickstart.yaml:12", "command line", "keyword" or "size gpt2".
-        notes: a line for each key that was left out (of another kind or a replaced size) or has no effect.
+        notes: a line for each key that was left out (of another kind or a replaced size).
         run_dir: the run whose config this is, where the directory of a run was given; None: another source.
         from_python: part of that run (`model`, `task`, `data`) -> its name, for each part that came from Python and is
             not what the config says.
@@ -400,9 +399,7 @@ def load_config(
         origins = {
             key: where for key, where in origins.items() if where != f"{run_dir}/run.json" or _is_set(config, key)
         }
-    check_tokenizer(config, origins)
-    notes = (*tree.notes, *no_effect_notes(config, origins))
     size = getattr(config.model, "size", None)
     for key in ALL_SIZES.get(size or "", {}):
         origins.setdefault(f"model.{key}", f"size {size}")
-    return Loaded(config, config.name or label, origins, notes, run_dir, own)
+    return Loaded(config, config.name or label, origins, tuple(tree.notes), run_dir, own)

@@ -1,8 +1,8 @@
 """Settings of the tokenizer that a data group may have."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Group
 
@@ -24,3 +24,9 @@ class TokenizerConfig(Group):
     """Token that hides another one, for data.corruption.kind=mask; null: the usual name ([MASK], <mask>)."""
     padding: str | None = None
     """Token that fills rows up; null: the usual name ([PAD], <pad>), else id 0."""
+
+    @model_validator(mode="after")
+    def _path_is_read(self) -> Self:
+        if self.path is not None and self.kind != "file":
+            raise ValueError(f"{self.path} is not read with kind={self.kind}; set kind=file, or leave the path out")
+        return self

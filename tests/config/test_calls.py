@@ -97,11 +97,6 @@ def test_a_function_takes_the_place_of_a_shipped_kind_and_says_what_gave_way():
     assert any(note.startswith("model.hidden_dims") and "gave way to model.kind" in note for note in loaded.notes)
 
 
-def test_a_schedule_without_a_learning_rate_has_no_effect(written):
-    loaded = load_config(written(MINE), overrides=["optimizer.schedule.warmup_steps=5"])
-    assert [note for note in loaded.notes if note.startswith("optimizer.schedule.warmup_steps")]
-
-
 def test_jaxtrain_config_lists_the_keys(written):
     keys = {key.path: key for group in describe(load_config(written(MINE))) for key in group.keys}
     assert keys["model.call"].value == "mine.models:build"

@@ -85,7 +85,7 @@ ROWS = {
         "base=int8 without lora",
         "set lora.rank",
     ),
-    "fit: a word as task": (lambda: fit(task="classification"), "'classification'", "classification()"),
+    "fit: a word as task": (lambda: fit(task="classify"), "no task 'classify'", "classification"),
     "fit: a rate as optimizer": (lambda: fit(optimizer=1e-3), "0.001", "optax.adamw(0.001)"),
     "fit: no length": (lambda: fit(steps=None), "steps= or epochs=", "give one of them"),
     "fit: two lengths": (lambda: fit(epochs=1), "steps= or epochs=", "leave one out"),

@@ -183,7 +183,12 @@ ROWS = {
     "make_mesh: a device twice": (lambda: jt.make_mesh(devices=jax.devices()[:1] * 2), "twice", "jax.devices()"),
     "make_train_step: no model": (lambda: jt.make_train_step(Net, TASK, OPTIMIZER), "the class Net", "from_nnx"),
     "make_train_step: swapped": (lambda: jt.make_train_step(TASK, given.model(), OPTIMIZER), "Task", "from_nnx"),
-    "make_train_step: no task": (lambda: step_of(task="classification"), "'classification'", "classification()"),
+    "find_learning_rate: rates that fall": (
+        lambda: jt.find_learning_rate(given.model(), TASK, data=given.rows(), lowest=1.0, highest=0.1),
+        "1 to 0.1",
+        "rise",
+    ),
+    "make_train_step: no task": (lambda: step_of(task="classify"), "no task 'classify'", "classification"),
     "make_train_step: no optimizer": (lambda: step_of(optimizer=1e-3), "0.001", "optax.adamw(0.001)"),
     "make_train_step: a number of devices": (lambda: step_of(mesh=8), "not 8", "make_mesh(data=8)"),
     "make_train_step: another mesh": (
