@@ -22,7 +22,6 @@ from jaxtrain.config.schema import AXES, Config
 from jaxtrain.config.secrets import redacted_keys
 from jaxtrain.config.shipped import find_config, is_shipped
 from jaxtrain.config.sizes import ALL_SIZES
-from jaxtrain.config.texts import DEEPEST, MOST_BITS, check_texts
 from jaxtrain.config.yaml_file import parse_value, read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.config_file import config_origin, tokenizer_origin
@@ -85,10 +84,6 @@ class _Tree:
 
     def set(self, path: KeyPath, value: Any, where: str) -> None:
         """Merge a value (a mapping merges key by key) at a path."""
-        if len(path) > DEEPEST:
-            raise ConfigError(f"{path[0]} ({where}) is nested more than {DEEPEST} deep; a config is much smaller")
-        if isinstance(value, int) and value.bit_length() > MOST_BITS:
-            raise ConfigError(f"{'.'.join(path)} ({where}) is a number of more than 60 digits; no key takes one")
         if len(path) == 2 and path[0] in (*CALLABLE_GROUPS, "task") and path[1] == "call":
             path, value = path[:1], {"call": value}
         if path == ("parallel",) and value == "auto":
@@ -382,7 +377,6 @@ def load_config(
     if tree.where.get(("model", "from")) != f"{run_dir}/run.json":
         tree.take_tokenizer()
     tree.take_adapter()
-    check_texts(tree.values, tree.where)
     for key in redacted_keys(tree.values):
         raise ConfigError(f"{key} looked like a secret, so the run did not write it down; give it again: {key}=...")
     tree.values = _with_kinds(tree.values)
