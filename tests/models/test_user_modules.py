@@ -254,5 +254,7 @@ def test_a_class_of_flax_style_and_an_instance_are_models_and_training_starts_fr
     assert not np.array_equal(drawn["linear"]["kernel"], own)
     np.testing.assert_array_equal(params["linear"]["kernel"], own)
     found = [by_instance.apply(params, state, ROWS, key=jax.random.key(seed), train=True) for seed in (1, 1, 2)]
-    assert np.array_equal(found[0][0], found[1][0]) and not np.array_equal(found[0][0], found[2][0])
-    assert jnp.any(found[0][1]["norm"]["mean"]) and not jnp.any(module.norm.mean[...])
+    assert np.array_equal(found[0][0], found[1][0])
+    assert not np.array_equal(found[0][0], found[2][0])
+    assert jnp.any(found[0][1]["norm"]["mean"])
+    assert not jnp.any(module.norm.mean[...])
