@@ -157,15 +157,16 @@ def maker_of(make: Any, *, of: str) -> Callable[[nnx.Rngs], nnx.Module]:
         )
     if isinstance(make, nnx.Module) or not callable(make):
         raise ConfigError(f"{of} takes a function rngs -> module, not {kind.__name__} {str(make)[:60]!r}")
+    build: Any = make
     try:
         # Flax's metaclass hides what a class takes.
         signature = inspect.signature(functools.partial(make.__init__, None) if isinstance(make, type) else make)
     except ValueError:  # a callable written in C has no signature: the call itself raises
-        return make
+        return build
     if _binds(signature, rngs=None):
-        return lambda rngs: make(rngs=rngs)
+        return lambda rngs: build(rngs=rngs)
     if _binds(signature, None):
-        return make
+        return build
     name = getattr(make, "__name__", kind.__name__)
     needed = [one.name for one in signature.parameters.values() if one.default is one.empty and one.name != "rngs"]
     raise ConfigError(

@@ -25,7 +25,7 @@ def rate_of(optimizer: optax.GradientTransformation) -> optax.Schedule | None:
         return None
 
     def rate(count: Any) -> Any:
-        product = 1.0
+        product: Any = 1.0
         for factor in factors:
             product = product * (factor(count) if callable(factor) else factor)
         return jnp.abs(product)
@@ -33,7 +33,7 @@ def rate_of(optimizer: optax.GradientTransformation) -> optax.Schedule | None:
     return rate
 
 
-def rate_in(optimizer_state: Any, rate: jax.Array | None) -> jax.Array | None:
+def rate_in(optimizer_state: Any, rate: Any) -> Any:
     """The rate with what the state says: that of `optax.inject_hyperparams`, times the scale of a plateau.
 
     Args:

@@ -1,7 +1,7 @@
 """What a program may do between the steps of a run: plain functions that see its numbers and may stop it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,12 +27,46 @@ class Moment:
 
     Example:
         >>> seen = jt.Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
+        >>> norms = jt.Callback(on_step=lambda moment: moment.log({"gradients": moment.gradients()}), every=100)
     """
 
     step: int
     metrics: Mapping[str, float | int]
     state: "TrainState"
     run_dir: Path
+    _log: Callable[[int, Mapping[str, Any]], None] = field(repr=False, default=lambda step, values: None)
+    _gradients: Callable[[], Any] | None = field(repr=False, default=None)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Write numbers, histograms and images to metrics.jsonl, TensorBoard, the trackers and the report.
+
+        Every process calls it.
+
+        Args:
+            values: name -> a number; an array of one dim, of which the histogram is logged, or the pair (counts, edges)
+                of `np.histogram`; an image [H, W], [H, W, 1] or [H, W, 3], uint8 or scaled to its range, at most 512
+                pixels high and wide; or a nested dict of arrays, such as gradients, with a histogram for each.
+
+        Raises:
+            ConfigError: a value is none of these, or has the name of a metric of the run.
+        """
+        taken = next((name for name in values if name == "step" or name in self.metrics), None)
+        if taken is not None:
+            raise ConfigError(f"moment.log: {taken!r} is a metric of the run; use another name")
+        self._log(self.step, values)
+
+    def gradients(self) -> Any:
+        """The mean gradients of the batch of this step at the state after it; every process calls it.
+
+        Returns:
+            A tree like the parameters, float32, None in place of frozen ones; see `TrainStep.gradients`.
+
+        Raises:
+            ConfigError: called in `on_evaluation` or `on_save`, which have no batch.
+        """
+        if self._gradients is None:
+            raise ConfigError("moment.gradients() needs the batch of a step; call it in on_step")
+        return self._gradients()
 
 
 @dataclass(frozen=True)

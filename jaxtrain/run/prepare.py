@@ -216,7 +216,7 @@ def prepare_session(
             lock=lock,
             report=progress.message,
         )
-        metadata["run"] = record.kept
+        metadata["run"], watch.log = record.kept, record.log
         return Session(
             run=run,
             run_dir=run_dir,

@@ -165,12 +165,12 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         spent=session.record.spent,
     )
     session.progress.start(train.steps, start)
-    asked = session.interrupt.until_asked(batches)
+    fed = session.activity.fed(session.interrupt.until_asked(batches), first=start + 1)
     try:
         return train_loop(
             checked_step(run.step, run.config.checks, start=start, report=session.progress.message),
             state,
-            bad_steps.following(session.activity.fed(asked, first=start + 1), start + 1),
+            session.watch.following(bad_steps.following(fed, start + 1), start + 1),
             first=start + 1,
             last=train.steps,
             max_skipped_in_a_row=train.max_skipped_in_a_row,

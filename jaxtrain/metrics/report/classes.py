@@ -126,9 +126,10 @@ def _worst(found: Mapping[str, Any], names: Sequence[str] | None) -> str:
         if not (isinstance(row, int) and isinstance(target, int) and isinstance(predicted, int)):
             continue
         sure = number(one.get("confidence"))
+        shown = picture(one.get("picture"), f"held-out row {row}")
         said = f", {100 * sure:.0f} % sure" if sure is not None else ""
         items.append(
-            f"<li>{_picture(one.get('picture'), row)}<b>{text(_class(names, target))}</b> taken for "
+            f"<li>{shown}<b>{text(_class(names, target))}</b> taken for "
             f"<b>{text(_class(names, predicted))}</b>{said}<br>"
             f'<span class="soft">row {row:,}, loss {rounded(number(one.get("loss"))) or "not finite"}</span></li>'
         )
@@ -140,8 +141,9 @@ def _worst(found: Mapping[str, Any], names: Sequence[str] | None) -> str:
     )
 
 
-def _picture(encoded: object, row: int) -> str:
+def picture(encoded: object, said: str) -> str:
+    """A PNG in base64 as an image, which `said` describes; nothing where it is none."""
     # Only what base64 is made of: nothing else can end the attribute.
     if not isinstance(encoded, str) or re.fullmatch(r"[A-Za-z0-9+/]+={0,2}", encoded) is None:
         return ""
-    return f'<img alt="held-out row {row}" src="data:image/png;base64,{encoded}">'
+    return f'<img alt="{text(said)}" src="data:image/png;base64,{encoded}">'
