@@ -37,10 +37,8 @@ from jaxtrain.run.compared import compared_rows, evaluated_as_before
 from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
-from jaxtrain.run.injected import INJECTED, check_injected, injected_numbers, with_injected
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.lock import RunLock
-from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import own_parts, replaced_notes
 from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
@@ -149,8 +147,7 @@ def prepare_session(
             metadata["digests"] = digests = own_digests(run, own, own_step, traced)
             if resumed is not None:
                 saved = checkpointer.metadata()
-                for line in check_same_computation(saved, digests, run_dir=run_dir, may_change=resume is not None):
-                    progress.message(line)
+                check_same_computation(saved, digests, run_dir=run_dir, may_change=resume is not None)
 
         if run.awaits_reference and resumed is not None:
             recorded = checkpointer.metadata().get("reference")
@@ -162,14 +159,8 @@ def prepare_session(
         interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
-        metadata[INJECTED] = injected_numbers(run.step, state)
         if resumed is not None:
             saved = checkpointer.metadata(start)
-            if resume is None:
-                check_injected(metadata, saved, run_dir=run_dir)
-            state, metadata[INJECTED] = with_injected(
-                state, metadata, saved, may_change=resume is not None, report=progress.message
-            )
             metadata.update({RECORD: saved[RECORD]} if RECORD in saved else {})
         activity.begins_at(start)
         compared, other_rows = compared_rows(run, checkpointer, None if resumed is None else start)
@@ -276,9 +267,7 @@ def _assembled(
             f"{to_hold_out(config, own_data=data is not None)}"
         )
     check_can_go_back(config.spikes, opened)
-    run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
-    check_memory(run)
-    return run
+    return assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
 
 
 def _checkpointer(run: Run, folder: Place, run_dir: Path, progress: Progress) -> Checkpointer:

@@ -22,7 +22,7 @@ from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.changed_state import saved_leaves
 from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
-from jaxtrain.run.own_program import OwnDigests, differing_parts
+from jaxtrain.run.own_program import OwnDigests, computes_otherwise
 from jaxtrain.runtime.attempt import attempt
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT
@@ -363,8 +363,8 @@ def check_same_training(
 
 def check_same_computation(
     saved: Mapping[str, Any], digests: OwnDigests | None, *, run_dir: Path, may_change: bool
-) -> list[str]:
-    """Lines on what came from Python and computes something else than in the run of a checkpoint.
+) -> None:
+    """Refuse to go on where what came from Python computes something else than in the run of a checkpoint.
 
     Args:
         saved: metadata of the checkpoint.
@@ -373,15 +373,13 @@ def check_same_computation(
         may_change: whether a run that trains otherwise may go on.
 
     Raises:
-        ConfigError: something does, and may not.
+        ConfigError: it does, and may not.
     """
-    differ = differing_parts(saved, digests)
-    if not differ:
-        return []
-    what = " and ".join(differ)
-    if may_change:
-        return [f"going on with a change: {what} of this call and of the run in {run_dir} compute different things"]
-    raise ConfigError(f"{run_dir} holds a run that computes something else than this call, by {what}; {GO_ON}")
+    if not may_change and computes_otherwise(saved, digests):
+        raise ConfigError(
+            f"{run_dir} holds a run that computes something else: by a model, task, optimizer, params= or trainable= "
+            f"from Python; {GO_ON}"
+        )
 
 
 def state_changes(changes: Iterable[str]) -> list[str]:

@@ -128,12 +128,7 @@ def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> tu
     session.saves.settle()
     with session.record.spent.measure("creating state"):
         spike, state = restored_before(
-            session.run.step,
-            session.checkpointer,
-            spike,
-            frozen,
-            metadata=session.metadata,
-            report=session.progress.message,
+            session.run.step, session.checkpointer, spike, frozen, report=session.progress.message
         )
     session.activity.begins_at(spike.to_step)
     session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
