@@ -33,7 +33,7 @@ from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.changed_state import as_kept, as_saved
 from jaxtrain.run.class_order import class_notes
-from jaxtrain.run.compared import compared_rows, evaluated_as_before
+from jaxtrain.run.compared import compared_rows
 from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
@@ -139,7 +139,6 @@ def prepare_session(
             notes += source_changes(checkpointer.metadata(), metadata["called"])
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
-        run = evaluated_as_before(run, None if resumed is None else checkpointer.metadata(resumed))
         meter = run_meter(run, own_model=model is not None)
         progress.banner(banner_lines(loaded, run, run_dir, notes, own=own, units_per_step=meter.units_per_step))
 

@@ -11,7 +11,6 @@ from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
 from jaxtrain.checkpoint.tree import flatten, is_inside
 from jaxtrain.config.saved_run import recorded_parts
-from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data.special import SETTINGS_FILE
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
@@ -212,9 +211,6 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, weight
     """
     before, after = _flat(saved), _flat(current)
     differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
-    if not any(key.startswith(_HELD_OUT) for key in before):
-        # Earlier versions did not identify rows that were given for evaluation.
-        differ = [key for key in differ if not key.startswith(_HELD_OUT)]
     if differ:
         key = differ[0]
         more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
@@ -237,12 +233,6 @@ def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_
             f"{run_dir} holds a run with another configuration: {' and '.join(differ)}, which no resume "
             f"changes; {_set_back(weights)}"
         )
-
-
-def _end_of_text(stream: Mapping[str, Any]) -> int | None:
-    """The id that ends the documents of a stream, where it is not the one that its tokenizer alone says."""
-    found = [part.get("end_of_text") for part in stream.get("components") or [stream]]
-    return next((end for end in found if end is not None), None)
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -286,8 +276,7 @@ def changes_since(
     """
     parts = recorded_parts(current)
     check_given_again(saved, parts, run_dir)
-    # Redacted, since a checkpoint of an earlier version may hold a secret, which is neither compared nor shown.
-    before, after = redacted(_with_later_groups(saved.get("config", {}))), current["config"]
+    before, after = saved.get("config", {}), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
     _check_same_batches(saved.get("stream", {}), current["stream"], before, after, run_dir=run_dir, weights=weights)
     # After the batches, since it offers to go on with the change, and no change of them is gone on with.
@@ -310,32 +299,12 @@ def _check_same_batches(
     try:
         _check_batches(saved, current, run_dir=run_dir, weights=weights)
         check_stream(saved, current, weights=weights)
-    except UserError as error:
+    except UserError:
         if None not in kinds and kinds[0] != kinds[1]:
             raise DataError(
                 f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {_set_back(weights)}"
             ) from None
-        ends = [_end_of_text(stream) for stream in (saved, current)]
-        if isinstance(error, ConfigError) or ends[0] is not None or ends[1] is None:
-            raise
-        # Earlier versions knew the usual names alone.
-        raise DataError(
-            f"documents of {run_dir} were trained with the end of text of its own tokenizer.json, and those of the "
-            "data end with the eos_token beside data.tokenizer.path, or with data.tokenizer.end; set "
-            f"data.tokenizer.kind=file data.tokenizer.path={run_dir / 'tokenizer.json'} to go on as it began, use "
-            "another run directory, or start again with --resume never (from Python resume='never')"
-        ) from None
-
-
-def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a checkpoint, with the defaults of groups that jaxtrain did not have when it was saved.
-
-    And of the keys of `checkpoint`, which is the same group whatever is trained.
-    """
-    if not config:
-        return config
-    defaults = Config().model_dump(mode="json")
-    return {**defaults, **config, "checkpoint": {**defaults["checkpoint"], **config.get("checkpoint", {})}}
+        raise
 
 
 def check_same_training(

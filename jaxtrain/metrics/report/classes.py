@@ -23,10 +23,7 @@ def mistakes(run: RunFiles) -> str:
     # Records without `read` counted every row that they read.
     read = int(number(found.get("read")) or rows)
     ignored = read - rows
-    if found.get("spread") is True:
-        part = f"among {read:,} spread over {of_rows:,}" if ignored > 0 else f"spread over {of_rows:,}"
-    else:
-        part = f"among the first {read:,} of {of_rows:,}" if ignored > 0 else f"the first of {of_rows:,}"
+    part = f"among {read:,} spread over {of_rows:,}" if ignored > 0 else f"spread over {of_rows:,}"
     some = f" ({part})" if of_rows > read else ""
     step = number(found.get("step"))
     past = step is not None and run.last_step is not None and run.last_step > step
