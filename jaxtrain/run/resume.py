@@ -17,6 +17,7 @@ from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.optim.evaluation import kept_nodes
+from jaxtrain.run.agreed import flat
 from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.changed_state import saved_leaves
 from jaxtrain.run.kept_tokenizer import COPY_FILE
@@ -184,15 +185,6 @@ def finished_row(run_dir: Path) -> dict[str, float | int | None]:
     }
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
-    return flat
-
-
 def _set_back(weights: str = ",") -> str:
     """What works where no resume goes on; the clause of `_with_weights` is a part of it."""
     anew = "start again with --resume never (from Python resume='never')"
@@ -209,7 +201,7 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, weight
     Raises:
         DataError: names what differs.
     """
-    before, after = _flat(saved), _flat(current)
+    before, after = flat(saved), flat(current)
     differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     if differ:
         key = differ[0]
@@ -237,7 +229,7 @@ def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`; of a new kind, the kind alone."""
-    before, after = _flat(saved), _flat(current)
+    before, after = flat(saved), flat(current)
     kinds = [key.removesuffix("kind") for key in after if key.endswith(".kind") and before.get(key) != after[key]]
     return [
         f"{key} {before.get(key)} -> {after.get(key)}"

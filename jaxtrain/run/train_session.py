@@ -163,7 +163,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
     fed = session.activity.fed(session.interrupt.until_asked(batches), first=start + 1)
     try:
         return train_loop(
-            checked_step(run.step, run.config.checks, start=start, report=session.progress.message),
+            checked_step(run.step, run.config.checks, start=start),
             state,
             session.watch.following(bad_steps.following(fed, start + 1), start + 1),
             first=start + 1,

@@ -137,12 +137,9 @@ def test_a_wrong_setting_is_one_line(tmp_path: Path, case: str) -> None:
 
 
 WRONG = {
-    "a function": (lambda: fit(Path("x"), callbacks=[print]), "callbacks holds the function print"),
-    "no list": (lambda: fit(Path("x"), callbacks=jt.EarlyStopping()), r"write callbacks=\[EarlyStopping\(...\)\]"),
-    "the class": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping]), r"write EarlyStopping\(...\)"),
+    "a function": (lambda: fit(Path("x"), callbacks=[print]), r"write callbacks=\[jaxtrain.Callback"),
     "two": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()] * 2), "holds 2 EarlyStopping"),
     "nothing to call": (lambda: jt.Callback(), "Callback has nothing to call"),
-    "no function": (lambda: jt.Callback(on_step=3), "on_step is 3, not a function"),  # pyright: ignore
     "every": (lambda: jt.Callback(on_step=print, every=0), "every=0 of a Callback"),
     "patience": (lambda: jt.EarlyStopping(patience=0), "patience is 0 .jaxtrain.EarlyStopping."),
     "mode": (lambda: jt.EarlyStopping(mode="least"), "'least' .jaxtrain.EarlyStopping., not one of"),  # pyright: ignore
