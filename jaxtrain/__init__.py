@@ -114,6 +114,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOMES[name]), name)
     if isfunction(value):
         value = import_module("jaxtrain.config.keywords").suggesting(value)
+        value.__module__ = __name__  # it is pickled by its public name
     globals()[name] = value
     return value
 

@@ -1,6 +1,7 @@
 """A keyword as another library spells it: the error says what to write here."""
 
 import inspect
+import pickle
 
 import pytest
 
@@ -37,3 +38,7 @@ def test_signature_and_type_stay():
     assert isinstance(jt.EarlyStopping("eval_f1", patience=2), jt.EarlyStopping)
     with pytest.raises(TypeError, match="missing 1 required"):
         jt.fit(None, None, None, steps=3)
+
+
+def test_public_functions_can_be_pickled():
+    assert pickle.loads(pickle.dumps(jt.classification)) is jt.classification
