@@ -20,6 +20,7 @@ from jaxtrain.run.own_parts import FIT
 from jaxtrain.run.result import Result
 from jaxtrain.run.trainer import train_loaded
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.attempt import attempt
 
 if TYPE_CHECKING:
     import optax
@@ -142,8 +143,8 @@ def fit(
         given["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
     settings = _loaded(given, overrides).config
-    if run_dir is None and resume in ("auto", "must"):
-        raise ConfigError(f"resume={resume!r} needs the directory of the run to go on with; give run_dir=")
+    if run_dir is None and (resume in ("auto", "must") or attempt() is not None):
+        raise ConfigError("a run that is resumed, or restarted by a supervisor, needs its directory; give run_dir=")
     distributed.start(compilation_cache=settings.compilation_cache)
     from jaxtrain.models.tasks import named_task
     from jaxtrain.train.checks import check_parts

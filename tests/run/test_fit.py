@@ -337,7 +337,7 @@ WRONG = {
         dict(data=batches_of(), overrides={"train.global_batch_size": 8}),
         "batch_size=8, but the iterable gives batches of 16",
     ),
-    "resume without a directory": (dict(run_dir=None, resume="must"), "needs the directory of the run"),
+    "resume without a directory": (dict(run_dir=None, resume="must"), "needs its directory; give run_dir="),
     "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
     "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
     "a share of 2": (dict(validation=2.0), "validation=2; use a share of the rows between 0 and 1"),
