@@ -52,7 +52,7 @@ def suggesting(target: Target) -> Target:
 
     if is_class:
         cast(Any, target).__init__ = called
-    return target if is_class else cast(Target, called)
+    return cast(Target, target if is_class else called)
 
 
 def _hint(name: str, known: list[str]) -> str:
