@@ -4,6 +4,7 @@ A public name is imported when it is first used, so that `import jaxtrain` takes
 """
 
 from importlib import import_module
+from inspect import isfunction
 from typing import Any
 
 __version__ = "0.1.0"
@@ -111,6 +112,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")
 
     value = getattr(import_module(_HOMES[name]), name)
+    if isfunction(value):
+        value = import_module("jaxtrain.config.keywords").suggesting(value)
+        value.__module__ = __name__  # it is pickled by its public name
     globals()[name] = value
     return value
 

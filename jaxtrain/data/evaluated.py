@@ -13,7 +13,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @functools.lru_cache(maxsize=2)
-def evaluated_numbers(num_rows: int, most: int | None, *, spread: bool = True) -> np.ndarray:
+def evaluated_numbers(num_rows: int, most: int | None) -> np.ndarray:
     """Returns the numbers of the rows that are evaluated: int64 [rows], rising, a function of the arguments alone.
 
     Kept between the evaluations of a run, of which each asks for them again.
@@ -25,12 +25,9 @@ def evaluated_numbers(num_rows: int, most: int | None, *, spread: bool = True) -
     Args:
         num_rows: how many rows are held out.
         most: how many of them are evaluated at most; None: all.
-        spread: whether they are spread over all rows; otherwise they are the first ones.
     """
     if most is None or most >= num_rows:
         numbers = np.arange(num_rows)
-    elif not spread:
-        numbers = np.arange(most)
     else:
         places = np.arange(num_rows, dtype=np.uint64) * _GOLDEN
         numbers = np.sort(np.argpartition(places, most - 1)[:most])
@@ -38,11 +35,11 @@ def evaluated_numbers(num_rows: int, most: int | None, *, spread: bool = True) -
     return numbers
 
 
-def evaluated_rows(rows: "grain.MapDataset", most: int | None, *, spread: bool) -> "grain.MapDataset":
+def evaluated_rows(rows: "grain.MapDataset", most: int | None) -> "grain.MapDataset":
     """Returns the rows that are evaluated; see `evaluated_numbers`."""
     # Imported here because grain takes a quarter of a second.
     from jaxtrain.data.rows import selected_rows
 
     if most is None or most >= len(rows):
         return rows
-    return selected_rows(rows, evaluated_numbers(len(rows), most, spread=spread))
+    return selected_rows(rows, evaluated_numbers(len(rows), most))

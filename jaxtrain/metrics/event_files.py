@@ -4,6 +4,7 @@ tensorboardX's own writer makes training wait once its queue of ten events is fu
 its thread ends at an error of the disk. So only the form of the events is its; when they are written is decided here.
 """
 
+import base64
 import contextlib
 import itertools
 import os
@@ -17,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxtrain.metrics.recorded import Row, Text, read_items
 from jaxtrain.runtime.files import plain_number
@@ -120,7 +123,7 @@ class TensorBoardWriter:
     def scalars(self, step: int, values: Mapping[str, float | int | None]) -> None:
         self._put(Row(step, time.time(), {name: plain_number(value) for name, value in values.items()}))
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         self._put(Text(step, name, text))
 
     def close(self) -> None:
@@ -192,9 +195,9 @@ class _Tags:
     def of(self, item: Row | Text) -> Iterator[str]:
         names = (item.name,) if isinstance(item, Text) else _numbers(item)
         for name in names:
-            key = type(item), name
+            key = type(item.text if isinstance(item, Text) else item), name
             if key not in self._known:
-                one = Text(0, name, "") if isinstance(item, Text) else Row(0, 0.0, {name: 0.0})
+                one = item if isinstance(item, Text) else Row(0, 0.0, {name: 0.0})
                 event = _event(one)
                 assert event is not None, "it has a value"
                 self._known[key] = event.summary.value[0].tag
@@ -246,13 +249,31 @@ def _event(item: Row | Text) -> Any:
 
     new = _messages().Event
     if isinstance(item, Text):
-        # TensorBoard renders Markdown; four spaces make it show a sample unchanged.
-        shown = "\n".join(f"    {line}" for line in item.text.splitlines())
-        return new(wall_time=time.time(), step=item.step, summary=summary.text(item.name, shown))
+        if isinstance(item.text, str):
+            # TensorBoard renders Markdown; four spaces make it show a sample unchanged.
+            found = summary.text(item.name, "\n".join(f"    {line}" for line in item.text.splitlines()))
+        else:
+            found = _media(item.name, item.text)
+        return new(wall_time=time.time(), step=item.step, summary=found)
     event = new(wall_time=item.seconds, step=item.step)
     for name, number in _numbers(item).items():
         event.summary.value.extend(summary.scalar(name, number).value)
     return event if event.summary.value else None
+
+
+def _media(name: str, value: Mapping[str, Any]) -> Any:
+    from tensorboardX import summary
+
+    if "png" in value:
+        content = base64.b64decode(value["png"])
+        width, height = struct.unpack(">II", content[16:24])  # of the header
+        messages = import_module("tensorboardX.proto.summary_pb2")
+        image = messages.Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
+        return messages.Summary(value=[messages.Summary.Value(tag=name, image=image)])
+    counts, edges = np.array(value["counts"], float), np.array(value["edges"], float)
+    middles = (edges[:-1] + edges[1:]) / 2
+    sums = (counts.sum(), (counts * middles).sum(), (counts * middles**2).sum())
+    return summary.histogram_raw(name, edges[0], edges[-1], *sums, edges[1:].tolist(), counts.tolist())
 
 
 def _numbers(row: Row) -> dict[str, float | int]:

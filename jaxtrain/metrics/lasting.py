@@ -6,6 +6,7 @@ replaced is written again: as long as it is open its rows can be read, whoever d
 
 import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxtrain.errors import StorageError
 from jaxtrain.metrics.writers import JsonlWriter, Scalars, row_of, text_row_of
@@ -31,7 +32,7 @@ class LastingWriter:
     def scalars(self, step: int, values: Scalars) -> None:
         self._add(step, row_of(step, values))
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         self._add(step, text_row_of(step, name, text))
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""Small pictures of rows as PNG files, written without an imaging library. No jax here."""
+"""Small pictures of rows as PNG files. No jax here."""
 
-import struct
-import zlib
+import io
 
 import numpy as np
 
@@ -51,15 +50,9 @@ def _averaged(pixels: np.ndarray, most: int) -> np.ndarray:
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """Encode uint8 [H, W, 1] or [H, W, 3] (PNG specification, third edition: chunks IHDR, IDAT, IEND)."""
-    height, width, channels = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2}[channels], 0, 0, 0)
-    # Each line begins with its filter: 0 is none.
-    lines = b"".join(b"\0" + line.tobytes() for line in pixels)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        (_chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(lines, 9)), _chunk(b"IEND", b""))
-    )
+    """Encode uint8 [H, W, 1] or [H, W, 3]."""
+    from PIL import Image
 
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    content = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(content, "PNG", optimize=True)
+    return content.getvalue()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Text:
-    """A text of one step, such as a generated sample.
+    """A text of one step, such as a generated sample, or a histogram or image.
 
     Attributes:
         step: number of the step.
         name: of the text.
-        text: its content.
+        text: its content; {"counts": ..., "edges": ...} of a histogram, {"png": base64} of an image.
     """
 
     step: int
     name: str
-    text: str
+    text: str | Mapping[str, Any]
 
 
 def read_items(path: Path, num_bytes: int) -> Iterator[Row | Text]:
@@ -55,7 +56,7 @@ def read_items(path: Path, num_bytes: int) -> Iterator[Row | Text]:
                 step = found.pop("step", None) if isinstance(found, dict) else None
                 if not isinstance(step, int):
                     continue
-                yield from (Text(step, name, text) for name, text in found.items() if isinstance(text, str))
+                yield from (Text(step, name, text) for name, text in found.items() if isinstance(text, str | dict))
                 numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
                 if numbers:
                     yield Row(step, time.time(), numbers)

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 EVALUATED_ROWS = "evaluated_rows"
-"""Key of run.json and of the metadata of a checkpoint: how many held-out rows are evaluated, whether they are
-spread over all of them, and since which step."""
+"""Key of run.json and of the metadata of a checkpoint: how many held-out rows are evaluated, and since
+which step."""
 
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 

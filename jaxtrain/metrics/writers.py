@@ -53,14 +53,8 @@ class Writer(Protocol):
         """
         ...
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Record a text of one step, such as a generated sample.
-
-        Args:
-            step: number of the step.
-            name: of the text.
-            text: its content.
-        """
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
+        """Record a text, a histogram or an image of one step; see `Text`."""
         ...
 
     def close(self) -> None:
@@ -100,7 +94,7 @@ class JsonlWriter:
     def scalars(self, step: int, values: Scalars) -> None:
         self.file.append(row_of(step, values))
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         self.file.append(text_row_of(step, name, text))
 
     def truncate_after(self, step: int) -> None:
@@ -151,9 +145,10 @@ def row_of(step: int, values: Scalars) -> Mapping[str, object]:
     return {"step": step} | {name: plain_number(value) for name, value in values.items()}
 
 
-def text_row_of(step: int, name: str, text: str) -> Mapping[str, object]:
+def text_row_of(step: int, name: str, text: str | Mapping[str, Any]) -> Mapping[str, object]:
     """Return the row of a text; see `row_of`."""
-    check_kind(text, str, what="JsonlWriter.text: text", takes="a text", write="writer.text(1, 'sample', 'Once upon')")
+    write = "writer.text(1, 'sample', 'Once upon')"
+    check_kind(text, (str, dict), what="JsonlWriter.text: text", takes="a text", write=write)
     return {"step": _checked_step(step), name: text}
 
 
@@ -175,7 +170,7 @@ class MultiWriter:
         for writer in self.writers:
             writer.scalars(step, values)
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         for writer in self.writers:
             writer.text(step, name, text)
 

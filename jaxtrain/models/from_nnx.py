@@ -1,5 +1,6 @@
 """A Flax NNX module as a `Model`: the module is split once, so that no NNX object crosses a `jit` boundary."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -135,55 +136,65 @@ def linear_kernels(module: nnx.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def check_maker(make: object, *, of: str) -> None:
-    """Raise an error where `make` is not a function of the random streams alone.
+def maker_of(make: Any, *, of: str) -> Callable[[nnx.Rngs], nnx.Module]:
+    """What builds a module from its random streams alone, which it may take as `rngs`, by position or by name.
 
     Args:
-        make: what was given.
+        make: a class, a function, or, for `from_nnx`, a module: its values are what each build starts from.
         of: the function that takes it.
 
     Raises:
-        ConfigError: says what was given, and how to write it.
+        ConfigError: it is none of these, or takes more than the streams.
     """
     kind = make if isinstance(make, type) else type(make)
-    more = "" if of == "from_nnx" else ", ..."
-    write = f"write {of}(lambda rngs: {kind.__name__}(..., rngs=rngs){more})"
-    if isinstance(make, nnx.Module):
-        raise ConfigError(f"{of} takes a function that builds the module, not an instance of {kind.__name__}; {write}")
+    if isinstance(make, nnx.Module) and of == "from_nnx":
+        if any(isinstance(leaf, jax.ShapeDtypeStruct | Tracer) for leaf in jax.tree.leaves(nnx.state(make))):
+            raise ConfigError(f"{kind.__name__} holds shapes without values; write from_nnx(lambda rngs: ...)")
+        return lambda rngs: nnx.clone(make)
     if isinstance(make, linen.Module) or issubclass(kind, linen.Module):
-        write = f"write from_linen({kind.__name__}(...), example_inputs)"
         raise ConfigError(
-            f"{of} takes a function that builds a module of flax.nnx, not {kind.__name__} of Linen; {write}"
+            f"{of} takes a module of flax.nnx; {kind.__name__} is of Linen: write from_linen(module, example_inputs)"
         )
-    if not callable(make):
+    if isinstance(make, nnx.Module) or not callable(make):
         raise ConfigError(f"{of} takes a function rngs -> module, not {kind.__name__} {str(make)[:60]!r}")
+    build: Any = make
     try:
         # Flax's metaclass hides what a class takes.
         signature = inspect.signature(functools.partial(make.__init__, None) if isinstance(make, type) else make)
     except ValueError:  # a callable written in C has no signature: the call itself raises
-        return
-    try:
-        signature.bind(None)
-    except TypeError:
-        name = getattr(make, "__name__", kind.__name__)
-        write = f"write {of}(lambda rngs: {name}(..., rngs=rngs){more})"
-        raise ConfigError(
-            f"{of} calls {name} with the random streams alone, but it takes {signature}; {write}"
-        ) from None
+        return build
+    if _binds(signature, rngs=None):
+        return lambda rngs: build(rngs=rngs)
+    if _binds(signature, None):
+        return build
+    name = getattr(make, "__name__", kind.__name__)
+    needed = [one.name for one in signature.parameters.values() if one.default is one.empty and one.name != "rngs"]
+    raise ConfigError(
+        f"{of} gives {name} the random streams alone, but it takes {signature}; write "
+        f"{of}(lambda rngs: {name}({', '.join(f'{one}={one}' for one in needed)}, rngs=rngs))"
+    )
+
+
+def _binds(signature: inspect.Signature, *arguments: Any, **keywords: Any) -> bool:
+    with contextlib.suppress(TypeError):
+        signature.bind(*arguments, **keywords)
+        return True
+    return False
 
 
 def from_nnx(
-    make: Callable[[nnx.Rngs], nnx.Module],
+    make: Callable[..., nnx.Module] | nnx.Module,
     *,
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
     call: Call | None = None,
     name: str | None = None,
     gathers_itself: tuple[str, ...] = (),
 ) -> Model:
-    """Make a model from a function that builds an NNX module.
+    """Make a model from an NNX module, its class, or a function that builds it.
 
     Args:
-        make: rngs -> module; it is called once abstractly here and once inside the sharded init.
+        make: a class or function that needs nothing but `rngs`: it is called once abstractly here and once inside the
+            sharded init. Or a module, which is not changed: training starts from its values, whatever the seed.
         axes: parameter path -> logical axes (see `Model.axes`). None: the partitioning metadata of the parameters
             (`nnx.with_partitioning`), and the default sharding for parameters that have none.
         call: (module, inputs, key, train) -> outputs; None: `module(inputs)`. It is called after `module.train()` or
@@ -197,13 +208,13 @@ def from_nnx(
         attributes, and all other variables except random streams.
 
     Raises:
-        ConfigError: `make` is a module, takes more than the random streams, or does not return a module; or the module
-            holds an array in a plain container.
+        ConfigError: `make` takes more than the random streams or does not return a module, or the module holds an
+            array in a plain container.
 
     Example:
         >>> model = jt.from_nnx(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
     """
-    check_maker(make, of="from_nnx")
+    make = building(maker_of(make, of="from_nnx"))
     if axes is not None:
         check_axes(axes, what="from_nnx: axes")
     if call is not None:
@@ -215,7 +226,6 @@ def from_nnx(
     takes = "a tuple of top-level names of parameters"
     write = f"gathers_itself=({gathers_itself!r},)" if isinstance(gathers_itself, str) else "gathers_itself=('blocks',)"
     check_kind(gathers_itself, tuple, what="from_nnx: gathers_itself", takes=takes, write=write)
-    make = building(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     if not isinstance(abstract, nnx.Module):
         raise ConfigError(f"from_nnx takes a function that returns an nnx.Module, not {type(abstract).__name__}")

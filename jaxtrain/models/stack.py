@@ -11,7 +11,7 @@ from jaxtrain.config.arguments import check_kind, check_whole
 from jaxtrain.layout.gather import gather_parameters
 from jaxtrain.layout.sharding import platform
 from jaxtrain.layout.stack_sums import attach_sums, enter_stack, leave_stack
-from jaxtrain.models.from_nnx import building, check_maker, from_dict, to_dict
+from jaxtrain.models.from_nnx import building, from_dict, maker_of, to_dict
 from jaxtrain.remat.policy import Remat
 
 
@@ -31,12 +31,11 @@ def make_stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nn
         >>> stack.kernel.shape
         (12, 4, 4)
     """
-    check_maker(make, of="make_stack")
+    make = building(maker_of(make, of="make_stack"))
     example = "make_stack(make, 12, rngs)"
     num_layers = check_whole(num_layers, what="make_stack: num_layers", least=1, write=example)
     write = f"{example} with rngs=nnx.Rngs(0), or the rngs of the module around"
     check_kind(rngs, nnx.Rngs, what="make_stack: rngs", takes="the random streams of a module", write=write)
-    make = building(make)
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), num_layers)
     layers = jax.vmap(lambda key: to_dict(nnx.state(make(nnx.Rngs(key)))))(keys)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtrain.config.arguments import check_functions, check_kind
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
-from jaxtrain.models.from_nnx import building, check_maker, from_dict, linear_kernels, metadata_axes, to_dict
+from jaxtrain.models.from_nnx import building, from_dict, linear_kernels, maker_of, metadata_axes, to_dict
 from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, PartsApply, Rebuild
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.remat.policy import Remat
@@ -74,7 +74,7 @@ def from_stages(
         >>> model.parts.num_layers
         2
     """
-    check_maker(make, of="from_stages")
+    make = building(maker_of(make, of="from_stages"))
     takes = "the name of the attribute that holds the stack"
     check_kind(stack, str, what="from_stages: stack", takes=takes, write="stack='blocks'")
     calls = {
@@ -88,7 +88,6 @@ def from_stages(
     if remat is not None:
         write = f"remat=Remat({remat!r})" if isinstance(remat, str) else "remat=Remat('full')"
         check_kind(remat, Remat, what="from_stages: remat", takes="a policy", write=write)
-    make = building(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, template, rest = nnx.split(abstract, nnx.Param, ...)
     others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]

@@ -60,7 +60,7 @@ def agree_on_start(loaded: Loaded, run_dir: Path, *, resume: str | None) -> None
 def run_facts(run: Run) -> Facts:
     """What identifies the rows of each batch, and the options that the compiler of each process was found to accept."""
     options = run.step.compiler_options
-    found = {f"data ({name})": (value, "") for name, value in flat(run.stream).items()}
+    found = {f"data ({name})": (str(value), "") for name, value in flat(run.stream).items()}
     # A fact each, since what is told of a fact is cut and names are long.
     return found | {
         f"compiler option {name}": (str(value), "") for name, value in {**options.used, **options.tried}.items()
@@ -70,7 +70,7 @@ def run_facts(run: Run) -> Facts:
 def _start_facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
     # Both values of what differs are shown, and a secret that differs between hosts trains the same.
     config = flat(redacted(loaded.config.model_dump(mode="json")))
-    facts = {key: (value, loaded.origins.get(key, "")) for key, value in config.items() if not _may_differ(key)}
+    facts = {key: (str(value), loaded.origins.get(key, "")) for key, value in config.items() if not _may_differ(key)}
     versions = {f"version of {package}": (str(version), "") for package, version in package_versions().items()}
     settings = {name: jax.config.values[name] for name in _JAX_SETTINGS}
     return {
@@ -100,11 +100,11 @@ def _may_differ(key: str) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in MAY_DIFFER)
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value as text."""
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
     if not isinstance(tree, Mapping):
-        return {prefix: str(tree)}
-    found: dict[str, str] = {}
+        return {prefix: tree}
+    found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return found

@@ -92,7 +92,7 @@ def _evaluation_notes(loaded: Loaded, run: Run, *, own_data: bool) -> list[str]:
         held_out, count = len(run.data.validation), most_evaluated(run.config)
         if most is None or count is None or held_out <= count:
             return []
-        return [limit_note(count, held_out, most, spread=run.is_spread)]
+        return [limit_note(count, held_out, most)]
     if every is None:
         return []
     where = loaded.origins.get("evaluation.every", "")

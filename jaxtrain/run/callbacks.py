@@ -1,10 +1,11 @@
 """What a program may do between the steps of a run: plain functions that see its numbers and may stop it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxtrain.config.keywords import suggesting
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.early_stopping import EarlyStopping
 
@@ -27,14 +28,49 @@ class Moment:
 
     Example:
         >>> seen = jt.Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
+        >>> norms = jt.Callback(on_step=lambda moment: moment.log({"gradients": moment.gradients()}), every=100)
     """
 
     step: int
     metrics: Mapping[str, float | int]
     state: "TrainState"
     run_dir: Path
+    _log: Callable[[int, Mapping[str, Any]], None] = field(repr=False, default=lambda step, values: None)
+    _gradients: Callable[[], Any] | None = field(repr=False, default=None)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Write numbers, histograms and images to metrics.jsonl, TensorBoard, the trackers and the report.
+
+        Every process calls it.
+
+        Args:
+            values: name -> a number; an array of one dim, of which the histogram is logged, or the pair (counts, edges)
+                of `np.histogram`; an image [H, W], [H, W, 1] or [H, W, 3], uint8 or scaled to its range, at most 512
+                pixels high and wide; or a nested dict of arrays, such as gradients, with a histogram for each.
+
+        Raises:
+            ConfigError: a value is none of these, or has the name of a metric of the run.
+        """
+        taken = next((name for name in values if name == "step" or name in self.metrics), None)
+        if taken is not None:
+            raise ConfigError(f"moment.log: {taken!r} is a metric of the run; use another name")
+        self._log(self.step, values)
+
+    def gradients(self) -> Any:
+        """The mean gradients of the batch of this step at the state after it; every process calls it.
+
+        Returns:
+            A tree like the parameters, float32, None in place of frozen ones; see `TrainStep.gradients`.
+
+        Raises:
+            ConfigError: called in `on_evaluation` or `on_save`, which have no batch.
+        """
+        if self._gradients is None:
+            raise ConfigError("moment.gradients() needs the batch of a step; call it in on_step")
+        return self._gradients()
 
 
+@suggesting
 @dataclass(frozen=True)
 class Callback:
     """Functions that a run calls between its steps; each gets a `Moment`, and stops the run by returning "stop".
@@ -52,7 +88,7 @@ class Callback:
         every: steps between two calls of `on_step`.
 
     Raises:
-        ConfigError: none of the functions is given, one is no function, or `every` is no whole number from 1.
+        ConfigError: none of the functions is given, or `every` is below 1.
 
     Example:
         >>> def enough(moment):
@@ -66,15 +102,9 @@ class Callback:
     every: int = 1
 
     def __post_init__(self) -> None:
-        given = {"on_step": self.on_step, "on_evaluation": self.on_evaluation, "on_save": self.on_save}
-        for name, function in given.items():
-            if function is not None and not callable(function):
-                raise ConfigError(
-                    f"{name} is {function!r}, not a function of a Moment; write {name}=lambda moment: ..."
-                )
-        if all(function is None for function in given.values()):
+        if self.on_step is self.on_evaluation is self.on_save is None:
             raise ConfigError("Callback has nothing to call; give on_step=, on_evaluation= or on_save=")
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+        if self.every < 1:
             raise ConfigError(f"every={self.every!r} of a Callback; use a whole number of steps from 1")
 
 
@@ -82,40 +112,23 @@ def sorted_callbacks(given: Any) -> tuple[tuple[Callback, ...], EarlyStopping | 
     """The callbacks of a run, and the early stopping among them, which is a setting of the run.
 
     Args:
-        given: what a program passed as `callbacks`.
+        given: what a program passed as `callbacks`; one alone is taken too.
 
     Raises:
         ConfigError: something else is among them, or more than one early stopping.
     """
-    if isinstance(given, (Callback, EarlyStopping)) or not isinstance(given, Sequence) or isinstance(given, str):
-        hint = f"write callbacks=[{type(given).__name__}(...)]" if isinstance(given, (Callback, EarlyStopping)) else ""
+    listed = [given] if isinstance(given, (Callback, EarlyStopping)) else list(given)
+    if any(not isinstance(one, (Callback, EarlyStopping)) for one in listed):
         raise ConfigError(
-            f"callbacks is {_shown(given)}, not a list; "
-            + (hint or "write callbacks=[jaxtrain.Callback(on_step=...), jaxtrain.EarlyStopping()]")
+            f"callbacks={given!r}; write callbacks=[jaxtrain.Callback(on_step=...), jaxtrain.EarlyStopping(...)]"
         )
-    for one in given:
-        if not isinstance(one, (Callback, EarlyStopping)):
-            written = "jaxtrain.Callback(on_step=...)"
-            if one is EarlyStopping or one is Callback:
-                written = f"{one.__name__}(...)"
-            raise ConfigError(f"callbacks holds {_shown(one)}, not a jaxtrain.Callback; write {written}")
-    stopping = [one for one in given if isinstance(one, EarlyStopping)]
+    stopping = [one for one in listed if isinstance(one, EarlyStopping)]
     if len(stopping) > 1:
         raise ConfigError(f"callbacks holds {len(stopping)} EarlyStopping; a run has one: leave the others out")
-    return tuple(one for one in given if isinstance(one, Callback)), next(iter(stopping), None)
+    return tuple(one for one in listed if isinstance(one, Callback)), next(iter(stopping), None)
 
 
 def check_answer(answer: Any, name: str) -> None:
     """Raise where a callback returned something other than None or "stop"."""
     if answer is not None and not (isinstance(answer, str) and answer == "stop"):
-        raise ConfigError(f'{name} of a callback returned {_shown(answer)}; return "stop" to stop the run, or nothing')
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return repr(value)
-    if callable(value):
-        return f"the function {getattr(value, '__name__', type(value).__name__)}"
-    return f"an instance of {type(value).__name__}"
+        raise ConfigError(f'{name} of a callback returned {answer!r}; return "stop" to stop the run, or nothing')

@@ -17,21 +17,16 @@ from jaxtrain.train.update import Metrics
 StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
-def checked_step(
-    step: TrainStep, checks: ChecksConfig | None, *, start: int, report: Callable[[str], None]
-) -> StepFunction:
+def checked_step(step: TrainStep, checks: ChecksConfig | None, *, start: int) -> StepFunction:
     """The step itself where nothing is checked, else a function that also compares.
 
     Args:
         step: compiled.
         checks: when what is compared; None: nothing is.
         start: steps done before the first call.
-        report: called with one line where there is nothing to compare.
     """
     if checks is None or (checks.replay_every is None and checks.replicas_every is None):
         return step
-    if checks.replicas_every is not None and step.mesh.size == 1:
-        report("checks.replicas_every has nothing to compare on one device; checks.replay_every has")
     return CheckedStep(step, checks, start=start)
 
 

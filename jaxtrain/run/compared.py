@@ -1,12 +1,10 @@
 """Which evaluations of a run can be compared: those over the same number of its held-out rows.
 
 The rows themselves stay the same, since a run goes on with its own data alone; `evaluation.max_batches` may change, and
-then early stopping and `keep_best` begin anew. What is noted here is part of the metadata of every checkpoint. Earlier
-versions evaluated the first rows, and noted nothing of it; `spread` says that the rows are spread over all of them.
+then early stopping and `keep_best` begin anew. What is noted here is part of the metadata of every checkpoint.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
@@ -22,41 +20,17 @@ def most_evaluated(config: Config) -> int | None:
     return None if batches is None else batches * config.train.global_batch_size
 
 
-def is_spread(noted: Any, count: int) -> bool:
-    """Whether an evaluation of a run that was begun earlier takes rows spread over all held-out rows.
-
-    Args:
-        noted: what it noted of its evaluations; nothing where its checkpoints do not say it.
-        count: how many rows are evaluated: where that is another number, there is nothing to compare with.
-    """
-    return isinstance(noted, Mapping) and (noted.get("spread") is True or noted.get("count") != count)
-
-
-def evaluated_as_before(run: Run, before: Mapping[str, Any] | None) -> Run:
-    """The run, evaluating the rows that it evaluated before.
-
-    Args:
-        run: that begins or goes on.
-        before: metadata of the checkpoint that it goes on from; None: it begins.
-    """
-    if before is None or run.data.validation is None:
-        return run
-    return replace(run, is_spread=is_spread(before.get(EVALUATED_ROWS), _count(run)))
-
-
 def _count(run: Run) -> int:
     num_rows, most = len(run.data.validation or ()), most_evaluated(run.config)
     return num_rows if most is None else min(num_rows, most)
 
 
-def limit_note(count: int, num_rows: int, max_batches: int, *, spread: bool) -> str:
+def limit_note(count: int, num_rows: int, max_batches: int) -> str:
     """Which rows are evaluated where some are left out."""
-    which = (
-        f"{count:,} of {num_rows:,} held-out rows, spread over all of them"
-        if spread
-        else f"the first {count:,} of {num_rows:,} held-out rows, as when the run began"
+    return (
+        f"evaluation: {count:,} of {num_rows:,} held-out rows, spread over all of them "
+        f"(evaluation.max_batches={max_batches}); evaluation.max_batches=null takes all"
     )
-    return f"evaluation: {which} (evaluation.max_batches={max_batches}); evaluation.max_batches=null takes all"
 
 
 def compared_rows(run: Run, checkpointer: Checkpointer, start: int | None) -> tuple[dict[str, Any], str | None]:
@@ -78,22 +52,20 @@ def compared_rows(run: Run, checkpointer: Checkpointer, start: int | None) -> tu
     if rows is None:
         return {} if former is None else {EVALUATED_ROWS: former}, None
     count = _count(run)
-    noted = {"count": count, "spread": True} if run.is_spread else {"count": count}
-    if start is None or not isinstance(former, Mapping):
-        # Checkpoints of earlier versions do not say it.
-        return {EVALUATED_ROWS: {**noted, "after": 0}}, None
-    if former.get("count") == count and (is_spread(former, count) == run.is_spread or count == len(rows)):
-        return {EVALUATED_ROWS: {**noted, "after": compared_after(before)}}, None
+    if start is None or former is None:
+        return {EVALUATED_ROWS: {"count": count, "after": 0}}, None
+    if former["count"] == count:
+        return {EVALUATED_ROWS: {"count": count, "after": compared_after(before)}}, None
     # Where the state after this step was not evaluated, it will be, over the rows of now.
     is_evaluated = bool(from_process_0(lambda: int(checkpointer.info(start).eval_loss is not None)))
     after = start if is_evaluated else start - 1
     comparing = ["early stopping"] if config.evaluation.early_stopping is not None else []
     comparing += ["checkpoint.keep_best"] if config.checkpoint.keep_best else []
     line = (
-        f"evaluations are of {count} held-out rows from here on, and were of {former.get('count')} before: "
+        f"evaluations are of {count} held-out rows from here on, and were of {former['count']} before: "
         f"{' and '.join(comparing)} {'begin' if len(comparing) > 1 else 'begins'} to compare anew"
     )
-    return {EVALUATED_ROWS: {**noted, "after": after}}, line if comparing else None
+    return {EVALUATED_ROWS: {"count": count, "after": after}}, line if comparing else None
 
 
 def gone_back(metadata: Mapping[str, Any], step: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from jaxtrain.config import Loaded
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.runinfo import EVALUATED_ROWS, run_info
 from jaxtrain.models.tasks import is_shipped
-from jaxtrain.run.loss_digests import loss_digests
 from jaxtrain.run.roll_back import RECORD
 from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run
@@ -50,7 +49,6 @@ def described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str
     )
     info["task"] = run.step.task.name
     info["task_is_shipped"] = is_shipped(run.step.task)
-    info["loss_digests"] = loss_digests(run, metadata)
     info["parameters"] = _parameters(run)
     for key in ("from_python", "called", "digests"):
         info[key] = metadata[key]

@@ -1,7 +1,6 @@
 """A whole run of parts from Python: `fit` writes the config that says the same, and trains as `run_config` does."""
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +15,12 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
-from jaxtrain.run.folder import run_folder
-from jaxtrain.run.given_twice import ONE_KEY, check_given_once
+from jaxtrain.run.folder import numbered_folder, run_folder
 from jaxtrain.run.own_parts import FIT
 from jaxtrain.run.result import Result
 from jaxtrain.run.trainer import train_loaded
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.attempt import attempt
 
 if TYPE_CHECKING:
     import optax
@@ -93,16 +92,16 @@ def fit(
         clip_norm: largest global norm of the gradient; None: no clipping.
         ema_decay: largest decay of a moving average of the parameters, which evaluation uses; None: none.
         trainable: parameter path -> whether it is trained; None: all are.
-        learning_rate: the rate that the metrics show, a number or a schedule; it does not change the optimizer.
+        learning_rate: the rate that the metrics show; None: that of the optimizer, where its optax chain says it.
         rules, parallelism, compiler_options, offload_optimizer: see `make_train_step`.
         params, model_state, skip: what training starts from, as for `TrainStep.init`; None: what the model draws.
         seed: of the parameters, the order of the rows, dropout, and the rows that a share takes.
-        run_dir: where everything is written; None: runs/run.
-        resume: None goes on with the run that the directory holds if it trains the same (more steps are allowed) and
+        run_dir: where everything is written; None: a directory of its own, runs/<name of the model>-<number>.
+        resume: None goes on with the run that `run_dir` holds if it trains the same (more steps are allowed) and
             refuses another one; never starts anew; must and auto are as for `run_config`.
         finetune: adapters to train in place of the weights, as in the group of a config: {"lora": {"rank": 8}}.
         evaluation, checkpoint, logging: keys of these groups of a config, such as {"every": 100}.
-        overrides: keys of a config that no argument sets, dotted or nested: {"profile.start_step": 20}.
+        overrides: keys of a config on top of the arguments, dotted or nested: {"profile.start_step": 20}.
         callbacks: `Callback` and `EarlyStopping`.
         progress: where phases and progress are shown; None: on standard error.
 
@@ -144,15 +143,8 @@ def fit(
         given["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
     settings = _loaded(given, overrides).config
-    asked = _asked(
-        given,
-        {
-            **dict(compiler_options=compiler_options, finetune=finetune, evaluation=evaluation),
-            **dict(checkpoint=checkpoint, logging=logging),
-        },
-    )
-    folder = run_folder(run_dir, "run")
-    given["name"] = folder.name or "run"
+    if run_dir is None and (resume in ("auto", "must") or attempt() is not None):
+        raise ConfigError("a run that is resumed, or restarted by a supervisor, needs its directory; give run_dir=")
     distributed.start(compilation_cache=settings.compilation_cache)
     from jaxtrain.models.tasks import named_task
     from jaxtrain.train.checks import check_parts
@@ -163,15 +155,8 @@ def fit(
     check_parts(model, task, optimizer)
     check_shown(learning_rate, rules)
     _check_mesh(mesh, parallelism)
-    if mesh is not None:
-        asked["mesh"] = {"parallel": {axis: mesh.shape[axis] for axis in AXES}}
-    if parallelism is not None:
-        defaults = dataclasses.asdict(type(parallelism)())
-        chosen = {key: value for key, value in dataclasses.asdict(parallelism).items() if value != defaults[key]}
-        asked["parallelism"] = {"parallel": chosen}
-    check_given_once(_plain_settings(asked), _plain_settings(overrides or {}), settings)
     opened = _data(data, validation, columns, seed=settings.seed, task=task)
-    given["train"] |= _sizes(opened, settings, epochs=epochs, has_batch_size=batch_size is not None)
+    given["train"] |= _sizes(opened, settings, epochs=epochs)
     given["task"] = task.name if task.name in _known_tasks() else Config().task
     if mesh is not None:
         given["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
@@ -187,8 +172,11 @@ def fit(
         model_state=model_state,
         skip=skip,
     )
-    loaded = _loaded(given, overrides)
-    _check_sizes(loaded.config, given["train"], opened, epochs=epochs)
+    folder = numbered_folder(model.name) if run_dir is None else run_folder(run_dir, "run")
+    loaded = _loaded({**given, "name": folder.name or "run"}, overrides)
+    if run_dir is None:
+        note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
+        loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
     return train_loaded(
         loaded,
         folder,
@@ -243,22 +231,6 @@ def _loaded(given: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Lo
     return load_config(_plain_settings(given), keywords=keywords, origin=FIT)
 
 
-def _asked(given: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any]]:
-    """Argument -> the keys that it sets; one at its default counts as not given.
-
-    Args:
-        given: keys by groups, of the arguments that are one key.
-        groups: arguments that are a group -> their keys.
-    """
-    arguments, asked = inspect.signature(fit).parameters, {name: {name: keys} for name, keys in groups.items() if keys}
-    for name, key in ONE_KEY.items():
-        group, _, entry = key.rpartition(".")
-        value = (given[group] if group else given).get(entry)
-        if value not in (None, arguments[name].default):
-            asked[name] = {key: value}
-    return asked
-
-
 def _known_tasks() -> Sequence[str]:
     from jaxtrain.models.tasks import TASKS
 
@@ -289,14 +261,13 @@ def _data(given: Any, validation: Any, columns: Mapping[str, str] | None, *, see
     )
 
 
-def _sizes(data: "Data", settings: Config, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
+def _sizes(data: "Data", settings: Config, *, epochs: float | None) -> dict[str, int]:
     """Keys of the group `train` that only the data can say.
 
     Args:
         data: what is trained on.
         settings: what is known before: the batch size counts, wherever it was set.
         epochs: as given.
-        has_batch_size: whether the argument was given.
 
     Raises:
         ConfigError: they contradict what was given.
@@ -305,8 +276,9 @@ def _sizes(data: "Data", settings: Config, *, epochs: float | None, has_batch_si
 
     size = settings.train.global_batch_size
     if isinstance(data.train, BatchStream):
-        if has_batch_size and size != data.train.batch_size:
-            raise ConfigError(_other_batches(f"batch_size={size}", data.train.batch_size))
+        if size not in (data.train.batch_size, Config().train.global_batch_size):
+            found = data.train.batch_size
+            raise ConfigError(f"batch_size={size}, but the iterable gives batches of {found} rows; leave it out")
         if epochs is not None:
             raise ConfigError(f"epochs={epochs}, but an iterable of batches does not say its length; give steps=")
         return {"global_batch_size": data.train.batch_size}
@@ -320,25 +292,3 @@ def _num_steps(epochs: float, num_rows: int, size: int) -> int:
     """
     steps = epochs * num_rows / size
     return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-12) else math.ceil(steps)
-
-
-def _check_sizes(config: Config, found: Mapping[str, int], data: "Data", *, epochs: float | None) -> None:
-    """Raise where `overrides` set what the data and `epochs` decide.
-
-    Raises:
-        ConfigError: says which of the two to leave out.
-    """
-    from jaxtrain.data.stream import BatchStream
-
-    size, steps = config.train.global_batch_size, config.train.steps
-    if isinstance(data.train, BatchStream) and size != data.train.batch_size:
-        raise ConfigError(_other_batches(f"overrides set train.global_batch_size={size}", data.train.batch_size))
-    if epochs is not None and steps != found["steps"]:
-        raise ConfigError(
-            f"epochs={epochs:g} are {found['steps']} steps of {size} rows, and overrides set train.steps={steps}; "
-            "leave one of them out"
-        )
-
-
-def _other_batches(given: str, size: int) -> str:
-    return f"{given}, but the iterable gives batches of {size} rows; leave it out"

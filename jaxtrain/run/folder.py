@@ -1,5 +1,6 @@
 """Where a run is written. No jax here."""
 
+import re
 from pathlib import Path
 
 from jaxtrain.config import Loaded
@@ -32,3 +33,31 @@ def folder_of(loaded: Loaded, run_dir: str | Path | None) -> Path:
     if run_dir is None and loaded.run_dir is not None:
         return loaded.run_dir
     return run_folder(run_dir, loaded.name)
+
+
+def numbered_folder(name: str) -> Path:
+    """A new directory runs/<name>-<number>, the same for all processes; every process calls this.
+
+    Args:
+        name: of a model; characters that a folder's name may lack become dashes.
+    """
+    from jaxtrain.checkpoint.arrays import from_process_0, is_process_0
+
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60] or "run"
+    # Every process decides, and what process 0 decided holds: the others make no directory.
+    return Path("runs") / f"{name}-{from_process_0(lambda: _free_number(name) if is_process_0() else 0)}"
+
+
+def _free_number(name: str) -> int:
+    """The number after the largest one; its directory is made, so that no other run takes it."""
+    endings = [path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*")]
+    number = 1 + max((int(ending) for ending in endings if ending.isdecimal()), default=0)
+    while True:
+        try:
+            (Path("runs") / f"{name}-{number}").mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError:  # the lock, which is written there next, says why
+            return number
+        else:
+            return number

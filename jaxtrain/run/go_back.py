@@ -1,8 +1,7 @@
 """The state of a checkpoint before a spike, in the place of the one that the run has."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
@@ -10,7 +9,6 @@ from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.models.model import Params
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.changed_state import as_kept, as_saved
-from jaxtrain.run.injected import with_injected
 from jaxtrain.run.roll_back import SpikeError
 from jaxtrain.train.base import with_base, without_base
 from jaxtrain.train.state import TrainState, select_leaves
@@ -31,7 +29,6 @@ def restored_before(
     spike: SpikeError,
     frozen: Params | None,
     *,
-    metadata: Mapping[str, Any],
     report: Callable[[str], None],
 ) -> tuple[SpikeError, TrainState]:
     """The state that a spike goes back to, an older one where that is damaged. The next save abandons those after it.
@@ -41,7 +38,6 @@ def restored_before(
         checkpointer: of the run.
         spike: where to.
         frozen: from `frozen_params`.
-        metadata: of the run, as its checkpoints have it.
         report: called with one line where a checkpoint is damaged.
 
     Returns:
@@ -63,6 +59,4 @@ def restored_before(
                 raise
             report(f"{error}; step {to_step} is used instead")
     spike = SpikeError(spike.step, spike.loss, spike.grad_norm, to_step=to_step)
-    state = as_kept(state if frozen is None else with_base(state, frozen), step)
-    # The checkpoint may be of the run before it went on with other numbers, of which it was said then.
-    return spike, with_injected(state, metadata, checkpointer.metadata(to_step), may_change=True, report=None)[0]
+    return spike, as_kept(state if frozen is None else with_base(state, frozen), step)

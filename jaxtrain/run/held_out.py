@@ -86,7 +86,7 @@ def held_out_batches(run: Run) -> Batches:
     """The batches of the held-out rows that a run evaluates; it must have some."""
     config = run.config
     assert run.data.validation is not None
-    rows = evaluated_rows(run.data.validation, most_evaluated(config), spread=run.is_spread)
+    rows = evaluated_rows(run.data.validation, most_evaluated(config))
     size = config.train.global_batch_size
     return Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
 

@@ -1,6 +1,5 @@
 """The held-out rows of a run that is opened again: that they fit its model, and their metrics."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,11 @@ from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, Data, prefetch
 from jaxtrain.data.evaluated import evaluated_rows
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.metrics.runinfo import EVALUATED_ROWS
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
 from jaxtrain.parallel.division import batch_shards, step_microbatches
-from jaxtrain.run.compared import is_spread, limit_note
+from jaxtrain.run.compared import limit_note
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.train.assemble import check_fit, model_of, reading_threads
 from jaxtrain.train.state import EvaluationState
@@ -50,7 +48,6 @@ def held_out_rows(
     *,
     task: Task,
     max_batches: int | None,
-    info: Mapping[str, Any],
 ) -> HeldOutRows:
     """The rows to evaluate, in batches that divide by the mesh.
 
@@ -60,7 +57,6 @@ def held_out_rows(
         sharded_model: that they are for.
         task: that is evaluated.
         max_batches: largest number of batches of the configured size; None: all.
-        info: content of run.json, which says which rows the run evaluates where some are left out.
 
     Raises:
         DataError: there are no held-out rows.
@@ -79,11 +75,8 @@ def held_out_rows(
     size, remarks = _dividing_batch(config, sharded_model, task)
     # Counted in batches of the run: those that divide by this mesh may be larger.
     if max_batches is not None and (most := max_batches * config.train.global_batch_size) < len(rows):
-        # null: it had none, and so evaluated no rows before. Runs of early versions do not say how many they had.
-        had_none = (info.get("data") or {}).get("num_validation_rows", most) in (None, 0)
-        spread = had_none or is_spread(info.get(EVALUATED_ROWS), most)
-        remarks = (limit_note(most, len(rows), max_batches, spread=spread), *remarks)
-        rows = evaluated_rows(rows, most, spread=spread)
+        remarks = (limit_note(most, len(rows), max_batches), *remarks)
+        rows = evaluated_rows(rows, most)
     batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
     return HeldOutRows(batches, len(batches), len(rows), remarks)
 

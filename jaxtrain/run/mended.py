@@ -17,7 +17,7 @@ from jaxtrain.runtime.remarks import print_remark
 
 # What a checkpoint keeps of run.json beside what it needs itself.
 _KEPT = (
-    *("created", "resumed_after", "model", "data", "task", "task_is_shipped", "loss_digests", "parameters"),
+    *("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters"),
     *("published", "mesh"),
 )
 _OWN = ("name", "config", "from_python", "called", "digests", "base", "rolled_back", "evaluated_rows")

@@ -65,8 +65,8 @@ def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
     from jaxtrain.data.rows import selected_rows
 
     num_rows = len(run.data.validation)
-    numbers = evaluated_numbers(num_rows, most_evaluated(config), spread=run.is_spread)
-    numbers = numbers[evaluated_numbers(len(numbers), MOST_ROWS, spread=run.is_spread)]
+    numbers = evaluated_numbers(num_rows, most_evaluated(config))
+    numbers = numbers[evaluated_numbers(len(numbers), MOST_ROWS)]
     batches = Batches(
         selected_rows(run.data.validation, numbers),
         config.train.global_batch_size,
@@ -140,7 +140,6 @@ def _confusions(run: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "read": found["read"],
         "has_weights": bool((found["weights"] != found["weights"][0]).any()),
         "of_rows": found["num_rows"],
-        "spread": run.is_spread,
         "right": int((targets == predicted).sum()),
         "num_classes": num_classes,
         "classes": [str(name) for name in names] if names is not None and len(names) == num_classes else None,

@@ -175,7 +175,7 @@ class OpenedRun(RunPath):
 
         config, sizes = self.config, dict[str, Any](input_shape=())
         if self._own_model is None:
-            config, sizes = built_from(config, self.info, self.tokenizer, data=lambda: self.data)
+            config, sizes = built_from(config, self.info)
         return build_sharded_model(config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
 
     @functools.cached_property
@@ -325,7 +325,7 @@ class OpenedRun(RunPath):
         given = self.data if data is None else rows_of_given(data, self.info)
         rows = evaluated_rows(given, self.task, self.run_dir)
         limit = self.config.evaluation.max_batches if data is None else None
-        found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit, info=self.info)
+        found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit)
         if isinstance(rows, Data) and self._own_model is None:
             check_data_fits(self.config, rows, self.sharded_model, own_task=self._own_task is not None)
         return found

@@ -1,7 +1,7 @@
 """The data of a saved run, opened again: read as the run read it, and compared with what it was trained on."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,16 +114,12 @@ def rows_of_given(data: Any, info: Mapping[str, Any]) -> "Data | grain.MapDatase
     return rows_of(data)
 
 
-def built_from(
-    config: Config, info: Mapping[str, Any], tokenizer: "Tokenizer | None", *, data: "Callable[[], Data]"
-) -> tuple[Config, dict[str, Any]]:
+def built_from(config: Config, info: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
     """What the model of a run is built from: its config, with the scale of the table that it was trained on, and sizes.
 
     Args:
         config: of the run.
         info: content of `run.json`.
-        tokenizer: the run's.
-        data: opens the run's data.
 
     Returns:
         The config, and the arguments `input_shape`, `vocab_size` and `num_outputs` of `build_sharded_model`.
@@ -132,22 +128,9 @@ def built_from(
 
     task = info.get("task") if info.get("task_is_shipped", True) else None
     scaled = with_output_scale(config, (info.get("data") or {}).get("reading"), task=task)
-    return scaled, _saved_sizes(config, info, tokenizer, data=data)
-
-
-def _saved_sizes(
-    config: Config, info: Mapping[str, Any], tokenizer: "Tokenizer | None", *, data: "Callable[[], Data]"
-) -> dict[str, Any]:
-    """What a config leaves to the data: from `run.json`, from the tokenizer, or from the data itself."""
-    saved = info.get("data") or {}
-    if saved.get("input_shape") is not None:
-        found = {name: saved.get(name) for name in ("vocab_size", "num_outputs")}
-        return {"input_shape": tuple(saved["input_shape"]), **found}
-    # Earlier versions did not record it.
-    if tokenizer is not None and config.model.kind == "transformer":
-        return {"input_shape": (config.model.max_sequence_length,), "vocab_size": tokenizer.vocab_size}
-    rows = data()
-    return {"input_shape": rows.input_shape, "vocab_size": rows.vocab_size, "num_outputs": rows.num_outputs}
+    saved = info["data"]
+    found = {name: saved.get(name) for name in ("vocab_size", "num_outputs")}
+    return scaled, {"input_shape": tuple(saved["input_shape"]), **found}
 
 
 def _check_tokenizer(data: "Data", tokenizer: "Tokenizer | None", run_dir: Path) -> None:

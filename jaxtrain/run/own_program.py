@@ -1,14 +1,10 @@
-"""What a run with parts from Python computes, as digests: parts of one name may compute different things.
-
-A step is traced to equations, and these are digested with every number that they hold. Names, addresses and the text
-of functions are left out, so that the same call gives the same digest in another process.
-"""
+"""What a run with parts from Python computes, as a digest: parts of one name may compute different things."""
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,16 +20,15 @@ from jaxtrain.train.assemble import Run
 from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.program import create_state
 
-OwnDigests = dict[str, str | None]
+OwnDigests = dict[str, str]
 
 # What may differ while the step computes the same.
 _APART_FROM_THE_STEP = (
     *("name", "seed", "data", "evaluation", "checkpoint", "logging", "profile", "compilation_cache"),
     "compiler_options",
 )
-# Where an equation comes from, and not what it computes.
-_NO_CONTENT = ("name", "name_and_src_info", "debug_info", "debug", "ctx_mesh")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_SET = re.compile(r"\{('[^{}:]*')\}")
 
 
 def own_digests(run: Run, own: OwnParts, own_step: OwnStep, traced: "jax.stages.Traced") -> OwnDigests | None:
@@ -45,40 +40,29 @@ def own_digests(run: Run, own: OwnParts, own_step: OwnStep, traced: "jax.stages.
         traced: the step of the run.
 
     Returns:
-        `program` (of the step), `drawn` (of the state that it starts from, if it is drawn), `params` (what it starts
-        from, if it is given), `trainable` (the paths), and `under`: digests are alike only where that is.
+        `program`, of the equations of the step and of its first state, with the numbers that they hold, and of the
+        parameters that are given; and `under`: digests of programs are compared only where that is the same.
     """
     is_own = [own["model"], own["task"], own["optimizer"], own_step.trainable, own_step.params, own_step.model_state]
     if all(part is None for part in is_own):
         return None
     key = jax.eval_shape(lambda: jax.random.key(0))
     drawn = jax.make_jaxpr(lambda key: create_state(run.step.program, key))(key)
-    return {
-        "program": program_digest(traced.jaxpr),
-        "drawn": program_digest(drawn) if own_step.params is None else None,
-        "params": _start_digest(own_step),
-        "trainable": _trainable_digest(run, own_step),
-        "under": _circumstances(run, own),
-    }
+    lines = [*_program_text(traced.jaxpr), *_program_text(drawn), *_start_text(own_step)]
+    return {"program": _digest(lines), "under": _circumstances(run, own)}
 
 
-def differing_parts(saved: Mapping[str, Any], current: OwnDigests | None) -> list[str]:
-    """What computes something else than in the run of a checkpoint, in words; empty where that cannot be told.
+def computes_otherwise(saved: Mapping[str, Any], current: OwnDigests | None) -> bool:
+    """Whether the run of a checkpoint computed something else, as far as that can be told.
 
     Args:
         saved: metadata of the checkpoint.
         current: the digests of the run that would go on.
     """
     before = saved.get("digests")
-    if not isinstance(before, Mapping) or current is None:
-        return []
-    differ = {part for part in current if before.get(part) != current[part]}
-    found = [f"{part}=" for part in ("params", "trainable") if part in differ]
-    if "under" not in differ and "trainable" not in differ and "program" in differ:
-        found.append("the model, task or optimizer from Python")
-    elif "under" not in differ and differ == {"drawn"}:
-        found.append("the initial state of the model or optimizer from Python")
-    return found
+    if not isinstance(before, Mapping) or current is None or before.get("under") != current["under"]:
+        return False
+    return before.get("program") != current["program"]
 
 
 def _circumstances(run: Run, own: OwnParts) -> str:
@@ -97,10 +81,8 @@ def _circumstances(run: Run, own: OwnParts) -> str:
     return _digest([json.dumps(facts, sort_keys=True)])
 
 
-def _start_digest(own_step: OwnStep) -> str | None:
-    """Of the path, or of the numbers, that training starts from."""
-    if own_step.params is None and own_step.model_state is None:
-        return None
+def _start_text(own_step: OwnStep) -> list[str]:
+    """The path, or the numbers, that training starts from."""
     lines = [f"skip {list(own_step.skip)}"]
     for given in (own_step.params, own_step.model_state):
         if isinstance(given, str | os.PathLike):
@@ -108,77 +90,35 @@ def _start_digest(own_step: OwnStep) -> str | None:
         else:
             leaves = jax.tree_util.tree_leaves_with_path(given)
             lines += [f"{path_name(path)} {_array_text(leaf)}" for path, leaf in leaves]
-    return _digest(lines)
+    return lines
 
 
-def _trainable_digest(run: Run, own_step: OwnStep) -> str | None:
-    if own_step.trainable is None:
-        return None
-    paths = jax.tree_util.tree_leaves_with_path(run.step.sharded_model.abstract_params)
-    return _digest(sorted(name for path, _ in paths if own_step.trainable(name := path_name(path))))
+def _program_text(closed: core.ClosedJaxpr) -> list[str]:
+    # The text of the equations shortens arrays, and has sets in an order that each process draws.
+    text = _SET.sub(lambda found: str(sorted(found[1].split(", "))), _ADDRESS.sub("", str(closed.jaxpr)))
+    return [text, *map(_array_text, _arrays(closed))]
 
 
-def program_digest(closed: core.ClosedJaxpr, more: Iterable[str] = ()) -> str:
-    """A digest of equations with every number that they hold, the same in another process.
+def _arrays(program: Any) -> Iterator[Any]:
+    """The arrays that equations hold, and those inside of them."""
+    if isinstance(program, core.ClosedJaxpr):
+        yield from program.consts
+        yield from _arrays(program.jaxpr)
+    elif isinstance(program, core.Jaxpr):
+        for equation in program.eqns:
+            yield from (atom.val for atom in equation.invars if isinstance(atom, core.Literal) and np.ndim(atom.val))
+            for value in jax.tree.leaves(
+                equation.params, is_leaf=lambda x: isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+            ):
+                yield from _arrays(value)
 
-    Args:
-        closed: the equations.
-        more: texts that are part of what is digested.
-    """
-    return _digest([*_closed_text(closed, {}), *more])
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
 
 
-def _digest(lines: Iterable[str]) -> str:
+def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _closed_text(closed: core.ClosedJaxpr, known: dict[int, str]) -> list[str]:
-    return [*(_array_text(const) for const in closed.consts), *_equations_text(closed.jaxpr, known)]
-
-
-def _equations_text(jaxpr: core.Jaxpr, known: dict[int, str]) -> list[str]:
-    """The equations as lines, their variables numbered in the order in which they appear.
-
-    Args:
-        jaxpr: the equations.
-        known: id of equations that were digested before -> digest, since a program calls the same ones many times.
-    """
-    numbers: dict[Any, int] = {}
-
-    def shown(atom: Any) -> str:
-        if isinstance(atom, core.Literal):
-            return f"{atom.aval} {_array_text(atom.val)}"
-        return f"{numbers.setdefault(atom, len(numbers))}:{_plain(atom.aval)}"
-
-    lines = [" ".join(map(shown, (*jaxpr.constvars, *jaxpr.invars)))]
-    for equation in jaxpr.eqns:
-        params = [f"{name}={_param_text(equation.params[name], known)}" for name in sorted(equation.params)]
-        kept = [text for text in params if text.partition("=")[0] not in _NO_CONTENT]
-        ends = (" ".join(map(shown, atoms)) for atoms in (equation.invars, equation.outvars))
-        lines.append(" | ".join([str(equation.primitive), *ends, *kept]))
-    return [*lines, " ".join(map(shown, jaxpr.outvars))]
-
-
-def _param_text(value: Any, known: dict[int, str]) -> str:
-    if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
-        if id(value) not in known:
-            is_closed = isinstance(value, core.ClosedJaxpr)
-            known[id(value)] = _digest(_closed_text(value, known) if is_closed else _equations_text(value, known))
-        return known[id(value)]
-    if isinstance(value, tuple | list) and type(value) in (tuple, list):
-        return f"({', '.join(_param_text(part, known) for part in value)})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_param_text(part, known)}' for key, part in value.items())}}}"
-    if isinstance(value, set | frozenset):
-        return str(sorted(map(str, value)))
-    if isinstance(value, np.ndarray | jax.Array):
-        return _array_text(value)
-    # A function's name and text say nothing of what it computes, which the equations do.
-    return "function" if callable(value) and not isinstance(value, type) else _plain(value)
-
-
-def _plain(value: Any) -> str:
-    return _ADDRESS.sub("", str(value))
 
 
 def _array_text(value: Any) -> str:

@@ -33,14 +33,12 @@ from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.changed_state import as_kept, as_saved
 from jaxtrain.run.class_order import class_notes
-from jaxtrain.run.compared import compared_rows, evaluated_as_before
+from jaxtrain.run.compared import compared_rows
 from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
-from jaxtrain.run.injected import INJECTED, check_injected, injected_numbers, with_injected
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.lock import RunLock
-from jaxtrain.run.memory_check import check_memory
 from jaxtrain.run.own_parts import own_parts, replaced_notes
 from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
@@ -141,7 +139,6 @@ def prepare_session(
             notes += source_changes(checkpointer.metadata(), metadata["called"])
             if isinstance(run.batches, BatchStream):
                 notes.append(f"skipping the first {resumed} batches of the iterable")
-        run = evaluated_as_before(run, None if resumed is None else checkpointer.metadata(resumed))
         meter = run_meter(run, own_model=model is not None)
         progress.banner(banner_lines(loaded, run, run_dir, notes, own=own, units_per_step=meter.units_per_step))
 
@@ -149,8 +146,7 @@ def prepare_session(
             metadata["digests"] = digests = own_digests(run, own, own_step, traced)
             if resumed is not None:
                 saved = checkpointer.metadata()
-                for line in check_same_computation(saved, digests, run_dir=run_dir, may_change=resume is not None):
-                    progress.message(line)
+                check_same_computation(saved, digests, run_dir=run_dir, may_change=resume is not None)
 
         if run.awaits_reference and resumed is not None:
             recorded = checkpointer.metadata().get("reference")
@@ -162,14 +158,8 @@ def prepare_session(
         interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
-        metadata[INJECTED] = injected_numbers(run.step, state)
         if resumed is not None:
             saved = checkpointer.metadata(start)
-            if resume is None:
-                check_injected(metadata, saved, run_dir=run_dir)
-            state, metadata[INJECTED] = with_injected(
-                state, metadata, saved, may_change=resume is not None, report=progress.message
-            )
             metadata.update({RECORD: saved[RECORD]} if RECORD in saved else {})
         activity.begins_at(start)
         compared, other_rows = compared_rows(run, checkpointer, None if resumed is None else start)
@@ -216,7 +206,7 @@ def prepare_session(
             lock=lock,
             report=progress.message,
         )
-        metadata["run"] = record.kept
+        metadata["run"], watch.log = record.kept, record.log
         return Session(
             run=run,
             run_dir=run_dir,
@@ -276,9 +266,7 @@ def _assembled(
             f"{to_hold_out(config, own_data=data is not None)}"
         )
     check_can_go_back(config.spikes, opened)
-    run = assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
-    check_memory(run)
-    return run
+    return assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
 
 
 def _checkpointer(run: Run, folder: Place, run_dir: Path, progress: Progress) -> Checkpointer:

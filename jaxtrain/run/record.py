@@ -13,6 +13,7 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.metrics.lasting import LastingWriter
+from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
@@ -215,14 +216,25 @@ class RunRecord:
             self._writers.scalars(step, values)
             self._trackers.scalars(step, values)
 
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add what a callback logs; see `Moment.log`."""
+        numbers, media = sorted_values(values)
+        if numbers:
+            self.scalars(step, numbers)
+        for name, value in media.items():
+            self._text(step, name, value)
+
+    def _text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
+        if self._was_done is None:
+            self._writers.text(step, name, text)
+            self._trackers.text(step, name, text)
+
     def sample(self, step: int, text: str) -> None:
         """Write a generated text to sample.txt, metrics.jsonl and the trackers."""
         if self._is_main:
             with contextlib.suppress(OSError):  # as with the report
                 write_text_atomic(self._run_dir / "sample.txt", text)
-            if self._was_done is None:
-                self._writers.text(step, "sample", text)
-                self._trackers.text(step, "sample", text)
+            self._text(step, "sample", text)
 
     def close(
         self, status: str, final: Scalars, progress: Progress, *, is_asked: Callable[[], bool] = lambda: False

@@ -11,18 +11,18 @@ from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
 from jaxtrain.checkpoint.tree import flatten, is_inside
 from jaxtrain.config.saved_run import recorded_parts
-from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data.special import SETTINGS_FILE
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.optim.evaluation import kept_nodes
+from jaxtrain.run.agreed import flat
 from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.changed_state import saved_leaves
 from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
-from jaxtrain.run.own_program import OwnDigests, differing_parts
+from jaxtrain.run.own_program import OwnDigests, computes_otherwise
 from jaxtrain.runtime.attempt import attempt
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT
@@ -185,15 +185,6 @@ def finished_row(run_dir: Path) -> dict[str, float | int | None]:
     }
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
-    return flat
-
-
 def _set_back(weights: str = ",") -> str:
     """What works where no resume goes on; the clause of `_with_weights` is a part of it."""
     anew = "start again with --resume never (from Python resume='never')"
@@ -210,11 +201,8 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, weight
     Raises:
         DataError: names what differs.
     """
-    before, after = _flat(saved), _flat(current)
+    before, after = flat(saved), flat(current)
     differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
-    if not any(key.startswith(_HELD_OUT) for key in before):
-        # Earlier versions did not identify rows that were given for evaluation.
-        differ = [key for key in differ if not key.startswith(_HELD_OUT)]
     if differ:
         key = differ[0]
         more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
@@ -239,15 +227,9 @@ def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_
         )
 
 
-def _end_of_text(stream: Mapping[str, Any]) -> int | None:
-    """The id that ends the documents of a stream, where it is not the one that its tokenizer alone says."""
-    found = [part.get("end_of_text") for part in stream.get("components") or [stream]]
-    return next((end for end in found if end is not None), None)
-
-
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Keys that differ between two resolved configs, as `train.steps 600 -> 1200`; of a new kind, the kind alone."""
-    before, after = _flat(saved), _flat(current)
+    before, after = flat(saved), flat(current)
     kinds = [key.removesuffix("kind") for key in after if key.endswith(".kind") and before.get(key) != after[key]]
     return [
         f"{key} {before.get(key)} -> {after.get(key)}"
@@ -286,8 +268,7 @@ def changes_since(
     """
     parts = recorded_parts(current)
     check_given_again(saved, parts, run_dir)
-    # Redacted, since a checkpoint of an earlier version may hold a secret, which is neither compared nor shown.
-    before, after = redacted(_with_later_groups(saved.get("config", {}))), current["config"]
+    before, after = saved.get("config", {}), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
     _check_same_batches(saved.get("stream", {}), current["stream"], before, after, run_dir=run_dir, weights=weights)
     # After the batches, since it offers to go on with the change, and no change of them is gone on with.
@@ -310,32 +291,12 @@ def _check_same_batches(
     try:
         _check_batches(saved, current, run_dir=run_dir, weights=weights)
         check_stream(saved, current, weights=weights)
-    except UserError as error:
+    except UserError:
         if None not in kinds and kinds[0] != kinds[1]:
             raise DataError(
                 f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {_set_back(weights)}"
             ) from None
-        ends = [_end_of_text(stream) for stream in (saved, current)]
-        if isinstance(error, ConfigError) or ends[0] is not None or ends[1] is None:
-            raise
-        # Earlier versions knew the usual names alone.
-        raise DataError(
-            f"documents of {run_dir} were trained with the end of text of its own tokenizer.json, and those of the "
-            "data end with the eos_token beside data.tokenizer.path, or with data.tokenizer.end; set "
-            f"data.tokenizer.kind=file data.tokenizer.path={run_dir / 'tokenizer.json'} to go on as it began, use "
-            "another run directory, or start again with --resume never (from Python resume='never')"
-        ) from None
-
-
-def _with_later_groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a checkpoint, with the defaults of groups that jaxtrain did not have when it was saved.
-
-    And of the keys of `checkpoint`, which is the same group whatever is trained.
-    """
-    if not config:
-        return config
-    defaults = Config().model_dump(mode="json")
-    return {**defaults, **config, "checkpoint": {**defaults["checkpoint"], **config.get("checkpoint", {})}}
+        raise
 
 
 def check_same_training(
@@ -363,8 +324,8 @@ def check_same_training(
 
 def check_same_computation(
     saved: Mapping[str, Any], digests: OwnDigests | None, *, run_dir: Path, may_change: bool
-) -> list[str]:
-    """Lines on what came from Python and computes something else than in the run of a checkpoint.
+) -> None:
+    """Refuse to go on where what came from Python computes something else than in the run of a checkpoint.
 
     Args:
         saved: metadata of the checkpoint.
@@ -373,15 +334,13 @@ def check_same_computation(
         may_change: whether a run that trains otherwise may go on.
 
     Raises:
-        ConfigError: something does, and may not.
+        ConfigError: it does, and may not.
     """
-    differ = differing_parts(saved, digests)
-    if not differ:
-        return []
-    what = " and ".join(differ)
-    if may_change:
-        return [f"going on with a change: {what} of this call and of the run in {run_dir} compute different things"]
-    raise ConfigError(f"{run_dir} holds a run that computes something else than this call, by {what}; {GO_ON}")
+    if not may_change and computes_otherwise(saved, digests):
+        raise ConfigError(
+            f"{run_dir} holds a run that computes something else: by a model, task, optimizer, params= or trainable= "
+            f"from Python; {GO_ON}"
+        )
 
 
 def state_changes(changes: Iterable[str]) -> list[str]:

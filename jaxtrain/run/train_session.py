@@ -128,12 +128,7 @@ def _gone_back(session: Session, spike: SpikeError, frozen: Params | None) -> tu
     session.saves.settle()
     with session.record.spent.measure("creating state"):
         spike, state = restored_before(
-            session.run.step,
-            session.checkpointer,
-            spike,
-            frozen,
-            metadata=session.metadata,
-            report=session.progress.message,
+            session.run.step, session.checkpointer, spike, frozen, report=session.progress.message
         )
     session.activity.begins_at(spike.to_step)
     session.metadata.update(with_spike(session.metadata, spike, skip_batches=spikes.skip_batches))
@@ -165,12 +160,12 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         spent=session.record.spent,
     )
     session.progress.start(train.steps, start)
-    asked = session.interrupt.until_asked(batches)
+    fed = session.activity.fed(session.interrupt.until_asked(batches), first=start + 1)
     try:
         return train_loop(
-            checked_step(run.step, run.config.checks, start=start, report=session.progress.message),
+            checked_step(run.step, run.config.checks, start=start),
             state,
-            bad_steps.following(session.activity.fed(asked, first=start + 1), start + 1),
+            session.watch.following(bad_steps.following(fed, start + 1), start + 1),
             first=start + 1,
             last=train.steps,
             max_skipped_in_a_row=train.max_skipped_in_a_row,

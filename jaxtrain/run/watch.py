@@ -1,8 +1,10 @@
 """What a run asks between its steps: its callbacks, and whether its evaluations still get better."""
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -35,6 +37,7 @@ class Watch:
     Attributes:
         status: how the run ends before its last step, for run.json; None: it does not.
         reason: why, for people.
+        log: takes what callbacks log.
     """
 
     def __init__(self, run: Run, run_dir: Path, *, callbacks: Sequence[Callback], start: int, after: int) -> None:
@@ -44,6 +47,8 @@ class Watch:
         self._rule, self._every = config.evaluation.early_stopping, config.evaluation.every
         self._keeps_best = config.checkpoint.keep_best
         self._metrics: Mapping[str, jax.Array] = {}
+        self._run, self._batch = run, None
+        self.log: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None
         self._evaluations: dict[int, float] = {}
         self._scores: dict[int, float] = {}
         self._best_until: int | None = None
@@ -81,6 +86,15 @@ class Watch:
         """Whether a callback wants to see this step."""
         return any(callback.on_step is not None and number % callback.every == 0 for callback in self._callbacks)
 
+    def following(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """The batches of the steps from `first` on; that of a step that a callback sees is kept for its gradients."""
+        sees = any(callback.on_step is not None for callback in self._callbacks)
+        return map(self._keep, itertools.count(first), batches) if sees else batches
+
+    def _keep(self, number: int, batch: Any) -> Any:
+        self._batch = batch if self.is_due(number) or number == self._last else None
+        return batch
+
     def note(self, metrics: Mapping[str, jax.Array]) -> None:
         """Remember the metrics of the step that is done, on the device."""
         self._metrics = metrics
@@ -93,7 +107,9 @@ class Watch:
             if callback.on_step is not None and (number % callback.every == 0 or number == self._last)
         ]
         if due:
-            self._call("on_step", due, Moment(number, self._step_metrics(), state, self._run_dir))
+            batch = self._batch
+            found = None if batch is None else lambda: self._run.step.gradients(state, batch).tree
+            self._call("on_step", due, Moment(number, self._step_metrics(), state, self._run_dir, self.log, found))
 
     def evaluated(self, number: int, metrics: Scalars, state: TrainState) -> None:
         """Follow the metric of early stopping, and call `on_evaluation`."""
@@ -106,12 +122,12 @@ class Watch:
                 self._decide()
         numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
         due = [callback.on_evaluation for callback in self._callbacks if callback.on_evaluation is not None]
-        self._call("on_evaluation", due, Moment(number, numbers, state, self._run_dir))
+        self._call("on_evaluation", due, Moment(number, numbers, state, self._run_dir, self.log))
 
     def saved(self, number: int, state: TrainState) -> None:
         """Call `on_save`."""
         due = [callback.on_save for callback in self._callbacks if callback.on_save is not None]
-        self._call("on_save", due, Moment(number, {}, state, self._run_dir))
+        self._call("on_save", due, Moment(number, {}, state, self._run_dir, self.log))
 
     def score_after(self, number: int) -> float | None:
         """What `keep_best` compares, lower being better; None: the eval_loss, or no number was evaluated."""

@@ -54,8 +54,6 @@ class Run:
         step: the train step, with model, task and mesh.
         num_parameters: of the model.
         awaits_reference: whether the rows hold NaN as their entry `reference` until the run has computed it.
-        is_spread: whether an evaluation of some held-out rows takes rows spread over all of them; runs begun by earlier
-            versions take the first ones.
     """
 
     config: Config
@@ -65,7 +63,6 @@ class Run:
     step: TrainStep
     num_parameters: int
     awaits_reference: bool = False
-    is_spread: bool = True
 
     @property
     def stream(self) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def _model_hint(model: Any) -> str:
 
 
 def _task_hint(task: Any) -> str:
-    made = [name for name, make in TASKS.items() if make is task]
+    made = [name for name, make in TASKS.items() if make is inspect.unwrap(task)]
     if made:
         return f"write jaxtrain.{made[0]}()"
     if callable(task):

@@ -12,6 +12,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import place_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import named_task
+from jaxtrain.optim.rate import rate_of
 from jaxtrain.precision.policy import LossScaling, Policy, get_policy
 from jaxtrain.precision.sums import check_sums
 from jaxtrain.runtime.compiler_options import Value, choose_options
@@ -60,7 +61,8 @@ def make_train_step(
             average. The decay after t updates is min(ema_decay, (1 + t) / (10 + t)).
         trainable: parameter path -> whether it is trained, True for some and False for others; None: all are, or of
             an adapted model its adapters.
-        learning_rate: the rate that the metrics show; it does not change the optimizer.
+        learning_rate: the rate that the metrics show, which does not change the optimizer; None: that of the optimizer,
+            where it can be read from its chain or from `optax.inject_hyperparams`.
         loss_scaling: how the fp16 loss scale moves.
         rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
             replaces the default.
@@ -93,12 +95,15 @@ def make_train_step(
     layout = make_layout(model, task, mesh, parallelism, rules)
     policy = get_policy(policy)
     check_sums(policy, mesh, backward=True)
+    if learning_rate is not None and not callable(learning_rate):
+        learning_rate = optax.constant_schedule(learning_rate)
     settings = StepSettings(
         accumulation_steps=accumulation_steps,
         clip_norm=None if clip_norm == math.inf else clip_norm,
         ema_decay=ema_decay,
         trainable=trainable,
-        learning_rate=learning_rate if learning_rate is None or callable(learning_rate) else lambda _: learning_rate,
+        learning_rate=learning_rate or rate_of(optimizer),
+        reads_rate=learning_rate is None and not offload_optimizer,
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,

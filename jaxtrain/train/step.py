@@ -68,7 +68,7 @@ class TrainStep:
         >>> for batch in jt.prefetch(step.loader(batches), 0, 2):
         ...     state, metrics = step(state, batch)
         >>> sorted(metrics)
-        ['accuracy', 'grad_norm', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
+        ['accuracy', 'grad_norm', 'learning_rate', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
     """
 
     def __init__(self, program: StepProgram, compiler_options: CompilerOptions):

@@ -12,6 +12,7 @@ from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.models.task import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
+from jaxtrain.optim.rate import rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats
 from jaxtrain.train.gradient_norm import gradient_norm
@@ -37,6 +38,7 @@ class StepSettings:
     offload_optimizer: bool = False
     spikes: SpikeRule | None = None
     sliced_norm: bool = False
+    reads_rate: bool = False
 
     @property
     def zero(self) -> int:
@@ -154,9 +156,10 @@ def update_state(
         **seen,
         **mean_metrics(gradients.metrics),
     }
-    if settings.learning_rate is not None:
-        # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
-        rate = settings.learning_rate(state.step - state.skipped.total)
+    # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
+    rate = None if settings.learning_rate is None else settings.learning_rate(state.step - state.skipped.total)
+    rate = rate_in(optimizer_state, rate) if settings.reads_rate else rate
+    if rate is not None:
         metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
     if state.loss_scale is not None:
         metrics["loss_scale"] = state.loss_scale.scale

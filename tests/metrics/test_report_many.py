@@ -132,16 +132,6 @@ def test_training_losses_with_other_terms_are_not_ranked(tmp_path):
     assert "the runs are not ranked" in words(write_many(runs, tmp_path / "page.html"))
 
 
-@pytest.mark.parametrize(("digest", "is_ranked"), [("aaaa", True), ("bbbb", False)], ids=["the-same", "another"])
-def test_training_losses_of_tasks_from_python_are_ranked_where_they_are_the_same(tmp_path, digest, is_ranked):
-    runs = [run(tmp_path / "000"), run(tmp_path / "001")]
-    for folder, train in zip(runs, ("aaaa", digest), strict=True):
-        info = json.loads((folder / "run.json").read_text())
-        info |= {"from_python": {"task": "mine"}, "loss_digests": {"evaluation": "e", "train": train}}
-        (folder / "run.json").write_text(json.dumps(info))
-    assert ("the runs are not ranked" not in words(write_many(runs, tmp_path / "page.html"))) == is_ranked
-
-
 def test_the_end_of_the_training_loss_ranks_and_not_its_luckiest_batch(tmp_path):
     """Small batches have the lowest single losses, although their mean is higher."""
     noise = [0.9 if step % 2 else -0.9 for step in range(200)]

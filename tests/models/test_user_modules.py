@@ -234,3 +234,27 @@ def test_linen_partitioning_boxes_are_taken_off():
     params, _ = jax.jit(model.init)(jax.random.key(0))
     assert isinstance(params["Dense_0"]["kernel"], jax.Array)
     assert applied(model, ROWS, seed=0, train=True)[0].shape == (4, 2)
+
+
+class FlaxStyle(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.norm, self.linear = nnx.BatchNorm(64, rngs=rngs), nnx.Linear(64, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(self.dropout(self.norm(x)))
+
+
+def test_a_class_of_flax_style_and_an_instance_are_models_and_training_starts_from_the_values_of_the_instance():
+    module = FlaxStyle(rngs=nnx.Rngs(7))
+    own = np.asarray(module.linear.kernel[...])
+    by_class, by_instance = (from_nnx(given) for given in (FlaxStyle, module))
+    drawn, _ = by_class.init(jax.random.key(1))
+    params, state = jax.jit(by_instance.init)(jax.random.key(1))
+    assert not np.array_equal(drawn["linear"]["kernel"], own)
+    np.testing.assert_array_equal(params["linear"]["kernel"], own)
+    found = [by_instance.apply(params, state, ROWS, key=jax.random.key(seed), train=True) for seed in (1, 1, 2)]
+    assert np.array_equal(found[0][0], found[1][0])
+    assert not np.array_equal(found[0][0], found[2][0])
+    assert jnp.any(found[0][1]["norm"]["mean"])
+    assert not jnp.any(module.norm.mean[...])

@@ -206,7 +206,6 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path, capfd: pytes
     assert kept(tmp_path) == {6, 12}
     assert json.loads((tmp_path / "run.json").read_text())["evaluated_rows"] == {
         "count": 16,
-        "spread": True,
         "after": 4,
     }
     best = read_files(tmp_path).best()

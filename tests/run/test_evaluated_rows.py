@@ -1,6 +1,5 @@
 """Which held-out rows a run evaluates where it takes no more than some: spread over all, the same ones everywhere."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.evaluated import evaluated_numbers
 from jaxtrain.data.rows import selected_rows
-from jaxtrain.run.held_out_rows import held_out_rows
 
 HELD_OUT, BATCH, MOST = 96, 8, 3
 PICKED = evaluated_numbers(HELD_OUT, BATCH * MOST)
@@ -43,9 +41,8 @@ def test_spread_rows_are_different_ones_in_their_order(num_rows: int, most: int)
     assert 0 <= numbers[0] <= numbers[-1] < num_rows
 
 
-def test_all_rows_or_the_first_are_taken_where_asked() -> None:
+def test_all_rows_are_taken_where_there_are_no_more() -> None:
     assert evaluated_numbers(9, None).tolist() == evaluated_numbers(9, 9).tolist() == list(range(9))
-    assert evaluated_numbers(9, 4, spread=False).tolist() == list(range(4))
 
 
 VALUES = np.arange(HELD_OUT, dtype=np.float32)[:, None] ** 2
@@ -84,40 +81,7 @@ def noted(run_dir: Path) -> Any:
 @pytest.mark.parametrize("devices", [1, 4])
 def test_training_evaluates_spread_rows_on_any_layout(tmp_path: Path, devices: int) -> None:
     assert train(tmp_path, 1, devices=devices) == pytest.approx(VALUES[PICKED].mean(), rel=1e-6)
-    assert noted(tmp_path) == {"count": BATCH * MOST, "spread": True, "after": 0}
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_the_first_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as earlier:
-        earlier.setattr(
-            "jaxtrain.run.prepare.evaluated_as_before", lambda run, before: dataclasses.replace(run, is_spread=False)
-        )
-        train(tmp_path, 1)
     assert noted(tmp_path) == {"count": BATCH * MOST, "after": 0}
-    capfd.readouterr()
-    assert train(tmp_path, 2, patience=9) == pytest.approx(VALUES[: BATCH * MOST].mean(), rel=1e-6)
-    shown = capfd.readouterr().err
-    assert "evaluation: the first 24 of 96 held-out rows, as when the run began (evaluation.max_batches=3)" in shown
-    assert "compare anew" not in shown
-    # With another number of rows nothing is compared with the earlier ones.
-    assert train(tmp_path, 3, most=7, patience=9) == pytest.approx(VALUES[evaluated_numbers(96, 56)].mean(), rel=1e-6)
-    assert "compare anew" in capfd.readouterr().err
-    assert noted(tmp_path) == {"count": 56, "spread": True, "after": 2}
-
-
-def test_a_run_whose_record_does_not_say_how_many_it_held_out_is_evaluated_as_it_was(tmp_path: Path) -> None:
-    train(tmp_path, 1)
-    record = json.loads((tmp_path / "run.json").read_text())
-    del record["data"]["num_validation_rows"], record["evaluated_rows"]
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    model = jt.from_functions(lambda key: {"w": jnp.zeros(())}, lambda params, x: x + 0 * params["w"], name="inputs")
-    run = jt.open_run(tmp_path, model=model, task=jt.Task("mean", loss))
-    validation = jt.ArrayRows({"inputs": VALUES})
-    rows = held_out_rows(run.config, validation, run.sharded_model, task=run.task, max_batches=MOST, info=run.info)
-    assert rows.num_rows == BATCH * MOST
-    assert "the first 24 of 96" in rows.remarks[0]
 
 
 def test_training_eval_and_the_report_take_the_same_rows_of_a_sorted_file(

@@ -335,15 +335,9 @@ WRONG = {
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
     "a batch size in overrides": (
         dict(data=batches_of(), overrides={"train.global_batch_size": 8}),
-        "overrides set train.global_batch_size=8, but the iterable gives batches of 16",
+        "batch_size=8, but the iterable gives batches of 16",
     ),
-    "epochs and steps in overrides": (
-        dict(steps=None, epochs=2, overrides={"train": {"steps": 5}}),
-        "epochs=2 are 12 steps of 16 rows, and overrides set train.steps=5",
-    ),
-    "steps in overrides": (dict(overrides={"train": {"steps": 5}}), "steps=6, and overrides set train.steps=5; leave"),
-    "a batch size twice": (dict(overrides={"train.global_batch_size": 8}), "batch_size=16, and overrides set train"),
-    "a seed given twice": (dict(seed=3, overrides={"seed": 4}), "seed=3, and overrides set seed=4"),
+    "resume without a directory": (dict(run_dir=None, resume="must"), "needs its directory; give run_dir="),
     "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
     "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
     "a share of 2": (dict(validation=2.0), "validation=2; use a share of the rows between 0 and 1"),
@@ -377,9 +371,9 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_argument_is_one_line(tmp_path: Path, case: str) -> None:
-    changes, words = WRONG[case]
+    changes, words = dict(WRONG[case][0]), WRONG[case][1]
     with pytest.raises(jt.UserError, match=words) as error:
-        fit(tmp_path / "run", **changes)
+        fit(changes.pop("run_dir", tmp_path / "run"), **changes)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.rglob("checkpoints/*")), "nothing was trained"
 
@@ -414,3 +408,12 @@ def test_rows_with_names_of_their_own_and_a_task_by_its_name(tmp_path: Path, for
     if form == "arrays":
         with pytest.raises(jt.UserError, match=r"write fit\(columns=\{'inputs': 'image', 'targets': 'label'\}\)"):
             jt.fit(model, "classification", optax.sgd(0.1), run_dir=tmp_path / "other", **given)
+
+
+def test_two_fits_without_a_directory_have_one_each(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    optimizers = (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.sgd(0.1))
+    found = [fit(None, steps=1, optimizer=optimizer) for optimizer in optimizers]
+    assert [result.run_dir for result in found] == [Path(f"runs/two-layers-{number}") for number in (1, 2, 3)]
+    assert "this run is runs/two-layers-2, and run_dir='runs/two-layers-2' goes on with it" in capfd.readouterr().err
+    assert fit(Path("runs/two-layers-2"), steps=2, optimizer=optimizers[1]).step == 2

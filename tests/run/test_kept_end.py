@@ -64,17 +64,3 @@ def test_a_run_keeps_the_end_of_its_documents(tmp_path: Path, capsys: pytest.Cap
     again = jt.open_run(run_dir).tokenizer
     assert again is not None
     assert again.end_of_text == end
-
-
-def test_a_run_of_before_goes_on_with_its_own_end(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    # Nothing beside the tokenizer said the end, as earlier versions read it: a newline.
-    jt.run_config(config(tmp_path), run_dir=run_dir)
-    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(SETTINGS)
-    with pytest.raises(jt.DataError, match=r"set data.tokenizer.kind=file data.tokenizer.path=.*tokenizer.json to go"):
-        jt.run_config(longer(tmp_path), run_dir=run_dir, resume="must")
-    kept = {"path": str(run_dir / "tokenizer.json")}
-    assert jt.run_config(longer(tmp_path, **kept), run_dir=run_dir, resume="must").metrics["eval_loss"] > 0
-    run = jt.open_run(run_dir)
-    assert run.tokenizer is not None
-    assert run.tokenizer.end_of_text is None

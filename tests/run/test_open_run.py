@@ -247,14 +247,6 @@ def test_a_damaged_checkpoint_is_passed_over(copied, held_out):
         jt.open_run(copied, step=4, report=said.append).predict(held_out[0])
 
 
-def test_a_run_that_did_not_record_its_shapes(copied, run, held_out):
-    info = json.loads((copied / "run.json").read_text())
-    for name in ("input_shape", "input_dtype", "vocab_size", "num_outputs"):
-        del info["data"][name]
-    (copied / "run.json").write_text(json.dumps(info))
-    np.testing.assert_array_equal(jt.open_run(copied).predict(held_out[0]), run.predict(held_out[0]))
-
-
 def linear(width=10):
     return jt.from_functions(
         lambda key: {"w": jax.random.normal(key, (64, width)) / 8},

@@ -56,17 +56,16 @@ def start(value: float) -> dict[str, np.ndarray]:
     return {"w": np.full((4, 3), value, np.float32), "b": np.zeros(3, np.float32)}
 
 
-PARTS = "the model, task or optimizer from Python"
-# Another call -> what the refusal names.
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "another rate": (dict(optimizer=optax.sgd(10.0)), PARTS),
-    "another rate and more steps": (dict(optimizer=optax.sgd(10.0), steps=4), PARTS),
-    "a task of the same name": (dict(task=own_task(5.0)), PARTS),
-    "a model of the same name": (dict(model=model(100.0)), PARTS),
-    "another array that the model closes over": (dict(model=model(table=TABLE + 1)), PARTS),
-    "other first parameters drawn": (dict(model=model(spread=1.0)), "the initial state"),
-    "other parameters given": (dict(params=start(1.0)), "params="),
-    "other parameters trained": (dict(trainable=lambda path: path != "w"), "trainable="),
+# Calls that compute something else.
+OTHERS: dict[str, dict[str, Any]] = {
+    "another rate": dict(optimizer=optax.sgd(10.0)),
+    "another rate and more steps": dict(optimizer=optax.sgd(10.0), steps=4),
+    "a task of the same name": dict(task=own_task(5.0)),
+    "a model of the same name": dict(model=model(100.0)),
+    "another array that the model closes over": dict(model=model(table=TABLE + 1)),
+    "other first parameters drawn": dict(model=model(spread=1.0)),
+    "other parameters given": dict(params=start(1.0)),
+    "other parameters trained": dict(trainable=lambda path: path != "w"),
 }
 
 
@@ -80,15 +79,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def row(name: str) -> Any:
     # One row of each kind in plain pytest; each traces a program of its own.
     return pytest.param(
-        *OTHERS[name], id=name, marks=() if name in ("another rate", "other parameters given") else pytest.mark.long
+        OTHERS[name], id=name, marks=() if name in ("another rate", "other parameters given") else pytest.mark.long
     )
 
 
-@pytest.mark.parametrize(("changes", "named"), [row(name) for name in OTHERS])
-def test_a_call_that_computes_something_else_is_refused(run_dir: Path, changes: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize("changes", [row(name) for name in OTHERS])
+def test_a_call_that_computes_something_else_is_refused(run_dir: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(jt.ConfigError, match="holds a run that computes something else") as error:
         fit(run_dir, **changes)
-    assert named in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -99,10 +97,9 @@ def test_the_same_call_goes_on_whatever_was_traced_between(run_dir: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_change_that_is_allowed_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_change_that_is_asked_for_goes_on(tmp_path: Path) -> None:
     fit(tmp_path)
-    fit(tmp_path, steps=3, optimizer=optax.sgd(1.0), resume="must")
-    assert f"going on with a change: {PARTS}" in " ".join(capfd.readouterr().err.split())
+    assert fit(tmp_path, steps=3, optimizer=optax.sgd(1.0), resume="must").step == 3
 
 
 @pytest.mark.long
@@ -123,72 +120,6 @@ def test_a_run_of_other_code_of_the_library_goes_on(tmp_path: Path, monkeypatch:
     fit(tmp_path / "run")
     monkeypatch.setattr("jaxtrain.run.own_program.package_digest", lambda: "of another state of the library")
     assert fit(tmp_path / "run", task=own_task(5.0), steps=4).step == 4
-
-
-def calling(factor: float) -> jt.Task:
-    def loss(apply: Any, batch: Any, key: jax.Array) -> jax.Array:
-        noisy = apply(batch["inputs"] + jax.random.normal(key, batch["inputs"].shape))
-        return factor * optax.softmax_cross_entropy_with_integer_labels(noisy, batch["targets"])
-
-    return jt.Task.calling("mine", loss)
-
-
-def smoothed(z_loss: float) -> jt.Task:
-    """A task that differs from others of its kind in training alone."""
-
-    def train(outputs: jax.Array, batch: Any) -> jax.Array:
-        return evaluate(outputs, batch) + z_loss * jnp.square(jax.nn.logsumexp(outputs, axis=-1))
-
-    def evaluate(outputs: jax.Array, batch: Any) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"])
-
-    return jt.Task("mine", jt.LogitsLoss(train, evaluate))
-
-
-# Two calls -> which of their losses a comparison of runs takes for the same.
-LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "another rate": ({}, dict(optimizer=optax.sgd(1.0)), ["train", "evaluation"]),
-    "another mesh and format": ({}, dict(mesh=None, overrides={"precision.policy": "bf16"}), ["train", "evaluation"]),
-    "another model with outputs of the same shape": ({}, dict(model=model(3.0)), ["train", "evaluation"]),
-    "another loss of the same name": ({}, dict(task=own_task(5.0)), []),
-    "another term in training": (dict(task=smoothed(0.0)), dict(task=smoothed(0.1)), ["evaluation"]),
-}
-
-
-def loss_row(name: str) -> Any:
-    return pytest.param(*LOSSES[name], id=name, marks=() if name.startswith("another rate") else pytest.mark.long)
-
-
-@pytest.mark.parametrize(("first", "second", "same"), [loss_row(name) for name in LOSSES])
-def test_losses_of_own_tasks_are_known_by_what_they_compute(
-    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], same: list[str]
-) -> None:
-    found = []
-    for name, changes in (("a", first), ("b", second)):
-        fit(tmp_path / name, **changes)
-        found.append(json.loads((tmp_path / name / "run.json").read_text())["loss_digests"])
-    assert [part for part in ("train", "evaluation") if found[0][part] == found[1][part]] == same
-
-
-def test_a_loss_that_calls_the_model_is_not_known(tmp_path: Path) -> None:
-    fit(tmp_path, task=calling(1.0))
-    assert json.loads((tmp_path / "run.json").read_text())["loss_digests"] is None
-
-
-@pytest.mark.long
-def test_a_loss_that_calls_the_host_is_not_known(tmp_path: Path) -> None:
-    def loss(outputs: jax.Array, batch: Any) -> jax.Array:
-        plain = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"])
-        return plain * jax.pure_callback(np.ones_like, jax.ShapeDtypeStruct((), jnp.float32), jnp.float32(1))
-
-    fit(tmp_path, task=jt.Task("mine", loss))
-    assert json.loads((tmp_path / "run.json").read_text())["loss_digests"] is None
-
-
-@pytest.mark.long
-def test_the_losses_of_a_shipped_task_are_known_by_its_name(tmp_path: Path) -> None:
-    fit(tmp_path, task=jt.classification())
-    assert json.loads((tmp_path / "run.json").read_text())["loss_digests"] is None
 
 
 def test_given_parameters_are_compared_by_content(tmp_path: Path) -> None:

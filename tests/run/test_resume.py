@@ -379,11 +379,6 @@ STREAMS = {
         "evaluated on other held-out",
     ),
     "none any more": ({"validation": HELD_OUT}, {}, "evaluated on other held-out"),
-    "not recorded by an earlier version": (
-        {"num_validation_rows": 2},
-        {"num_validation_rows": 2, "validation": HELD_OUT},
-        None,
-    ),
 }
 
 

@@ -185,8 +185,7 @@ class Wide(nnx.Module):
 WRONG_CALLS = {
     "language_modeling: an unknown cut": (lambda: jt.language_modeling(logits="vocab"), "use auto, whole"),
     "language_modeling: a block of 0": (lambda: jt.language_modeling(logits="tokens", block=0), "loss.block=0"),
-    "from_nnx: a module": (lambda: jt.from_nnx(Nnx(nnx.Rngs(0))), "not an instance of Nnx"),
-    "from_nnx: more arguments": (lambda: jt.from_nnx(Wide), r"lambda rngs: Wide\(\.\.\., rngs=rngs\)"),
+    "from_nnx: more arguments": (lambda: jt.from_nnx(Wide), r"lambda rngs: Wide\(width=width, rngs=rngs\)"),
     "from_nnx: no module": (lambda: jt.from_nnx(lambda rngs: {"w": 1}), "returns an nnx.Module, not dict"),
     "from_nnx: a number": (lambda: jt.from_nnx(3), "takes a function"),
     "from_linen: a class": (lambda: jt.from_linen(Linen, X), r"from_linen\(Linen\(\), example_inputs\)"),

@@ -23,10 +23,7 @@ def mistakes(run: RunFiles) -> str:
     # Records without `read` counted every row that they read.
     read = int(number(found.get("read")) or rows)
     ignored = read - rows
-    if found.get("spread") is True:
-        part = f"among {read:,} spread over {of_rows:,}" if ignored > 0 else f"spread over {of_rows:,}"
-    else:
-        part = f"among the first {read:,} of {of_rows:,}" if ignored > 0 else f"the first of {of_rows:,}"
+    part = f"among {read:,} spread over {of_rows:,}" if ignored > 0 else f"spread over {of_rows:,}"
     some = f" ({part})" if of_rows > read else ""
     step = number(found.get("step"))
     past = step is not None and run.last_step is not None and run.last_step > step
@@ -126,9 +123,10 @@ def _worst(found: Mapping[str, Any], names: Sequence[str] | None) -> str:
         if not (isinstance(row, int) and isinstance(target, int) and isinstance(predicted, int)):
             continue
         sure = number(one.get("confidence"))
+        shown = picture(one.get("picture"), f"held-out row {row}")
         said = f", {100 * sure:.0f} % sure" if sure is not None else ""
         items.append(
-            f"<li>{_picture(one.get('picture'), row)}<b>{text(_class(names, target))}</b> taken for "
+            f"<li>{shown}<b>{text(_class(names, target))}</b> taken for "
             f"<b>{text(_class(names, predicted))}</b>{said}<br>"
             f'<span class="soft">row {row:,}, loss {rounded(number(one.get("loss"))) or "not finite"}</span></li>'
         )
@@ -140,8 +138,9 @@ def _worst(found: Mapping[str, Any], names: Sequence[str] | None) -> str:
     )
 
 
-def _picture(encoded: object, row: int) -> str:
+def picture(encoded: object, said: str) -> str:
+    """A PNG in base64 as an image, which `said` describes; nothing where it is none."""
     # Only what base64 is made of: nothing else can end the attribute.
     if not isinstance(encoded, str) or re.fullmatch(r"[A-Za-z0-9+/]+={0,2}", encoded) is None:
         return ""
-    return f'<img alt="held-out row {row}" src="data:image/png;base64,{encoded}">'
+    return f'<img alt="{text(said)}" src="data:image/png;base64,{encoded}">'

@@ -20,12 +20,6 @@ MOST_RUNS = 8
 _MOST_OWN_PLOTS = 6
 _POINTS = 160
 # What of `digests` in run.json is shown, and how it is called.
-_DIGESTS = {
-    "program": "step with parts from Python (digest)",
-    "drawn": "initial state drawn (digest)",
-    "params": "initial parameters given (digest)",
-    "trainable": "trained parameters chosen in Python (digest)",
-}
 _STANDARD = ("loss", "eval_loss", "accuracy", "eval_accuracy", "learning_rate", "grad_norm")
 
 
@@ -242,8 +236,7 @@ def comparable(run: RunFiles, *, with_digests: bool) -> Mapping[str, Any]:
         if given is not None:
             found[f"{part} (from Python)"] = given
     if with_digests:
-        digests = mapping(run.info.get("digests"))
-        found |= {label: digests.get(part) for part, label in _DIGESTS.items()}
+        found["parts from Python (digest)"] = mapping(run.info.get("digests")).get("program")
     versions = mapping(run.info.get("versions"))
     found |= {f"version of {package}": version for package, version in versions.items()}
     found["git commit"] = run.info.get("git_commit")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.metrics.report import chats, classes, headline, tables
+from jaxtrain.metrics.report import chats, classes, headline, logged, tables
 from jaxtrain.metrics.report.curves import MAX_POINTS, Curve, last_text, piece_starts, smoothed, thin
 from jaxtrain.metrics.report.files import RunFiles, read_files
 from jaxtrain.metrics.report.html import mapping, page, section, text
@@ -47,6 +47,7 @@ def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
         headline.words(run),
         _sample(run),
         _curves(run),
+        logged.logged(run),
         classes.mistakes(run),
         chats.chats(run),
         time_bar(run),

@@ -11,9 +11,6 @@ from jaxtrain.metrics.report.tables import flat
 # Weights of what is added to a loss in training alone.
 _TERMS = ("z_loss", "load_balance_weight", "router_z_weight")
 
-# Of the equations of a loss, in run.json.
-_DIGEST = "loss digest"
-
 
 def can_rank(runs: Sequence[RunFiles]) -> bool:
     """Whether held-out losses are of one kind, and of the same rows."""
@@ -23,7 +20,7 @@ def can_rank(runs: Sequence[RunFiles]) -> bool:
 
 def can_rank_training(runs: Sequence[RunFiles]) -> bool:
     """Whether training losses are of one kind, with the same terms, and of the same data."""
-    kinds = {_trained_loss(run) for run in runs}
+    kinds = {evaluated_loss(run) for run in runs}
     terms = {
         json.dumps([value for key, value in flat(run.config).items() if key.rpartition(".")[2] in _TERMS])
         for run in runs
@@ -51,8 +48,8 @@ def evaluated_loss(run: RunFiles) -> str | None:
     """What identifies the loss that a run evaluates; None where it is not recorded.
 
     The settings of the loss of preferred answers are part of its held-out loss. Those of other losses (`z_loss`) are
-    added in training alone. A task from Python is known by a digest of its loss, and one that the config calls by its
-    arguments and the file of its function: others may have its name.
+    added in training alone. A task from Python is known by its name, and one that the config calls by its arguments and
+    the file of its function.
     """
     task, given = run.config.get("task"), mapping(run.info.get("from_python")).get("task")
     if given is None and isinstance(task, Mapping):
@@ -64,23 +61,11 @@ def evaluated_loss(run: RunFiles) -> str | None:
         if run.info.get("task_is_shipped") is True:
             # A shipped task evaluates as the one with the default settings.
             return "dpo by default" if run.task == "dpo" else run.task
-        digest = _loss_digest(run, "evaluation")
-        return None if digest is None else f"{run.task} from Python, {_DIGEST} {digest}"
+        return f"{run.task} from Python"
     if run.task != "dpo":
         return run.task
     loss = mapping(run.config.get("loss"))
     return f"dpo with loss.beta {loss.get('beta')}, loss.label_smoothing {loss.get('label_smoothing')}"
-
-
-def _trained_loss(run: RunFiles) -> tuple[str, str | None] | None:
-    """What identifies the loss that a run trains on, whose terms may be a task's from Python; None as above."""
-    evaluated = evaluated_loss(run)
-    return None if evaluated is None else (evaluated, _loss_digest(run, "train"))
-
-
-def _loss_digest(run: RunFiles, part: str) -> str | None:
-    digest = mapping(run.info.get("loss_digests")).get(part)
-    return digest if isinstance(digest, str) else None
 
 
 def held_out_rows(run: RunFiles) -> str | None:
@@ -123,12 +108,6 @@ def other_losses(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str
         yield f"The tasks differ ({said}): their losses are of different kinds and cannot be compared."
     elif len({*losses.values()} - {None}) > 1:
         said = "; ".join(f"{name}: {loss or 'not recorded'}" for name, loss in losses.items())
-        if _DIGEST in said:
-            yield (
-                f"The losses of the task from Python are not known to be the same ({said}); other shapes of "
-                "batches or outputs change the digest too, so that no losses are ranked."
-            )
-            return
         yield f"The settings of the loss differ ({said}): losses with other settings cannot be compared."
     elif None in losses.values():
         which = " and ".join(name for name, loss in losses.items() if loss is None)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtrain.metrics.recorded import Row, Text, read_items
 from jaxtrain.metrics.trackers.tracker import BegunError, RefusedError, Tracker
@@ -108,7 +108,7 @@ class BackgroundTracker:
     def scalars(self, step: int, values: Mapping[str, float | int | None]) -> None:
         self._put(Row(step, time.time(), dict(values)))
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         self._put(Text(step, name, text))
 
     def begin_end(self, status: str | None, files: Sequence[Path], *, until: float) -> None:

@@ -42,7 +42,7 @@ class Trackers:
         for tracker in self._trackers:
             tracker.scalars(step, values)
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         for tracker in self._trackers:
             tracker.text(step, name, text)
 

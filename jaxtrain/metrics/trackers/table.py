@@ -3,9 +3,11 @@
 Every function runs in a thread of its own (`background.py`), and imports its package there.
 """
 
+import base64
 import contextlib
 import fcntl
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -18,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxtrain.metrics.recorded import Row, Text
 from jaxtrain.metrics.trackers.packages import import_package
@@ -98,7 +102,13 @@ def open_mlflow(run: TrackedRun) -> Tracker:
                 raise
 
     def log_text(text: Text) -> None:
-        client.log_text(run_id, text.text, f"{_allowed(text.name)}/step_{text.step:08d}.txt")
+        path = f"{_allowed(text.name)}/step_{text.step:08d}"
+        if isinstance(text.text, str):
+            client.log_text(run_id, text.text, f"{path}.txt")
+        elif "png" in text.text:
+            client.log_image(run_id, _image(text.text), f"{path}.png")
+        else:
+            client.log_dict(run_id, dict(text.text), f"{path}.json")
 
     def end(status: str | None, files: Sequence[Path]) -> None:
         if status is not None:
@@ -152,10 +162,11 @@ def open_wandb(run: TrackedRun) -> Tracker:
         is_done = status is None or status in _DONE
         opened.finish(exit_code=0 if is_done else _PREEMPTED_CODE if status == "preempted" else 1)
 
+    def log_text(text: Text) -> None:
+        opened.log({"step": text.step, text.name: _shown(text, wandb)})
+
     place = opened.settings.sync_dir if opened.offline else opened.url
-    return Tracker(
-        opened.id, str(place), log_rows, lambda text: opened.log({"step": text.step, text.name: text.text}), end
-    )
+    return Tracker(opened.id, str(place), log_rows, log_text, end)
 
 
 def open_trackio(run: TrackedRun) -> Tracker:
@@ -188,7 +199,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
         name,
         f"run {name} of project {run.project}",
         log_rows,
-        lambda text: opened.log({text.name: text.text}, step=text.step),
+        lambda text: opened.log({text.name: _shown(text, trackio)}, step=text.step),
         end,
     )
 
@@ -279,6 +290,21 @@ def _allowed(name: str) -> str:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _shown(text: Text, package: Any) -> Any:
+    """A text, or what wandb and trackio, which name them alike, call a histogram or an image."""
+    if isinstance(text.text, str):
+        return text.text
+    if "png" in text.text:
+        return package.Image(_image(text.text))
+    return package.Histogram(np_histogram=(np.array(text.text["counts"]), np.array(text.text["edges"])))
+
+
+def _image(value: Mapping[str, Any]) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(value["png"])))
 
 
 def _known(values: Mapping[str, float | int | None]) -> dict[str, float | int]:

@@ -1,0 +1,68 @@
+"""Histograms and images that a callback logs, as metrics.jsonl holds them: {"counts", "edges"} and {"png"}."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.picture import thumbnail
+
+_NUM_BINS = 64
+# Larger images are averaged down, so that metrics.jsonl stays readable.
+_MOST_PIXELS = 512
+
+Media = Mapping[str, Any]
+
+
+def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[str, float], dict[str, Media]]:
+    """Numbers, and histograms and images, by name; every process calls this, since arrays may be on all of them.
+
+    Args:
+        values: name -> a number, an array or a tree of arrays, see `Moment.log`.
+        inside: name of the tree that they are in.
+
+    Raises:
+        ConfigError: a value is none of these.
+    """
+    numbers: dict[str, float] = {}
+    media: dict[str, Media] = {}
+    for name, value in values.items():
+        if value is None:  # a frozen parameter among gradients
+            continue
+        if isinstance(value, Mapping):
+            more = sorted_values(value, inside=f"{inside}{name}/")
+            numbers, media = numbers | more[0], media | more[1]
+            continue
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        array = _on_host(value[0] if is_pair else value)
+        if array.dtype.kind not in "biuf":
+            raise ConfigError(f"moment.log: {inside}{name} is {type(value).__name__}; log numbers or arrays of numbers")
+        if array.ndim == 0:
+            numbers[inside + name] = array.item()
+        elif is_pair:
+            media[inside + name] = {"counts": array.tolist(), "edges": _on_host(value[1]).tolist()}
+        elif array.ndim == 1 or inside:
+            media[inside + name] = _histogram(array)
+        elif (png := thumbnail(array, most_pixels=_MOST_PIXELS)) is not None:
+            media[inside + name] = {"png": base64.b64encode(png).decode("ascii")}
+        else:
+            raise ConfigError(f"moment.log: {name} {list(array.shape)} is no image [H, W, 1 or 3]; log {name}.ravel()")
+    return numbers, media
+
+
+def _histogram(array: np.ndarray) -> Media:
+    finite = array[np.isfinite(array)].astype(np.float64)
+    counts, edges = np.histogram(finite, bins=_NUM_BINS)
+    return {"counts": counts.tolist(), "edges": [float(f"{edge:.6g}") for edge in edges]}
+
+
+def _on_host(value: Any) -> np.ndarray:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        value = multihost_utils.process_allgather(value, tiled=True)
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype.kind == "V" else array  # bfloat16, which NumPy does not know

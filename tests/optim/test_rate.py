@@ -1,0 +1,70 @@
+"""The learning rate that the metrics show is the one that the optimizer uses, without being given twice."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+
+DECAY = optax.linear_schedule(0.5, 0.1, 4)
+# Optimizers whose update is the rate times the gradient.
+PLAIN = {
+    "a number": lambda: optax.sgd(0.25),
+    "a schedule": lambda: optax.sgd(DECAY),
+    "a chain by hand": lambda: optax.chain(optax.identity(), optax.scale_by_schedule(DECAY), optax.scale(-1.0)),
+    "a wrapper": lambda: optax.apply_if_finite(optax.sgd(DECAY), 3),
+    "injected": lambda: optax.inject_hyperparams(optax.sgd)(DECAY),
+    "an equal rate for each part": lambda: optax.partition(
+        {"a": optax.sgd(DECAY), "b": optax.sgd(DECAY)}, {"kernel": "a", "bias": "b"}
+    ),
+}
+
+
+def step_of(optimizer, **options):
+    def apply(params, x):
+        return x @ params["kernel"] + params["bias"]
+
+    params = {"kernel": np.ones((4, 2), np.float32), "bias": np.zeros(2, np.float32)}
+    model = jt.from_functions(lambda key: jax.tree.map(jax.numpy.asarray, params), apply)
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    return jt.make_train_step(model, jt.regression(), optimizer, mesh=mesh, **options)
+
+
+def batch():
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    return {"inputs": x, "targets": x[:, :2]}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_the_rate_of_the_metrics_is_the_ratio_of_update_and_gradient(case):
+    step = step_of(PLAIN[case]())
+    state = step.init(0)
+    for _ in range(3):
+        before = jax.device_get(state.params)
+        state, metrics = step(state, batch())
+        moved = optax.tree.norm(jax.tree.map(np.subtract, jax.device_get(state.params), before))
+        np.testing.assert_allclose(metrics["learning_rate"], moved / metrics["grad_norm"], rtol=1e-4)
+
+
+OTHERS = {
+    "adamw after a factor that it takes out": (lambda: optax.chain(optax.scale(1 / 256), optax.adamw(DECAY)), {}, 0.5),
+    "adafactor": (lambda: optax.adafactor(0.01), {}, 0.01),
+    "two rates": (
+        lambda: optax.partition({"a": optax.sgd(0.1), "b": optax.sgd(0.2)}, {"kernel": "a", "bias": "b"}),
+        {},
+        None,
+    ),
+    "without a rate": (lambda: optax.scale_by_adam(), {}, None),
+    "what is given comes first": (lambda: optax.sgd(0.1), {"learning_rate": 0.7}, 0.7),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_rate_is_read_only_where_it_is_one(case):
+    make, options, rate = OTHERS[case]
+    step = step_of(make(), **options)
+    _, metrics = step(step.init(0), batch())
+    found = metrics.get("learning_rate")
+    assert (found is None) == (rate is None)
+    assert rate is None or found == pytest.approx(rate)
