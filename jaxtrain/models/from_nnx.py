@@ -10,7 +10,7 @@ import jax
 from flax import linen, nnx
 from jax.core import Tracer
 
-from jaxtrain.config.arguments import check_function, check_kind
+from jaxtrain.config.arguments import check_function, check_kind, shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import shard_key
@@ -156,7 +156,7 @@ def maker_of(make: Any, *, of: str) -> Callable[[nnx.Rngs], nnx.Module]:
             f"{of} takes a module of flax.nnx; {kind.__name__} is of Linen: write from_linen(module, example_inputs)"
         )
     if isinstance(make, nnx.Module) or not callable(make):
-        raise ConfigError(f"{of} takes a function rngs -> module, not {kind.__name__} {str(make)[:60]!r}")
+        raise ConfigError(f"{of} takes a function rngs -> module, not {shown(make)}")
     build: Any = make
     try:
         # Flax's metaclass hides what a class takes.

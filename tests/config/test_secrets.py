@@ -5,7 +5,6 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.config.secrets import REDACTED, redacted, redacted_words
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.resume import changes_since
 from jaxtrain.runtime.remarks import print_remark
 
 TOKEN = "hf_" + "a1B2" * 8
@@ -57,19 +56,3 @@ def test_a_secret_of_a_run_is_asked_for_again():
 def test_remarks_show_no_password(capsys):
     print_remark(f"jaxtrain: rows raised ValueError: s3://me:pw@host/a, {TOKEN}")
     assert capsys.readouterr().err == f"jaxtrain: rows raised ValueError: s3://{REDACTED}@host/a, {REDACTED}\n"
-
-
-def test_a_run_of_an_earlier_version_goes_on_without_showing_its_secret(tmp_path):
-    with_key = {"config": {"model": {"args": {"api_key": "abc"}}}, "stream": {}, "from_python": {}}
-    current = {"config": redacted(with_key["config"]), "stream": {}, "from_python": {}}
-    assert "api_key" not in str(changes_since(with_key, current, run_dir=tmp_path, may_change=True))
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_the_same_config(tmp_path):
-    config = load_config("quickstart").config.model_dump(mode="json")
-    current = {"config": config, "stream": {}, "from_python": {}}
-    earlier = {"every", "keep_last", "keep_every", "keep_best"}
-    saved = {**current, "config": {**config, "checkpoint": {key: config["checkpoint"][key] for key in earlier}}}
-    for group in ("watchdog", "notices", "spikes", "checks"):
-        del saved["config"][group]
-    assert changes_since(saved, current, run_dir=tmp_path, may_change=False) == []

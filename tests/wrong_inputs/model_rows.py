@@ -157,7 +157,6 @@ ROWS = {
     "from_linen: inputs in words": (lambda: jt.from_linen(LinenNet(), "x"), "'x'", "np.zeros("),
     "from_linen: a shape for inputs": (lambda: jt.from_linen(LinenNet(), (8, 4)), "8", "np.zeros("),
     "from_linen: a list of axes": (lambda: jt.from_linen(LinenNet(), X, axes=[1]), "a list of 1", "axes"),
-    "from_nnx: a module": (lambda: jt.from_nnx(Net(nnx.Rngs(0))), "an instance of Net", "lambda rngs: Net("),
     "from_nnx: a Linen module": (lambda: jt.from_nnx(LinenNet()), "LinenNet", "from_linen"),
     "from_nnx: a function that gives no module": (lambda: jt.from_nnx(lambda rngs: {"w": 1}), "dict", "nnx.Module"),
     "from_nnx: a list of axes": (lambda: jt.from_nnx(Net, axes=[1]), "a list of 1", "axes"),
@@ -165,8 +164,8 @@ ROWS = {
     "from_nnx: one path": (lambda: jt.from_nnx(Net, gathers_itself="linear"), "'linear'", "('linear',)"),
     "from_stages: a module": (
         lambda: jt.from_stages(Net(nnx.Rngs(0)), stack="blocks", **STAGES),
-        "an instance of Net",
-        "lambda rngs: Net(",
+        "Net",
+        "rngs -> module",
     ),
     "from_stages: no stack of that name": (
         lambda: jt.from_stages(Net, stack="layers", **STAGES),
@@ -242,8 +241,8 @@ ROWS = {
     ),
     "make_stack: a module": (
         lambda: jt.make_stack(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 2, nnx.Rngs(0)),
-        "an instance of Linear",
-        "lambda rngs: Linear(",
+        "Linear",
+        "rngs -> module",
     ),
     "make_stack: no layers": (
         lambda: jt.make_stack(Net, 0, nnx.Rngs(0)),

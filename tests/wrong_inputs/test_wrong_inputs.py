@@ -46,6 +46,7 @@ WITHOUT_ROWS = {
 }
 # Methods that are not called with what a user made.
 METHODS_WITHOUT_ROWS = {
+    "Moment.log": "tests/run/test_run_callbacks.py has them",
     "DeferredLogits.logits": "takes nothing",
     "Checkpointer.__exit__": "called by `with`",
     "JsonlWriter.__exit__": "called by `with`",
