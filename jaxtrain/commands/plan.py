@@ -13,15 +13,16 @@ from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.format import format_bytes
+from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets, with_network
 from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
+from jaxtrain.plan.report.rows import answer_lines
 from jaxtrain.plan.report.show import as_json, table
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.auto import VARIED_BY_AUTO, check_auto
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.layouts import VARIED, Found, describe_layout, largest_batch, search, why_not
-from jaxtrain.plan.search.make import analytic_plan, check_exact, how_to_check, with_compiler
+from jaxtrain.plan.search.make import analytic_plan, check_exact, fitted_plan, how_to_check, with_compiler
 from jaxtrain.plan.search.own_step import check_can_estimate, own_functions
 from jaxtrain.plan.search.run_length import with_length
 from jaxtrain.plan.workload.describe import describe_workload
@@ -53,7 +54,8 @@ class Wanted:
     network: str | None = None
     html: str | None = None
     config_out: str | None = None
-    as_json: bool = False
+    full: bool = False
+    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,15 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
         list_hardware: whether the catalogue is printed instead of a plan.
 
     Returns:
-        The exit code 0.
+        The exit code 0, of a plan that does not fit too.
 
     Raises:
-        ConfigError: the hardware is not known, or no layout is possible on a target (where other targets have a plan,
-            it is printed before); with `exact`, no compiler checked a figure.
+        ConfigError: the hardware is not known, or no layout of any batch is possible on a target (where other targets
+            have a plan, it is printed before); with `exact`, no compiler checked a figure.
     """
     hardware = catalogue(wanted.hardware_file)
     if list_hardware:
-        print_json(hardware_json(hardware.values())) if wanted.as_json else print_text(
-            hardware_table(hardware.values())
-        )
+        print_json(hardware_json(hardware.values())) if wanted.json else print_text(hardware_table(hardware.values()))
         return 0
     if config is None:
         raise ConfigError("jaxtrain plan: CONFIG is missing; 'jaxtrain plan --list' lists the hardware")
@@ -96,7 +96,7 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
         loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"name": loaded.name}))
     check_or_remark(loaded)
     _check(loaded.config, wanted)
-    targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware)]
+    targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware, told=print_remark)]
     if wanted.network is not None:
         targets = [with_network(target, wanted.network) for target in targets]
     terms = _terms(loaded.config, wanted)
@@ -110,8 +110,7 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
                 estimates += best
                 rejected += too_large
             else:
-                planned = analytic_plan if len(targets) == 1 else _compared
-                estimates.append(_compiled(planned(loaded.config, target, terms), wanted))
+                estimates.append(_compiled(fitted_plan(loaded.config, target, terms), wanted))
         except ConfigError as error:
             if len(targets) == 1:
                 raise
@@ -132,25 +131,6 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
     if impossible:
         raise ConfigError("; ".join(impossible))
     return 0
-
-
-def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
-    """Plan for one of several targets; where the config's layout is impossible, plan the best layout of a search."""
-    try:
-        return analytic_plan(config, target, terms)
-    except ConfigError as error:
-        if own_functions(config):
-            raise
-        # Remat and microbatches stay as they are where possible, so that the columns can be compared.
-        found = search(config, target, vary=("mesh", "zero", "schedule"), terms=terms)
-        if not found.ranked:
-            found = search(config, target, terms=terms)
-        fitting = found.ranked or found.too_large
-        if not fitting:
-            raise
-        chosen = analytic_plan(fitting[0].config, target, terms)
-        note = f"{error}. Planned with the layout that a search finds: {describe_layout(chosen.config)}"
-        return dataclasses.replace(chosen, notes=(*chosen.notes, note))
 
 
 def _check(config: Config, wanted: Wanted) -> None:
@@ -296,7 +276,7 @@ def _answer(
     impossible: Sequence[str],
     wanted: Wanted,
 ) -> None:
-    if wanted.as_json:
+    if wanted.json:
         answer: dict[str, object] = {"plans": [as_json(one) for one in estimates]}
         if found:
             answer["searches"] = [
@@ -317,12 +297,18 @@ def _answer(
             answer["impossible"] = list(impossible)
         print_json(answer)
         return
+    for name in dict.fromkeys(one.target.name for one in estimates):
+        best = next(one for one in estimates if one.target.name == name)
+        print_text("\n".join([*answer_lines(best), ""]))
     for target, one in found:
         if one.ranked:
-            order = "the fastest:" if one.ranked[0].time is not None else "no time is known, so the smallest first:"
-            print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; {order}")
+            order = "by memory, since no time is known"
+            if one.ranked[0].time is not None:
+                unit = one.ranked[0].workload.unit
+                order = f"by {unit}/s, at equal {unit} of the run" if "batch" in one.vary else "by step time"
+            print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the first {order}:")
         else:
-            print_text(f"{target.name}: none of {one.tried} layouts fits; below is the one that needs the least memory")
+            print_text(f"{target.name}: none of {one.tried} layouts fits; the plan is of the one of the least memory")
         for place, each in enumerate(one.ranked[:10], 1):
             print_text(_ranked_line(place, each, one.vary))
         for line in why_not(one):
@@ -332,7 +318,7 @@ def _answer(
                 layout = describe_layout(each.config, one.vary)
                 print_text(f"  too large by the compiler, {format_bytes(_peak(each))}: {layout}")
         print_text("")
-    print_text(table(estimates))
+    print_text(table(estimates, full=wanted.full))
     for batch in batches:
         print_text(_batch_line(batch))
 
@@ -342,17 +328,21 @@ def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, object]:
     return {
         "layout": describe_layout(estimate.config, vary),
         "step_seconds": None if estimate.time is None else estimate.time.seconds,
+        "rows_per_second": estimate.rows_per_second,
         "memory_bytes": estimate.memory.total_bytes,
     }
 
 
 def _ranked_line(place: int, estimate: Estimate, vary: Sequence[str]) -> str:
-    step = "no time"
-    if estimate.time is not None:
+    speed = "no time"
+    if estimate.time is not None and "batch" in vary:
+        rate = estimate.tokens_per_second or estimate.rows_per_second
+        speed = f"{format_count(rate)} {estimate.workload.unit}/s"
+    elif estimate.time is not None:
         milliseconds = estimate.time.seconds * 1e3
-        step = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+        speed = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
     memory = format_bytes(estimate.memory.total_bytes)
-    return f"  {place:>2}. {step:>10}  {memory:>10}  {describe_layout(estimate.config, vary)}"
+    return f"  {place:>2}. {speed:>10}  {memory:>10}  {describe_layout(estimate.config, vary)}"
 
 
 def _write_page(

@@ -68,7 +68,7 @@ def _header(estimates: Sequence[Estimate]) -> str:
     lines = []
     for name, estimate in zip(labels(estimates), estimates, strict=True):
         kind = {True: "good", False: "bad", None: "plain"}[estimate.fits]
-        lines.append(f'<li><b>{text(name)}</b> <span class="{kind}">{text(verdict(estimate))}</span></li>')
+        lines.append(f'<li><b>{text(name)}</b> <span class="{kind}">{text(verdict(estimate))}</span> {text(estimate.fitted or "")}</li>')
     return (
         f"<header><h1>Plan of {text(_title(estimates))}</h1>"
         f"<p>{text(' · '.join(counts))} · {text(', '.join(targets))}</p>"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
+from jaxtrain.metrics.format import differing_gib, format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost
 from jaxtrain.plan.report.amounts import UNKNOWN, dollars, hours
 from jaxtrain.plan.report.trained import finetuning, trained_rows
@@ -134,6 +134,34 @@ def sections(estimates: Sequence[Estimate], *, like: Sequence[Estimate] = ()) ->
             rows.append(Row(label, tuple(cells)))
         found.append(Section(title, tuple(rows)))
     return found
+
+
+def brief(parts: Sequence[Section]) -> list[Section]:
+    """The sections without the times of blocks and links, and without what buying and energy cost."""
+    wanted = ("step time", "tokens/s", "examples/s", "MFU", "bound by", "steps", "time to train", "on demand", "spot")
+    return [
+        part
+        if part.title not in ("step, predicted", "whole run")
+        else Section(part.title, tuple(row for row in part.rows if row.label in (*wanted, "cost")))
+        for part in parts
+    ]
+
+
+def answer_lines(estimate: Estimate) -> list[str]:
+    """Three lines: whether it fits and what to change, the time of the run, its cost; a fourth of the layout taken."""
+    units, cost, workload = _units([estimate]), estimate.cost, estimate.workload
+    facts = _time_facts(estimate, units) | _cost_facts(estimate, units)
+    how = "" if estimate.exact is not None else ", by formulas"
+    change = f"; to change: {estimate.advice[0]}" if estimate.advice else ""
+    time = facts["step time"].text
+    money = UNKNOWN if estimate.fits is not False else _NONE
+    if cost is not None and estimate.fits is not False:
+        total = cost.steps * (workload.tokens or workload.rows)
+        time = f"{facts['time to train'].text} for {format_count(total)} {workload.unit} in {cost.steps:,} steps"
+        time += f", {facts[f'{workload.unit}/s'].text} {workload.unit}/s, MFU {facts['MFU'].text}"
+        money = f"{facts['on demand'].text} on demand; spot {facts['spot'].text}"
+    lines = [f"{estimate.target.name} {_verdict(estimate, units)}{how}{change}", f"time: {time}", f"cost: {money}"]
+    return lines if estimate.fitted is None else [*lines, estimate.fitted]
 
 
 def remarks(estimates: Sequence[Estimate]) -> list[tuple[str, list[str]]]:
@@ -269,13 +297,14 @@ def _verdict(estimate: Estimate, units: _Units) -> str:
     if estimate.fits is None or memory.capacity_bytes is None:
         return f"takes {units.memory(needed)}; the capacity is {UNKNOWN}"
     fits = "fits" if estimate.fits else "does not fit"
+    room = memory.capacity_bytes - memory.reserved_bytes
     if exact is not None:
-        capacity = exact.capacity_bytes or memory.capacity_bytes - memory.reserved_bytes
-        return f"{fits}: {units.memory(needed)} of {_capacity(capacity)}, by the compiler"
-    left = _capacity(memory.capacity_bytes - memory.reserved_bytes)
-    if memory.reserved_bytes:
-        return f"{fits}: {units.memory(needed)} of {left} ({_capacity(memory.reserved_bytes)} more is reserved)"
-    return f"{fits}: {units.memory(needed)} of {left}"
+        room = exact.capacity_bytes or room
+    amounts = (units.memory(needed), _capacity(room)) if estimate.fits else differing_gib(needed, room)
+    text = f"{fits}: {amounts[0]} of {amounts[1]}"
+    if exact is not None:
+        return f"{text}, by the compiler"
+    return f"{text} ({_capacity(memory.reserved_bytes)} more is reserved)" if memory.reserved_bytes else text
 
 
 def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:

@@ -27,6 +27,7 @@ class Estimate:
         exact: memory by the target's own compiler; None: not compiled.
         exact_missing: why there is none, in a line; None where there is one or none was asked for.
         unknown: what is not known of functions of the user's own, in a few words; None: all is estimated.
+        fitted: the layout that was taken in place of the config's, and why, in a line; None: it is the config's.
         notes: assumptions and warnings for people.
         advice: changes that make it fit, where it does not.
     """
@@ -42,6 +43,7 @@ class Estimate:
     exact: ExactMemory | None = None
     exact_missing: str | None = None
     unknown: str | None = None
+    fitted: str | None = None
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = field(default=())
 

@@ -18,11 +18,13 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
+from jaxtrain.metrics.format import differing_gib
 from jaxtrain.models.shipped.structure import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.search.analyse import Terms, analyse, microbatches_of
 from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.search.run_length import with_steps
 from jaxtrain.plan.workload.describe import RowSizes
 
 # What a search may vary; the rest changes the numbers of a run, and is left alone unless asked for.
@@ -252,7 +254,10 @@ def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> 
     updates["parallel"] = config.parallel.model_copy(update=parallel)
     updates["finetune"] = config.finetune.model_copy(update=finetune)
     updates["train"] = config.train.model_copy(update=train)
-    return config.model_copy(update=updates)
+    replaced = config.model_copy(update=updates)
+    # Batches are compared at the tokens of the whole run.
+    rows, own = replaced.train.global_batch_size, config.train.global_batch_size
+    return with_steps(replaced, max(1, round(config.train.steps * own / rows)))
 
 
 def with_optimizer(config: Config, kind: str) -> Any:
@@ -301,9 +306,10 @@ def why_not(found: Found) -> list[str]:
         nearest = found.too_large[0]
         assert nearest.memory.capacity_bytes is not None
         room = nearest.memory.capacity_bytes - nearest.memory.reserved_bytes
+        needed, there = differing_gib(nearest.memory.total_bytes, room)
         lines.append(
-            f"{len(found.too_large)} layouts need more memory than the {room / 2**30:.1f} GiB there are; the smallest "
-            f"{nearest.memory.total_bytes / 2**30:.1f} GiB: {describe_layout(nearest.config, found.vary)}"
+            f"{len(found.too_large)} layouts need more memory than the {there} there are; the smallest "
+            f"{needed}: {describe_layout(nearest.config, found.vary)}"
         )
         heaviest = Counter(
             max(one.memory.parts, key=lambda name: one.memory.parts[name]) for one in found.too_large
