@@ -32,7 +32,9 @@ def test_several_targets_stand_side_by_side(cli):
     assert (answer.code, answer.err) == (0, "")
     lines = answer.out.splitlines()
     # Three lines for each are the answer; then the table, which --full makes longer.
-    for name, (fits, time, cost) in zip(("h100", "v5e-1", "rtx4090"), (lines[:3], lines[4:7], lines[8:11]), strict=True):
+    for name, (fits, time, cost) in zip(
+        ("h100", "v5e-1", "rtx4090"), (lines[:3], lines[4:7], lines[8:11]), strict=True
+    ):
         assert re.fullmatch(rf"{name} fits: [\d.]+ MiB of [\d.]+ GiB.*, by formulas", fits)
         assert re.fullmatch(r"time: [\d.]+ s for 819k tokens in 800 steps, [\d.]+M tokens/s, MFU .*", time)
         assert re.fullmatch(r"cost: \S.* on demand; spot \S.*", cost)
@@ -200,20 +202,13 @@ def test_search_ranks_and_explains(cli):
     assert answer.out.count("NVIDIA H100 SXM 80 GB") == 2
 
 
-def test_a_long_search_says_how_far_it_is(cli, monkeypatch):
-    monkeypatch.setattr("jaxtrain.commands.plan._SECONDS_BETWEEN_LINES", 0.0)
-    answer = cli(*PLAN, "h100x8", "--search", "--vary", "remat,zero", "parallel.data=8", "train.global_batch_size=64")
-    *sofar, total = answer.err.splitlines()
-    assert sofar == [f"tried {tried} layouts of h100x8 so far" for tried in range(1, len(sofar) + 1)]
-    assert total.startswith(f"tried {len(sofar) + 1} layouts of h100x8 in ")
-
-
 def test_a_search_without_a_time_says_that_it_ranks_by_memory(cli, tmp_path):
     words = ("plan", "gpt2_124m", "--on", "t4", "--analytic", "precision.policy=bf16", "--search")
     answer = cli(*words, "--vary", "microbatches", "--config", str(tmp_path / "planned.yaml"))
     assert answer.code == 0
-    assert "no time is known of bf16 on t4: chosen by memory alone\n" in answer.err
-    assert re.search(r"^t4: \d of \d+ layouts fit; the first by memory, since no time is known:$", answer.out, re.MULTILINE)
+    assert re.search(
+        r"^t4: \d of \d+ layouts fit; the first by memory, since no time is known:$", answer.out, re.MULTILINE
+    )
 
 
 def test_search_as_json_tells_layouts_apart_by_what_varied(cli):
@@ -331,7 +326,6 @@ MISTAKES = {
     "negative tokens": (f"{H100X8} --tokens -5", r"tokens is -5\.0; give a positive number"),
     "tokens and epochs": (f"{H100X8} --tokens 5 --epochs 1", r"tokens 5\.0 and epochs 1\.0; give one of the two"),
     "epochs alone": (f"{H100X8} --epochs 3", r"epochs 3 without rows_per_epoch"),
-    "rows of no epoch": (f"{H100X8} --rows-per-epoch 9", r"--rows-per-epoch 9 is for --epochs; add --epochs 1"),
     "tokens of images": ("digits_mlp --on h100 --tokens 5", r"tokens 5 without tokens_per_step"),
     "negative price": (f"{H100X8} --usd-per-kwh -1", r"usd_per_kwh is -1\.0; give a positive number"),
     "network in no unit": (f"{H100X8} --network 400", r"--network '400': write bits/s or bytes/s of one device, as in"),
@@ -411,6 +405,7 @@ def test_batches_are_compared_at_equal_tokens(cli):
     rates = re.findall(r"^ +\d+\. +([\d.]+)k tokens/s .* batch (\d+)$", answer.out, re.MULTILINE)
     assert sorted((float(rate) for rate, _ in rates), reverse=True) == [float(rate) for rate, _ in rates]
     assert len(rates) > 3
-    found = json.loads(cli("plan", *"gpt2_124m --on 4090 --analytic --search --vary batch --json".split()).out)["plans"]
+    answer = cli("plan", "gpt2_124m", "--on", "4090", "--analytic", "--search", "--vary", "batch", "--json")
+    found = json.loads(answer.out)["plans"]
     totals = {one["cost"]["steps"] * one["config"]["train"]["global_batch_size"] for one in found}
     assert max(totals) == pytest.approx(min(totals), rel=1e-3)

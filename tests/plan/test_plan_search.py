@@ -225,7 +225,7 @@ DO_NOT_FIT = {
     ),
     "more devices and remat": (
         *("llama3_8b", "l4x8", ["remat.policy=none", "train.accumulation_steps=1"]),
-        "l4x32 with parallel.fsdp=32 and remat.policy=full: ",
+        "l4x16 with parallel.pipe=8 and parallel.fsdp=2 and ",
     ),
 }
 

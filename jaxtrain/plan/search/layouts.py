@@ -79,7 +79,6 @@ def search(
     vary: Sequence[str] = VARIED,
     terms: Terms | None = None,
     sizes: RowSizes | None = None,
-    told: Callable[[int], None] = lambda tried: None,
 ) -> Found:
     """Try every layout.
 
@@ -89,7 +88,6 @@ def search(
         vary: out of `VARIED` and `ASKED_FOR`.
         terms: of the cost.
         sizes: of data that takes the place of the config's.
-        told: called before each layout with the number of those that were looked at.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
@@ -100,8 +98,7 @@ def search(
         if name in ("base", "rank") and config.finetune.lora is None:
             raise ConfigError(f"cannot search over {name!r} without adapters; set finetune.lora.rank, such as 16")
     ranked, too_large, refused = [], [], []
-    for tried, candidate in enumerate(layouts(config, target.num_devices, vary)):
-        told(tried)
+    for candidate in layouts(config, target.num_devices, vary):
         try:
             estimate = analyse(candidate, target, terms, sizes=sizes)
         except ConfigError as error:
@@ -111,6 +108,25 @@ def search(
     ranked.sort(key=lambda one: (_seconds(one), one.memory.total_bytes))
     too_large.sort(key=lambda one: one.memory.total_bytes)
     return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
+
+
+def fitted(config: Config, target: Target, terms: Terms | None = None) -> Config | None:
+    """The config with the fastest layout of a target, or the smallest where none fits; None where there is none.
+
+    Remat is left alone where that is possible. A batch that no layout takes grows to a row for each device, at the same
+    rows of the whole run.
+    """
+    rows, count = config.train.global_batch_size, target.num_devices
+    larger = math.ceil(rows / count) * count
+    train = config.train.model_copy(update={"global_batch_size": larger, "accumulation_steps": 1})
+    steps = max(1, round(config.train.steps * rows / larger))
+    for tried in (config, with_steps(config.model_copy(update={"train": train}), steps)):
+        found = search(tried, target, vary=("mesh", "microbatches"), terms=terms)
+        if found.too_large and not found.ranked:
+            found = search(tried, target, terms=terms)
+        if found.ranked or found.too_large:
+            return (found.ranked or found.too_large)[0].config
+    return None
 
 
 def _seconds(estimate: Estimate) -> float:

@@ -1,7 +1,6 @@
 """A plan: the analytic estimate, the compiler's word beside it, and advice where it does not fit."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,10 @@ from jaxtrain.plan.compilers.process import ask
 from jaxtrain.plan.search.advice import advise
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.estimate import Estimate
-from jaxtrain.plan.search.layouts import VARIED, describe_layout, search
+from jaxtrain.plan.search.layouts import describe_layout, fitted
 from jaxtrain.plan.search.own_step import own_functions
-from jaxtrain.plan.search.run_length import with_steps
 
 NO_COMPILER = "no compiler for it that runs without the hardware"
-# Tried first, so that the rest of a config stays as it is.
-_FITTED = ("mesh", "microbatches")
 
 
 def analytic_plan(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
@@ -45,27 +41,13 @@ def fitted_plan(config: Config, target: Target, terms: Terms | None = None) -> E
     try:
         return analytic_plan(config, target, terms)
     except ConfigError as error:
-        best = None if own_functions(config) else _fitted(config, target, terms)
+        best = None if own_functions(config) else fitted(config, target, terms)
         if best is None:
             raise
         changed = ("batch",) if best.train.global_batch_size != config.train.global_batch_size else ()
         reason = str(error).split("; ")[0]
         line = f"planned for {target.name} with {describe_layout(best, changed)}, because {reason}"
     return dataclasses.replace(analytic_plan(best, target, terms), fitted=line)
-
-
-def _fitted(config: Config, target: Target, terms: Terms | None) -> Config | None:
-    rows, count = config.train.global_batch_size, target.num_devices
-    larger = math.ceil(rows / count) * count
-    train = config.train.model_copy(update={"global_batch_size": larger, "accumulation_steps": 1})
-    steps = max(1, round(config.train.steps * rows / larger))
-    for tried in (config, with_steps(config.model_copy(update={"train": train}), steps)):
-        found = search(tried, target, vary=_FITTED, terms=terms)
-        if found.too_large and not found.ranked:
-            found = search(tried, target, vary=VARIED, terms=terms)
-        if found.ranked or found.too_large:
-            return (found.ranked or found.too_large)[0].config
-    return None
 
 
 def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate:
@@ -111,15 +93,3 @@ def how_to_check(estimate: Estimate) -> str | None:
         return None
     install = estimate.exact_missing[estimate.exact_missing.index("pip install") :]
     return f"the figures for {estimate.target.name} are analytic; to check them, plan again after {install}"
-
-
-def check_exact(estimate: Estimate) -> None:
-    """Raise where an estimate lacks the compiler's word.
-
-    Raises:
-        ConfigError: says why it is missing.
-    """
-    if estimate.exact is None:
-        raise ConfigError(
-            f"--exact: {estimate.target.name}: {estimate.exact_missing}; without --exact, a plan is analytic"
-        )
