@@ -13,9 +13,9 @@ from jaxtrain.config.load import load_config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.plan.catalogue.hardware import catalogue, parse_targets
 from jaxtrain.plan.compilers.exact import ExactMemory
-from jaxtrain.plan.report.device_groups import device_grid
 from jaxtrain.plan.report.page import write_page
 from jaxtrain.plan.report.page_html import rate_text, seconds_text, size_text, ticks
+from jaxtrain.plan.report.page_layout import device_grid
 from jaxtrain.plan.report.show import as_json, table
 from jaxtrain.plan.search.layouts import search
 from jaxtrain.plan.search.make import analytic_plan
