@@ -12,7 +12,10 @@ from jaxtrain.plan.catalogue.here import nominal_cpu
 from jaxtrain.plan.report.rows import answer_lines
 from jaxtrain.plan.search.make import fitted_plan
 
-CONFIGS = {path.stem: load_config(path.stem).config for path in (Path(jaxtrain.__file__).parent / "configs").glob("*")}
+CONFIGS = {
+    path.stem: load_config(path.stem, weights=False).config
+    for path in (Path(jaxtrain.__file__).parent / "configs").glob("*")
+}
 FEW, MANY = (1, 2, 4, 8), (16, 64, 1024)
 COUNTS = [
     *(pytest.param(kind, FEW, id=f"{kind} few") for kind in catalogue()),
