@@ -124,13 +124,12 @@ def sections(estimates: Sequence[Estimate], *, like: Sequence[Estimate] = ()) ->
 
 def brief(parts: Sequence[Section]) -> list[Section]:
     """The sections without the times of blocks and links, and without what buying and energy cost."""
-    wanted = ("step time", "tokens/s", "examples/s", "MFU", "bound by", "steps", "time to train", "on demand", "spot")
-    return [
-        part
-        if part.title not in ("step, predicted", "whole run")
-        else Section(part.title, tuple(row for row in part.rows if row.label in (*wanted, "cost")))
-        for part in parts
-    ]
+    wanted = {
+        "step, predicted": ("step time", "tokens/s", "examples/s", "MFU", "bound by"),
+        "whole run": ("steps", "time to train", "unplanned downtime", "on demand", "spot", "cost"),
+    }
+    every = {part.title: [row.label for row in part.rows] for part in parts} | wanted
+    return [Section(one.title, tuple(row for row in one.rows if row.label in every[one.title])) for one in parts]
 
 
 def answer_lines(estimate: Estimate) -> list[str]:
