@@ -48,6 +48,12 @@ def _in_range(text: str, most: int) -> int:
     return int(text)
 
 
+def tokens(text: str) -> float:
+    """Read a number of tokens: `15T`, `1.5B`, `300M`, `10e9`."""
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
+    return number(text) if factor is None else factor * number(text[:-1])
+
+
 def number(text: str) -> float:
     """Read a number."""
     try:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.commands.kinds import check_or_remark
 from jaxtrain.commands.output import print_json, print_text
@@ -13,22 +14,20 @@ from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.format import format_bytes
+from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets, with_network
 from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
+from jaxtrain.plan.report.rows import answer_lines
 from jaxtrain.plan.report.show import as_json, table
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.auto import VARIED_BY_AUTO, check_auto
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.layouts import VARIED, Found, describe_layout, largest_batch, search, why_not
-from jaxtrain.plan.search.make import analytic_plan, check_exact, how_to_check, with_compiler
+from jaxtrain.plan.search.make import analytic_plan, fitted_plan, how_to_check, with_compiler
 from jaxtrain.plan.search.own_step import check_can_estimate, own_functions
 from jaxtrain.plan.search.run_length import with_length
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime.remarks import print_remark
-
-# Of the lines that say how far a long search is.
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,8 @@ class Wanted:
     network: str | None = None
     html: str | None = None
     config_out: str | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True)
-class LargestBatch:
-    """The answer to `--largest-batch` for one target: rows of a global batch, or None where not even the least fits."""
-
-    target: str
-    rows: int | None
-    checked_by: str
-    """What said whether a batch fits: `formulas` or `compiler`."""
+    full: bool = False
+    json: bool = False
 
 
 def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, list_hardware: bool) -> int:
@@ -76,17 +66,15 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
         list_hardware: whether the catalogue is printed instead of a plan.
 
     Returns:
-        The exit code 0.
+        The exit code 0, of a plan that does not fit too.
 
     Raises:
-        ConfigError: the hardware is not known, or no layout is possible on a target (where other targets have a plan,
-            it is printed before); with `exact`, no compiler checked a figure.
+        ConfigError: the hardware is not known, or no layout of any batch is possible on a target; with `exact`, no
+            compiler checked a figure.
     """
     hardware = catalogue(wanted.hardware_file)
     if list_hardware:
-        print_json(hardware_json(hardware.values())) if wanted.as_json else print_text(
-            hardware_table(hardware.values())
-        )
+        print_json(hardware_json(hardware.values())) if wanted.json else print_text(hardware_table(hardware.values()))
         return 0
     if config is None:
         raise ConfigError("jaxtrain plan: CONFIG is missing; 'jaxtrain plan --list' lists the hardware")
@@ -96,61 +84,32 @@ def run_plan(config: str | None, overrides: Sequence[str], wanted: Wanted, *, li
         loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"name": loaded.name}))
     check_or_remark(loaded)
     _check(loaded.config, wanted)
-    targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware)]
+    targets = [_measured(target) for target in parse_targets(wanted.on or "cpu", hardware, told=print_remark)]
     if wanted.network is not None:
         targets = [with_network(target, wanted.network) for target in targets]
     terms = _terms(loaded.config, wanted)
-    estimates, found, rejected, impossible = [], [], [], []
+    estimates, found, rejected = [], [], []
     for target in targets:
-        try:
-            if wanted.search or loaded.config.parallel.auto:
-                result = _search(loaded.config, target, wanted, terms)
-                found.append((target, result))
-                best, too_large = _best(result, target, wanted, terms)
-                estimates += best
-                rejected += too_large
-            else:
-                planned = analytic_plan if len(targets) == 1 else _compared
-                estimates.append(_compiled(planned(loaded.config, target, terms), wanted))
-        except ConfigError as error:
-            if len(targets) == 1:
-                raise
-            impossible.append(f"{target.name}: {error}")
-    if not estimates:
-        raise ConfigError(impossible[0])
-    if wanted.exact:
-        for one in estimates:
-            check_exact(one)
+        if wanted.search or loaded.config.parallel.auto:
+            result = _search(loaded.config, target, wanted, terms)
+            found.append((target, result))
+            best, too_large = _best(result, target, wanted, terms)
+            estimates += best
+            rejected += too_large
+        else:
+            estimates.append(_compiled(fitted_plan(loaded.config, target, terms), wanted))
+    for one in estimates if wanted.exact else ():
+        if one.exact is None:
+            raise ConfigError(f"--exact: {one.target.name}: {one.exact_missing}; without --exact, a plan is analytic")
     batches = [_largest_batch(one, wanted) for one in estimates] if wanted.largest_batch else []
-    _answer(estimates, found, rejected, batches, impossible, wanted)
+    _answer(estimates, found, rejected, batches, wanted)
     _write_page(estimates, found, rejected, wanted)
     if wanted.config_out is not None:
         _write_config(_to_write(estimates, batches, terms, loaded.config), Path(wanted.config_out), loaded)
     lines = dict.fromkeys(line for one in estimates if (line := how_to_check(one)) is not None)
     for line in lines:
         print_remark(f"jaxtrain: {line}")
-    if impossible:
-        raise ConfigError("; ".join(impossible))
     return 0
-
-
-def _compared(config: Config, target: Target, terms: Terms) -> Estimate:
-    """Plan for one of several targets; where the config's layout is impossible, plan the best layout of a search."""
-    try:
-        return analytic_plan(config, target, terms)
-    except ConfigError as error:
-        if own_functions(config):
-            raise
-        # Remat and microbatches stay as they are where possible, so that the columns can be compared.
-        found = search(config, target, vary=("mesh", "zero", "schedule"), terms=terms)
-        if not found.ranked:
-            found = search(config, target, terms=terms)
-        fitting = found.ranked or found.too_large
-        if not fitting:
-            raise
-        chosen = analytic_plan(fitting[0].config, target, terms)
-        note = f"{error}. Planned with the layout that a search finds: {describe_layout(chosen.config)}"
-        return dataclasses.replace(chosen, notes=(*chosen.notes, note))
 
 
 def _check(config: Config, wanted: Wanted) -> None:
@@ -165,8 +124,6 @@ def _check(config: Config, wanted: Wanted) -> None:
         check_can_estimate(config, option)
     if wanted.largest_batch and wanted.analytic and own_functions(config):
         raise ConfigError(f"--largest-batch of {own_functions(config)} needs a compiler; leave --analytic out")
-    if wanted.rows_per_epoch is not None and wanted.epochs is None:
-        raise ConfigError(f"--rows-per-epoch {wanted.rows_per_epoch} is for --epochs; add --epochs 1")
     if wanted.search:
         return
     if config.parallel.auto:
@@ -212,16 +169,7 @@ def _search(config: Config, target: Target, wanted: Wanted, terms: Terms) -> Fou
     config = config.model_copy(update={"parallel": parallel})
     # A plan of `parallel: auto` shows the layout that a run would choose.
     vary = wanted.vary or (VARIED if wanted.search else VARIED_BY_AUTO)
-    said = began
-
-    def told(tried: int) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if tried and now - said >= _SECONDS_BETWEEN_LINES:
-            said = now
-            print_remark(f"tried {tried} layouts of {target.name} so far")
-
-    found = search(config, target, vary=vary, terms=terms, told=told)
+    found = search(config, target, vary=vary, terms=terms)
     print_remark(f"tried {found.tried} layouts of {target.name} in {time.monotonic() - began:.1f} s")
     return found
 
@@ -244,44 +192,34 @@ def _best(found: Found, target: Target, wanted: Wanted, terms: Terms) -> tuple[l
             break
         compiled = _compiled(estimate, wanted)
         (rejected if compiled.fits is False else best).append(compiled)
-    return best or [min(rejected, key=_peak)], rejected
+    return best or [min(rejected, key=lambda one: one.peak_bytes)], rejected
 
 
-def _peak(estimate: Estimate) -> int:
-    return estimate.memory.total_bytes if estimate.exact is None else estimate.exact.peak_bytes
+def _largest_batch(estimate: Estimate, wanted: Wanted) -> dict[str, Any]:
+    """The answer to `--largest-batch` for one target: rows, None where not even the least fits, and what said so."""
 
-
-def _largest_batch(estimate: Estimate, wanted: Wanted) -> LargestBatch:
     def fits(config: Config) -> bool:
         tried = analyse(config, estimate.target)
-        if wanted.analytic:
-            return tried.memory.fits is not False
-        compiled = with_compiler(tried, lambda line: print_remark(f"{line} with {tried.workload.rows} rows"))
-        return compiled.fits is not False
+        if not wanted.analytic:
+            tried = with_compiler(tried, lambda line: print_remark(f"{line} with {tried.workload.rows} rows"))
+        return tried.fits is not False
 
     rows = largest_batch(estimate.config, fits)
     compiled = not wanted.analytic and estimate.exact is not None
-    return LargestBatch(estimate.target.name, rows, "compiler" if compiled else "formulas")
-
-
-def _batch_line(batch: LargestBatch) -> str:
-    how = "by compiling" if batch.checked_by == "compiler" else "analytic"
-    if batch.rows is None:
-        return f"{batch.target}: not even the smallest batch fits ({how})"
-    return f"{batch.target}: the largest global batch that fits is {batch.rows} rows ({how})"
+    return {"target": estimate.target.name, "rows": rows, "checked_by": "compiler" if compiled else "formulas"}
 
 
 def _to_write(
-    estimates: Sequence[Estimate], batches: Sequence[LargestBatch], terms: Terms, asked: Config
+    estimates: Sequence[Estimate], batches: Sequence[dict[str, Any]], terms: Terms, asked: Config
 ) -> Estimate | None:
     """The first plan that fits, with the largest batch that was found for it; None: none fits.
 
     Its steps, and the lengths of its schedule, follow anew from those of the config that was asked for.
     """
     for estimate, batch in zip(estimates, batches, strict=True) if batches else ():
-        if batch.rows is not None:
+        if batch["rows"] is not None:
             steps, schedule = asked.train.steps, asked.optimizer.schedule
-            train = estimate.config.train.model_copy(update={"global_batch_size": batch.rows, "steps": steps})
+            train = estimate.config.train.model_copy(update={"global_batch_size": batch["rows"], "steps": steps})
             optimizer = estimate.config.optimizer.model_copy(update={"schedule": schedule})
             update = {"train": train, "optimizer": optimizer}
             return analyse(estimate.config.model_copy(update=update), estimate.target, terms)
@@ -292,11 +230,10 @@ def _answer(
     estimates: Sequence[Estimate],
     found: Sequence[tuple[Target, Found]],
     rejected: Sequence[Estimate],
-    batches: Sequence[LargestBatch],
-    impossible: Sequence[str],
+    batches: Sequence[dict[str, Any]],
     wanted: Wanted,
 ) -> None:
-    if wanted.as_json:
+    if wanted.json:
         answer: dict[str, object] = {"plans": [as_json(one) for one in estimates]}
         if found:
             answer["searches"] = [
@@ -312,17 +249,21 @@ def _answer(
                 for target, one in found
             ]
         if batches:
-            answer["largest_batch"] = [dataclasses.asdict(one) for one in batches]
-        if impossible:
-            answer["impossible"] = list(impossible)
+            answer["largest_batch"] = batches
         print_json(answer)
         return
+    for name in dict.fromkeys(one.target.name for one in estimates):
+        best = next(one for one in estimates if one.target.name == name)
+        print_text("\n".join([*answer_lines(best), ""]))
     for target, one in found:
         if one.ranked:
-            order = "the fastest:" if one.ranked[0].time is not None else "no time is known, so the smallest first:"
-            print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; {order}")
+            order = "by memory, since no time is known"
+            if one.ranked[0].time is not None:
+                unit = one.ranked[0].workload.unit
+                order = f"by {unit}/s, at equal {unit} of the run" if "batch" in one.vary else "by step time"
+            print_text(f"{target.name}: {len(one.ranked)} of {one.tried} layouts fit; the first {order}:")
         else:
-            print_text(f"{target.name}: none of {one.tried} layouts fits; below is the one that needs the least memory")
+            print_text(f"{target.name}: none of {one.tried} layouts fits; the plan is of the one of the least memory")
         for place, each in enumerate(one.ranked[:10], 1):
             print_text(_ranked_line(place, each, one.vary))
         for line in why_not(one):
@@ -330,11 +271,15 @@ def _answer(
         for each in rejected:
             if each.target == target:
                 layout = describe_layout(each.config, one.vary)
-                print_text(f"  too large by the compiler, {format_bytes(_peak(each))}: {layout}")
+                print_text(f"  too large by the compiler, {format_bytes(each.peak_bytes)}: {layout}")
         print_text("")
-    print_text(table(estimates))
+    print_text(table(estimates, full=wanted.full))
     for batch in batches:
-        print_text(_batch_line(batch))
+        how = "by compiling" if batch["checked_by"] == "compiler" else "analytic"
+        found_rows = f"the largest global batch that fits is {batch['rows']} rows"
+        if batch["rows"] is None:
+            found_rows = "not even the smallest batch fits"
+        print_text(f"{batch['target']}: {found_rows} ({how})")
 
 
 def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, object]:
@@ -342,17 +287,21 @@ def _ranked(estimate: Estimate, vary: Sequence[str]) -> dict[str, object]:
     return {
         "layout": describe_layout(estimate.config, vary),
         "step_seconds": None if estimate.time is None else estimate.time.seconds,
+        "rows_per_second": estimate.rows_per_second,
         "memory_bytes": estimate.memory.total_bytes,
     }
 
 
 def _ranked_line(place: int, estimate: Estimate, vary: Sequence[str]) -> str:
-    step = "no time"
-    if estimate.time is not None:
+    speed = "no time"
+    if estimate.time is not None and "batch" in vary:
+        rate = estimate.tokens_per_second or estimate.rows_per_second
+        speed = f"{format_count(rate)} {estimate.workload.unit}/s"
+    elif estimate.time is not None:
         milliseconds = estimate.time.seconds * 1e3
-        step = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+        speed = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
     memory = format_bytes(estimate.memory.total_bytes)
-    return f"  {place:>2}. {step:>10}  {memory:>10}  {describe_layout(estimate.config, vary)}"
+    return f"  {place:>2}. {speed:>10}  {memory:>10}  {describe_layout(estimate.config, vary)}"
 
 
 def _write_page(
@@ -378,10 +327,6 @@ def _write_config(best: Estimate | None, path: Path, loaded: Loaded) -> None:
     """
     if best is None:
         raise ConfigError(f"--config {path}: no plan fits, so there is no config to write")
-    if best.time is None and best.unknown is None:
-        print_remark(
-            f"no time is known of {best.config.precision.policy} on {best.target.name}: chosen by memory alone"
-        )
     if best.config.optimizer.schedule != loaded.config.optimizer.schedule:
         steps = best.config.train.steps
         print_remark(f"train.steps={steps}: the lengths of optimizer.schedule are in proportion to it")

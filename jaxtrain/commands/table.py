@@ -1,8 +1,9 @@
 """The commands as one table: arguments, an example, and the function that imports and runs each command."""
 
 import argparse
+import dataclasses
 
-from jaxtrain.commands.command import Command, count, number
+from jaxtrain.commands.command import Command, count, number, tokens
 from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
 from jaxtrain.commands.published_arguments import (
     export_arguments,
@@ -160,7 +161,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--on", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
     parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
-    parser.add_argument("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
+    parser.add_argument(
+        "--hardware",
+        dest="hardware_file",
+        metavar="FILE",
+        help="YAML with hardware or prices that replace the shipped ones",
+    )
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument(
         "--analytic", action="store_true", help="do not compile, even where the compiler is installed"
@@ -169,13 +175,15 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="try every layout, and rank by time those that fit")
     parser.add_argument(
         "--vary",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
         metavar="WHAT",
         help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer, base, "
         "rank, batch",
     )
     parser.add_argument("--top", type=count, default=3, metavar="N", help="layouts of a search to show; default: 3")
     parser.add_argument("--largest-batch", action="store_true", help="find the largest global batch that fits")
-    parser.add_argument("--tokens", type=number, metavar="N", help="print the cost of training on N tokens")
+    parser.add_argument("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
     parser.add_argument("--epochs", type=number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
     parser.add_argument("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
     parser.add_argument(
@@ -187,6 +195,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)"
     )
+    parser.add_argument("--full", action="store_true", help="print the whole table: time by block and link, energy")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures to FILE")
     parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
     add_json(parser)
@@ -195,27 +204,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.plan import Wanted, run_plan
 
-    wanted = Wanted(
-        on=arguments.on,
-        hardware_file=arguments.hardware,
-        analytic=arguments.analytic,
-        exact=arguments.exact,
-        search=arguments.search,
-        vary=tuple(arguments.vary.split(",")) if arguments.vary else (),
-        top=arguments.top,
-        largest_batch=arguments.largest_batch,
-        tokens=arguments.tokens,
-        epochs=arguments.epochs,
-        rows_per_epoch=arguments.rows_per_epoch,
-        usd_per_kwh=arguments.usd_per_kwh,
-        checkpoint_minutes=arguments.checkpoint_minutes,
-        interruptions_per_day=arguments.interruptions_per_day,
-        downtime=arguments.downtime,
-        network=arguments.network,
-        html=arguments.html,
-        config_out=arguments.config_out,
-        as_json=arguments.json,
-    )
+    wanted = Wanted(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Wanted)})
     return run_plan(arguments.config, arguments.overrides, wanted, list_hardware=arguments.list)
 
 

@@ -7,11 +7,10 @@ import re
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue.hardware import parse_targets
 from jaxtrain.plan.compilers.exact import _USED
 from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.search.make import analytic_plan, check_exact, how_to_check, with_compiler
+from jaxtrain.plan.search.make import analytic_plan, how_to_check, with_compiler
 
 has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'jaxtrain[aot-tpu]'")
 LLAMA = ["data.sequence_length=4096", "train.global_batch_size=8", "train.accumulation_steps=1"]
@@ -89,8 +88,6 @@ def test_hardware_without_a_compiler_is_no_error() -> None:
     assert estimate.exact is None
     assert estimate.exact_missing is not None
     assert how_to_check(estimate) is None
-    with pytest.raises(ConfigError, match="--exact: rtx4090: no compiler"):
-        check_exact(estimate)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue import hardware_file
 from jaxtrain.plan.catalogue.hardware import (
@@ -26,6 +28,7 @@ from jaxtrain.plan.catalogue.hardware import (
     target_of,
 )
 from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
+from jaxtrain.plan.search.analyse import analyse
 from jaxtrain.runtime.peaks import device_peaks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -58,6 +61,7 @@ def test_keys_of_the_file_are_the_fields():
 def test_every_figure_has_a_source_with_a_date(entry):
     known = {figure for figure in FIGURES if getattr(entry, figure) not in (None, {})}
     assert set(entry.sources) == known
+    assert "hardware.yaml" not in entry.sources.values()
     # A standard, an assumption and what is measured later have no date; everything else is of some year.
     undated = {key for key, text in entry.sources.items() if not re.search(r"\b(19|20)\d\d\b", text)}
     assert all(entry.sources[key].startswith(("assumed", "one machine", "libtpu", "Google Cloud")) for key in undated)
@@ -154,6 +158,15 @@ FORMS = {
     "v7x-8": (["v7x-8"], [8], [1], ["tpu7x:2x2x1"]),  # two devices a chip
     "v4-32": (["v4-32"], [32], [1], [None]),
     "cpux8": (["cpux8"], [8], [1], [None]),
+    # As people write them.
+    "4090x2": (["rtx4090x2"], [2], [1], [None]),
+    "RTX 4090:2": (["rtx4090x2"], [2], [1], [None]),
+    "H100-80GB": (["h100"], [1], [1], ["h100:1x1"]),
+    "8xH100-SXM5": (["h100x8"], [8], [1], ["h100:1x8"]),
+    "a100-80gb:8": (["a100-80x8"], [8], [1], [None]),
+    "A100-40GB": (["a100-40"], [1], [1], [None]),
+    "NVIDIA L4:4": (["l4x4"], [4], [1], [None]),
+    "tpu-v5e-16": (["v5e-16"], [16], [1], ["v5e:4x4"]),
 }
 
 
@@ -170,24 +183,35 @@ BAD = {
     "h1000": "did you mean h100",
     "h10x8": "did you mean h100",
     "v9p-8": "did you mean v5p",
-    "gaudi": "there are t4, p100",
+    "gaudi": "add a row with --hardware FILE",
+    "m3-max": "it has no Macs and no cards of laptops; add a row",
+    "rtx3070": "no 'rtx3070' in the catalogue: did you mean",
+    "h100-40gb": "no 'h100-40gb' in the catalogue",
     "": "write NAME",
     ",": "write NAME",
     "h100x": "did you mean h100",
     "h100x8x2": "cannot read the hardware 'h100x8x2'",
     "h100x0": "0 devices of h100: ask for 1 or more",
     "0xh100": "ask for 1 or more",
-    "h100x12": "use h100x8 or h100x16",
-    "gb200-100": "use gb200x72 or gb200x144",
-    "v5e-12": "use v5e-8 or v5e-16",
-    "v5e-2": "use v5e-1 or v5e-4",
-    "v5e-300": "use v5e-256 or v5e-512",
-    "v5p": "use v5p-4",
-    "v7x-4": "use v7x-8",
-    "v3-16": "use v3-8 or v3-32",
     "2xv5e-16": "v5e-256",
-    "h100x8,v5e-12": "use v5e-8 or v5e-16",
 }
+LARGER = {
+    "h100x12": "h100x16",
+    "gb200-100": "gb200x144",
+    "v5e-2": "v5e-4",
+    "v5e-300": "v5e-512",
+    "v5p": "v5p-4",
+    "v7x-4": "v7x-8",
+    "v3-16": "v3-32",
+}
+
+
+@pytest.mark.parametrize("text", LARGER)
+def test_a_count_that_cannot_be_had_is_the_next_larger_and_said(text):
+    told = []
+    (target,) = parse_targets(text, told=told.append)
+    assert target.name == LARGER[text]
+    assert [line.endswith(f"the next larger is {target.name}") for line in told] == [True]
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -197,7 +221,7 @@ def test_what_cannot_be_had_is_one_line_with_what_can(text):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["a100", "h100-sxm", "Trillium", "ironwood", "v5litepod", " h200 "])
+@pytest.mark.parametrize("name", ["a100", "Trillium", "ironwood", "v5litepod", " h200 "])
 def test_aliases(name):
     assert find(name).name in {"a100-80", "h100", "v6e", "v7x", "v5e", "h200"}
 
@@ -287,18 +311,17 @@ def test_an_entry_of_the_user(tmp_path):
     assert parse_targets("2xh300x4", ours)[0].num_hosts == 2
     with pytest.raises(ConfigError, match="h300"):
         parse_targets("h301", ours)
-    # What it need not say.
-    less = OWN.replace("  vendor: nvidia\n", "").replace("a card of ours", "NVIDIA H300")
-    less = less.replace("  devices_per_host: 4\n", "").replace("  host_bandwidth: 64e9\n", "")
-    path.write_text(less.replace("devices_per_host: x, host_bandwidth: x, ", ""))
-    h300 = catalogue(path)["h300"]
-    assert (h300.vendor, h300.devices_per_host, h300.host_bandwidth) == ("nvidia", 4, 32e9)
-    assert h300.sources["host_bandwidth"] == "assumed"
-    assert h300.sources["memory_bytes"] == "x"
-    # Sources, prices and what may be null neither: a row for a card of one's own is these lines.
-    path.write_text(less[: less.index("  board_watts")])
-    h300 = catalogue(path)["h300"]
-    assert (h300.shapes, h300.on_demand_usd_hour, h300.sources["memory_bytes"]) == ((4,), None, "own.yaml")
+
+
+def test_a_row_that_the_page_shows_is_all_that_a_laptop_needs(tmp_path):
+    page = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
+    path = tmp_path / "my.yaml"
+    path.write_text(textwrap.dedent(re.search(r"^    m3-max:\n(?:    .+\n)+", page, re.MULTILINE)[0]))
+    ours = catalogue(path)
+    (target,) = parse_targets("m3-max", ours)
+    assert analyse(load_config("smollm2_lora", weights=False).config, target).fits
+    assert ours["m3-max"].sources["host_bandwidth"] == "assumed"
+    assert ours["m3-max"].sources["memory_bytes"] == "my.yaml"
 
 
 MISTAKES = {
@@ -317,8 +340,7 @@ MISTAKES = {
     "h100: 2.5": "an entry is a mapping",
     "h101: {on_demand_usd_hour: 2}": "did you mean h100?",
     "H100: {on_demand_usd_hour: 2}": "a name is of small letters",
-    OWN.replace("  vendor: nvidia\n", ""): "h300 is not in the catalogue, so it needs vendor too",
-    OWN.replace("  island: 4\n", ""): "so it needs island",
+    OWN.replace("  memory_bytes: 100e9\n", ""): "h300 is not in the catalogue, so it needs memory_bytes too",
     "h100: {vendor: ours}": "'ours' is not one of nvidia, amd, google, or null",
     "- h100": "mapping",
 }

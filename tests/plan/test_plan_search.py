@@ -65,7 +65,7 @@ def test_reasons_name_the_nearest_and_what_is_heavy(llama):
     found, _ = llama
     memory, heaviest, *refused = why_not(found)
     room = (H100X8.hardware.memory_bytes * 0.92) / 2**30
-    assert memory.startswith(f"{len(found.too_large)} layouts need more memory than the {room:.1f} GiB there are;")
+    assert memory.startswith(f"{len(found.too_large)} layouts need more memory than the {room:.2f} GiB there are;")
     assert describe_layout(found.too_large[0].config) in memory
     assert heaviest.startswith("their largest part: ")
     assert sum(map(int, re.findall(r"\((\d+)\)", heaviest))) <= len(found.too_large)
@@ -225,7 +225,7 @@ DO_NOT_FIT = {
     ),
     "more devices and remat": (
         *("llama3_8b", "l4x8", ["remat.policy=none", "train.accumulation_steps=1"]),
-        "l4x32 with parallel.fsdp=32 and remat.policy=full: ",
+        "l4x16 with parallel.pipe=8 and parallel.fsdp=2 and ",
     ),
 }
 

@@ -194,9 +194,11 @@ def test_rows_of_some_plans_only_keep_their_place():
 
 
 def test_plans_on_one_target_are_told_apart_by_layout():
-    other = estimate_on(degrees={"data": 8, "fsdp": 1})
-    assert labels([estimate_on(), other, estimate_on("v5e")]) == ["h100x8 fsdp 8", "h100x8 data 8", "v5e-8"]
-    assert labels([estimate_on(), estimate_on()]) == ["h100x8 fsdp 8 #1", "h100x8 fsdp 8 #2"]
+    one = estimate_on()
+    other = dataclasses.replace(one, config=one.config.model_copy(update={"parallel": ParallelConfig(data=8, fsdp=1)}))
+    named = ["h100x8 fsdp=8, remat=dots", "h100x8 data=8, remat=dots", "v5e-8"]
+    assert labels([one, other, estimate_on("v5e")]) == named
+    assert labels([one, one]) == [f"{named[0]} #1", f"{named[0]} #2"]
 
 
 def test_remarks_are_said_once_and_name_their_targets():

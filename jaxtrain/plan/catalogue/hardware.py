@@ -9,7 +9,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,14 +21,13 @@ from jaxtrain.runtime.peaks import device_peaks
 
 _ALIASES = {
     "a100": "a100-80",
-    "a100-40gb": "a100-40",
-    "a100-80gb": "a100-80",
-    "h100-sxm": "h100",
-    "h200-sxm": "h200",
     "ironwood": "v7x",
     "tpu7x": "v7x",
     "trillium": "v6e",
     "v100": "v100-16",
+    "3090": "rtx3090",
+    "4070ti": "rtx4070ti",
+    "4090": "rtx4090",
     "v5litepod": "v5e",
 }
 # Chips of a slice: its shape in the names that libtpu takes. Those with a 3D torus have no shape of one chip.
@@ -150,15 +149,15 @@ def find(name: str, hardware: Mapping[str, Hardware] | None = None) -> Hardware:
     """The entry of a name or an alias (`a100`, `trillium`).
 
     Raises:
-        ConfigError: an unknown name; says the nearest ones.
+        ConfigError: an unknown name; says the nearest ones, and how one is added.
     """
     known = catalogue() if hardware is None else hardware
     asked = name.strip().lower()
     if asked in known or _ALIASES.get(asked) in known:
         return known[asked if asked in known else _ALIASES[asked]]
-    close = difflib.get_close_matches(asked, [*known, *(a for a in _ALIASES if _ALIASES[a] in known)], 3, 0.5)
-    nearest = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
-    raise ConfigError(f"no hardware {name!r}: {nearest} (jaxtrain plan --list shows the figures)")
+    close = difflib.get_close_matches(asked, [*known, *(a for a in _ALIASES if _ALIASES[a] in known)], 3, 0.6)
+    nearest = f"did you mean {' or '.join(close)}? Else" if close else "it has no Macs and no cards of laptops;"
+    raise ConfigError(f"no {name!r} in the catalogue: {nearest} add a row with --hardware FILE (docs/planner.md)")
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
@@ -167,26 +166,23 @@ def hardware_of(device_kind: str) -> Hardware | None:
 
 
 def target_of(hardware: Hardware, num_devices: int) -> Target:
-    """So many devices of some hardware.
+    """So many devices of some hardware, or the next larger count that there is: whole nodes, or a slice.
 
     Raises:
-        ConfigError: a count that cannot be had; says the nearest that can.
+        ConfigError: fewer than one.
     """
     island = hardware.island
     if num_devices < 1:
         raise ConfigError(f"{num_devices} devices of {hardware.name}: ask for 1 or more")
-    fits = hardware.kind == "cpu" or num_devices % island == 0
-    if hardware.kind == "tpu" and not fits and num_devices not in hardware.shapes:
-        raise ConfigError(
-            f"no slice of {hardware.name} has {num_devices} devices: use {_nearest(hardware, num_devices)}"
-        )
-    if hardware.kind == "gpu" and not fits and num_devices > island:
-        raise ConfigError(
-            f"{num_devices} {hardware.name} are not whole nodes of {island}: use {_nearest(hardware, num_devices)}"
-        )
-    # A machine has as many CPU devices as one asks jax for.
-    num_hosts = 1 if hardware.kind == "cpu" else math.ceil(num_devices / island)
-    return Target(hardware, num_devices, num_hosts)
+    if hardware.kind == "cpu":
+        # A machine has as many CPU devices as one asks jax for.
+        return Target(hardware, num_devices, 1)
+    nodes = math.ceil(num_devices / island)
+    if hardware.kind == "tpu":
+        num_devices = min(count for count in (*hardware.shapes, nodes * island) if count >= num_devices)
+    elif num_devices > island:
+        num_devices = nodes * island
+    return Target(hardware, num_devices, nodes)
 
 
 def rented_devices(target: Target) -> int:
@@ -202,22 +198,31 @@ def rented_devices(target: Target) -> int:
     return min(counts, default=count)
 
 
-def parse_targets(text: str, hardware: Mapping[str, Hardware] | None = None) -> list[Target]:
+def parse_targets(
+    text: str, hardware: Mapping[str, Hardware] | None = None, *, told: Callable[[str], None] = lambda line: None
+) -> list[Target]:
     """What `--on` asks for.
 
     Args:
-        text: separated by commas: `NAME` (one device), `NAMExN` or `NAME-N` (N devices), `MxNAME` and `MxNAMExN` (M
-            times as many).
+        text: separated by commas: `NAME` (one device), `NAMExN`, `NAME-N` or `NAME:N` (N devices), `MxNAME` and
+            `MxNAMExN` (M times as many). A name may have its maker and its memory too: `NVIDIA-H100-80GB`.
         hardware: the catalogue; default: the shipped one.
+        told: receives a line where there is no such count, and the next larger one is taken.
 
     Raises:
-        ConfigError: an unknown name, or a count that cannot be had; says the nearest ones.
+        ConfigError: an unknown name.
     """
     known = catalogue() if hardware is None else hardware
     items = [item for item in "".join(text.lower().split()).split(",") if item]
     if not items:
         raise ConfigError(f"no hardware in {text!r}; {_WRITE}")
-    return [_parse_target(item, known) for item in items]
+    targets = []
+    for item in items:
+        entry, count = _parse_target(item, known)
+        targets.append(target_of(entry, count))
+        if targets[-1].num_devices != count:
+            told(f"there is no {_target_name(entry, count)}; the next larger is {targets[-1].name}")
+    return targets
 
 
 def with_network(target: Target, network: str) -> Target:
@@ -278,44 +283,37 @@ def _target_name(hardware: Hardware, num_devices: int) -> str:
     return hardware.name if num_devices == 1 else f"{hardware.name}x{num_devices}"
 
 
-def _nearest(hardware: Hardware, num_devices: int) -> str:
-    """The counts next to one that cannot be had, as names."""
-    islands = num_devices // hardware.island * hardware.island
-    counts = {islands, islands + hardware.island} - {0}
-    if hardware.kind == "tpu":
-        counts.update(hardware.shapes)
-    below = sorted(count for count in counts if count < num_devices)[-1:]
-    above = sorted(count for count in counts if count > num_devices)[:1]
-    return " or ".join(_target_name(hardware, count) for count in below + above)
-
-
-def _parse_target(item: str, known: Mapping[str, Hardware]) -> Target:
-    times, rest = 1, item
-    named = _split_count(item, known)
-    several = re.fullmatch(r"(\d+)x(.+)", item)
+def _parse_target(item: str, known: Mapping[str, Hardware]) -> tuple[Hardware, int]:
+    times, rest = 1, re.sub(r"^(nvidia|geforce|tesla|amd|google|tpu)-?", "", item)
+    named = _split_count(rest, known)
+    several = re.fullmatch(r"(\d+)x(.+)", rest)
     if named is None and several is not None:
         times, rest = int(several[1]), several[2]
         named = _split_count(rest, known)
     if named is None:
-        find(re.sub(r"([x-]\d+)+$", "", rest), known)
+        find(re.sub(r"(?<!rt)([x:-]\d+)+$", "", rest), known)
         raise ConfigError(f"cannot read the hardware {item!r}; {_WRITE}")
     hardware, count = named
     if hardware.kind == "tpu" and times > 1 and count > 1 and count % hardware.island:
-        target_of(hardware, count)
         raise ConfigError(
             f"{item}: several slices are planned for only when each is the largest, {hardware.name}-{hardware.island}"
         )
-    return target_of(hardware, times * count)
+    return hardware, times * count
 
 
 def _split_count(item: str, known: Mapping[str, Hardware]) -> tuple[Hardware, int] | None:
     """Name and count; the longest name first, because `a100-40` is a card and not forty of them."""
     for name in sorted({*known, *_ALIASES}, key=len, reverse=True):
+        entry = known.get(name) or known.get(_ALIASES.get(name, ""))
+        if entry is None:
+            continue
+        size = re.search(r"(\d+) GB", entry.title)
+        words = rf"(?:-?sxm\d?)?(?:-?(?:{size[1]})?gb)?" if size else ""
         # `mi300x8` are eight of what ends in an x itself.
-        between = "[x-]?" if name.endswith("x") else "[x-]"
-        count = re.fullmatch(rf"{re.escape(name)}(?:{between}(\d+))?", item)
-        if count and (name in known or _ALIASES[name] in known):
-            return find(name, known), int(count[1] or 1)
+        between = "[x:-]?" if name.endswith("x") else "[x:-]"
+        count = re.fullmatch(rf"{re.escape(name)}{words}(?:{between}(\d+))?", item)
+        if count:
+            return entry, int(count[1] or 1)
     return None
 
 

@@ -1,4 +1,4 @@
-"""hardware.yaml, and a file laid over it, read strictly: every key known, every figure possible and with a source."""
+"""hardware.yaml, and a file laid over it, read strictly: every key known, every figure possible."""
 
 import difflib
 import math
@@ -84,10 +84,12 @@ _KEYS: dict[str, _Check] = {
     "device_kinds": (_is_texts, "a list of text", False),
     "sources": (_is_sources, f"text by figure ({', '.join(_FIGURES)})", False),
 }
-# What an entry of one's own need not say: what may be null, and PCIe 4.0, or what TPUs have.
-_UNKNOWN = {key: None for key, (_, _, may_be_null) in _KEYS.items() if may_be_null and key != "vendor"}
+# What an entry of one's own must say; `_assumed` has the rest.
+_NEEDED = ("title", "kind", "memory_bytes", "memory_bandwidth", "peak_flops")
+# PCIe 4.0, and what hosts of TPUs have.
 _ASSUMED_HOST_BANDWIDTH = {"gpu": 32e9, "tpu": 16e9}
-_VENDORS_BY_TITLE = {"NVIDIA": "nvidia", "AMD": "amd"}
+_ASSUMED_NETWORK_BANDWIDTH = 1.25e9
+_VENDORS_BY_TITLE = {"NVIDIA": "nvidia", "AMD": "amd", "Google": "google"}
 # Not known of a cpu before it is measured.
 _MEASURED = ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
 
@@ -120,14 +122,14 @@ def read_entries(
             if key not in _KEYS:
                 nearest = difflib.get_close_matches(str(key), _KEYS, 1, 0.0)[0]
                 raise ConfigError(f"{where}: no key {key!r}; the nearest is {nearest}")
+        if name not in below and (missing := [key for key in _NEEDED if key not in entry]):
+            close = difflib.get_close_matches(name, below, 1, 0.6)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{where} is not in the catalogue, so it needs {', '.join(missing)} too{meant}")
         assumed = {} if name in below else _assumed(entry)
         # Each figure has a source: the file where it names no other.
         sources = dict.fromkeys(assumed, "assumed") | dict.fromkeys(entry, path.name)
         entry = assumed | entry
-        if name not in below and (missing := [key for key in _KEYS if key not in entry]):
-            close = difflib.get_close_matches(name, below, 1, 0.6)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{where} is not in the catalogue, so it needs {', '.join(missing)} too{meant}")
         kind = entry.get("kind", below.get(name, {}).get("kind"))
         read = {key: _value(key, value, kind == "cpu", where) for key, value in entry.items()}
         if peaks is not None:
@@ -139,15 +141,19 @@ def read_entries(
 
 
 def _assumed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry of one's own need not say, from what it says."""
-    kind, assumed = entry.get("kind"), {}
-    if "island" in entry:
-        assumed |= {"devices_per_host": entry["island"], "shapes": [entry["island"]]}
-    if kind in _ASSUMED_HOST_BANDWIDTH:
-        assumed["host_bandwidth"] = _ASSUMED_HOST_BANDWIDTH[kind]
-    vendor = "google" if kind == "tpu" else _VENDORS_BY_TITLE.get(str(entry.get("title")).partition(" ")[0])
-    known = {} if vendor is None else {"vendor": vendor}
-    return _UNKNOWN | known | assumed | {"device_kinds": [], "sources": {}}
+    """What an entry of one's own need not say: a device alone in its machine, which nobody rents."""
+    island, host = entry.get("island", 1), _ASSUMED_HOST_BANDWIDTH.get(entry["kind"], 32e9)
+    return {key: None for key in _KEYS if key not in _NEEDED} | {
+        "vendor": _VENDORS_BY_TITLE.get(str(entry["title"]).partition(" ")[0]),
+        "island": island,
+        "devices_per_host": island,
+        "link_bandwidth": host,
+        "network_bandwidth": _ASSUMED_NETWORK_BANDWIDTH,
+        "host_bandwidth": host,
+        "shapes": sorted({1, island}),
+        "device_kinds": [],
+        "sources": {},
+    }
 
 
 def _value(key: str, value: Any, is_cpu: bool, where: str) -> Any:

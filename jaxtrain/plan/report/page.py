@@ -68,7 +68,8 @@ def _header(estimates: Sequence[Estimate]) -> str:
     lines = []
     for name, estimate in zip(labels(estimates), estimates, strict=True):
         kind = {True: "good", False: "bad", None: "plain"}[estimate.fits]
-        lines.append(f'<li><b>{text(name)}</b> <span class="{kind}">{text(verdict(estimate))}</span></li>')
+        said = f'<span class="{kind}">{text(verdict(estimate))}</span> {text(estimate.fitted or "")}'
+        lines.append(f"<li><b>{text(name)}</b> {said}</li>")
     return (
         f"<header><h1>Plan of {text(_title(estimates))}</h1>"
         f"<p>{text(' · '.join(counts))} · {text(', '.join(targets))}</p>"
@@ -105,12 +106,19 @@ def _short_hours(count: float) -> str:
 
 def _single_cards(estimate: Estimate) -> list[tuple[str, str]]:
     """Value and name of each card; a plan that does not fit has no speed and no cost."""
-    memory, exact, time, cost = estimate.memory, estimate.exact, estimate.time, estimate.cost
-    peak = memory.total_bytes if exact is None else exact.peak_bytes
-    cards = [(format_bytes(peak), "peak memory of one device" + ("" if exact is None else ", by the compiler"))]
+    exact, time, cost = estimate.exact, estimate.time, estimate.cost
+    cards = [
+        (
+            format_bytes(estimate.peak_bytes),
+            "peak memory of one device" + ("" if exact is None else ", by the compiler"),
+        )
+    ]
     if estimate.fits is False:
-        room = memory.usable_bytes if exact is None else exact.capacity_bytes or memory.usable_bytes
-        return [*cards, (format_bytes(room), "that one device has for a step"), ("none", "time and cost: does not fit")]
+        return [
+            *cards,
+            (format_bytes(estimate.room_bytes), "that one device has for a step"),
+            ("none", "time and cost: does not fit"),
+        ]
     if time is not None:
         cards.append((seconds_text(time.seconds), f"step: {range_text(time)[:-1].partition('(')[2]}"))
         rate = estimate.tokens_per_second or estimate.rows_per_second

@@ -64,9 +64,7 @@ def _table(target: Target, found: Found, estimates: Sequence[Estimate]) -> str:
 
 
 def _row(place: str, one: Estimate, found: Found, cells: tuple[str, str], mark: str, kind: str) -> str:
-    peak, room, share = one.memory.total_bytes, one.memory.usable_bytes, ""
-    if one.exact is not None:
-        peak, room = one.exact.peak_bytes, one.exact.capacity_bytes or room
+    peak, room, share = one.peak_bytes, one.room_bytes, ""
     if room:
         used = 100 * peak / room
         over = " over" if used > 100 else ""

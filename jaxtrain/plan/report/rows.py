@@ -5,12 +5,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
+from jaxtrain.config.models import CalledModel
+from jaxtrain.config.optimizers import CalledOptimizer
+from jaxtrain.config.schema import Config
+from jaxtrain.metrics.format import differing_gib, format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost
 from jaxtrain.plan.report.amounts import UNKNOWN, dollars, hours
-from jaxtrain.plan.report.trained import finetuning, trained_rows
 from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.search.layouts import describe_layout
 from jaxtrain.plan.time.record import StepTime, Traffic
+from jaxtrain.plan.workload.finetuned import finetuned
+from jaxtrain.plan.workload.parameters import model_tensors
 
 # What cannot run takes no time and costs nothing; `plan --json` has the figures that it would have with more memory.
 _NONE = "none: it does not fit"
@@ -58,43 +63,24 @@ class _Units:
 
 
 def labels(estimates: Sequence[Estimate]) -> list[str]:
-    """A name for each estimate: its target; where that is not unique, the layout, then what differs or a number."""
-    names = [estimate.target.name for estimate in estimates]
-    counts = Counter(names)
-    names = [
-        f"{name} {layout(estimate)}" if counts[name] > 1 else name
-        for name, estimate in zip(names, estimates, strict=True)
-    ]
-    alike: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        alike.setdefault(name, []).append(index)
-    for indices in alike.values():
-        options = [_options(estimates[index]) for index in indices]
-        differing = [place for place, values in enumerate(zip(*options, strict=True)) if len(set(values)) > 1]
-        for index, option in zip(indices, options, strict=True):
-            names[index] = ", ".join([names[index], *(option[place] for place in differing)])
+    """A name for each estimate: its target; where that is not unique, the layout and what differs too, or a number."""
+    differs = {
+        "precision": lambda one: one.precision.policy,
+        "optimizer": lambda one: one.optimizer.kind,
+        "base": lambda one: one.finetune.base,
+        "rank": lambda one: one.finetune.lora,
+        "batch": lambda one: one.train.global_batch_size,
+    }
+    vary = [name for name, of in differs.items() if len({of(estimate.config) for estimate in estimates}) > 1]
+    counts, names = Counter(estimate.target.name for estimate in estimates), []
+    for estimate in estimates:
+        name = estimate.target.name
+        names.append(f"{name} {describe_layout(estimate.config, vary)}" if counts[name] > 1 else name)
     counts, seen = Counter(names), Counter()
     for index, name in enumerate(names):
         seen[name] += 1
-        if counts[name] > 1:
-            names[index] = f"{name} #{seen[name]}"
+        names[index] = f"{name} #{seen[name]}" if counts[name] > 1 else name
     return names
-
-
-def _options(estimate: Estimate) -> tuple[str, ...]:
-    """What may differ between plans of one target and mesh, in short words."""
-    config = estimate.config
-    microbatches = config.parallel.microbatches or config.train.accumulation_steps
-    return (
-        f"ZeRO {config.parallel.zero}",
-        f"remat {config.remat.policy}",
-        f"{microbatches} microbatch{'es' if microbatches > 1 else ''}",
-        config.parallel.schedule,
-        config.precision.policy,
-        config.optimizer.kind,
-        finetuning(config),
-        f"batch {config.train.global_batch_size:,}",
-    )
 
 
 def headings(estimates: Sequence[Estimate], names: Sequence[str]) -> tuple[str, ...]:
@@ -134,6 +120,33 @@ def sections(estimates: Sequence[Estimate], *, like: Sequence[Estimate] = ()) ->
             rows.append(Row(label, tuple(cells)))
         found.append(Section(title, tuple(rows)))
     return found
+
+
+def brief(parts: Sequence[Section]) -> list[Section]:
+    """The sections without the times of blocks and links, and without what buying and energy cost."""
+    wanted = {
+        "step, predicted": ("step time", "tokens/s", "examples/s", "MFU", "bound by"),
+        "whole run": ("steps", "time to train", "unplanned downtime", "on demand", "spot", "cost"),
+    }
+    every = {part.title: [row.label for row in part.rows] for part in parts} | wanted
+    return [Section(one.title, tuple(row for row in one.rows if row.label in every[one.title])) for one in parts]
+
+
+def answer_lines(estimate: Estimate) -> list[str]:
+    """Three lines: whether it fits and what to change, the time of the run, its cost; a fourth of the layout taken."""
+    units, cost, workload = _units([estimate]), estimate.cost, estimate.workload
+    facts = _time_facts(estimate, units) | _cost_facts(estimate, units)
+    how = "" if estimate.exact is not None else ", by formulas"
+    change = f"; to change: {estimate.advice[0]}" if estimate.advice else ""
+    time = facts["step time"].text
+    money = UNKNOWN if estimate.fits is not False else _NONE
+    if cost is not None and estimate.fits is not False:
+        total = cost.steps * (workload.tokens or workload.rows)
+        time = f"{facts['time to train'].text} for {format_count(total)} {workload.unit} in {cost.steps:,} steps"
+        time += f", {facts[f'{workload.unit}/s'].text} {workload.unit}/s, MFU {facts['MFU'].text}"
+        money = f"{facts['on demand'].text} on demand; spot {facts['spot'].text}"
+    lines = [f"{estimate.target.name} {_verdict(estimate, units)}{how}{change}", f"time: {time}", f"cost: {money}"]
+    return lines if estimate.fitted is None else [*lines, estimate.fitted]
 
 
 def remarks(estimates: Sequence[Estimate]) -> list[tuple[str, list[str]]]:
@@ -183,7 +196,7 @@ def bubble_seconds(time: StepTime) -> float:
 
 
 def _units(estimates: Sequence[Estimate]) -> _Units:
-    most = max(max(one.memory.total_bytes, one.exact.peak_bytes if one.exact else 0) for one in estimates)
+    most = max(max(one.memory.total_bytes, one.peak_bytes) for one in estimates)
     name, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     steps = [one.time.seconds for one in estimates if one.time and math.isfinite(one.time.seconds)]
     longest = max(steps, default=0.0)
@@ -221,13 +234,42 @@ def _run_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     moved = f"; on the host: {', '.join(offloaded)}" if offloaded else ""
     rows["remat"] = f"{config.remat.policy}{named}{moved}"
     rows["precision"] = config.precision.policy
-    rows |= trained_rows(estimate)
+    rows |= _trained_rows(estimate)
     rows["parameters"] = f"{format_count(estimate.num_parameters)} ({estimate.num_parameters:,})"
     if workload.tokens is not None:
         rows["batch"] = f"{workload.rows:,} rows of {workload.sequence_length:,} tokens"
     else:
         rows["batch"] = f"{workload.rows:,} {workload.unit}"
     return {label: _Fact(text) for label, text in rows.items()}
+
+
+def _finetuning(config: Config) -> str:
+    """A fine-tuning in a few words: the rank of its adapters, and the format of what is below them."""
+    lora, base = config.finetune.lora, config.finetune.base
+    if lora is None:
+        return "all parameters"
+    doubled = "" if base != "nf4" or config.finetune.double_quantization else " without double quantization"
+    return f"LoRA rank {lora.rank} over {base or 'float'} kernels{doubled}"
+
+
+def _trained_rows(estimate: Estimate) -> dict[str, str]:
+    """What updates the parameters, and of a fine-tuning which of them are trained."""
+    config, optimizer = estimate.config, estimate.config.optimizer
+    if isinstance(optimizer, CalledOptimizer):
+        rows = {"optimizer": optimizer.call}
+    else:
+        count = len(optimizer.groups)
+        groups = f" and {count} group{'s' if count > 1 else ''} of parameters" if count else ""
+        rows = {"optimizer": f"{optimizer.kind}{groups}"}
+    if config.finetune.lora is None:
+        return rows
+    rows["fine-tuning"] = _finetuning(config)
+    if not isinstance(config.model, CalledModel):
+        stored = finetuned(config, model_tensors(config.model, estimate.workload))
+        trained = sum(math.prod(shape) for path, shape in stored.tensors.params.items() if path not in stored.frozen)
+        share = 100 * trained / estimate.num_parameters
+        rows["trained"] = f"{format_count(trained)} ({trained:,}), {share:.2g} % of the parameters"
+    return rows
 
 
 def _memory_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
@@ -262,20 +304,18 @@ def _capacity(count: float) -> str:
 
 
 def _verdict(estimate: Estimate, units: _Units) -> str:
-    memory, exact = estimate.memory, estimate.exact
-    needed = memory.total_bytes if exact is None else exact.peak_bytes
-    if estimate.fits is None and estimate.unknown is not None and exact is None:
-        return f"not known: the parts above take {units.memory(needed)}; {estimate.unknown}"
-    if estimate.fits is None or memory.capacity_bytes is None:
-        return f"takes {units.memory(needed)}; the capacity is {UNKNOWN}"
-    fits = "fits" if estimate.fits else "does not fit"
-    if exact is not None:
-        capacity = exact.capacity_bytes or memory.capacity_bytes - memory.reserved_bytes
-        return f"{fits}: {units.memory(needed)} of {_capacity(capacity)}, by the compiler"
-    left = _capacity(memory.capacity_bytes - memory.reserved_bytes)
-    if memory.reserved_bytes:
-        return f"{fits}: {units.memory(needed)} of {left} ({_capacity(memory.reserved_bytes)} more is reserved)"
-    return f"{fits}: {units.memory(needed)} of {left}"
+    memory, needed, room = estimate.memory, units.memory(estimate.peak_bytes), estimate.room_bytes
+    if estimate.fits is None and estimate.unknown is not None and estimate.exact is None:
+        return f"not known: the parts above take {needed}; {estimate.unknown}"
+    if estimate.fits is None or room is None:
+        return f"takes {needed}; the capacity is {UNKNOWN}"
+    amounts = f"{needed} of {_capacity(room)}"
+    if not estimate.fits:
+        amounts = " of ".join(differing_gib(estimate.peak_bytes, room))
+    text = f"{'fits' if estimate.fits else 'does not fit'}: {amounts}"
+    if estimate.exact is not None:
+        return f"{text}, by the compiler"
+    return f"{text} ({_capacity(memory.reserved_bytes)} more is reserved)" if memory.reserved_bytes else text
 
 
 def _time_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:

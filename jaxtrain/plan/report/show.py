@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.plan.report.rows import Section, bubble_seconds, headings, labels, remarks, sections
+from jaxtrain.plan.report.rows import Section, brief, bubble_seconds, headings, labels, remarks, sections
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import StepTime
 from jaxtrain.runtime.files import strict_json
@@ -19,11 +19,12 @@ _SINGLE_WIDTH = 64
 _GAP = "  "
 
 
-def table(estimates: Sequence[Estimate]) -> str:
-    """Estimates side by side, for people: a column each, or one column with shares.
+def table(estimates: Sequence[Estimate], *, full: bool = True) -> str:
+    """Estimates side by side, for people: a column each, or one column with shares. Advice comes first.
 
     Args:
         estimates: one or more; more than four take several tables.
+        full: whether all rows are shown, or those that most people ask for.
 
     Returns:
         Lines of at most 120 characters, without a line end after the last.
@@ -36,11 +37,12 @@ def table(estimates: Sequence[Estimate]) -> str:
     for index in range(num_tables):
         end = start + len(estimates) // num_tables + (index < len(estimates) % num_tables)
         some = estimates[start:end]
-        blocks.append(_lay_out(headings(some, names[start:end]), sections(some, like=estimates)))
+        shown = sections(some, like=estimates)
+        blocks.append(_lay_out(headings(some, names[start:end]), shown if full else brief(shown)))
         start = end
     for title, lines in remarks(estimates):
         wrapped = (textwrap.fill(line, _WIDTH, initial_indent="- ", subsequent_indent="  ") for line in lines)
-        blocks.append("\n".join([title, *wrapped]))
+        blocks.insert(0 if title == "advice" else len(blocks), "\n".join([title, *wrapped]))
     return "\n\n".join(blocks)
 
 
@@ -81,6 +83,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
             "time": None if time is None else _time_json(estimate, time),
             "cost": None if cost is None else dataclasses.asdict(cost),
             "unknown": estimate.unknown,
+            "fitted": estimate.fitted,
             "notes": estimate.notes,
             "advice": estimate.advice,
         }

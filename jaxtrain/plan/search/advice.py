@@ -1,17 +1,24 @@
 """The smallest change that makes a config fit, tried in the analytic model. No jax here."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.degrees import AXES
 from jaxtrain.models.shipped.structure import OF_BLOCKS
-from jaxtrain.plan.catalogue.hardware import Target
+from jaxtrain.plan.catalogue.hardware import Target, target_of
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.estimate import Estimate
-from jaxtrain.plan.search.layouts import with_optimizer
+from jaxtrain.plan.search.layouts import fitted, with_optimizer
 
 _GIB = 2**30
 _SHOWN = 4
+# Besides the degrees, what a search may set.
+_OF_LAYOUT = (
+    *("parallel.zero", "parallel.schedule", "parallel.microbatches", "remat.policy"),
+    *("train.accumulation_steps", "train.global_batch_size"),
+)
 
 
 def advise(estimate: Estimate, terms: Terms | None = None) -> tuple[str, ...]:
@@ -29,9 +36,9 @@ def advise(estimate: Estimate, terms: Terms | None = None) -> tuple[str, ...]:
             if (line := _try(name, config, target, estimate, terms))
         ]
     if not works:
-        works = [line for target in _more(estimate.target, 8) if (line := _grown(estimate, target, terms)) is not None][
-            :1
-        ]
+        now = estimate.target
+        more = (_grown(estimate, target_of(now.hardware, now.num_devices * factor), terms) for factor in (2, 4, 8))
+        works = [line for line in more if line][:1]
     if not works:
         return ("no single change, pair of changes or eight times the devices makes it fit; jaxtrain plan --search",)
     return tuple(works[:_SHOWN])
@@ -135,34 +142,13 @@ def _inward(config: Config, target: Target) -> Iterator[tuple[str, Config, Targe
                 break
 
 
-def _more(target: Target, most: int) -> list[Target]:
-    """The same hardware with up to `most` times the devices, as it is rented."""
-    counts = [count for count in target.hardware.shapes if target.num_devices < count <= most * target.num_devices]
-    island = target.hardware.island
-    if target.hardware.kind == "gpu":
-        nodes = [island * n for n in (1, 2, 4, 8, 16, 32, 64, 128)]
-        counts += [count for count in nodes if target.num_devices < count <= most * target.num_devices]
-    return [Target(target.hardware, count, -(-count // island)) for count in sorted(set(counts))]
-
-
 def _grown(estimate: Estimate, target: Target, terms: Terms | None) -> str | None:
-    """The same run with the devices that are added on `fsdp`."""
-    parallel = estimate.config.parallel
-    factor = target.num_devices // estimate.target.num_devices
-    if target.num_devices % estimate.target.num_devices:
+    """The same run on other devices, with the layout of a search."""
+    config = fitted(estimate.config, target, terms)
+    if config is None:
         return None
-    shards = int(parallel.fsdp) * int(parallel.data) * factor
-    sharded = parallel.model_copy(update={"zero": 0, "data": 1, "fsdp": shards})
-    config = estimate.config.model_copy(update={"parallel": sharded})
-    name = f"{target.name} with parallel.fsdp={sharded.fsdp}"
-    accumulation = estimate.config.train.accumulation_steps
-    if parallel.pipe == 1 and accumulation > 1:
-        # A microbatch keeps its rows on each device, so that there are fewer of them.
-        steps = max(1, accumulation // factor)
-        config = config.model_copy(update={"train": config.train.model_copy(update={"accumulation_steps": steps})})
-        name = f"{name} and train.accumulation_steps={steps}"
-    found = _try(name, config, target, estimate, terms)
-    if found is not None:
-        return found
-    full = config.model_copy(update={"remat": config.remat.model_copy(update={"policy": "full"})})
-    return _try(f"{name} and remat.policy=full", full, target, estimate, terms)
+    words = []
+    for key in (*(f"parallel.{axis}" for axis in AXES), *_OF_LAYOUT):
+        before, after = (attrgetter(key)(one) for one in (estimate.config, config))
+        words += [f"{key}={'null' if after is None else after}"] if after != before else []
+    return _try(f"{target.name} with {' and '.join(words)}", config, target, estimate, terms)

@@ -133,9 +133,11 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     config = with_length(
         config, workload, tokens=terms.tokens, epochs=terms.epochs, rows_per_epoch=terms.rows_per_epoch
     )
-    tensors = model_tensors(config.model, workload)
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
+    # What most layouts of a search are refused for comes before what takes longer.
+    check_rows(config.train.global_batch_size, degrees, microbatches_by_name(schedule, config.train.accumulation_steps))
+    tensors = model_tensors(config.model, workload)
     attention = stack_attention(config, target, model_structure(config.model, workload))
     # It refuses experts that do not divide, which are counted per device next.
     placed = shard_parameters(config, tensors, degrees)
@@ -230,10 +232,9 @@ def device_batch(
     """What one device gets of a batch.
 
     Raises:
-        ConfigError: the batch or the sequence does not divide.
+        ConfigError: the sequence does not divide.
     """
     degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
-    check_rows(config.train.global_batch_size, degrees, microbatches_by_name(schedule, config.train.accumulation_steps))
     if workload.sequence_length is not None:
         axes = sequence_axes(sequence_parallel=config.parallel.sequence_parallel)
         check_sequence(workload.sequence_length, degrees, axes)

@@ -27,6 +27,7 @@ class Estimate:
         exact: memory by the target's own compiler; None: not compiled.
         exact_missing: why there is none, in a line; None where there is one or none was asked for.
         unknown: what is not known of functions of the user's own, in a few words; None: all is estimated.
+        fitted: the layout that was taken in place of the config's, and why, in a line; None: it is the config's.
         notes: assumptions and warnings for people.
         advice: changes that make it fit, where it does not.
     """
@@ -42,15 +43,26 @@ class Estimate:
     exact: ExactMemory | None = None
     exact_missing: str | None = None
     unknown: str | None = None
+    fitted: str | None = None
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = field(default=())
 
     @property
+    def peak_bytes(self) -> int:
+        """Of one device, by the compiler where it was asked, else by the analytic model."""
+        return self.memory.total_bytes if self.exact is None else self.exact.peak_bytes
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What one device has for a step; None where it is not known."""
+        return (self.exact and self.exact.capacity_bytes) or self.memory.usable_bytes
+
+    @property
     def fits(self) -> bool | None:
-        """By the compiler where it was asked, else by the analytic model; None where the capacity is not known."""
+        """Whether the peak has room; None where the capacity is not known."""
         if self.exact is None or self.memory.capacity_bytes is None:
             return self.memory.fits
-        return self.exact.peak_bytes <= (self.exact.capacity_bytes or self.memory.usable_bytes or 0)
+        return self.peak_bytes <= (self.room_bytes or 0)
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -18,11 +18,13 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
+from jaxtrain.metrics.format import differing_gib
 from jaxtrain.models.shipped.structure import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.search.analyse import Terms, analyse, microbatches_of
 from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.search.run_length import with_steps
 from jaxtrain.plan.workload.describe import RowSizes
 
 # What a search may vary; the rest changes the numbers of a run, and is left alone unless asked for.
@@ -77,7 +79,6 @@ def search(
     vary: Sequence[str] = VARIED,
     terms: Terms | None = None,
     sizes: RowSizes | None = None,
-    told: Callable[[int], None] = lambda tried: None,
 ) -> Found:
     """Try every layout.
 
@@ -87,7 +88,6 @@ def search(
         vary: out of `VARIED` and `ASKED_FOR`.
         terms: of the cost.
         sizes: of data that takes the place of the config's.
-        told: called before each layout with the number of those that were looked at.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
@@ -98,8 +98,7 @@ def search(
         if name in ("base", "rank") and config.finetune.lora is None:
             raise ConfigError(f"cannot search over {name!r} without adapters; set finetune.lora.rank, such as 16")
     ranked, too_large, refused = [], [], []
-    for tried, candidate in enumerate(layouts(config, target.num_devices, vary)):
-        told(tried)
+    for candidate in layouts(config, target.num_devices, vary):
         try:
             estimate = analyse(candidate, target, terms, sizes=sizes)
         except ConfigError as error:
@@ -109,6 +108,25 @@ def search(
     ranked.sort(key=lambda one: (_seconds(one), one.memory.total_bytes))
     too_large.sort(key=lambda one: one.memory.total_bytes)
     return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
+
+
+def fitted(config: Config, target: Target, terms: Terms | None = None) -> Config | None:
+    """The config with the fastest layout of a target, or the smallest where none fits; None where there is none.
+
+    Remat is left alone where that is possible. A batch that no layout takes grows to a row for each device, at the same
+    rows of the whole run.
+    """
+    rows, count = config.train.global_batch_size, target.num_devices
+    larger = math.ceil(rows / count) * count
+    train = config.train.model_copy(update={"global_batch_size": larger, "accumulation_steps": 1})
+    steps = max(1, round(config.train.steps * rows / larger))
+    for tried in (config, with_steps(config.model_copy(update={"train": train}), steps)):
+        found = search(tried, target, vary=("mesh", "microbatches"), terms=terms)
+        if found.too_large and not found.ranked:
+            found = search(tried, target, terms=terms)
+        if found.ranked or found.too_large:
+            return (found.ranked or found.too_large)[0].config
+    return None
 
 
 def _seconds(estimate: Estimate) -> float:
@@ -252,7 +270,10 @@ def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> 
     updates["parallel"] = config.parallel.model_copy(update=parallel)
     updates["finetune"] = config.finetune.model_copy(update=finetune)
     updates["train"] = config.train.model_copy(update=train)
-    return config.model_copy(update=updates)
+    replaced = config.model_copy(update=updates)
+    # Batches are compared at the tokens of the whole run.
+    rows, own = replaced.train.global_batch_size, config.train.global_batch_size
+    return with_steps(replaced, max(1, round(config.train.steps * own / rows)))
 
 
 def with_optimizer(config: Config, kind: str) -> Any:
@@ -301,9 +322,10 @@ def why_not(found: Found) -> list[str]:
         nearest = found.too_large[0]
         assert nearest.memory.capacity_bytes is not None
         room = nearest.memory.capacity_bytes - nearest.memory.reserved_bytes
+        needed, there = differing_gib(nearest.memory.total_bytes, room)
         lines.append(
-            f"{len(found.too_large)} layouts need more memory than the {room / 2**30:.1f} GiB there are; the smallest "
-            f"{nearest.memory.total_bytes / 2**30:.1f} GiB: {describe_layout(nearest.config, found.vary)}"
+            f"{len(found.too_large)} layouts need more memory than the {there} there are; the smallest "
+            f"{needed}: {describe_layout(nearest.config, found.vary)}"
         )
         heaviest = Counter(
             max(one.memory.parts, key=lambda name: one.memory.parts[name]) for one in found.too_large

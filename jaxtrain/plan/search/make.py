@@ -12,6 +12,8 @@ from jaxtrain.plan.compilers.process import ask
 from jaxtrain.plan.search.advice import advise
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.estimate import Estimate
+from jaxtrain.plan.search.layouts import describe_layout, fitted
+from jaxtrain.plan.search.own_step import own_functions
 
 NO_COMPILER = "no compiler for it that runs without the hardware"
 
@@ -26,6 +28,26 @@ def analytic_plan(config: Config, target: Target, terms: Terms | None = None) ->
     if estimate.memory.fits is False and estimate.unknown is None:
         estimate = dataclasses.replace(estimate, advice=advise(estimate, terms))
     return estimate
+
+
+def fitted_plan(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
+    """The analytic plan; where the config's layout is for other devices, with the best one of a search.
+
+    A batch that no layout takes grows to a row for each device, at the same tokens of the whole run.
+
+    Raises:
+        ConfigError: what a layout cannot mend, or a layout of functions of the user's own.
+    """
+    try:
+        return analytic_plan(config, target, terms)
+    except ConfigError as error:
+        best = None if own_functions(config) else fitted(config, target, terms)
+        if best is None:
+            raise
+        changed = ("batch",) if best.train.global_batch_size != config.train.global_batch_size else ()
+        reason = str(error).split("; ")[0]
+        line = f"planned for {target.name} with {describe_layout(best, changed)}, because {reason}"
+    return dataclasses.replace(analytic_plan(best, target, terms), fitted=line)
 
 
 def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate:
@@ -71,15 +93,3 @@ def how_to_check(estimate: Estimate) -> str | None:
         return None
     install = estimate.exact_missing[estimate.exact_missing.index("pip install") :]
     return f"the figures for {estimate.target.name} are analytic; to check them, plan again after {install}"
-
-
-def check_exact(estimate: Estimate) -> None:
-    """Raise where an estimate lacks the compiler's word.
-
-    Raises:
-        ConfigError: says why it is missing.
-    """
-    if estimate.exact is None:
-        raise ConfigError(
-            f"--exact: {estimate.target.name}: {estimate.exact_missing}; without --exact, a plan is analytic"
-        )
