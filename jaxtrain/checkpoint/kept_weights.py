@@ -46,7 +46,7 @@ def find_kept_weights(leaves: Leaves, recorded: Iterable[Sequence[str]] | None) 
     Args:
         leaves: stored name -> shape and dtype, of all leaves of a checkpoint.
         recorded: the entry `KEPT_WEIGHTS` of its metadata (see `kept_nodes` of `jaxtrain.optim.evaluation`); None: it
-            has none, as those of earlier versions and those without metadata, and names and shapes must tell.
+            has none, as those without metadata, and names and shapes must tell.
 
     Returns:
         Stored name of a parameter (without `params.`) -> its weights; empty where the run kept a moving average, which

@@ -5,7 +5,6 @@ A mistake of another kind is a row of `_MESSAGES`; what no row knows is shown wi
 
 import difflib
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,9 +71,7 @@ def explain(error: ValidationError, values: dict[str, Any], where: Mapping[KeyPa
     # A list that loses a wrong item can be too short as well: what stands above the first mistake is no second one.
     here = _key_path(first["loc"], values)
     found = error.errors()
-    # Naming the keys of thousands of mistakes would take longer than anybody waits for a number.
-    paths = {_key_path(one["loc"], values) for one in found} if len(found) <= _MOST_COUNTED else None
-    others = len(found) - 1 if paths is None else sum(not here.startswith(path) for path in paths)
+    others = sum(not here.startswith(path) for path in {_key_path(one["loc"], values) for one in found})
     return line + (f" (and {others} more)" if others else "")
 
 
@@ -169,7 +166,6 @@ def _wrong_value(mistake: Mistake, message: str | None = None) -> dict[str, Any]
     value = _value(mistake.values, key.path, mistake.value)
     message = message or mistake.message.removeprefix("Input should be ")
     example = f", as in [{value}]" if key.type == "list of text" and isinstance(value, str) else ""
-    message = re.sub(r"\d{13,}", lambda digits: f"{int(digits[0]):.0e}", message)
     limit = f", {message}" if any(word in message for word in ("than", "finite", "at least", "at most")) else ""
     return {
         "key": key.path,
@@ -199,7 +195,6 @@ def _wrong_entry(mistake: Mistake, above: KeyPath) -> dict[str, Any]:
     return {"key": ".".join(path), "value": _show(value), "where": where, "takes": takes}
 
 
-_MOST_COUNTED = 100
 _LONGEST_SHOWN = 200
 # Of more than this, only the nearest are shown.
 _MOST_OPTIONS = 20

@@ -65,11 +65,8 @@ def recorded_parts(record: Mapping[str, Any]) -> dict[str, str | None]:
     Returns:
         `model`, `task`, `data` and `optimizer`, each with the name of what was passed in; None: the config's.
     """
-    found = record.get("from_python")
-    if isinstance(found, Mapping):
-        return {part: found.get(part) for part in ("model", "task", "data", "optimizer")}
-    # Records without the group know of models alone.
-    return {"model": "a model" if record.get("own_model") else None, "task": None, "data": None, "optimizer": None}
+    found = record.get("from_python") or {}
+    return {part: found.get(part) for part in ("model", "task", "data", "optimizer")}
 
 
 def is_replaced(key: str, parts: Collection[str]) -> bool:

@@ -9,6 +9,7 @@ import optax
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Sums
+from jaxtrain.ops.loss.right import weight_of_right
 
 # Of one number per target.
 ERRORS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -54,10 +55,7 @@ def _top(k: int) -> Callable[[jax.Array, jax.Array, jax.Array], Pair]:
 
 
 _OF_CLASSES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], Pair]] = {
-    "accuracy": lambda logits, targets, weights: (
-        jnp.sum(jnp.where(jnp.argmax(logits, axis=-1) == targets, weights, 0.0)),
-        jnp.sum(weights),
-    ),
+    "accuracy": lambda logits, targets, weights: (weight_of_right(logits, targets, weights), jnp.sum(weights)),
     "precision": _precision,
     "recall": _recall,
     "f1": _f1,

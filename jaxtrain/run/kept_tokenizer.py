@@ -64,7 +64,7 @@ def tokenizer_file(run_dir: Path, info: Mapping[str, Any], report: Callable[[str
     """
     first, second = _places(run_dir)
     wanted = info.get(DIGEST_KEY)
-    if wanted is None:  # a run of an earlier version, or one without text
+    if wanted is None:  # a run without text
         return first if first.is_file() else None
     if _digest_of(first) == wanted:
         return first

@@ -113,10 +113,6 @@ def _arrays(program: Any) -> Iterator[Any]:
                 yield from _arrays(value)
 
 
-def _is_program(value: Any) -> bool:
-    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
-
-
 def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

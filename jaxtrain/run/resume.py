@@ -13,7 +13,7 @@ from jaxtrain.checkpoint.tree import flatten, is_inside
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data.special import SETTINGS_FILE
-from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
+from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.optim.evaluation import kept_nodes
@@ -270,33 +270,12 @@ def changes_since(
     check_given_again(saved, parts, run_dir)
     before, after = saved.get("config", {}), current["config"]
     changes = [*part_changes(saved, parts), *config_changes(before, after)]
-    _check_same_batches(saved.get("stream", {}), current["stream"], before, after, run_dir=run_dir, weights=weights)
+    _check_batches(saved.get("stream", {}), current["stream"], run_dir=run_dir, weights=weights)
+    check_stream(saved.get("stream", {}), current["stream"], weights=weights)
     # After the batches, since it offers to go on with the change, and no change of them is gone on with.
     if not may_change:
         check_same_training(changes, before, after, run_dir=run_dir, ways=ways)
     return changes
-
-
-def _check_same_batches(
-    saved: Mapping[str, Any],
-    current: Mapping[str, Any],
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    *,
-    run_dir: Path,
-    weights: str,
-) -> None:
-    """Refuse to go on with other batches; where the two configs tell more of the reason, the line says it."""
-    kinds = [(config.get("data") or {}).get("kind") for config in (before, after)]
-    try:
-        _check_batches(saved, current, run_dir=run_dir, weights=weights)
-        check_stream(saved, current, weights=weights)
-    except UserError:
-        if None not in kinds and kinds[0] != kinds[1]:
-            raise DataError(
-                f"{run_dir} holds a run on data.kind={kinds[0]}, not {kinds[1]}; {_set_back(weights)}"
-            ) from None
-        raise
 
 
 def check_same_training(

@@ -78,7 +78,8 @@ def places(tmp_path, monkeypatch):
     """A working directory with paths that are no runs, and a run that has not saved yet."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    for name, content in (("folder", None), ("broken", "{"), ("foreign", "[1]"), ("fresh", '{"config": {}}')):
+    fresh = '{"config": {}, "data": {"input_shape": [8], "vocab_size": 256, "reading": {}}}'
+    for name, content in (("folder", None), ("broken", "{"), ("foreign", "[1]"), ("fresh", fresh)):
         (tmp_path / name).mkdir()
         if content is not None:
             (tmp_path / name / "run.json").write_text(content)

@@ -130,7 +130,7 @@ def test_a_resumed_run_sends_what_a_kill_kept_from_the_tracker(tmp_path):
 )
 def test_what_was_being_sent_at_a_kill_is_asked_of_the_tracker(tmp_path, arrived, sent):
     (tmp_path / "trackers").mkdir()
-    noted = {"id": "a", "last_steps": {"loss": 1}, "sending": {"loss": 2}}
+    noted = {"id": "a", "last_steps": {"loss": 1}, "sending": {"loss": 2}, "run_dir": str(tmp_path)}
     (tmp_path / "trackers" / "fake.json").write_text(json.dumps(noted))
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2, 3)))
     fake, lines = FakeTracker(), []
@@ -249,7 +249,6 @@ def test_a_tracker_that_never_answered_is_not_tried_until_the_last_moment(tmp_pa
         pytest.param("moved", ["id1"], [2], id="moved"),
         pytest.param("linked", ["id1"], [2], id="by-another-path"),
         pytest.param("begun anew", ["id1"], [2], id="copied, and the original begun anew"),
-        pytest.param("not noted", ["id1"], [2], id="of before"),
     ],
 )
 def test_a_copy_of_a_run_begins_a_run_of_its_own(tmp_path, case, ids, steps):
@@ -266,8 +265,6 @@ def test_a_copy_of_a_run_begins_a_run_of_its_own(tmp_path, case, ids, steps):
     found = json.loads((second / RECORD).read_text())
     if case == "begun anew":
         (first / RECORD).write_text(json.dumps({**found, "id": "id2"}))
-    if case == "not noted":
-        (second / RECORD).write_text(json.dumps({name: found[name] for name in ("id", "last_steps", "sending")}))
     fake = FakeTracker()
     tracker = started(fake, second, lines, is_resumed=True)
     tracker.scalars(2, {"loss": 1.0})

@@ -20,7 +20,6 @@ def mistakes(run: RunFiles) -> str:
         return ""
     rows, right = int(found["rows"]), number(found.get("right")) or 0
     of_rows = number(found.get("of_rows")) or rows
-    # Records without `read` counted every row that they read.
     read = int(number(found.get("read")) or rows)
     ignored = read - rows
     part = f"among {read:,} spread over {of_rows:,}" if ignored > 0 else f"spread over {of_rows:,}"

@@ -19,7 +19,6 @@ from jaxtrain.runtime.files import write_text_atomic
 MOST_RUNS = 8
 _MOST_OWN_PLOTS = 6
 _POINTS = 160
-# What of `digests` in run.json is shown, and how it is called.
 _STANDARD = ("loss", "eval_loss", "accuracy", "eval_accuracy", "learning_rate", "grad_norm")
 
 

@@ -62,9 +62,10 @@ def evaluated_loss(run: RunFiles) -> str | None:
             # A shipped task evaluates as the one with the default settings.
             return "dpo by default" if run.task == "dpo" else run.task
         return f"{run.task} from Python"
-    if run.task != "dpo":
-        return run.task
     loss = mapping(run.config.get("loss"))
+    if run.task != "dpo":
+        smoothing = run.task == "classification" and loss.get("label_smoothing")
+        return f"{run.task} with loss.label_smoothing {smoothing}" if smoothing else run.task
     return f"dpo with loss.beta {loss.get('beta')}, loss.label_smoothing {loss.get('label_smoothing')}"
 
 

@@ -45,13 +45,13 @@ class _Known(NamedTuple):
     Attributes:
         id: what the tracker called the run; None: nothing yet.
         sent, sending: the last step of each metric that was sent, and of those that were being sent.
-        run_dir: where the run was then; None: earlier versions did not note it.
+        run_dir: where the run was then.
     """
 
     id: str | None
     sent: dict[str, int]
     sending: dict[str, int]
-    run_dir: Path | None
+    run_dir: Path
 
 
 class _GivenUpError(Exception):
@@ -95,7 +95,7 @@ class BackgroundTracker:
                 "another"
             )
             known = None
-        self._run_id, self._sent, self._sending, _ = known or _Known(None, {}, {}, None)
+        self._run_id, self._sent, self._sending, _ = known or _Known(None, {}, {}, run_dir)
         self._waiting: deque[Row | Text] = deque()
         self._lock = threading.Lock()
         self._ending, self._until, self._ended_at = threading.Event(), math.inf, math.inf
@@ -319,8 +319,7 @@ def _recorded(path: Path) -> _Known | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         sent, sending = ({str(k): int(step) for k, step in found[key].items()} for key in ("last_steps", "sending"))
-        run_dir = found.get("run_dir")
-        return _Known(str(found["id"]), sent, sending, None if run_dir is None else Path(run_dir))
+        return _Known(str(found["id"]), sent, sending, Path(found["run_dir"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -333,8 +332,6 @@ def _is_copy(run_dir: Path, record: Path, known: _Known) -> bool:
         record: file in it and in the original, a relative path.
         known: what it holds in this directory.
     """
-    if known.run_dir is None:
-        return False
     other = _recorded(known.run_dir / record)
     try:
         return other is not None and other.id == known.id and not os.path.samefile(known.run_dir, run_dir)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from jaxtrain.config.models import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer
-from jaxtrain.config.schema import Config
 from jaxtrain.metrics.format import differing_gib, format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost
 from jaxtrain.plan.report.amounts import UNKNOWN, dollars, hours
@@ -243,15 +242,6 @@ def _run_facts(estimate: Estimate, units: _Units) -> dict[str, _Fact]:
     return {label: _Fact(text) for label, text in rows.items()}
 
 
-def _finetuning(config: Config) -> str:
-    """A fine-tuning in a few words: the rank of its adapters, and the format of what is below them."""
-    lora, base = config.finetune.lora, config.finetune.base
-    if lora is None:
-        return "all parameters"
-    doubled = "" if base != "nf4" or config.finetune.double_quantization else " without double quantization"
-    return f"LoRA rank {lora.rank} over {base or 'float'} kernels{doubled}"
-
-
 def _trained_rows(estimate: Estimate) -> dict[str, str]:
     """What updates the parameters, and of a fine-tuning which of them are trained."""
     config, optimizer = estimate.config, estimate.config.optimizer
@@ -263,7 +253,9 @@ def _trained_rows(estimate: Estimate) -> dict[str, str]:
         rows = {"optimizer": f"{optimizer.kind}{groups}"}
     if config.finetune.lora is None:
         return rows
-    rows["fine-tuning"] = _finetuning(config)
+    lora, base = config.finetune.lora, config.finetune.base
+    doubled = "" if base != "nf4" or config.finetune.double_quantization else " without double quantization"
+    rows["fine-tuning"] = f"LoRA rank {lora.rank} over {base or 'float'} kernels{doubled}"
     if not isinstance(config.model, CalledModel):
         stored = finetuned(config, model_tensors(config.model, estimate.workload))
         trained = sum(math.prod(shape) for path, shape in stored.tensors.params.items() if path not in stored.frozen)
