@@ -94,7 +94,7 @@ def run_sample(
     if questions is not None and (beams is not None or stop):
         raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
     # What is no run is opened as a published model, if it looks like one; else as a run, which says what is missing.
-    path = local_path(published_place(run_dir, what="run directory"), what="run directory")
+    path = local_path(published_place(run_dir, what="run or model"), what="run directory")
     is_folder = not is_run(path) and (is_published(path) or is_adapter_folder(path))
     config = Config() if is_folder else saved_config(run_dir).config
     texts = _prompts(prompts) if questions is None else questions

@@ -76,6 +76,7 @@ class _Tree:
 
     def __init__(self, *, weights: bool) -> None:
         self.weights = weights
+        self.size_beside: str | None = None
         # The config of a run holds the keys that its published model gave, and the model may be gone.
         self.reads_published = True
         self.values: dict[str, Any] = {}
@@ -95,6 +96,7 @@ class _Tree:
             reads, self.reads_published = self.reads_published, self.reads_published and not _is_whole(path, value)
             if path == ("model",) and value.get("from") and value.get("size") in ALL_SIZES and self.reads_published:
                 # The size says the same as the published model, and is there where its weights are not.
+                self.size_beside = value["size"] if self.weights else None
                 value = {key: one for key, one in value.items() if key != ("size" if self.weights else "from")}
             self._yield_to(path, value, where)
             # The kind goes first: it decides which of the older keys stay.
@@ -127,6 +129,12 @@ class _Tree:
     def _take_published(self, folder: str, where: str) -> None:
         """Set the keys of the model that a published model gives; what is set later has precedence."""
         settings = published_settings(folder)
+        size, self.size_beside = self.size_beside, None
+        wrong = [key for key in ("num_layers", "embed_dim") if size and settings.get(key) != ALL_SIZES[size].get(key)]
+        if wrong:
+            raise ConfigError(
+                f"model.from={folder} ({where}) has another {wrong[0]} than model.size={size}; leave it out"
+            )
         kind = self._given("model").get("kind", settings["kind"])
         # One that was set elsewhere, before, gives way to the published model.
         if kind != settings["kind"] and self.where.get(("model", "kind")) == where:
@@ -136,7 +144,7 @@ class _Tree:
             )
         self._yield_to(("model",), {"kind": settings["kind"]}, where)
         group = self._node(("model",))
-        self._drop("model", [key for key in group if key in settings], f"model.from ({where})")
+        self._drop("model", [key for key in group if key in settings or key == "size"], f"model.from ({where})")
         for key, value in settings.items():
             self._leaf(("model", key), value, str(config_origin(Path(folder))))
         # Another tokenizer than the model's would make its weights useless; one set together with it is meant.
@@ -358,9 +366,17 @@ def load_config(
         path = find_config(str(name))
         label = path.stem
         values, lines = read_yaml(path)
-        replaced = "model.from" in {".".join(key) for key, _ in given} | set(keywords or ())
-        if replaced and isinstance(values.get("model"), dict):
-            values["model"].pop("from", None)  # it need not be here
+        model = values.get("model")
+        if isinstance(model, dict) and "from" in model:
+            # Another published model takes the place of the config's own, which need not be here.
+            keys = {**{".".join(key): value for key, value in given}, **(keywords or {})}
+            inner = keys.get("model")
+            before, model["from"] = model["from"], keys.get("model.from", model["from"])
+            model["from"] = inner.get("from", model["from"]) if isinstance(inner, Mapping) else model["from"]
+            if model["from"] not in (before, None):
+                model.pop("size", None)
+                given = [(key, value) for key, value in given if key != ("model", "from")]
+                keywords = {key: value for key, value in (keywords or {}).items() if key != "model.from"}
         tree.set((), values, path.name)
         if values.get("parallel") == "auto":
             lines[("parallel", "auto")] = lines[("parallel",)]

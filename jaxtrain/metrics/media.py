@@ -49,7 +49,9 @@ def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[
         elif (png := thumbnail(array, most_pixels=_MOST_PIXELS)) is not None:
             media[inside + name] = {"png": base64.b64encode(png).decode("ascii")}
         else:
-            raise ConfigError(f"moment.log: {name} {list(array.shape)} is no image [H, W, 1 or 3]; log {name}.ravel()")
+            raise ConfigError(
+                f"moment.log: {name} {list(array.shape)} is no image [H, W, 1 or 3]; log {name}[0], or {name}.ravel()"
+            )
     return numbers, media
 
 

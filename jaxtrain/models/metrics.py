@@ -17,6 +17,8 @@ ERRORS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "mae": lambda outputs, targets: jnp.abs(outputs - targets),
     "huber": optax.losses.huber_loss,
 }
+# Beginning of the name of a metric [C] of which the mean over classes is reported.
+MACRO = "macro_"
 Pair = tuple[jax.Array, jax.Array]
 
 
@@ -47,7 +49,7 @@ def _f1(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Pair:
 
 def _top(k: int) -> Callable[[jax.Array, jax.Array, jax.Array], Pair]:
     def top(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Pair:
-        _, best = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+        _, best = jax.lax.top_k(logits, k)
         right = jnp.any(best == targets[..., None], axis=-1)
         return jnp.sum(jnp.where(right, weights, 0.0)), jnp.sum(weights)
 
@@ -66,13 +68,19 @@ def class_metrics(names: Iterable[str], logits: Any, targets: jax.Array, weights
     """Compute metrics of classes.
 
     Args:
-        names: accuracy, top_K (top_5), precision, recall or f1; the last three of each class, or of class 1 of two.
+        names: accuracy, top_K (top_5), precision, recall or f1; the last three are of class 1 where there are two
+            classes, else of each, under names whose mean over classes is reported (`macro_f1`).
         logits: [B, ..., C].
         targets: int32 [B, ...].
         weights: float32 [B, ...].
     """
-    made = {name: _top(int(name[4:])) if name not in _OF_CLASSES else _OF_CLASSES[name] for name in names}
-    return {name: metric(logits, targets, weights) for name, metric in made.items()}
+    found: Sums = {}
+    for name in names:
+        if name not in _OF_CLASSES and int(name[4:]) >= logits.shape[-1]:
+            raise ConfigError(f"{name}: the model has {logits.shape[-1]} classes; use a smaller number")
+        total, weight = (_OF_CLASSES.get(name) or _top(int(name[4:])))(logits, targets, weights)
+        found[name if total.ndim == 0 else f"{MACRO}{name}"] = (total, weight)
+    return found
 
 
 def check_metrics(names: Any, *, of: str) -> tuple[str, ...]:

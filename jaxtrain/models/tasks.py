@@ -180,8 +180,8 @@ def classification(
     Weights are of the shape of the targets, or [B]. Negative targets are ignored.
 
     Args:
-        metrics: what is reported: accuracy, top_K ("top_5"), precision, recall, f1; the last three of each class, or of
-            class 1 where there are two.
+        metrics: what is reported: accuracy, top_K ("top_5"), precision, recall, f1; the last three of class 1 where
+            there are two, else as the mean over the classes that occur (`macro_f1`).
         label_smoothing: share of the probability that is spread over all classes, from 0 to below 1.
         class_weights: what a target of each class weighs in the loss, C numbers; None: 1. Metrics count rows alike.
 

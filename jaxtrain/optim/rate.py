@@ -1,28 +1,38 @@
 """The learning rate of an optax optimizer, for the metrics: optax keeps it in closures, or in the state."""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optax.contrib import ReduceLROnPlateauState
 
-_CHAINS = ("chain", "named_chain")
+# Transformations of optax around one other, which change no factor of its updates.
+_WRAPPERS = ("apply_if_finite",)
 # After any other `scale_by_...`, what gradients were multiplied by before has no effect on the update.
 _KEEP_SIZES = ("scale_by_schedule", "scale_by_learning_rate", "scale_by_param_block_rms", "scale_by_param_block_norm")
+# They multiply by what a state says.
+_UNKNOWN = ("reduce_on_plateau", "scale_by_rprop", "stateless")
+
+
+def injected(count: Any) -> Any:
+    """Stands for the rate in the state of `optax.inject_hyperparams`, which `rate_in` reads."""
+    raise NotImplementedError
 
 
 def rate_of(optimizer: optax.GradientTransformation) -> optax.Schedule | None:
-    """The schedule of an optimizer: what its updates are multiplied by; None where none or several are found.
+    """The schedule of an optimizer: what its updates are multiplied by; None where that is not known, or is 1.
 
     Args:
-        optimizer: made with a number or a schedule, in chains and wrappers of any depth.
+        optimizer: made with a number or a schedule; chains and wrappers are looked into, parts with masks are not.
     """
     factors = _factors(optimizer.update)
-    if not factors:
-        return None
+    if not factors or injected in factors:
+        return injected if factors == [injected] else None
+    if not any(map(callable, factors)) and abs(np.prod(factors)) == 1:
+        return None  # the sign of an optimizer that has its rate elsewhere
 
     def rate(count: Any) -> Any:
         product: Any = 1.0
@@ -33,46 +43,41 @@ def rate_of(optimizer: optax.GradientTransformation) -> optax.Schedule | None:
     return rate
 
 
-def rate_in(optimizer_state: Any, rate: Any) -> Any:
-    """The rate with what the state says: that of `optax.inject_hyperparams`, times the scale of a plateau.
-
-    Args:
-        optimizer_state: after the update.
-        rate: of the schedule; None: there is none.
-    """
-    kinds = (optax.InjectStatefulHyperparamsState, ReduceLROnPlateauState)
-    nodes = [node for node in jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, kinds))]
-    injected = [node.hyperparams.get("learning_rate") for node in nodes if isinstance(node, kinds[0])]
-    if injected:
-        rate = injected[0] if len(injected) == 1 else None
-    for node in nodes:
-        if isinstance(node, ReduceLROnPlateauState) and rate is not None:
-            rate = rate * node.scale
-    return rate
+def rate_in(optimizer_state: Any) -> Any:
+    """The rate that the state of `optax.inject_hyperparams` holds; None where it has none."""
+    kind = optax.InjectStatefulHyperparamsState
+    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, kind))
+    return next((node.hyperparams.get("learning_rate") for node in nodes if isinstance(node, kind)), None)
 
 
-def _factors(update: Any) -> list[Any]:
-    """The numbers and schedules that the updates of a transformation are multiplied by."""
-    name, cells = _name(update), _cells(update)
-    if name == "scale" and "step_size" in cells:
-        return [cells["step_size"]] if np.ndim(cells["step_size"]) == 0 else []
-    if name == "scale_by_schedule" and "step_size_fn" in cells:
-        schedule = cells["step_size_fn"]
-        return [_cells(schedule).get("learning_rate", schedule)]  # without the sign, so that equal ones are equal
-    if name in _CHAINS:
-        found: list[Any] = []
-        for part in _parts(update):
-            is_anew = _name(part).startswith("scale_by_") and _name(part) not in _KEEP_SIZES
-            found = [] if is_anew else found + _factors(part)
+def _factors(update: Any) -> list[Any] | None:
+    """The numbers and schedules that the updates of a transformation are multiplied by; None: not known."""
+    name, cells = _name(update), inspect.getclosurevars(update).nonlocals if inspect.isfunction(update) else {}
+    if name == "scale":
+        return [cells["step_size"]] if np.ndim(cells["step_size"]) == 0 else None
+    if name == "scale_by_schedule":
+        return [cells["step_size_fn"]]
+    if name.startswith("inject_"):
+        return [injected]
+    inner = list(_updates(cells))
+    if name == "chain":
+        found: list[Any] | None = []
+        for part in _parts(inner):
+            is_anew = _name(part).startswith("scale_by_") and _name(part) not in (*_KEEP_SIZES, *_UNKNOWN)
+            more = _factors(part)
+            found = [] if is_anew else None if found is None or more is None else found + more
         return found
-    # The parts of a partition count as one where they have one rate.
-    each = [factors for part in _functions(cells) if (factors := _factors(part))]
-    return each[0] if each and all(one == each[0] for one in each) else []
+    if name in _WRAPPERS and len(inner) == 1:
+        return _factors(inner[0])
+    is_known = (getattr(update, "__module__", None) or "").startswith("optax.") and name not in _UNKNOWN
+    return [] if is_known and not any(_factors(one) for one in inner) else None
 
 
-def _parts(chain: Any) -> Iterator[Any]:
-    for part in _functions(_cells(chain)):
-        yield from _parts(part) if _name(part) in _CHAINS else (part,)
+def _parts(updates: Iterable[Any]) -> Iterator[Any]:
+    """The updates in chains of chains, in order."""
+    for update in updates:
+        is_chain = _name(update) == "chain" and inspect.isfunction(update)
+        yield from _parts(_updates(inspect.getclosurevars(update).nonlocals)) if is_chain else (update,)
 
 
 def _name(update: Any) -> str:
@@ -80,24 +85,14 @@ def _name(update: Any) -> str:
     return getattr(update, "__qualname__", "").partition(".")[0]
 
 
-def _cells(function: Any) -> dict[str, Any]:
-    """The variables that a function closes over."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    cells = zip(names, getattr(function, "__closure__", None) or (), strict=False)
-    return {name: cell.cell_contents for name, cell in cells if cell != type(cell)()}
-
-
-def _functions(value: Any) -> Iterator[Any]:
+def _updates(value: Any) -> Iterator[Any]:
     """The updates of the transformations in a value."""
     if isinstance(value, optax.GradientTransformation):
         yield value.update
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _functions(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _functions(one)
+    elif isinstance(value, Mapping | tuple | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _updates(one)
     elif _name(value) == "with_extra_args_support":
-        yield from _functions(_cells(value))
-    elif callable(value) and getattr(value, "__closure__", None) and "update" in getattr(value, "__name__", ""):
+        yield from _updates(inspect.getclosurevars(value).nonlocals)
+    elif inspect.isfunction(value) and "update" in value.__name__:
         yield value

@@ -102,5 +102,5 @@ def _fetched(repo: str, revision: str | None, names: Sequence[str], what: str, c
             reason = "is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set"
         else:
             first = str(error.__cause__ or error).splitlines()[0]
-            reason = f"is not here, and {constants.ENDPOINT} does not give it ({first})"
+            reason = f"is not here, and {constants.ENDPOINT} does not give it ({first}); name a folder that is here"
     raise (ConfigError if cache is None else CheckpointError)(f"{shown} {reason}") from None

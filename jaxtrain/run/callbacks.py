@@ -51,7 +51,8 @@ class Moment:
         Raises:
             ConfigError: a value is none of these, or has the name of a metric of the run.
         """
-        taken = next((name for name in values if name == "step" or name in self.metrics), None)
+        known = {"step", *self.metrics}
+        taken = next((name for name in values if name in known or name.startswith("eval_")), None)
         if taken is not None:
             raise ConfigError(f"moment.log: {taken!r} is a metric of the run; use another name")
         self._log(self.step, values)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.metrics import MACRO
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.output_rows import row_dims
@@ -154,6 +155,7 @@ class Evaluator:
                 by = None if weight is None else before[1] + np.asarray(weight, np.float64)
                 totals[name] = (before[0] + np.asarray(total, np.float64), by)
         means = {f"eval_{name}": _mean(total, weight) for name, (total, weight) in totals.items()}
+        means |= {name: float(np.nanmean(means[name])) for name in means if name.startswith(f"eval_{MACRO}")}
         if self._task.name == "language_modeling" and "eval_loss" in means:
             means["eval_perplexity"] = math.exp(min(means["eval_loss"], 700.0))
         return means

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.kinds import PREFERENCES
 from jaxtrain.config.schema import AXES, Config
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
@@ -82,7 +83,7 @@ def fit(
             (0.1), where a `Data` has no held-out rows yet; None: those of a `Data`, else none. All of them are
             evaluated; evaluation={"max_batches": 50} takes 50 batches of rows spread over them.
         columns: entry of a row that the model or task takes -> what the rows call it: {"inputs": "image", "targets":
-            "label"}; None: the rows have our names.
+            "label"}, and "weights" where there are any; others are left out. None: the rows have our names.
         steps: total number of optimizer steps. Give it or `epochs`.
         epochs: passes over the training rows, in place of `steps`.
         batch_size: rows per step over all devices and microbatches; None: 32, or that of an iterable of batches.
@@ -156,7 +157,8 @@ def fit(
     check_shown(learning_rate, rules)
     _check_mesh(mesh, parallelism)
     opened = _data(data, validation, columns, seed=settings.seed, task=task)
-    given["train"] |= _sizes(opened, settings, epochs=epochs)
+    has_batch_size = batch_size is not None or settings.train.global_batch_size != Config().train.global_batch_size
+    given["train"] |= _sizes(opened, settings, epochs=epochs, has_batch_size=has_batch_size)
     given["task"] = task.name if task.name in _known_tasks() else Config().task
     if mesh is not None:
         given["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
@@ -177,17 +179,22 @@ def fit(
     if run_dir is None:
         note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
-    return train_loaded(
-        loaded,
-        folder,
-        resume=resume,
-        model=model,
-        task=task,
-        data=opened,
-        own_step=own_step,
-        callbacks=callbacks,
-        progress=progress,
-    )
+    try:
+        return train_loaded(
+            loaded,
+            folder,
+            resume=resume,
+            model=model,
+            task=task,
+            data=opened,
+            own_step=own_step,
+            callbacks=callbacks,
+            progress=progress,
+        )
+    except UserError:
+        if run_dir is None and {path.name for path in folder.glob("*")} <= {"lock"}:  # nothing was begun
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _length(steps: Any, epochs: Any) -> int | None:
@@ -261,13 +268,14 @@ def _data(given: Any, validation: Any, columns: Mapping[str, str] | None, *, see
     )
 
 
-def _sizes(data: "Data", settings: Config, *, epochs: float | None) -> dict[str, int]:
+def _sizes(data: "Data", settings: Config, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
     """Keys of the group `train` that only the data can say.
 
     Args:
         data: what is trained on.
         settings: what is known before: the batch size counts, wherever it was set.
         epochs: as given.
+        has_batch_size: whether somebody set the batch size.
 
     Raises:
         ConfigError: they contradict what was given.
@@ -276,7 +284,7 @@ def _sizes(data: "Data", settings: Config, *, epochs: float | None) -> dict[str,
 
     size = settings.train.global_batch_size
     if isinstance(data.train, BatchStream):
-        if size not in (data.train.batch_size, Config().train.global_batch_size):
+        if has_batch_size and size != data.train.batch_size:
             found = data.train.batch_size
             raise ConfigError(f"batch_size={size}, but the iterable gives batches of {found} rows; leave it out")
         if epochs is not None:

@@ -1,7 +1,7 @@
 """The learning-rate range test (Smith 2017, arXiv 1506.01186): a short run whose rate rises while its loss is read."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxtrain.data.batches import Batches
-from jaxtrain.data.sources.given import data_of
+from jaxtrain.data.sources.given import data_of, renamed
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError
 from jaxtrain.train.make_step import make_train_step
@@ -32,7 +32,7 @@ class LearningRates:
     Attributes:
         rates: float64 [steps], rising by a constant factor.
         losses: float64 [steps], smoothed.
-        suggestion: the rate where the loss fell fastest: a first value to try, not the best one.
+        suggestion: a tenth of the rate with the least loss: a first value to try, not the best one.
     """
 
     rates: np.ndarray
@@ -42,7 +42,7 @@ class LearningRates:
     def __repr__(self) -> str:
         return f"LearningRates: {self.suggestion:.1e} of {self.rates[0]:.1e} to {self.rates[-1]:.1e}"
 
-    def plot(self, path: str | Path) -> Path:
+    def plot(self, path: str | Path = "learning_rate.png") -> Path:
         """Write a picture of the losses over the rates (.png or .svg)."""
         from matplotlib.figure import Figure
 
@@ -62,6 +62,7 @@ def find_learning_rate(
     optimizer: Callable[[optax.Schedule], optax.GradientTransformation] = optax.adamw,
     *,
     data: Any,
+    columns: Mapping[str, str] | None = None,
     batch_size: int = 32,
     lowest: float = 1e-6,
     highest: float = 1.0,
@@ -69,14 +70,14 @@ def find_learning_rate(
     seed: int = 0,
     **options: Any,
 ) -> LearningRates:
-    """Train for some steps while the learning rate rises, and say where the loss fell fastest.
+    """Train for some steps while the learning rate rises, and suggest one from where the loss was least.
 
     Nothing is written, and the parameters that were trained are dropped.
 
     Args:
         model, task: as for `fit`.
         optimizer: learning rate -> optimizer, such as `optax.adamw` or `lambda rate: optax.sgd(rate, momentum=0.9)`.
-        data: rows with an index, in the forms of `fit`.
+        data, columns: rows with an index, as for `fit`.
         batch_size: rows per step.
         lowest, highest: first and last rate.
         steps: number of rates; fewer are tried where the loss grows beyond four times its smallest value.
@@ -95,7 +96,9 @@ def find_learning_rate(
         raise ConfigError(
             f"find_learning_rate: {steps} rates from {lowest:g} to {highest:g}; give 10 or more that rise"
         )
-    opened = data_of(data)
+    if isinstance(optimizer, optax.GradientTransformation):
+        raise ConfigError("find_learning_rate takes a function of the rate; write optax.adamw, without a call")
+    opened = data_of(data if columns is None else renamed(data, columns, "data"))
     if isinstance(opened.train, BatchStream):
         raise ConfigError("find_learning_rate takes rows with an index, such as {'inputs': x, 'targets': y}")
     rates = np.geomspace(lowest, highest, steps)
@@ -110,8 +113,6 @@ def find_learning_rate(
         if not math.isfinite(losses[-1]) or (k > steps // 10 and losses[-1] > _DIVERGED * min(losses)):
             break
     found = np.array(losses)
-    # Over a tenth of the rates, because batches differ by more than neighbouring rates do.
-    width = steps // 10
-    falls = found[width:] - found[:-width] if len(found) > width else np.diff(found)
-    suggestion = float(rates[int(np.nanargmin(falls)) + (len(found) - len(falls)) // 2])
-    return LearningRates(rates[: len(found)], found, suggestion)
+    # The first losses are those of few batches.
+    first = min(steps // 10, len(found) - 1)
+    return LearningRates(rates[: len(found)], found, float(rates[first + int(np.nanargmin(found[first:]))]) / 10)

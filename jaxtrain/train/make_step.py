@@ -103,7 +103,6 @@ def make_train_step(
         ema_decay=ema_decay,
         trainable=trainable,
         learning_rate=learning_rate or rate_of(optimizer),
-        reads_rate=learning_rate is None and not offload_optimizer,
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,

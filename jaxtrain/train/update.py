@@ -10,9 +10,10 @@ import optax
 
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.models.metrics import MACRO
 from jaxtrain.models.task import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
-from jaxtrain.optim.rate import rate_in
+from jaxtrain.optim.rate import injected, rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats
 from jaxtrain.train.gradient_norm import gradient_norm
@@ -38,7 +39,6 @@ class StepSettings:
     offload_optimizer: bool = False
     spikes: SpikeRule | None = None
     sliced_norm: bool = False
-    reads_rate: bool = False
 
     @property
     def zero(self) -> int:
@@ -157,8 +157,11 @@ def update_state(
         **mean_metrics(gradients.metrics),
     }
     # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
-    rate = None if settings.learning_rate is None else settings.learning_rate(state.step - state.skipped.total)
-    rate = rate_in(optimizer_state, rate) if settings.reads_rate else rate
+    shown = settings.learning_rate
+    if shown is injected:
+        rate = None if settings.offload_optimizer else rate_in(optimizer_state)
+    else:
+        rate = None if shown is None else shown(state.step - state.skipped.total)
     if rate is not None:
         metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
     if state.loss_scale is not None:
@@ -227,4 +230,5 @@ def mean_metrics(sums: Sums) -> Metrics:
     def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
         return total if weight is None else jnp.where(weight != 0, total / divisor(weight), jnp.nan)
 
-    return {name: mean(total, weight) for name, (total, weight) in sums.items()}
+    means = {name: mean(total, weight) for name, (total, weight) in sums.items()}
+    return {name: jnp.nanmean(one) if name.startswith(MACRO) else one for name, one in means.items()}

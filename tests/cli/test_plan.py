@@ -325,7 +325,7 @@ MISTAKES = {
     "no places": (f"{H100X8} --search --top 0", r"--top: '0' is not a whole number of 1 or more"),
     "negative tokens": (f"{H100X8} --tokens -5", r"tokens is -5\.0; give a positive number"),
     "tokens and epochs": (f"{H100X8} --tokens 5 --epochs 1", r"tokens 5\.0 and epochs 1\.0; give one of the two"),
-    "epochs alone": (f"{H100X8} --epochs 3", r"epochs 3 without rows_per_epoch"),
+    "epochs alone": (f"{H100X8} --epochs 3", r"epochs 3 take the number of rows"),
     "tokens of images": ("digits_mlp --on h100 --tokens 5", r"tokens 5 without tokens_per_step"),
     "negative price": (f"{H100X8} --usd-per-kwh -1", r"usd_per_kwh is -1\.0; give a positive number"),
     "network in no unit": (f"{H100X8} --network 400", r"--network '400': write bits/s or bytes/s of one device, as in"),

@@ -201,3 +201,13 @@ def test_smollm2_lora_runs_as_it_is_where_its_weights_are_installed(tmp_path):
     first, _ = losses(tmp_path / "run")
     # Of weights that know the language; random ones give log(49152) = 10.8.
     assert first < 6
+
+
+def test_another_published_model_takes_the_place_of_the_config_s_own(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    bert = str(Path(__file__).parents[1] / "interop" / "published" / "bert_base")
+    for given in ({"overrides": [f"model.from={bert}"]}, {"keywords": {"model.from": bert}}):
+        model = load_config("minilm_classify", **given).config.model
+        assert (model.head.kind, model.head.pooling, model.head.dropout, model.size) == ("sequence", "mean", 0.1, None)
+    with pytest.raises(ConfigError, match=r"has another num_layers than model\.size=minilm_l6; leave it out"):
+        load_config({"model": {"size": "minilm_l6", "from": bert}})

@@ -160,7 +160,7 @@ def test_named_metrics_are_those_of_scikit_learn():
     assert found["accuracy"] == pytest.approx(metrics.accuracy_score(targets, said, **kept))
     assert found["top_2"] == pytest.approx(metrics.top_k_accuracy_score(targets, logits, k=2, **kept))
     expected = metrics.precision_recall_fscore_support(targets, said, **kept)[:3]
-    np.testing.assert_allclose([found[name] for name in ("precision", "recall", "f1")], expected, rtol=1e-5)
+    np.testing.assert_allclose([found[f"macro_{name}"] for name in ("precision", "recall", "f1")], expected, rtol=1e-5)
 
 
 def test_smoothing_and_class_weights_are_those_of_optax_and_by_hand():

@@ -15,9 +15,6 @@ PLAIN = {
     "a chain by hand": lambda: optax.chain(optax.identity(), optax.scale_by_schedule(DECAY), optax.scale(-1.0)),
     "a wrapper": lambda: optax.apply_if_finite(optax.sgd(DECAY), 3),
     "injected": lambda: optax.inject_hyperparams(optax.sgd)(DECAY),
-    "an equal rate for each part": lambda: optax.partition(
-        {"a": optax.sgd(DECAY), "b": optax.sgd(DECAY)}, {"kernel": "a", "bias": "b"}
-    ),
 }
 
 
@@ -47,6 +44,7 @@ def test_the_rate_of_the_metrics_is_the_ratio_of_update_and_gradient(case):
         np.testing.assert_allclose(metrics["learning_rate"], moved / metrics["grad_norm"], rtol=1e-4)
 
 
+OWN = optax.stateless(lambda updates, params: jax.tree.map(lambda g: 0.01 * g, updates))
 OTHERS = {
     "adamw after a factor that it takes out": (lambda: optax.chain(optax.scale(1 / 256), optax.adamw(DECAY)), {}, 0.5),
     "adafactor": (lambda: optax.adafactor(0.01), {}, 0.01),
@@ -55,6 +53,22 @@ OTHERS = {
         {},
         None,
     ),
+    "masks": (
+        lambda: optax.chain(
+            optax.masked(optax.sgd(0.1), {"kernel": True, "bias": False}),
+            optax.masked(optax.sgd(0.2), {"kernel": False, "bias": True}),
+        ),
+        {},
+        None,
+    ),
+    "a factor after an injected rate": (
+        lambda: optax.chain(optax.inject_hyperparams(optax.sgd)(0.3), optax.scale(0.5)),
+        {},
+        None,
+    ),
+    "one's own transformation": (lambda: optax.chain(OWN, optax.sgd(0.1)), {}, None),
+    "rprop": (lambda: optax.rprop(1e-2), {}, None),
+    "a mask of the decay": (lambda: optax.adamw(0.3, mask={"kernel": True, "bias": False}), {}, 0.3),
     "without a rate": (lambda: optax.scale_by_adam(), {}, None),
     "what is given comes first": (lambda: optax.sgd(0.1), {"learning_rate": 0.7}, 0.7),
 }

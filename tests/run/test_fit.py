@@ -394,26 +394,23 @@ def test_rows_of_tokens_are_counted_as_tokens() -> None:
     assert (data.unit, data.units_per_row, data.input_shape) == ("tokens", 8, (8,))
 
 
-@pytest.mark.parametrize("form", ["arrays", "dataset", "batches"])
+@pytest.mark.parametrize("form", ["arrays", "dataset", "rows"])
 def test_rows_with_names_of_their_own_and_a_task_by_its_name(tmp_path: Path, form: str) -> None:
     images, labels = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), np.arange(16) % 3
     rows = [{"image": x, "label": y, "file": "a.png"} for x, y in zip(images, labels, strict=True)]
-    batches = ({"image": images[i : i + 8], "label": labels[i : i + 8]} for i in (0, 8))
-    data = {"arrays": {"image": images, "label": labels}, "dataset": rows, "batches": batches}[form]
+    arrays = {"image": images, "label": labels}
+    data = {"arrays": arrays, "dataset": rows, "rows": jt.ArrayRows(arrays)}[form]
     model = jt.from_functions(lambda key: {"w": jnp.zeros((8, 3))}, lambda params, x: x @ params["w"])
-    given = dict(data=data, steps=2, batch_size=8, logging={"report": False})
-    columns = {"inputs": "image", "targets": "label"}
-    result = jt.fit(model, "classification", optax.sgd(0.1), columns=columns, run_dir=tmp_path / "run", **given)
-    assert result.metrics["loss"] > 0
+    given = dict(steps=2, batch_size=8, logging={"report": False})
+    columns, task = {"inputs": "image", "targets": "label"}, jt.classification(metrics=["top_2", "f1"])
+    result = jt.fit(model, task, optax.sgd(0.1), data=data, columns=columns, run_dir=tmp_path / "run", **given)
+    same = jt.fit(model, task, optax.sgd(0.1), data=(images, labels), run_dir=tmp_path / "same", **given)
+    assert (result.metrics["loss"], result.metrics["top_2"]) == (same.metrics["loss"], same.metrics["top_2"])
+    assert np.ndim(result.metrics["macro_f1"]) == 0
     if form == "arrays":
         with pytest.raises(jt.UserError, match=r"write fit\(columns=\{'inputs': 'image', 'targets': 'label'\}\)"):
-            jt.fit(model, "classification", optax.sgd(0.1), run_dir=tmp_path / "other", **given)
-
-
-def test_two_fits_without_a_directory_have_one_each(tmp_path, monkeypatch, capfd) -> None:
-    monkeypatch.chdir(tmp_path)
-    optimizers = (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.sgd(0.1))
-    found = [fit(None, steps=1, optimizer=optimizer) for optimizer in optimizers]
-    assert [result.run_dir for result in found] == [Path(f"runs/two-layers-{number}") for number in (1, 2, 3)]
-    assert "this run is runs/two-layers-2, and run_dir='runs/two-layers-2' goes on with it" in capfd.readouterr().err
-    assert fit(Path("runs/two-layers-2"), steps=2, optimizer=optimizers[1]).step == 2
+            jt.fit(model, "classification", optax.sgd(0.1), data=data, run_dir=tmp_path / "other", **given)
+    if form == "dataset":
+        batched = [{"image": images, "label": labels}] * 16
+        with pytest.raises(jt.DataError, match="batch"):
+            jt.fit(model, task, optax.sgd(0.1), data=batched, columns=columns, run_dir=tmp_path / "other", **given)

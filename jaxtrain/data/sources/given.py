@@ -87,17 +87,21 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
 
 
 def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
-    """Returns rows or batches in one of the forms of `data_of`, with the entries that `columns` names and no others.
+    """Returns rows in one of the forms of `data_of`, with the entries that `columns` names and no others.
 
     Args:
-        given: Rows or batches whose entries have other names; a number or None is returned as it is.
+        given: Rows whose entries have other names; a share, a pair or None is returned as it is.
         columns: Our name of an entry -> what it is called there.
         name: Of the argument, in messages.
 
     Raises:
         DataError: A row has no such entry.
+        ConfigError: It is an iterable of batches.
     """
     import grain
+
+    from jaxtrain.data.rows import ArrayRows
+    from jaxtrain.data.sources.batched import check_not_batched
 
     def pick(row: Any) -> dict[str, Any]:
         held = named_entries(row)
@@ -107,15 +111,20 @@ def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
                 raise DataError(f"columns names {theirs!r}, and {name} holds {shown}; name what it holds")
         return {ours: held[theirs] for ours, theirs in columns.items()}
 
-    if given is None or isinstance(given, float):
+    if given is None or isinstance(given, float | tuple):  # a pair says itself which is which
         return given
     if isinstance(named_entries(given), Mapping):
         return pick(given)
+    if isinstance(given, ArrayRows):
+        return ArrayRows(pick(given.columns))
     if isinstance(given, grain.MapDataset):
+        check_not_batched(given, name)
         return given.map(pick)
+    if isinstance(given, list):
+        return [pick(row) for row in given]
     if isinstance(given, IndexedDataset):
         return _PickedRows(given, pick)
-    return map(pick, given)
+    raise ConfigError(f"columns are of rows with an index, and {name} is {_kind(given)}; let it give our names")
 
 
 class _PickedRows:

@@ -158,7 +158,9 @@ def steps_for(
         return math.ceil(_exact(tokens) / tokens_per_step)
     if epochs is not None and tokens is None:
         if rows_per_epoch is None:
-            raise ConfigError(f"epochs {epochs:g} without rows_per_epoch; give the number of rows of the data")
+            raise ConfigError(
+                f"epochs {epochs:g} take the number of rows of the data too: --rows-per-epoch (rows_per_epoch=)"
+            )
         return math.ceil(_exact(epochs) * rows_per_epoch / rows_per_step)
     raise ConfigError(f"tokens {tokens} and epochs {epochs}; give one of the two")
 

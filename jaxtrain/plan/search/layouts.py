@@ -33,7 +33,7 @@ ASKED_FOR = ("precision", "optimizer", "base", "rank", "batch")
 _PRECISIONS = ("bf16", "bf16_pure")
 _BASES = (None, "int8", "nf4")
 _RANKS = (8, 16, 32, 64, 128)
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_MOST_ROWS = 256
 _OPTIMIZERS = ("adamw", "lion", "adafactor")
 # Below this a device has too few tokens to shard its sequence, and the axis only costs.
 _LONG_SEQUENCE = 4096
@@ -143,12 +143,20 @@ def layouts(config: Config, num_devices: int, vary: Sequence[str]) -> Iterator[C
         own = resolve_degrees(config_degrees(config.parallel), num_devices)
     except ConfigError:  # of another number of devices
         own = {axis: 1 for axis in AXES}
-    meshes = list(_meshes(config, num_devices, pipes)) if "mesh" in vary else [{}]
+    # A mesh of another number of devices cannot stay.
+    varies = "mesh" in vary or math.prod(own.values()) != num_devices
+    meshes = list(_meshes(config, num_devices, pipes)) if varies else [{}]
     if "mesh" in vary and math.prod(own.values()) == num_devices:
         meshes = [own, *(mesh for mesh in meshes if mesh != own)]
     for mesh in meshes:
         for options in _options(config, vary, mesh or own, chosen=bool(mesh)):
             yield _replaced(config, mesh, options)
+
+
+def _batches(degrees: Mapping[str, int]) -> list[int]:
+    """Powers of two up to 256 rows, or up to four for each device."""
+    most = max(_MOST_ROWS, 4 * math.prod(degrees.values()))
+    return [2**power for power in range(most.bit_length())]
 
 
 def _divisors(number: int) -> list[int]:
@@ -199,7 +207,7 @@ def _options(config: Config, vary: Sequence[str], degrees: Mapping[str, int], *,
         choices["parallel.zero"] = _with_own(zero, (0, 1, 2)) if degrees["data"] > 1 or zero == 3 else (0,)
     if "remat" in vary:
         choices["remat.policy"] = _with_own(config.remat.policy, _remat_policies(config))
-    if "microbatches" in vary:
+    if "microbatches" in vary or "batch" in vary:  # a batch has its own number of them
         choices["microbatches"] = _microbatches(config, vary, degrees)
     if "schedule" in vary and pipe > 1:
         choices["parallel.schedule"] = _with_own(parallel.schedule, ("1f1b", "interleaved_1f1b"))
@@ -212,12 +220,15 @@ def _options(config: Config, vary: Sequence[str], degrees: Mapping[str, int], *,
     if "rank" in vary and config.finetune.lora is not None:
         choices["finetune.rank"] = _with_own(config.finetune.lora.rank, _RANKS)
     if "batch" in vary:
-        choices["train.global_batch_size"] = _with_own(config.train.global_batch_size, _BATCHES)
+        choices["train.global_batch_size"] = _with_own(config.train.global_batch_size, _batches(degrees))
     for values in itertools.product(*choices.values()):
         options = dict(zip(choices, values, strict=True))
         # Of one microbatch stage 2 shards what stage 1 does.
         one = pipe == 1 and options.get("microbatches", config.train.accumulation_steps) == 1
         if options.get("parallel.zero") == 2 != parallel.zero and one:
+            continue
+        rows = options.get("train.global_batch_size", 0)
+        if pipe == 1 and rows % (batch_shards(degrees) * options.get("microbatches", 1)):
             continue
         yield options
 
@@ -233,7 +244,7 @@ def _microbatches(config: Config, vary: Sequence[str], degrees: Mapping[str, int
     if pipe > 1:
         own = config.parallel.microbatches or (accumulation if accumulation > 1 else 2 * pipe)
         return _with_own(own, (2 * pipe, 4 * pipe, 8 * pipe))
-    rows = max(config.train.global_batch_size, *(_BATCHES if "batch" in vary else (1,)))
+    rows = max(config.train.global_batch_size, *(_batches(degrees) if "batch" in vary else (1,)))
     most = min(max(rows // batch_shards(degrees), 16), _MOST_MICROBATCHES)
     return _with_own(accumulation, [2**power for power in range(most.bit_length())])
 

@@ -47,7 +47,10 @@ def fitted_plan(config: Config, target: Target, terms: Terms | None = None) -> E
         changed = ("batch",) if best.train.global_batch_size != config.train.global_batch_size else ()
         reason = str(error).split("; ")[0]
         line = f"planned for {target.name} with {describe_layout(best, changed)}, because {reason}"
-    return dataclasses.replace(analytic_plan(best, target, terms), fitted=line)
+    plan = analytic_plan(best, target, terms)
+    rows, count = best.train.global_batch_size, target.num_devices
+    few = f"{rows:,} rows a step are few for {count:,} devices: --search --vary batch tries more, at equal tokens"
+    return dataclasses.replace(plan, fitted=line, advice=(*plan.advice, *([few] if rows < count else [])))
 
 
 def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate:
