@@ -162,8 +162,9 @@ def test_a_search_varies_base_rank_and_batch() -> None:
     # 3 formats, 5 ranks, 9 batches with the numbers of microbatches that divide them.
     assert found.tried == 3 * 5 * 45
     assert not found.refused
-    fits = [(one.config.finetune.base, one.config.train.global_batch_size) for one in found.ranked]
-    # A smaller base leaves room for a larger batch.
+    trains = [(one.config.finetune.base, one.config.train) for one in found.ranked]
+    fits = [(base, train.global_batch_size // train.accumulation_steps) for base, train in trains]
+    # A smaller base leaves room for more rows at a time.
     largest = {base: max(batch for base_of, batch in fits if base_of == base) for base in (None, "int8", "nf4")}
     assert largest[None] < largest["int8"] <= largest["nf4"]
 
