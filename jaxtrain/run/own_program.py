@@ -101,15 +101,12 @@ def _program_text(closed: core.ClosedJaxpr) -> list[str]:
 
 def _arrays(program: Any) -> Iterator[Any]:
     """The arrays that equations hold, and those inside of them."""
-    if isinstance(program, core.ClosedJaxpr):
-        yield from program.consts
-        yield from _arrays(program.jaxpr)
-    elif isinstance(program, core.Jaxpr):
+    kinds = core.ClosedJaxpr | core.Jaxpr  # one and the same from jax 0.12 on
+    if isinstance(program, kinds):
+        yield from getattr(program, "consts", ())
         for equation in program.eqns:
             yield from (atom.val for atom in equation.invars if isinstance(atom, core.Literal) and np.ndim(atom.val))
-            for value in jax.tree.leaves(
-                equation.params, is_leaf=lambda x: isinstance(x, core.ClosedJaxpr | core.Jaxpr)
-            ):
+            for value in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, kinds)):
                 yield from _arrays(value)
 
 

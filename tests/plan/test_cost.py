@@ -233,7 +233,7 @@ MISTAKES = {
     ),
     "no goal": (lambda: steps_for(rows_per_step=1), "tokens None and epochs None; give one of the two"),
     "tokens alone": (lambda: steps_for(tokens=5, rows_per_step=1), "tokens 5 without tokens_per_step;"),
-    "epochs alone": (lambda: steps_for(epochs=5, rows_per_step=1), "epochs 5 without rows_per_epoch;"),
+    "epochs alone": (lambda: steps_for(epochs=5, rows_per_step=1), "epochs 5 take the number of rows"),
 }
 
 

@@ -26,9 +26,7 @@ def test_a_limit_on_rows_is_that_of_the_run_on_any_mesh(case, read):
     model = jt.from_functions(lambda key: {"w": np.ones((1, 3), np.float32)}, lambda params, x: x @ params["w"])
     sharded = jt.shard_model(model, mesh=jt.make_mesh(data=8))
     given = rows if read == "at once" else rows.map(dict)
-    held_out = held_out_rows(
-        config, given, sharded, task=jt.classification(), max_batches=most, info={"data": {"num_validation_rows": None}}
-    )
+    held_out = held_out_rows(config, given, sharded, task=jt.classification(), max_batches=most)
     assert (held_out.num_rows, held_out.num_batches) == (num_rows, num_batches)
     loader = Evaluator(sharded, jt.classification()).feed.loader(held_out.batches)
     batches = [loader(number) for number in range(held_out.num_batches)]
@@ -45,7 +43,7 @@ def test_a_loss_over_the_batch_is_evaluated_in_batches_of_the_run_alone(rows):
 
     def found(shards):
         sharded = jt.shard_model(model, mesh=jt.make_mesh(data=shards, devices=jax.devices()[:shards]))
-        return held_out_rows(config, given, sharded, task=task, max_batches=None, info={})
+        return held_out_rows(config, given, sharded, task=task, max_batches=None)
 
     assert (found(3).num_batches, found(3).remarks) == (2, ())
     with pytest.raises(ConfigError, match=r"does not divide by the 4 shards .*data=3, .*global_batch_size=8") as error:

@@ -161,17 +161,6 @@ def test_a_source_of_a_mixture_is_evaluated_whole_by_itself() -> None:
         load_config(keywords=mixed(("a", 1.0)))
 
 
-def test_a_folder_of_another_kind_of_data_is_named(tmp_path: Path) -> None:
-    def of(kind: str, stream: dict[str, Any]) -> dict[str, Any]:
-        return {"config": {"data": {"kind": kind}}, "stream": stream}
-
-    saved, current = of("text", {"sha256": "a"}), of("digits", {"rows": 3})
-    with pytest.raises(
-        DataError, match=r"holds a run on data\.kind=text, not digits; set it back, use another run dir"
-    ):
-        changes_since(saved, current, run_dir=tmp_path, may_change=True)
-
-
 SAVED = {
     "config": {"seed": 0, "train": {"global_batch_size": 8}, "optimizer": {"learning_rate": 0.1}},
     "stream": {"kind": "digits", "sequence_length": 8, "seed": 0, "global_batch_size": 8},
