@@ -165,13 +165,6 @@ VALUES: dict[str, str] = {
     "a tag of Python": "!!python/object/apply:os.getcwd []",
 }
 
-_BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
-)
-_MERGES = "a: &a {k0: 1, k1: 1}\n" + "".join(
-    f"{chr(98 + i)}: &{chr(98 + i)}\n  <<: [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
-)
-
 COMMANDS: list[list[str]] = [
     *([word] for word in ("", "\x1b[31m", "trian", "-x", "--nothing", "a" * 300)),
     *(
@@ -291,16 +284,7 @@ def write_files(folder: Path) -> None:
 def _write_wrong(folder: Path) -> None:
     folder.mkdir()
     texts: dict[str, str | bytes] = {
-        "bomb.yaml": _BOMB,
-        "merges.yaml": _MERGES,
-        "keys.yaml": "".join(f"key{i}: {i}\n" for i in range(20_000)),
-        "keys_in_a_group.yaml": "model:\n" + "".join(f"  key{i}: {i}\n" for i in range(2_500)),
-        "dots.yaml": "a" + ".a" * 50_000 + ": 1\n",
-        "deep.yaml": "a: " + "[" * 100_000,
-        "deep_blocks.yaml": "".join(f"{' ' * i}a:\n" for i in range(500)),
         "key_of_lists.yaml": "? [[a, b], c]\n: 1\n",
-        "itself.yaml": "&a [*a]\n",
-        "itself_as_a_value.yaml": "model: &a\n  head: *a\n",
         "utf16.yaml": "seed: 1\n".encode("utf-16"),
         "utf32.yaml": "seed: 1\n".encode("utf-32"),
         "bom.yaml": b"\xef\xbb\xbfseed: -1\n",

@@ -94,8 +94,9 @@ def _start_text(own_step: OwnStep) -> list[str]:
 
 
 def _program_text(closed: core.ClosedJaxpr) -> list[str]:
-    # The text of the equations shortens arrays, and has sets in an order that each process draws.
-    text = _SET.sub(lambda found: str(sorted(found[1].split(", "))), _ADDRESS.sub("", str(closed.jaxpr)))
+    # The text of the equations shortens arrays, has sets in an order that each process draws, and colours on a terminal.
+    equations = closed.jaxpr.pretty_print(use_color=False)
+    text = _SET.sub(lambda found: str(sorted(found[1].split(", "))), _ADDRESS.sub("", equations))
     return [text, *map(_array_text, _arrays(closed))]
 
 
