@@ -94,7 +94,7 @@ def _start_text(own_step: OwnStep) -> list[str]:
 
 
 def _program_text(closed: core.ClosedJaxpr) -> list[str]:
-    # The text of the equations shortens arrays, has sets in an order that each process draws, and colours on a terminal.
+    # The text of equations shortens arrays, has sets in an order that each process draws, and colours on a terminal.
     equations = closed.jaxpr.pretty_print(use_color=False)
     text = _SET.sub(lambda found: str(sorted(found[1].split(", "))), _ADDRESS.sub("", equations))
     return [text, *map(_array_text, _arrays(closed))]
