@@ -157,7 +157,8 @@ def fit(
     check_shown(learning_rate, rules)
     _check_mesh(mesh, parallelism)
     opened = _data(data, validation, columns, seed=settings.seed, task=task)
-    has_batch_size = batch_size is not None or settings.train.global_batch_size != Config().train.global_batch_size
+    default, key = Config().train.global_batch_size, "train.global_batch_size"
+    has_batch_size = batch_size is not None or key in (overrides or {}) or settings.train.global_batch_size != default
     given["train"] |= _sizes(opened, settings, epochs=epochs, has_batch_size=has_batch_size)
     given["task"] = task.name if task.name in _known_tasks() else Config().task
     if mesh is not None:

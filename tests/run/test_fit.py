@@ -332,6 +332,10 @@ WRONG = {
     "an empty iterable": (dict(data=iter(())), "the iterable of batches is empty"),
     "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),
     "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
+    "the usual batch size": (
+        dict(data=batches_of(), batch_size=32),
+        "batch_size=32, but the iterable gives batches of 16",
+    ),
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
     "a batch size in overrides": (
         dict(data=batches_of(), overrides={"train.global_batch_size": 8}),
