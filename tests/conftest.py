@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import jaxlib.version
 import pytest
-from other_python import function_of, is_proved, read_passed
+from other_python import left_out
 
 from jaxtrain.cli import main
 from jaxtrain.runtime import distributed
@@ -51,8 +50,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests marked 'long'")
     told = "leave out what needs one Python only and passed in the run that wrote FILE with --junitxml"
     parser.addoption("--passed-elsewhere", metavar="FILE", help=told)
-    told = "skip the tests that have not begun by then (seconds since 1970), with the reason in the summary"
-    parser.addoption("--begin-until", metavar="TIME", type=float, help=told)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave out others
@@ -61,27 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     paths = [config.invocation_params.dir / word for word in config.args]
     if paths == [ROOT / "tests"] and not config.getoption("lf", False):
         config.stash[PLAIN] = [item.nodeid for item in items if not item.get_closest_marker("long")]
-    long = {item.nodeid for item in items if item.get_closest_marker("long")}
-    left_out: set[str] = set()
+    gone: frozenset[str] | set[str] = frozenset()
     if not (config.option.all or config.option.markexpr or any("::" in word for word in config.args)):
-        left_out = long
+        gone = {item.nodeid for item in items if item.get_closest_marker("long")}
     elif config.option.passed_elsewhere is not None:
-        passed = read_passed(config.invocation_params.dir / config.option.passed_elsewhere)
-        tables = {function_of(test) for test in long}
-        plain = {item.nodeid for item in items} - long
-        left_out = {test for test in plain if is_proved(test, passed=passed, tables=tables)}
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-        items[:] = [item for item in items if item.nodeid not in left_out]
-    getattr(config, "workeroutput", {})["left_out"] = len(left_out)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what begins too late: a CI that is stopped at its limit says nothing of the tests that it has run."""
-    until = item.config.getoption("begin_until")
-    if until is not None and time.time() > until:
-        pytest.skip("it would have begun after --begin-until")
+        gone = left_out(config.invocation_params.dir / config.option.passed_elsewhere)
+    dropped = [item for item in items if item.nodeid in gone]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item.nodeid not in gone]
+    getattr(config, "workeroutput", {})["left_out"] = len(dropped)
 
 
 def pytest_collection_finish() -> None:

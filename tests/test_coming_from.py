@@ -12,21 +12,17 @@ import jaxtrain as jt
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "coming_from.md").read_text()
 # The cell on the right of each row of a table.
-CELLS = [(theirs, ours) for theirs, ours in re.findall(r"^\| (.+?) \| (.+) \|$", PAGE, re.MULTILINE) if ours != "here"]
+CELLS = [ours for _, ours in re.findall(r"^\| (.+?) \| (.+) \|$", PAGE, re.MULTILINE) if ours != "here"]
 GIVEN = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
 KEY = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=\S.*")
 ARGUMENT = re.compile(r"[a-z_]+=\S.*", re.DOTALL)
 FILES = {"report.html"}
 
 
-def spans(kind: str) -> list[Any]:
+def spans(kind: str) -> list[list[str]]:
     """The code of each cell that is of one kind: `command`, `key`, `argument` or `python`."""
-    found = []
-    for theirs, ours in CELLS:
-        codes = [code for code in re.findall(r"`([^`]+)`", ours) if kind_of(code) == kind]
-        if codes:
-            found.append(pytest.param(codes, id=f"{theirs[:40]}-{codes[0][:30]}".replace("`", "")))
-    return found
+    cells = [[code for code in re.findall(r"`([^`]+)`", ours) if kind_of(code) == kind] for ours in CELLS]
+    return [codes for codes in cells if codes]
 
 
 def kind_of(code: str) -> str:
@@ -52,52 +48,41 @@ def given(names, tmp_path, monkeypatch) -> dict[str, Any]:
     return names
 
 
-def test_every_command_is_one_that_test_docs_parses() -> None:
-    parsed = {text for page, text in test_docs.commands() if page == "coming_from.md"}
-    assert {code for case in spans("command") for code in case.values[0]} <= parsed
-
-
-@pytest.mark.parametrize("codes", spans("key"))
-def test_keys_load(codes: list[str]) -> None:
+def test_keys_load() -> None:
     """Keys of one cell are given together."""
-    words = [test_docs.PLACEHOLDERS.get(code, code) for code in codes]
-    loaded = jt.load_config("quickstart", overrides=words)
-    assert {word.partition("=")[0] for word in words} <= {
-        key for key, origin in loaded.origins.items() if "command" in origin
-    }
+    for codes in spans("key"):
+        words = [test_docs.PLACEHOLDERS.get(code, code) for code in codes]
+        loaded = jt.load_config("quickstart", overrides=words)
+        given = {key for key, origin in loaded.origins.items() if "command" in origin}
+        assert {word.partition("=")[0] for word in words} <= given
 
 
-# Arguments that `fit` has and `make_train_step` has not train a few steps: a second each.
-@pytest.mark.parametrize(
-    "codes",
-    [
-        pytest.param(
-            *case.values,
-            id=case.id,
-            marks=()
-            if all(
-                code.partition("=")[0] in inspect.signature(jt.make_train_step).parameters for code in case.values[0]
-            )
-            else pytest.mark.long,
-        )
-        for case in spans("argument")
-    ],
-)
-def test_arguments_are_taken(codes: list[str], given: dict[str, Any]) -> None:
-    words = {code.partition("=")[0]: eval(code.partition("=")[2], given) for code in codes}
-    parts = (given["model"], jt.classification(), given["optimizer"])
-    if set(words) <= set(inspect.signature(jt.make_train_step).parameters):
-        jt.make_train_step(*parts, **words)
-    elif words != {"resume": "must"}:  # nothing is there to resume
-        steps = {} if "epochs" in words else {"steps": 4}
-        jt.fit(*parts, data=(given["images"], given["labels"]), batch_size=16, run_dir="runs/x", **steps, **words)
+def test_arguments_of_a_step_are_taken(given: dict[str, Any]) -> None:
+    parameters = inspect.signature(jt.make_train_step).parameters
+    for codes in spans("argument"):
+        words = {code.partition("=")[0]: eval(code.partition("=")[2], given) for code in codes}
+        if set(words) <= set(parameters):
+            jt.make_train_step(given["model"], jt.classification(), given["optimizer"], **words)
+
+
+@pytest.mark.long
+def test_arguments_of_a_run_are_taken(given: dict[str, Any]) -> None:
+    """They train a few steps: a second each."""
+    parameters = inspect.signature(jt.make_train_step).parameters
+    for number, codes in enumerate(spans("argument")):
+        words = {code.partition("=")[0]: eval(code.partition("=")[2], given) for code in codes}
+        if not set(words) <= set(parameters) and words != {"resume": "must"}:  # nothing is there to resume
+            steps = {} if "epochs" in words else {"steps": 4}
+            data = (given["images"], given["labels"])
+            words |= {"batch_size": 16, "run_dir": f"runs/{number}", **steps}
+            jt.fit(given["model"], jt.classification(), given["optimizer"], data=data, **words)
 
 
 @pytest.mark.long
 def test_python_runs(given: dict[str, Any]) -> None:
     """One line after the other, as on the page: a checkpoint that one writes is read by the next."""
-    for case in spans("python"):
-        for code in case.values[0]:
+    for codes in spans("python"):
+        for code in codes:
             if "run." in code and "run" not in given:
                 parts = {"model": given["model"], "task": jt.classification()}
                 given["run"] = jt.open_run(next(Path("runs").glob("*/run.json")).parent, **parts)

@@ -1,4 +1,4 @@
-"""The commands printed in the docs are commands of this version: they parse, and their configs and keys load."""
+"""What the docs print is of this version: commands parse, their configs and keys load, files and links are there."""
 
 import re
 import shlex
@@ -42,22 +42,23 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("page", "text"), commands(), ids=lambda value: value[:60])
-def test_printed_command_is_valid(page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", sorted({page for page, _ in commands()}))
+def test_printed_commands_are_valid(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, config in CONFIG.findall(next(path for path in PAGES if path.name == page).read_text()):
         (tmp_path / name).write_text(config)
-    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)[1:]]
-    name, rest = _find_command(words)
-    parsed = _parse(name, rest)
-    if getattr(parsed, "config", None) is not None:
-        # The keys after a run, which is not here, are those of any config.
-        config = "quickstart" if parsed.config.startswith("runs/") else parsed.config
-        overrides = parsed.overrides
-        if name == "sweep":
-            first = draw_trials(overrides, parsed.trials, parsed.random)[0]
-            overrides = [f"{key}={value}" for key, value in first.items()]
-        load_config(config, overrides=overrides, weights=False)
+    for text in {text for where, text in commands() if where == page}:
+        words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)[1:]]
+        name, rest = _find_command(words)
+        parsed = _parse(name, rest)
+        if getattr(parsed, "config", None) is not None:
+            # The keys after a run, which is not here, are those of any config.
+            config = "quickstart" if parsed.config.startswith("runs/") else parsed.config
+            overrides = parsed.overrides
+            if name == "sweep":
+                first = draw_trials(overrides, parsed.trials, parsed.random)[0]
+                overrides = [f"{key}={value}" for key, value in first.items()]
+            load_config(config, overrides=overrides, weights=False)
 
 
 def test_every_command_is_in_the_docs() -> None:
@@ -71,28 +72,69 @@ def test_every_command_is_in_the_docs() -> None:
 OF_THE_SAME_RUN = re.compile(r"--resume|must|never|auto|checkpoint\.\S+|train\.steps=\d+")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_lines_of_a_page_that_train_otherwise_have_a_run_directory_each(page: Path) -> None:
+def test_lines_of_a_page_that_train_otherwise_have_a_run_directory_each() -> None:
     """Else the second one, run after the first, goes on from it, is refused, or trains nothing."""
-    directories: dict[str, list[str]] = {}
-    for line, _ in LINE.findall(page.read_text()):
-        words = shlex.split(line)
-        words = words[words.index("--") + 1 :] if "--" in words else words[1:]
-        if words[:1] != ["train"] or len(words) == 1:
-            continue
-        place = words.index("--run-dir") if "--run-dir" in words else None
-        directory = words[place + 1] if place is not None else f"runs/{Path(words[1]).stem}"
-        trained = [word for word in words if not OF_THE_SAME_RUN.fullmatch(word)]
-        assert directories.setdefault(directory, trained) == trained, f"{directory}: {line}"
+    for page in PAGES:
+        directories: dict[str, list[str]] = {}
+        for line, _ in LINE.findall(page.read_text()):
+            words = shlex.split(line)
+            words = words[words.index("--") + 1 :] if "--" in words else words[1:]
+            if words[:1] != ["train"] or len(words) == 1:
+                continue
+            place = words.index("--run-dir") if "--run-dir" in words else None
+            directory = words[place + 1] if place is not None else f"runs/{Path(words[1]).stem}"
+            trained = [word for word in words if not OF_THE_SAME_RUN.fullmatch(word)]
+            assert directories.setdefault(directory, trained) == trained, f"{page.name}: {directory}: {line}"
 
 
-def named_files() -> list[tuple[str, str]]:
+def test_named_files_are_there() -> None:
     """Files of code and folders of tests that pages name in backquotes, as from the root or from inside the package."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     pattern = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|yaml|txtpb)|tests/[a-z_/]*)`")
-    return sorted({(page.name, name) for page in pages for name in pattern.findall(page.read_text())})
+    named = {(page.name, name) for page in pages for name in pattern.findall(page.read_text())}
+    assert len(named) > 100
+    missing = [
+        (page, name) for page, name in named if not (ROOT / name).exists() and not (ROOT / "jaxtrain" / name).exists()
+    ]
+    assert not missing
 
 
-@pytest.mark.parametrize(("page", "name"), named_files(), ids=lambda value: value)
-def test_named_file_is_there(page: str, name: str) -> None:
-    assert (ROOT / name).exists() or (ROOT / "jaxtrain" / name).exists()
+def anchors(page: Path) -> set[str]:
+    """The names of the headings of a page, as the repository's view and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[tuple[str, str]]:
+    """Links of a page that lead nowhere; blocks of code and what is in backquotes hold none."""
+    text = re.sub(r"^(`{3,})[^\n]*\n.*?^\1\s*$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+        path, _, anchor = link.partition("#")
+        target = page if not path else (page.parent / path).resolve()
+        if link.startswith(("https://", "http://")):
+            continue
+        if not target.is_file() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            found.append((page.name, link))
+    return found
+
+
+def test_links_lead_somewhere_in_the_repository_as_on_the_site(tmp_path: Path) -> None:
+    assert [found for page in (ROOT / "docs").rglob("*.md") for found in broken_links(page)] == []
+    page = tmp_path / "page.md"
+    page.write_text("# One\n\n[a](page.md#one) [b](page.md#two) [c](none.md)\n\n```\n[d](none.md)\n```\n")
+    assert broken_links(page) == [("page.md", "page.md#two"), ("page.md", "none.md")]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    docs = ROOT / "docs"
+    linked = {docs / "index.md"}
+    # The site makes its navigation of the links of these pages (docs/conf.py).
+    for name in ("index.md", "gallery/README.md", "reference/index.md"):
+        page = docs / name
+        assert page in linked, f"{name} comes after the page that links to it"
+        found = re.findall(r"\]\(([\w/]+\.(?:md|ipynb))(?:#[\w-]*)?\)", page.read_text(encoding="utf-8"))
+        linked |= {page.parent / one for one in found}
+    missing = sorted(str(page.relative_to(docs)) for page in {*docs.rglob("*.md"), *docs.rglob("*.ipynb")} - linked)
+    assert not missing, f"no index page links to {missing}: add a line to docs/index.md"

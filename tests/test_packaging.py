@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -30,37 +29,11 @@ def tracked(folder: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def on_one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
-
-
-def test_the_licence_is_the_one_that_the_project_names() -> None:
-    assert PROJECT["license"] == "Apache-2.0"
-    text = on_one_line((ROOT / "LICENSE").read_text(encoding="utf-8"))
-    assert text.startswith("Apache License Version 2.0, January 2004")
-    assert "END OF TERMS AND CONDITIONS" in text
-
-
-def test_the_citation_has_what_its_format_asks_for() -> None:
-    """Format 1.2.0 asks for four keys; the others are those of the project."""
+def test_the_citation_is_of_this_version_and_licence() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["type"] == "software"
-    assert all(author.get("name") or author.get("family-names") for author in citation["authors"])
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
-
-
-def test_forms_of_issues_are_forms() -> None:
-    """Each part has a type, and each that is filled in has an id of its own and a label."""
-    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*_*.yml"):
-        form = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert form["name"]
-        assert form["description"]
-        fields = [part for part in form["body"] if part["type"] != "markdown"]
-        assert {part["type"] for part in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
-        assert len({part["id"] for part in fields}) == len(fields)
-        assert all(part["attributes"]["label"] for part in fields)
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +66,8 @@ def wheel(built: Path) -> Path:
 def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        said = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    assert f"\nVersion: {jaxtrain.__version__}\n" in said
     package = {name for name in names if name.startswith("jaxtrain/")}
     configs = {f"jaxtrain/{name}" for name in tracked("configs")}
     wanted = {name for name in tracked("jaxtrain") if Path(name).suffix in READ | {".py"}} | configs
@@ -100,16 +75,6 @@ def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
     others = {name.split("/", 1)[1] for name in names - package}
     assert {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= others
     assert wheel.stat().st_size < MOST_BYTES
-
-
-@pytest.mark.long
-def test_the_wheel_says_what_it_is(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("/METADATA"))
-        said = archive.read(name).decode()
-    for line in ("License-Expression: Apache-2.0", "License-File: LICENSE", f"Version: {jaxtrain.__version__}"):
-        assert f"\n{line}\n" in said
-    assert "Description-Content-Type: text/markdown" in said
 
 
 @pytest.mark.long

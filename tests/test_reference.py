@@ -2,7 +2,6 @@
 
 import doctest
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,18 +66,7 @@ def test_the_pages_are_those_of_the_docstrings():
     assert not different, f"docs/reference/ is not up to date ({different}): run python scripts/make_reference.py"
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_every_name_has_a_summary_of_one_sentence(name):
-    summary = ENTRIES[name].summary
-    assert summary.endswith(".")
+def test_every_name_has_a_summary_of_one_sentence():
     # It is a cell of a table.
-    assert len(summary) <= 160
-
-
-@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("--nosuch", 2)])
-def test_the_script_writes_only_where_nothing_else_is_asked_for(word, code):
-    before = {path: path.stat().st_mtime_ns for path in (ROOT / "docs" / "reference").iterdir()}
-    script = ROOT / "scripts" / "make_reference.py"
-    done = subprocess.run([sys.executable, str(script), word], capture_output=True, text=True)
-    assert (done.returncode, "usage: make_reference.py" in done.stdout + done.stderr) == (code, True)
-    assert {path: path.stat().st_mtime_ns for path in (ROOT / "docs" / "reference").iterdir()} == before
+    long = [name for name, entry in ENTRIES.items() if not entry.summary.endswith(".") or len(entry.summary) > 160]
+    assert not long
