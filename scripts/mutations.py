@@ -1,314 +1,170 @@
-"""The configs, values, files, command lines and calls that `mutate_configs.py` puts together."""
+"""Breaks one line of the core after the other and says which tests notice: how tight the net is where numbers are made.
 
-import json
+    python scripts/mutations.py                 # each with the test folders that are nearest to it
+    python scripts/mutations.py --only 3,17     # some of them
+    python scripts/mutations.py --all           # the long tests too
+
+Works on a copy of the tree, which it makes in a temporary folder. A mutation that no test notices is printed last, and
+the exit code is then 1.
+"""
+
+import argparse
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
-from typing import Any
 
-_QUICK: dict[str, Any] = {
-    "train": {"steps": 1, "global_batch_size": 4},
-    "checkpoint": {"every": None},
-    "logging": {"every": 1, "report": False, "tensorboard": False},
-    "evaluation": {"max_batches": 1},
-}
-_TABLE = {"kind": "synthetic", "task": "table", "num_rows": 16, "num_columns": 4, "num_classes": 3}
-_IMAGES = {"kind": "synthetic", "task": "images", "num_rows": 16, "image_size": 8, "num_classes": 3}
-_TOKENS = {"kind": "synthetic", "task": "tokens", "num_rows": 16, "vocab_size": 16, "sequence_length": 16}
-_MLP = {"kind": "mlp", "hidden_dims": [4]}
-_SMALL = {"num_layers": 2, "embed_dim": 8, "num_heads": 2, "mlp_dim": 8, "max_sequence_length": 16}
-_ENCODER = {**_SMALL, "causal": False, "max_sequence_length": 16}
-_BYTES = {"kind": "byte"}
-
-# Small configs that together read every key.
-BASES: dict[str, dict[str, Any]] = {
-    "mlp": {"task": "classification", "model": _MLP, "data": _TABLE},
-    "sgd": {"task": "classification", "model": _MLP, "data": _TABLE, "optimizer": {"kind": "sgd"}},
-    "lion": {"task": "classification", "model": _MLP, "data": _TABLE, "optimizer": {"kind": "lion"}},
-    "muon": {"task": "classification", "model": _MLP, "data": _TABLE, "optimizer": {"kind": "muon"}},
-    "adafactor": {"task": "classification", "model": _MLP, "data": _TABLE, "optimizer": {"kind": "adafactor"}},
-    "resnet": {
-        "task": "classification",
-        "model": {"kind": "resnet", "stem": "small", "stage_blocks": [1], "width": 4},
-        "data": _IMAGES,
-    },
-    "vit": {
-        "task": "classification",
-        "model": {"kind": "vit", "num_layers": 1, "embed_dim": 8, "num_heads": 2, "mlp_dim": 8, "patch_size": 4},
-        "data": _IMAGES,
-    },
-    "tokens": {"model": _SMALL, "data": _TOKENS},
-    "experts": {
-        "model": {**_SMALL, "experts": {"num_experts": 2, "experts_per_token": 1}},
-        "data": _TOKENS,
-        "evaluation": {"every": 1, "max_batches": 1, "early_stopping": {"patience": 1}},
-        "profile": {"start_step": None},
-    },
-    "rope": {
-        "model": {**_SMALL, "rope_scaling": {"kind": "llama3", "factor": 2.0, "original_length": 8}},
-        "data": _TOKENS,
-        "finetune": {"lora": {"rank": 2}},
-    },
-    "yarn": {
-        "model": {
-            **_SMALL,
-            "rope_scaling": {"kind": "yarn", "factor": 2.0, "original_length": 8},
-            "local_layers": {"pattern": [1, 0], "window": 4},
-        },
-        "data": _TOKENS,
-    },
-    "longrope": {
-        "model": {
-            **_SMALL,
-            "rope_scaling": {
-                "kind": "longrope",
-                "short_factors": [1.0, 1.0],
-                "long_factors": [2.0, 2.0],
-                "original_length": 8,
-            },
-        },
-        "data": _TOKENS,
-    },
-    "text": {"model": _SMALL, "data": {"kind": "text", "path": "text.txt", "tokenizer": _BYTES}},
-    "bpe": {
-        "model": _SMALL,
-        "data": {"kind": "jsonl", "path": "text.jsonl", "tokenizer": {"kind": "bpe", "vocab_size": 300}},
-    },
-    "masked": {
-        "task": "masked_language_modeling",
-        "model": {**_ENCODER, "head": {"kind": "masked_language_model"}},
-        "data": {**_TOKENS, "corruption": {"kind": "mask"}},
-    },
-    "spans": {
-        "task": "sequence_to_sequence",
-        "model": {"kind": "encoder_decoder", **_SMALL, "num_layers": 1, "max_sequence_length": 32},
-        "data": {**_TOKENS, "sequence_length": 32, "corruption": {"kind": "spans"}},
-    },
-    "pairs": {
-        "task": "sequence_to_sequence",
-        "model": {"kind": "encoder_decoder", **_SMALL, "num_layers": 1},
-        "data": {"kind": "text_pairs", "path": "rows.csv", "source": "text", "target": "other", "tokenizer": _BYTES},
-    },
-    "labels": {
-        "task": "classification",
-        "model": {**_ENCODER, "head": {"kind": "sequence"}},
-        "data": {"kind": "labelled_text", "path": "rows.csv", "tokenizer": _BYTES},
-    },
-    "tags": {
-        "task": "token_classification",
-        "model": {**_ENCODER, "head": {"kind": "token"}},
-        "data": {"kind": "tagged_text", "path": "tags.jsonl", "tokenizer": _BYTES},
-    },
-    "chat": {
-        "model": {**_SMALL, "max_sequence_length": 64},
-        "data": {"kind": "chat", "path": "chat.jsonl", "template": "chatml", "tokenizer": _BYTES},
-    },
-    "dpo": {
-        "task": "dpo",
-        "model": {**_SMALL, "max_sequence_length": 64},
-        "data": {"kind": "chat", "path": "dpo.jsonl", "template": "chatml", "tokenizer": _BYTES},
-        "loss": {"beta": 0.1},
-    },
-    "table": {"task": "classification", "model": _MLP, "data": {"kind": "table", "path": "table.csv"}},
-    "mixture": {
-        "model": _SMALL,
-        "data": {
-            "kind": "mixture",
-            "components": [{"source": {"kind": "text", "path": "text.txt"}, "weight": 1.0}],
-            "tokenizer": _BYTES,
-        },
-    },
-}
-
-# Values as they are written after `key=`: their name is shown in place of the long ones.
-# The bounds of the schema, the largest first.
-LARGEST = (
-    "1.0e+30",
-    "1000000000",
-    "16777216",
-    "1048576",
-    "1000000",
-    "65536",
-    "10000",
-    "4096",
-    "1024",
-    "500",
-    "100",
-    "1.0",
-)
-LARGEST += ("0.999",)
-
-# Cases that train to no loss -> why that is right.
-NO_LOSS = {"masked data.corruption.probability=1e-3": "no token of the batch is masked, so that none has a loss"}
-
-VALUES: dict[str, str] = {
-    **{text: text for text in ("0", "-1", "1", "2", "3", "7", "0.5", "-0.5", "1e-3", "1e5", "1e23", "1e308", "1e-300")},
-    **{text: text for text in ("1e400", ".nan", ".inf", "-.inf", "true", "false", "null", "auto", "abc", "[]", "[1]")},
-    **{text: text for text in ("[a, b]", "{}", "{a: 1}", "{kind: x}", "'1'", "''", "' '", "../../x", "/", ".", "~")},
-    "a whole 1e23": "1" + "0" * 23,
-    "2^31": str(2**31),
-    "2^63": str(2**63),
-    "999999999": "999999999",
-    "999999999999": "999999999999",
-    "5000 digits": "9" * 5000,
-    "hex of 5000 digits": "0x" + "f" * 5000,
-    "0.99999999999": "0.99999999999",
-    "escape codes": '"\\e[31mred\\e[0m"',
-    "NUL": '"a\\0b"',
-    "line end": '"a\\nb"',
-    "half a character": '"\\ud800"',
-    "unicode": "'ünïcødé 😀 \u202eright to left'",
-    "300 characters": "a" * 300,
-    "20000 characters": "a" * 20000,
-    "list of 2000": "[" + ", ".join(["1"] * 2000) + "]",
-    "nested 30 deep": "[" * 30 + "]" * 30,
-    "mapping of 300": "{" + ", ".join(f"k{i}: {i}" for i in range(300)) + "}",
-    "a tag of Python": "!!python/object/apply:os.getcwd []",
-}
-
-COMMANDS: list[list[str]] = [
-    *([word] for word in ("", "\x1b[31m", "trian", "-x", "--nothing", "a" * 300)),
-    *(
-        ["train", word]
-        for word in ("", "a" * 300, ".", "..", "/", "/dev/null", "/dev/zero", "\x1b]0;title\x07", "gs://b")
+ROOT = Path(__file__).resolve().parent.parent
+# (file below jaxtrain/, what stands there once, what is put in its place, tests that are tried)
+MUTATIONS = [
+    # ops
+    ("ops/loss/cross_entropy.py", "LossSums(total + z, *", "LossSums(total - z, *", "ops parallel"),
+    (
+        "ops/loss/cross_entropy.py",
+        "weights_BL = jax.lax.stop_gradient(jnp.where(unknown_BL & (weights_BL != 0), jnp.nan, weights_BL))",
+        "weights_BL = jnp.where(unknown_BL & (weights_BL != 0), jnp.nan, weights_BL)",
+        "ops train",
     ),
-    *(["train", "quickstart", word] for word in ("=5", ".=3", "a..b=1", "train.steps", "train.steps==5", "train=5")),
-    *(
-        ["train", "quickstart", word]
-        for word in ("[=1", "model=", "train.steps=[", "train.steps=&a [*a]", "model=null")
+    ("ops/loss/blockwise.py", "sum_N * jnp.exp(top_N - higher_N)", "sum_N", "ops"),
+    ("ops/attention/reference.py", "mask & (distance < window)", "mask & (distance <= window)", "ops models"),
+    ("ops/attention/ring.py", "jnp.exp(other[0] - maximum)", "jnp.exp(one[0] - maximum)", "parallel"),
+    ("ops/attention/blockwise.py", "(1 - jnp.square(plain / form.softcap))", "1.0", "ops"),
+    ("ops/fp8.py", "c = quantize(gradient, GRADIENT)", "c = quantize(gradient, FORWARD)", "ops train"),
+    ("ops/activation.py", "(1 + 3 * _CUBIC * square)", "(1 + 2 * _CUBIC * square)", "ops models"),
+    ("ops/images/batch_norm.py", "(dmean - factor * dbias) / count", "(dmean + factor * dbias) / count", "ops models"),
+    ("ops/experts/compute.py", "jax.lax.stop_gradient(load_E)", "load_E", "ops models parallel"),
+    ("ops/experts/blocks.py", "sum_IO + summed(x_SI, g_SO)", "summed(x_SI, g_SO)", "ops"),
+    ("ops/dropout.py", "row_numbers(x.shape[0]))", "jnp.zeros_like(row_numbers(x.shape[0])))", "models parallel train"),
+    # layout and parallel
+    ("layout/rules.py", '"batch": ("data", "fsdp", "expert")', '"batch": ("data", "fsdp")', "layout parallel"),
+    ("layout/zero.py", "return 0 if zero == 3 else zero", "return min(zero, 1)", "layout parallel"),
+    ("layout/gather.py", "if sum_first else (stored,)", "if sum_first else (gathered,)", "layout parallel plan"),
+    ("parallel/reduction.py", 'return jax.lax.psum(gradient, "data")', "return gradient", "parallel train"),
+    ("parallel/gradients.py", "lambda t: t / divisor(weight)", "lambda t: t / accumulation_steps", "train parallel"),
+    (
+        "parallel/gradients.py",
+        "sums, others, params, fixed, state, rows, jax.random.fold_in(key, index)",
+        "sums, others, params, fixed, state, rows, jax.random.fold_in(key, 0)",
+        "train parallel",
     ),
-    *(["train", "quickstart", word] for word in ("--run-dir=", "--run-dir=gs://b/x", "--resume=maybe", "--emulate=0")),
-    *(["train", "quickstart", f"--emulate={n}"] for n in ("-1", "1e9", "9" * 30, "abc")),
-    *(
-        ["train", "quickstart", f"name={name}"]
-        for name in (
-            "..",
-            ".",
-            "/x",
-            "../../x",
-            "''",
-            "' '",
-            '"a\\nb"',
-            '"a\\0b"',
-            '"\\e[31m"',
-            "a" * 300,
-            "a//b",
-            "[1]",
-        )
+    ("parallel/schedules.py", "backward_tick=i + 2 * (p - 1) - s", "backward_tick=i + 2 * p - 1 - s", "parallel"),
+    ("parallel/global_rows.py", "jnp.moveaxis(stacked, 0, 1).reshape(", "stacked.reshape(", "train parallel"),
+    # train and precision
+    (
+        "train/update.py",
+        "settings.clip_norm / jnp.maximum(grad_norm, settings.clip_norm)",
+        "settings.clip_norm / jnp.maximum(grad_norm, 1.0)",
+        "train parallel",
     ),
-    *(["train", "quickstart", f"{group}.call=os.path:join"] for group in ("model", "optimizer", "task", "data")),
-    *(["config", word] for word in ("", "a" * 300, "/dev/zero", "..", "quickstart=1")),
-    *(["config", "quickstart", word] for word in ("--only=", "--only=\x1b[31m", "a.b.c.d=1", "--only=" + "a" * 300)),
-    *(
-        [*command.split(), path]
-        for command in ("eval", "report", "ckpt ls", "ckpt show", "export", "serve", "sample -p x")
-        for path in ("nothing", "", "/dev/null", "/dev/zero", "a" * 300, "\x1b[31m", "gs://b/x")
+    (
+        "train/update.py",
+        "moved = keep(moved, optimizer_state, accepted)",
+        "moved = keep(moved, optimizer_state, jnp.bool_(True))",
+        "train",
     ),
-    *(["predict", path, "rows.csv"] for path in ("nothing", "", "/dev/zero", "a" * 300)),
-    *(["serve", "nothing", f"--port={port}"] for port in ("-1", "99999999", "abc")),
-    *(
-        ["sample", "nothing", "-p", "x", option]
-        for option in ("--temperature=nan", "--tokens=-1", "--top-p=7", "--seed=x")
+    ("train/update.py", "jnp.minimum(decay, (1 + t) / (10 + t))", "jnp.minimum(decay, (1 + t) / (11 + t))", "train"),
+    ("train/update.py", "weighs = has_weight | ", "weighs = jnp.bool_(True) | has_weight | ", "train"),
+    ("train/spikes.py", "/ (count - 1)", "/ count", "train"),
+    (
+        "precision/policy.py",
+        "finite_steps >= scaling.growth_interval",
+        "finite_steps > scaling.growth_interval",
+        "precision train",
     ),
-    *(
-        ["launch", "--processes", count, "--", "train", "quickstart", "train.steps=0"]
-        for count in ("0", "-1", "abc", "1e9")
+    (
+        "precision/nf4.py",
+        "counted = jnp.arange(num_outputs) * blocks + jnp.arange(blocks)[:, None]",
+        "counted = jnp.arange(num_outputs) + jnp.arange(blocks)[:, None] * num_outputs",
+        "precision finetune",
     ),
-    *(["plan", word] for word in ("", "a" * 300, "nothing")),
-]
-
-FITS = [
-    *(
-        f"steps={value}"
-        for value in ("0", "-1", "1.5", "1e23", "10**23", "nan", "'5'", "None", "[1]", "True", "np.int64(1)")
+    # optim
+    (
+        "optim/schedules.py",
+        "optax.linear_schedule(peak / (warmup + 1), peak, warmup)",
+        "optax.linear_schedule(0.0, peak, warmup)",
+        "optim",
     ),
-    *(f"steps=None, epochs={value}" for value in ("0", "-1", "nan", "inf", "'5'", "1e300", "1e-300", "0.1")),
-    *(
-        f"batch_size={value}"
-        for value in ("0", "-4", "1e12", "10**12", "10**30", "2.5", "'4'", "nan", "3", "999999999")
+    ("optim/schedules.py", "[max(steps - decay, warmup)]", "[max(steps - decay + 1, warmup)]", "optim"),
+    ("optim/muon.py", "math.sqrt(max(rows, columns))", "math.sqrt(min(rows, columns))", "optim parallel"),
+    ("optim/adafactor.py", "1 - (state.count + 1).astype", "1 - (state.count + 2).astype", "optim parallel"),
+    ("optim/lookahead.py", "count = (state.count + 1) % sync_period", "count = state.count % sync_period", "optim"),
+    (
+        "optim/moments.py",
+        "random = random_bits(leaf.shape, count, number)",
+        "random = random_bits(leaf.shape, jnp.int32(0), number)",
+        "optim",
     ),
-    *(f"seed={value}" for value in ("-1", "2**32", "10**30", "1.5", "'a'", "nan", "None", "np.uint32(7)")),
-    *(f"accumulation_steps={value}" for value in ("0", "3", "10**23", "1e23", "'2'", "4")),
-    *(f"clip_norm={value}" for value in ("0", "-1", "nan", "inf", "1e300", "1e-300", "'1'")),
-    *(f"ema_decay={value}" for value in ("0", "1", "2", "0.99999999999", "nan", "'a'")),
-    *(f"learning_rate={value}" for value in ("nan", "inf", "'a'", "1e300", "-1")),
-    *(
-        f"run_dir={value}"
-        for value in ("''", "'a' + chr(0)", "'x' * 300", "'gs://b/x'", "5", "'/proc/x'", "'/dev/null/x'")
+    ("optim/masks.py", "dims >= 2 and", "dims >= 1 and", "optim train"),
+    # models
+    (
+        "models/rotary.py",
+        "[first * cos - second * sin, second * cos + first * sin]",
+        "[first * cos + second * sin, second * cos - first * sin]",
+        "models interop",
     ),
-    *(f"validation={value}" for value in ("0", "1", "-0.1", "nan", "5", "'a'", "{}", "0.5")),
-    *(f"policy={value}" for value in ("'fp64'", "None", "5", "''")),
-    *(
-        f"overrides={value}"
-        for value in ("{'train.steps': 10**23}", "{'': 1}", "{5: 1}", "{'a': {}}", "[1]", "{'name': '..'}")
+    ("models/shipped/moe.py", "jnp.where(real_BL, loss_BL, 0.0)", "loss_BL", "models"),
+    ("models/tasks.py", "losses = (1 - label_smoothing) * losses +", "losses = losses +", "models train"),
+    (
+        "models/preferences.py",
+        "losses_B - label_smoothing * jax.nn.log_sigmoid(-margin_B)",
+        "losses_B + label_smoothing * jax.nn.log_sigmoid(-margin_B)",
+        "preferences",
     ),
-    "data={}",
-    "data={'inputs': x}",
-    "data={'inputs': x[:0], 'targets': y[:0]}",
-    "data={'inputs': x, 'targets': y + 99}",
-    "data={'inputs': x, 'targets': y[:3]}",
-    "data=[1, 2]",
-    "data=None",
-    "data=x",
-    "data={'inputs': np.array([object()] * 8), 'targets': y}",
-    "data={'inputs': x.astype('S4'), 'targets': y}",
+    (
+        "models/targets.py",
+        "jnp.where(targets < 0, 0.0, weights)",
+        "jnp.where(targets <= 0, 0.0, weights)",
+        "models train ops",
+    ),
+    ("models/merge.py", "+ kernel.scale * product", "+ product", "finetune interop models"),
+    # checkpoint and data
+    ("checkpoint/arrays.py", "or values[name] != info.digests.get(name)]", "]", "checkpoint"),
+    ("checkpoint/directory.py", "sorted(losses)[-keep_last:]", "sorted(losses)[-keep_last - 1:]", "checkpoint"),
+    ("data/batches.py", "self._read(numbers + positions // num_rows * num_rows)", "self._read(numbers)", "data"),
+    ("data/batches.py", "np.where(by_row, own, 0)", "own", "data train run"),
+    ("data/permutation.py", "keys = keys + _INCREMENT\n        low", "low", "data"),
 ]
 
 
-def write_files(folder: Path) -> None:
-    """Writes the configs of `BASES`, the data that they read, and the wrong config files below `wrong`."""
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    (folder / "text.jsonl").write_text('{"text": "the quick brown fox jumps over the lazy dog"}\n' * 20)
-    (folder / "rows.csv").write_text("text,other,label\n" + "some words,other words,a\nmore of them,and so on,b\n" * 12)
-    (folder / "tags.jsonl").write_text('{"words": ["some", "words"], "tags": ["A", "B"]}\n' * 20)
-    (folder / "table.csv").write_text("a,b,c\n" + "1.0,2.0,x\n2.0,1.0,y\n" * 12)
-    turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    (folder / "chat.jsonl").write_text((json.dumps({"messages": turn}) + "\n") * 20)
-    pair = {"prompt": turn[:1], "chosen": turn[1:], "rejected": [{"role": "assistant", "content": "No"}]}
-    rows = [json.dumps(pair | {"prompt": [{"role": "user", "content": f"Hi {i}"}]}) + "\n" for i in range(20)]
-    (folder / "dpo.jsonl").write_text("".join(rows))
-    for name, settings in BASES.items():
-        merged = {group: dict(values) for group, values in _QUICK.items()}
-        for group, values in settings.items():
-            merged[group] = {**merged.get(group, {}), **values} if isinstance(values, dict) else values
-        data = merged["data"]
-        if "path" in data:
-            data["path"] = str(folder / data["path"])
-        if name == "mixture":
-            data = json.loads(json.dumps(data))
-            data["components"][0]["source"]["path"] = str(folder / "text.txt")
-            merged["data"] = data
-        (folder / f"{name}.yaml").write_text(json.dumps(merged))  # YAML reads JSON
-    _write_wrong(folder / "wrong")
+def noticed(place: Path, number: int, *, everything: bool) -> bool:
+    """Break one line of the copy, run its tests, mend the line, and return whether a test failed."""
+    name, old, new, folders = MUTATIONS[number]
+    file = place / "jaxtrain" / name
+    text = file.read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        sys.exit(f"{name} holds {old!r} {text.count(old)} times, not once: write this mutation anew")
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(["--all"] if everything else [])]
+    words += [f"tests/{folder}" for folder in folders.split()]
+    environment = {**os.environ, "PYTHONPATH": str(place), "JAX_PLATFORMS": "cpu"}
+    began = time.monotonic()
+    done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True)
+    file.write_text(text, encoding="utf-8")
+    if done.returncode not in (0, 1, 2):
+        sys.exit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    says = failed[0][:110] if failed else "NOT NOTICED"
+    print(f"{number:2} {time.monotonic() - began:4.0f} s  {name}: {new[:40]!r}: {says}", flush=True)
+    return bool(failed)
 
 
-def _write_wrong(folder: Path) -> None:
-    folder.mkdir()
-    texts: dict[str, str | bytes] = {
-        "key_of_lists.yaml": "? [[a, b], c]\n: 1\n",
-        "utf16.yaml": "seed: 1\n".encode("utf-16"),
-        "utf32.yaml": "seed: 1\n".encode("utf-32"),
-        "bom.yaml": b"\xef\xbb\xbfseed: -1\n",
-        "nul.yaml": b"seed: 1\0\n",
-        "binary.yaml": bytes(range(256)) * 40,
-        "elf.yaml": b"\x7fELF" + os.urandom(4096),
-        "latin1.yaml": "name: caf\xe9\n".encode("latin-1"),
-        "escapes.yaml": 'name: "\\e]0;title\\a"\n',
-        "value_200k.yaml": "name: " + "a" * 200_000 + "\n",
-        "comment_200k.yaml": "# " + "a" * 200_000 + "\nseed: -1\n",
-        "quotes.yaml": "name: '" + "''" * 50_000,
-        "two_documents.yaml": "seed: 1\n---\nseed: 2\n",
-        "a list.yaml": "- 1\n- 2\n",
-        "tabs.yaml": "\ttrain: 1\n",
-        "json with twice.yaml": '{"seed": 1, "seed": 2}',
-        "null.yaml": "model: null\ndata: ~\n",
-        "\x1b[31mred.yaml": "seed: -1\n",
-        "line\nend.yaml": "seed: -1\n",
-    }
-    for name, content in texts.items():
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    with (folder / "sparse_1g.yaml").open("wb") as file:
-        file.truncate(1 << 30)
-    os.mkfifo(folder / "pipe.yaml")
-    (folder / "folder.yaml").mkdir()
-    (folder / "loop.yaml").symlink_to("loop.yaml")
-    (folder / "zero.yaml").symlink_to("/dev/zero")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="numbers of mutations, with commas")
+    parser.add_argument("--all", action="store_true", help="run the long tests of these folders too")
+    given = parser.parse_args()
+    numbers = range(len(MUTATIONS)) if given.only is None else [int(one) for one in given.only.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "jaxtrain"
+        left_out = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "runs", "build")
+        shutil.copytree(ROOT, place, ignore=left_out, symlinks=True)
+        left = [number for number in numbers if not noticed(place, number, everything=given.all)]
+    print(f"{len(numbers) - len(left)} of {len(numbers)} noticed" + (f"; not: {left}" if left else ""))
+    sys.exit(1 if left else 0)
+
+
+if __name__ == "__main__":
+    main()
