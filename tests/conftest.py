@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jaxlib.version
 import pytest
 from other_python import left_out
@@ -40,6 +41,8 @@ if jaxlib.version.__version_info__ < (0, 11):
     COMPILER_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *COMPILER_FLAGS]).strip()
 distributed.start(emulate=8)
+# Small programs too: reading one takes a millisecond, and compiling it ten times that.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 ROOT = Path(__file__).resolve().parent.parent
 # Ids of all tests that plain `pytest` runs, where all tests were collected.
