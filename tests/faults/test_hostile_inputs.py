@@ -15,7 +15,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.cli import main
-from jaxtrain.errors import CheckpointError, UserError
+from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.published.folder import open_folder
 from jaxtrain.runtime.remarks import print_remark, printable
@@ -46,27 +46,14 @@ def unsafe_uses(tree: ast.AST) -> list[str]:
 
 
 def test_nothing_in_the_package_runs_code_of_what_it_reads():
-    found = {
-        f"{path.relative_to(PACKAGE)}: {use}"
-        for path in PACKAGE.rglob("*.py")
-        for use in unsafe_uses(ast.parse(path.read_text(encoding="utf-8")))
-    }
-    assert not found
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle",
-        "from dill import loads",
-        "eval('1')",
-        "np.load(f, allow_pickle=True)",
-        "yaml.load(f)",
-        "torch.load(f)",
-    ],
-)
-def test_the_search_finds(code):
-    assert len(unsafe_uses(ast.parse(code))) == 1
+    suspect = re.compile(rf"\b({'|'.join([*RUN_CODE, *UNSAFE, 'eval', 'exec', 'allow_pickle'])})\b")
+    texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    found = {path: unsafe_uses(ast.parse(text)) for path, text in texts.items() if suspect.search(text)}
+    assert [(path, uses) for path, uses in found.items() if uses] == []
+    wrong = (
+        "import pickle; from dill import loads; eval('1'); np.load(f, allow_pickle=True); yaml.load(f); torch.load(f)"
+    )
+    assert len(unsafe_uses(ast.parse(wrong))) == 6
 
 
 @pytest.mark.long
@@ -81,9 +68,7 @@ def test_arrays_of_objects_are_refused(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "file", ["../secret.safetensors", "/etc/passwd", "..", "a/b.safetensors", "a\\b.safetensors", "a\0.safetensors"]
-)
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd"])
 def test_an_index_leads_nowhere(tmp_path, file):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -103,6 +88,14 @@ train: {steps: 1, global_batch_size: 8}
 evaluation: {max_batches: 1}
 logging: {every: 1}
 """
+# Rows for a run whose function takes a secret.
+ROWS = """
+import numpy as np
+
+def rows(api_key, path):
+    assert api_key and path
+    return {"inputs": np.ones((16, 4), np.float32), "targets": np.arange(16, dtype=np.int32) % 3}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +103,13 @@ def hostile_run(tmp_path_factory):
     """A run below a folder whose name holds escape codes, with secrets in its config, under the usual umask."""
     folder = tmp_path_factory.mktemp("hostile") / "\x1b[31mred"
     folder.mkdir()
+    (folder.parent / "hostile_run.py").write_text(ROWS)
     config = folder / "hostile.yaml"
     config.write_text(TINY.replace("SECRET", SECRET).replace("PASSWORD", PASSWORD))
     before = os.umask(0o022)
     errors = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
+        patch.syspath_prepend(str(folder.parent))
         patch.setattr(sys, "stderr", errors)
         try:
             code = main(["train", str(config), "--run-dir", str(folder / "run")])
@@ -177,80 +171,39 @@ def test_control_characters_become_escapes(capsys):
     assert printed.out == "sample: \\x1b[31m\n"
 
 
-# What is done with standard output and error in a shell -> exit code, and what must be said on the stream that is left.
-STREAMS = {
-    "output closed": (">&-", 0, ""),
-    "error closed": ("2>&-", 0, ""),
-    "all closed": ("<&- >&- 2>&-", 0, ""),
-    "output on a full disk": (">/dev/full", 1, "jaxtrain: standard output cannot be written: No space left on device"),
-    "error on a full disk": ("2>/dev/full >/dev/null", 0, ""),
-    "nobody reads": ("| true", 0, ""),
-}
-LIGHT = ["--version", "--help", "config", "config quickstart", "config quickstart --yaml", "train --help"]
-RUNS = [
-    "train digits_mlp train.steps=1 --run-dir {folder}/run",
-    "report {folder}/run",
-    "ckpt ls {folder}/run",
-    "doctor",
-]
-RUNS += ["eval {folder}/run", "ckpt show {folder}/run", "plan digits_mlp", "predict {folder}/run {folder}/x.npy"]
-
-
-def in_shell(command: str, streams: str) -> tuple[int, str]:
-    """The exit code of a command line, and what is left to see."""
-    line = f"{sys.executable} -m jaxtrain.cli {command} {streams}"
+def check_stream(command: str, streams: str, code: int, line: str = "") -> None:
+    """A command whose standard output and error are redirected in a shell: its exit code, and what is left to see."""
+    words = f"{sys.executable} -m jaxtrain.cli {command} {streams}"
     settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, env=os.environ | settings, timeout=300, check=False
+        ["bash", "-c", words], capture_output=True, text=True, env=os.environ | settings, timeout=300, check=False
     )
-    return done.returncode, done.stderr + done.stdout
-
-
-def check_stream(command: str, streams: str, code: int, line: str) -> None:
-    found, text = in_shell(command, streams)
+    text = done.stderr + done.stdout
     assert "Traceback" not in text, text
     assert "Exception ignored" not in text, text
-    assert found == code, text
+    assert done.returncode == code, text
     assert line in text
 
 
+FULL = "jaxtrain: standard output cannot be written: No space left on device"
+
+
 def test_output_on_a_full_disk():
-    check_stream("config quickstart", *STREAMS["output on a full disk"])
+    check_stream("config quickstart", ">/dev/full", 1, FULL)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", LIGHT, ids=LIGHT)
-@pytest.mark.parametrize("streams", STREAMS)
-def test_a_light_command_whose_streams_cannot_be_written(command, streams):
-    check_stream(command, *STREAMS[streams])
+@pytest.mark.parametrize("streams", ["2>&-", "<&- >&- 2>&-", "2>/dev/full >/dev/null", "| true"])
+def test_a_command_whose_streams_cannot_be_written(streams):
+    check_stream("config quickstart --yaml", streams, 0)
 
 
 @pytest.mark.long
-def test_commands_of_a_run_whose_streams_cannot_be_written(tmp_path):
-    np.save(tmp_path / "x.npy", np.zeros((2, 64), np.float32))
-    for command, streams in zip(RUNS, ["output closed", "all closed", "error closed", "all closed"] * 2, strict=True):
-        check_stream(command.format(folder=tmp_path), *STREAMS[streams])
-    check_stream(f"ckpt ls {tmp_path}/run", *STREAMS["output on a full disk"])
-    # The answer of a run is lost, and not the run.
-    full = f"train digits_mlp train.steps=1 --run-dir {tmp_path}/full"
-    check_stream(full, ">/dev/full 2>&1", 1, "")
-    assert json.loads((tmp_path / "full" / "run.json").read_text())["status"] == "done"
-    # So it is where a reader leaves while the run goes on.
-    unread = f"train digits_mlp train.steps=1 --run-dir {tmp_path}/unread"
-    check_stream(unread, "2>&1 | true; exit ${PIPESTATUS[0]}", 141, "")
-    assert json.loads((tmp_path / "unread" / "run.json").read_text())["status"] == "done"
-
-
-@pytest.mark.long
-def test_mutated_configs(tmp_path):
-    """About 120 of the cases of scripts/mutate_configs.py, each refused in one line or trained to a finite loss."""
-    command = [sys.executable, str(ROOT / "scripts" / "mutate_configs.py"), "--cases", "120", "--seconds", "120"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-def test_user_errors_are_lines(tmp_path):
-    """A name that came from outside is in the message, and the message is one line."""
-    with pytest.raises(UserError) as caught:
-        open_folder(tmp_path / "line\nend")
-    assert printable(str(caught.value)).count("\n") == 1  # the command line joins them
+def test_a_run_whose_streams_cannot_be_written(tmp_path):
+    train = f"train digits_mlp train.steps=1 --run-dir {tmp_path}"
+    check_stream(f"{train}/closed", "<&- >&- 2>&-", 0)
+    # The answer of a run is lost, and not the run; so it is where a reader leaves while the run goes on.
+    check_stream(f"{train}/full", ">/dev/full 2>&1", 1)
+    check_stream(f"{train}/unread", "2>&1 | true; exit ${PIPESTATUS[0]}", 141)
+    for name in ("closed", "full", "unread"):
+        assert json.loads((tmp_path / name / "run.json").read_text())["status"] == "done"

@@ -123,8 +123,6 @@ def test_a_stuck_source_ends_a_single_run(tmp_path: Path) -> None:
     [
         pytest.param(0, signal.SIGKILL, "its connection closed", id="process-0-killed", marks=pytest.mark.long),
         pytest.param(1, signal.SIGSTOP, "silent for ", id="process-1-stopped", marks=pytest.mark.long),
-        pytest.param(1, signal.SIGKILL, "its connection closed", id="process-1-killed", marks=pytest.mark.long),
-        pytest.param(0, signal.SIGSTOP, "silent for ", id="process-0-stopped", marks=pytest.mark.long),
     ],
 )
 def test_a_lost_process_ends_the_other(tmp_path: Path, victim: int, number: signal.Signals, why: str) -> None:
@@ -147,9 +145,9 @@ def test_a_lost_process_ends_the_other(tmp_path: Path, victim: int, number: sign
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stuck_main_thread_is_named_by_all(tmp_path: Path, victim: int) -> None:
+def test_a_stuck_main_thread_is_named_by_all(tmp_path: Path) -> None:
     """Its heartbeats go on, and the other process waits for it in a collective."""
+    victim = 1
     with running(tmp_path, 2, step_seconds=3, compile_seconds=60) as runs:
         runs.wait_for_steps(3)
         runs.processes[victim].send_signal(signal.SIGUSR2)
@@ -164,22 +162,24 @@ def test_a_stuck_main_thread_is_named_by_all(tmp_path: Path, victim: int) -> Non
 @pytest.mark.long
 def test_a_stuck_source_of_one_process_is_named_by_all(tmp_path: Path) -> None:
     """The limit of the one that waits for data counts, not the shorter one of the other's step."""
-    with running(tmp_path, 2, step_seconds=3, compile_seconds=60, data_seconds=8) as runs:
+    with running(tmp_path, 2, step_seconds=3, compile_seconds=60, data_seconds=5) as runs:
         runs.wait_for_steps(3)
         (runs.marks / "1").write_text("block")
         assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
     for index in (0, 1):
         [line] = runs.lines(index)
         assert line.startswith("jaxtrain: process 1 of 2 "), runs.said()
-        assert "waiting for data (limit: watchdog.data_seconds=8)" in line
+        assert "waiting for data (limit: watchdog.data_seconds=5)" in line
         check_clean(runs.said()[index])
 
 
 @pytest.mark.long
-def test_pauses_and_errors_are_not_stalls(tmp_path: Path) -> None:
-    """A process that was stopped itself goes on; one that fails by itself is named with its own error."""
+def test_slowness_pauses_and_errors_are_not_stalls(tmp_path: Path) -> None:
+    """A slow process is named; one that was stopped itself goes on; one that fails is named with its own error."""
     with running(tmp_path, 2, lost_seconds=10, step_seconds=3, compile_seconds=60, data_seconds=3) as runs:
         runs.wait_for_steps(3)
+        (runs.marks / "1").write_text("0.1")
+        runs.wait_until(lambda: " is slow: " in runs.said()[0])
         for process in runs.processes:
             process.send_signal(signal.SIGSTOP)
         time.sleep(5)
@@ -193,17 +193,8 @@ def test_pauses_and_errors_are_not_stalls(tmp_path: Path) -> None:
     [line] = runs.lines(0)
     assert line.startswith("jaxtrain: process 1 of 2 ")
     assert "ended with exit code 3: row 7 is damaged" in line
-    for log in runs.said():
-        check_clean(log)
-
-
-@pytest.mark.long
-def test_a_slow_process_is_named_and_training_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path, 2) as runs:
-        runs.wait_for_steps(3)
-        (runs.marks / "1").write_text("0.1")
-        runs.wait_until(lambda: " is slow: " in runs.said()[0])
-        runs.wait_for_steps(3)
     [line] = [line for line in runs.said()[0].splitlines() if " is slow: " in line]
     assert line.startswith("process 1 of 2 (host ")
     assert " is slow: " not in runs.said()[1]
+    for log in runs.said():
+        check_clean(log)

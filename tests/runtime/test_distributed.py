@@ -9,12 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.cluster import Cluster, detect_cluster
-from jaxtrain.runtime.compilation_cache import cache_folder
+from jaxtrain.runtime.compilation_cache import cache_folder, use_cache
 from jaxtrain.runtime.distributed import start
 
 PREFIXES = (
@@ -61,25 +62,18 @@ FOUND = {
         {**ADDRESS, **SBATCH},
         Cluster("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234", 4, 2),
     ),
-    "empty address": ({"JAX_COORDINATOR_ADDRESS": ""}, None),
     "Slurm": (SRUN, Cluster("Slurm")),
     "mpirun in a batch script": ({**SBATCH, **MPIRUN}, Cluster("Open MPI")),
     "Slurm, a batch script that works alone": ({**SBATCH, "SLURM_JOB_NUM_NODES": "8", "SLURM_NTASKS": "1"}, None),
-    "Slurm, one task": ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
-    "Slurm allocation outside srun": ({"SLURM_NTASKS": "8"}, None),
     "Open MPI": (MPIRUN, Cluster("Open MPI")),
-    "Open MPI, one process": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
     "TPU slice": ({"TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU slice")),
     "TPU host alone": ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
-    "TPU slice by address": ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, Cluster("TPU slice")),
     "two TPU slices of one host": (
         {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"},
         Cluster("TPU slice"),
     ),
     "pod of an indexed Job": (POD, Cluster("Kubernetes")),
-    "pod of something else": ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
     "pod that wants to be alone": ({**POD, "JOB_COMPLETION_INDEX": ""}, None),
-    "address in a pod": ({**POD, **ADDRESS}, Cluster("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234", 4, 2)),
     "TPU slice in a pod": ({**POD, "TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU slice")),
 }
 
@@ -99,8 +93,8 @@ def test_detect_cluster(environment, kubernetes_package, variables, cluster):
 
 @pytest.mark.parametrize(
     ("answer", "cluster"),
-    [(b"a,b", Cluster("TPU slice")), (b"x:0:10.0.0.2", None), (None, None)],
-    ids=["several hosts", "one host", "no such attribute"],
+    [(b"a,b", Cluster("TPU slice")), (None, None)],
+    ids=["several hosts", "no such attribute"],
 )
 def test_a_tpu_vm_asks_its_metadata_server(environment, monkeypatch, answer, cluster):
     asked = []
@@ -133,35 +127,18 @@ WRONG = {
         {key: value for key, value in ADDRESS.items() if key != "JAX_NUM_PROCESSES"},
         "JAX_COORDINATOR_ADDRESS=10.0.0.1:1234 is set but JAX_NUM_PROCESSES is not; set both or neither",
     ),
-    "no index": (
-        {key: value for key, value in ADDRESS.items() if key != "JAX_PROCESS_ID"},
-        "JAX_COORDINATOR_ADDRESS=10.0.0.1:1234 is set but JAX_PROCESS_ID is not; set both or neither",
-    ),
     "count is a word": (
         {**ADDRESS, "JAX_NUM_PROCESSES": "four"},
         "JAX_NUM_PROCESSES is 'four' (environment); it takes a whole number",
-    ),
-    "negative index": (
-        {**ADDRESS, "JAX_PROCESS_ID": "-1"},
-        "JAX_PROCESS_ID is '-1' (environment); it takes a whole number",
     ),
     "index beyond the count": (
         {**ADDRESS, "JAX_PROCESS_ID": "4"},
         "JAX_PROCESS_ID is 4 (environment), but JAX_NUM_PROCESSES is 4; processes count from 0 to 3",
     ),
-    "no port": (
-        {**ADDRESS, "JAX_COORDINATOR_ADDRESS": "10.0.0.1"},
-        "JAX_COORDINATOR_ADDRESS=10.0.0.1 (environment) has no port; write host:port",
-    ),
     "pod of an indexed Job without the package": (
         POD,
         "this is a pod of an indexed Kubernetes Job (JOB_COMPLETION_INDEX), and finding the others takes a package: "
         "pip install 'jax[k8s]', set JAX_COORDINATOR_ADDRESS, or JOB_COMPLETION_INDEX= to train alone",
-    ),
-    "a batch script without srun": (SBATCH, NO_SRUN),
-    "a batch script for eight nodes without srun": (
-        {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "8", "SLURM_PROCID": "0"},
-        NO_SRUN,
     ),
     "a shell of salloc, which is a step of one task": (
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
@@ -172,10 +149,6 @@ WRONG = {
         "this Open MPI does not say where its first process is (OMPI_MCA_orte_hnp_uri; version 5 dropped it); set "
         "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE and "
         "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK in each process, or use Slurm's srun",
-    ),
-    "Slurm count is a word": (
-        {"SLURM_NTASKS": "many"},
-        "SLURM_NTASKS is 'many' (environment); it takes a whole number",
     ),
 }
 
@@ -207,28 +180,16 @@ VISIBLE = {
         {**TWO, "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
         "all",
     ),
-    "Slurm, uneven nodes, this has one": (
-        {**ALONE, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"},
-        "all",
-    ),
     "Slurm, uneven nodes, this has two": (
         {**ALONE, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2", "SLURM_LOCALID": "1"},
         "1",
     ),
-    "Slurm, told by hand": ({**ALONE, "JAX_LOCAL_DEVICE_IDS": "2,3"}, "2,3"),
-    "Open MPI, a process per node": (ALONE_BY_MPI, "all"),
     "Open MPI, four per node": (
         {**ALONE_BY_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
         "2",
     ),
-    "Open MPI in a Slurm job": (
-        {**ALONE, **ALONE_BY_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
-        "2",
-    ),
     "address": (BY_ADDRESS, "all"),
-    "address in a Slurm job, a process per node": ({**ALONE, **BY_ADDRESS}, "all"),
     "address in a Slurm job, two per node": ({**TWO, **BY_ADDRESS}, "1"),
-    "address by hand": ({**BY_ADDRESS, "JAX_LOCAL_DEVICE_IDS": "2,3"}, "2,3"),
 }
 
 # jax joins before it first uses a device, so all cases fit into one process; without a device, none of them is a GPU.
@@ -285,8 +246,6 @@ def test_a_cluster_that_is_refused_at_once_was_not_waited_for(environment, monke
 NOT_MET = {
     "an address that comes late": ("Retry failed with all attempts exhausted", 70),
     "no right to read pods": ("Kubernetes API Error: 403 - Forbidden", 2),
-    "a token that is refused": ("Kubernetes API Error: 401 - Unauthorized", 2),
-    "an interface that is down": ("Kubernetes API Error: 503 - Service Unavailable", 70),
 }
 
 
@@ -325,9 +284,7 @@ def test_a_wait_in_vain_ends_a_pod_so_that_it_is_started_again(monkeypatch, caps
 FOLDERS = {
     "null": (None, {}, None),
     "a path": ("/tmp/cache", {"JAXTRAIN_CACHE_DIR": "/elsewhere"}, Path("/tmp/cache")),
-    "a path in the home folder": ("~/cache", {}, Path("/home/me/cache")),
     "auto": ("auto", {}, Path("/home/me/.cache/jaxtrain/compiled")),
-    "auto, platform folder": ("auto", {"XDG_CACHE_HOME": "/var/me"}, Path("/var/me/jaxtrain/compiled")),
     "auto, replaced": (
         "auto",
         {"JAXTRAIN_CACHE_DIR": "/scratch/me", "XDG_CACHE_HOME": "/var/me"},
@@ -344,3 +301,17 @@ def test_cache_folder(monkeypatch, setting, variables, folder):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_folder(setting) == folder
+
+
+def test_a_home_without_a_cache_keeps_nobody_from_training(tmp_path, monkeypatch, capsys):
+    (tmp_path / "home").write_text("a file, below which no folder can be made")
+    monkeypatch.delenv("JAXTRAIN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    before = jax.config.jax_compilation_cache_dir
+    use_cache("auto")
+    assert jax.config.jax_compilation_cache_dir == before
+    said = capsys.readouterr().err
+    assert "programs are compiled, but not kept" in said
+    assert said.count("\n") == 1
+    with pytest.raises(ConfigError, match="cannot make the compilation cache"):
+        use_cache(str(tmp_path / "home" / "chosen"))

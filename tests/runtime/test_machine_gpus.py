@@ -38,13 +38,9 @@ FOUND = {
     "before the first use of a card": (4, (), {}, ["0", "1", "2", "3"]),
     "a container with two of them": (4, (2, 3), {}, ["0", "1"]),
     "a list": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": "3, 1"}, ["3", "1"]),
-    "parts of cards": (1, (0,), {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ["MIG-a", "MIG-b"]),
     "a list that ends": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": "1,-1,2"}, ["1"]),
-    "a list that names a card": (2, (0, 1), {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,0"}, ["GPU-8932f937", "0"]),
     "none, as Slurm writes it": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, []),
-    "hidden": (4, (0, 1, 2, 3), {"CUDA_VISIBLE_DEVICES": ""}, []),
     "on the CPU": (4, (0, 1, 2, 3), {"JAX_PLATFORMS": "cpu"}, None),
-    "on CUDA": (2, (0, 1), {"JAX_PLATFORMS": "cuda,cpu"}, ["0", "1"]),
     "chosen by the user": (4, (0, 1, 2, 3), {"JAX_LOCAL_DEVICE_IDS": "0"}, None),
 }
 
@@ -56,47 +52,19 @@ def test_the_gpus_of_this_machine(machine, cards, files, environment, found):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "processes", "shares"),
-    [
-        ("0 1 2 3", 2, ["0,1", "2,3"]),
-        ("3 1", 2, ["3", "1"]),
-        ("0 1 2 3 4 5 6 7", 8, ["0", "1", "2", "3", "4", "5", "6", "7"]),
-        ("0", 1, ["0"]),
-    ],
-    ids=str,
+    ("gpus", "processes", "shares"), [("0 1 2 3", 2, ["0,1", "2,3"]), ("3 1", 2, ["3", "1"]), ("0", 1, ["0"])], ids=str
 )
 def test_shares_are_equal_and_in_order(gpus, processes, shares):
     assert [one["CUDA_VISIBLE_DEVICES"] for one in gpu_shares(gpus.split(), processes)] == shares
 
 
-def test_a_restart_with_a_process_less_may_leave_gpus_over():
-    assert gpu_shares(["0", "1", "2", "3"], 3, must_divide=False) == [
-        {"CUDA_VISIBLE_DEVICES": name} for name in ("0", "1", "2")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "processes", "line"),
-    [
-        (
-            "0 1 2 3",
-            3,
-            "--processes 3: 4 GPUs of this machine cannot be shared out equally; use --processes 1 or 2 or 4,",
-        ),
-        (
-            "0",
-            2,
-            "--processes 2: 1 GPU of this machine cannot be shared out equally; use --processes 1, or --emulate N",
-        ),
-    ],
-    ids=["do not divide", "fewer than processes"],
-)
-@pytest.mark.parametrize("must_divide", [True, False])
-def test_gpus_that_cannot_be_shared_out(gpus, processes, line, must_divide):
-    if len(gpus.split()) >= processes and not must_divide:
-        return
+def test_gpus_that_cannot_be_shared_out():
+    line = "--processes 3: 4 GPUs of this machine cannot be shared out equally; use --processes 1 or 2 or 4,"
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
-        gpu_shares(gpus.split(), processes, must_divide=must_divide)
+        gpu_shares(["0", "1", "2", "3"], 3)
+    # A restart with a process less may leave some over.
+    shares = [{"CUDA_VISIBLE_DEVICES": name} for name in ("0", "1", "2")]
+    assert gpu_shares(["0", "1", "2", "3"], 3, must_divide=False) == shares
 
 
 def launched(monkeypatch, *words):
@@ -112,7 +80,3 @@ def test_launch_gives_each_process_its_share(monkeypatch):
     assert launched(monkeypatch) == (0, ["0 sees 4,5", "1 sees 6,7"])
     # Emulated devices take no card, and the variable stays as it is.
     assert launched(monkeypatch, "--emulate", "2") == (0, ["0 sees 4,5,6,7", "1 sees 4,5,6,7"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    code, lines = launched(monkeypatch)
-    assert (code, len(lines)) == (2, 1)
-    assert "3 GPUs of this machine cannot be shared out equally" in lines[0]

@@ -1,0 +1,163 @@
+"""What a process that trains sets, keeps from its children, and leaves: signals, umask, memory, exit code."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.runtime.allocator import SETTINGS, restart_environment
+from jaxtrain.runtime.files import files_for_the_group
+
+# As data code does that keeps workers: they live until the process ends them as it exits.
+WITH_WORKERS = """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+import jaxtrain.run.interrupt, jaxtrain.run.lock
+from jaxtrain.runtime.early_signals import end_at_signals
+what, folder = sys.argv[2], Path(sys.argv[1])
+end_at_signals()
+fork = multiprocessing.get_context("fork")
+with jaxtrain.run.lock.RunLock(folder), jaxtrain.run.interrupt.Interrupt() as interrupt:
+    workers = [fork.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    time.sleep(0.1)
+    if what == "group":
+        os.killpg(0, signal.SIGINT)
+    else:
+        os.kill(workers[0].pid, signal.SIGTERM)
+    time.sleep(0.2)
+    print(interrupt.requested(), flush=True)
+with jaxtrain.run.lock.RunLock(folder):  # the workers, which live, do not hold it
+    print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("what", "is_asked"), [("worker", False), ("group", True)])
+def test_forked_workers_neither_keep_nor_stop_the_run(tmp_path, what, is_asked):
+    # A session of its own, because one row signals the whole group, as a terminal does at Ctrl-C.
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITH_WORKERS, str(tmp_path), what],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert (found.returncode, found.stdout.split()) == (0, [str(is_asked), "left"]), found.stderr
+    assert ("exit 75" in found.stderr, "SIGTERM" in found.stderr) == (is_asked, False)
+
+
+BUSY = """
+import atexit, threading
+from jaxtrain import cli
+
+
+def run(words):
+    import jax
+    import numpy as np
+
+    def work():
+        while True:
+            jax.block_until_ready(jax.device_put(np.ones((1000, 1000))))
+
+    atexit.register(print, "late")
+    jax.device_put(1)
+    threading.Thread(target=work, daemon=True).start()
+    global left_open
+    left_open = open("left_open", "w")
+    left_open.write("written")
+    return 75
+
+
+cli._run = run
+cli.run_program()
+"""
+
+
+def test_the_code_of_the_command_is_that_of_the_process(tmp_path):
+    """Though a thread is inside of jax as the interpreter ends; files that are left open are written."""
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "late\n", "")
+    assert (tmp_path / "left_open").read_text() == "written"
+
+
+@pytest.mark.parametrize(
+    ("environment", "accelerator", "restarts"),
+    [({"HOME": "/root"}, False, True), ({"HOME": "/root"}, True, False), ({"MALLOC_ARENA_MAX": "2"}, False, False)],
+)
+def test_who_restarts_with_settings_of_malloc(monkeypatch, environment, accelerator, restarts):
+    monkeypatch.setattr("jaxtrain.runtime.allocator.platform.libc_ver", lambda: ("glibc", "2.36"))
+    found = restart_environment(environment, accelerator=accelerator)
+    assert found == ({**environment, **SETTINGS} if restarts else None)
+
+
+def test_a_restarted_process_is_the_same_and_its_words_too():
+    """A program that prints its process number before and after, restarting in between."""
+    program = (
+        "import json, os, sys; from jaxtrain.runtime.allocator import restart, SETTINGS; "
+        "print(json.dumps([os.getpid(), sys.argv[1:], all(name in os.environ for name in SETTINGS)]), flush=True); "
+        "restart(accelerator=False)"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in SETTINGS and "MALLOC" not in name}
+    command = [sys.executable, "-W", "error", "-c", program, "two words", "key=value"]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60, check=True)
+    before, after = (json.loads(line) for line in done.stdout.splitlines())
+    assert before[:2] == after[:2]
+    assert before[1] == ["two words", "key=value"]
+    assert (before[2], after[2]) == (False, True)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such call")
+def test_free_memory_of_the_heap_is_given_back():
+    """With the settings above malloc keeps 64 MiB that were freed below a block that is in use."""
+    program = (
+        "from jaxtrain.runtime.heap import give_back_free_memory\n"
+        "def resident():\n"
+        "    return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "large = bytearray(2**26)\n"
+        "above = bytearray(2**20)\n"
+        "del large\n"
+        "before = resident()\n"
+        "give_back_free_memory()\n"
+        "print(before - resident())\n"
+    )
+    environment = {**os.environ, **SETTINGS}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    # Some of a large block may be taken for what is printed.
+    assert int(done.stdout) > 2**25
+
+
+def test_files_stay_those_of_the_group_until_the_last_of_two_runs_has_ended():
+    before = os.umask(0o022)
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first():
+        with files_for_the_group():
+            first_is_in.set()
+            second_is_in.wait(20)
+        first_is_out.set()
+
+    def umask():
+        found = os.umask(0o077)
+        os.umask(found)
+        return found
+
+    try:
+        thread = threading.Thread(target=first)
+        thread.start()
+        first_is_in.wait(20)
+        with files_for_the_group():
+            second_is_in.set()
+            first_is_out.wait(20)
+            inside = umask()
+        thread.join(20)
+        assert (inside, umask()) == (0o027, 0o022)
+    finally:
+        os.umask(before)
