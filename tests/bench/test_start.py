@@ -30,11 +30,6 @@ def test_a_warm_start_reads_what_the_cold_one_compiled():
         assert math.isfinite(one.seconds)
 
 
-def test_a_run_that_cannot_start_says_why(tmp_path):
-    with pytest.raises(NoStepError, match=r"model\.embed_dim"):
-        start_seconds("bench_cpu", ["model.embed_dim=-1"], tmp_path)
-
-
 # Settings that write outside of the directory of the run, or ask a service.
 LOUD = [
     *(f"logging.{name}=true" for name, field in LoggingConfig.model_fields.items() if field.annotation is bool),

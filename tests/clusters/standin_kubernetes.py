@@ -160,7 +160,7 @@ def reason_for_no_pods():
     return None if done.returncode == 0 else f"unshare --mount is not permitted here: {done.stderr.strip()}"
 
 
-def start_pod(pods, index, *, port, folder, claims, token=None, program=None):
+def start_pod(pods, index, *, port, folder, claims, program=None):
     """Starts a pod: its init containers one after the other, and its container.
 
     Args:
@@ -169,7 +169,6 @@ def start_pod(pods, index, *, port, folder, claims, token=None, program=None):
         port: of the interface.
         folder: with ca.crt; the pod's own files are made below it.
         claims: claim -> folder of this machine.
-        token: of the account; None: the right one.
         program: what runs in place of `jaxtrain` and its arguments; None: those of the manifest.
     """
     own = folder / f"pod-{index}"
@@ -192,7 +191,7 @@ def start_pod(pods, index, *, port, folder, claims, token=None, program=None):
         f"mount --bind {own}/etc /etc",
         "mount -t tmpfs none /run",
         f"mkdir -p {SECRETS} && cp {folder}/ca.crt {SECRETS}/ca.crt",
-        f"printf %s {token or pods.account} > {SECRETS}/token",
+        f"printf %s {pods.account} > {SECRETS}/token",
         f"printf %s {pods.namespace} > {SECRETS}/namespace",
         "mount -t tmpfs none /srv",
     ]

@@ -1,5 +1,6 @@
-"""What `jaxtrain submit job` and `submit jobset` write: the texts that schemas do not check, and what is refused."""
+"""What `jaxtrain submit job` and `submit jobset` write, against schemas and beyond them; what is refused."""
 
+import copy
 import os
 import stat
 import sys
@@ -7,7 +8,8 @@ import sys
 import pytest
 import yaml
 
-from jaxtrain.submit.names import as_name, check_image, moving_image
+from jaxtrain.submit.names import as_name
+from jaxtrain.submit.tpu_slices import KINDS, tpu_slice
 
 IMAGE = ("--image", "example.com/jaxtrain:0.1.0")
 RUNS = ("--volume", "runs:/runs")
@@ -131,7 +133,8 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
     file = tmp_path / "my run.yaml"
     file.write_text("model: {kind: mlp}\ndata: {kind: digits}\ntrain: {steps: 3, global_batch_size: 8}\n")
     words = ("train.steps=4",)
-    manifests = submit("job", *words, *COMMON, "--env", "GREETING=$(HOME) $HOME", "--secret", "wandb", config=str(file))
+    given = ("--env", "GREETING=$(HOME) $HOME", "--env", "GOOGLE_APPLICATION_CREDENTIALS=/var/run/key.json")
+    manifests = submit("job", *words, *COMMON, *given, "--secret", "wandb", config=str(file))
     container = pod_of(manifests)["containers"][0]
     assert container["command"] == ["jaxtrain"]
     assert container["args"] == ["train", "/etc/jaxtrain/my-run.yaml", *words, "--run-dir", "/runs/my run"]
@@ -149,7 +152,7 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
 
 
 # Kubernetes reads YAML by other rules than PyYAML, and dollars in values and arguments by rules of its own.
-@pytest.mark.parametrize("value", ["1e3", "08", "y", "N", "-1E-5", ".5e3", "4x4"])
+@pytest.mark.parametrize("value", ["1e3", "08", "y"])
 def test_a_value_is_a_text_for_kubernetes_too(cli, value):
     answer = cli("submit", "job", "quickstart", *COMMON, "--env", f"A={value}")
     assert f"value: '{value}'\n" in answer.out
@@ -157,27 +160,17 @@ def test_a_value_is_a_text_for_kubernetes_too(cli, value):
 
 @pytest.mark.parametrize(
     ("text", "written"),
-    [("a$$b", "a$$$b"), ("$$(X)", "$$$$(X)"), ("$(X) $X $", "$$(X) $X $"), ("$é", "$$é"), ("$$", "$$$")],
+    [("$$(X)", "$$$$(X)"), ("$(X) $X $", "$$(X) $X $")],
 )
 def test_dollars_are_dollars_in_the_pods(submit, text, written):
     container = pod_of(submit("job", *COMMON, f"name={text}x", "--name", "a", "--env", f"A={text}"))["containers"][0]
     assert {"name": "A", "value": written} in container["env"]
 
 
-def test_a_setting_of_several_lines_stays_in_the_comment(submit):
-    word = 'data.path="a\n\n  b: c"'
-    assert word in pod_of(submit("job", word, *COMMON))["containers"][0]["args"]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("# token of Ann: hf_abcdefghijklmnopqrstuvwxyz\n", ()), ("data: {path: 'https://u:pw@h/x'}\n", ("data.path=x",))],
-    ids=["comment", "replaced by the command line"],
-)
-def test_a_secret_of_the_file_is_not_handed_to_the_cluster(cli, tmp_path, text, words):
+def test_a_secret_of_the_file_is_not_handed_to_the_cluster(cli, tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(f"train: {{steps: 3}}\n{text}")
-    answer = cli("submit", "job", str(file), *words, *COMMON)
+    file.write_text("train: {steps: 3}\n# token of Ann: hf_abcdefghijklmnopqrstuvwxyz\n")
+    answer = cli("submit", "job", str(file), *COMMON)
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith(f"jaxtrain: {file} holds a secret, which a manifest would show")
 
@@ -196,43 +189,18 @@ def test_an_accelerator_that_does_not_start_is_no_slow_run(submit, words, platfo
 # id: (words after `submit job quickstart`, line)
 REFUSED = {
     "no image": ((), "--image is missing"),
-    "image with spaces": (("--image", "my image"), "--image takes a reference such as registry/path:tag"),
-    "two clusters": ((*COMMON, "--replicas", "2"), "each replica would be a cluster of its own"),
-    "hosts of no number": ((*COMMON, "--hosts", "two"), "--hosts: 'two' is not a whole number of 1 or more"),
     "hosts of another slice": ((*COMMON, "--tpu", "v5e/4x4", "--hosts", "2"), "16 chips are 4 hosts of 4 chips"),
-    "hosts of a small slice": ((*COMMON, "--tpu", "v6e/2x4", "--hosts", "4"), "1 host of 8 chips or 2 hosts of 4"),
     "gpus and tpus": ((*COMMON, "--tpu", "v5e/4x4", "--gpus", "8"), "not allowed with argument --tpu"),
     "no such tpu": ((*COMMON, "--tpu", "v9/4x4"), "--tpu takes TYPE/TOPOLOGY with a type of v4, v5e, v5p, v6e, v7x"),
-    "no such topology": ((*COMMON, "--tpu", "v5e/3x3"), "TPU v5e has no such topology; it has 1x1, 2x2, 2x4, 4x4"),
-    "topology of cubes": ((*COMMON, "--tpu", "v5p/4x4x6"), "multiples of 4x4x4 with ascending sides"),
-    "topology without type": ((*COMMON, "--tpu", "4x4"), "--tpu takes TYPE/TOPOLOGY"),
-    "topology of no numbers": ((*COMMON, "--tpu", "v5e/big"), "takes a topology such as 4x4"),
     "name": ((*COMMON, "--name", "My_Run"), "not 'My_Run'; write --name my-run"),
-    "name of a digit": ((*COMMON, "--name", "7b"), "not '7b'; write --name run-7b"),
     "name too long": ((*COMMON, "--hosts", "16", "--name", "a" * 60), "at most 54 leave room for the numbers"),
-    "namespace": ((*COMMON, "--namespace", "a.b"), "--namespace takes lower-case letters"),
-    "queue": ((*COMMON, "--queue", "GPUs"), "--queue takes lower-case letters"),
-    "secret": ((*COMMON, "--secret", "my secret"), "--secret takes lower-case letters"),
-    "account": ((*COMMON, "--service-account", "-a"), "--service-account"),
     "volume without path": ((*IMAGE, "--volume", "runs"), "--volume takes CLAIM:PATH, not 'runs'"),
-    "volume of a relative path": ((*IMAGE, "--volume", "runs:runs"), "takes an absolute path inside the container"),
-    "volume at the root": ((*IMAGE, "--volume", "runs:/"), "takes an absolute path inside the container"),
     "volume over another": ((*COMMON, "--volume", "more:/runs/"), "/runs is mounted already"),
-    "volume over shared memory": ((*IMAGE, "--volume", "runs:/dev/shm"), "/dev/shm is mounted already"),
-    "claim": ((*IMAGE, "--volume", "Runs:/runs"), "--volume (claim) takes lower-case letters"),
-    "memory": ((*COMMON, "--memory", "64 GB"), "--memory takes a number of bytes above 0 with a unit"),
-    "cpus": ((*COMMON, "--cpus", "0"), "--cpus takes a number of CPUs above 0"),
-    "grace": ((*COMMON, "--grace", "0"), "--grace: '0' is not a whole number of 1 or more"),
-    "variable": ((*COMMON, "--env", "A B=1"), "--env takes NAME=VALUE"),
-    "more starts than are counted": ((*COMMON, "--restarts", "1000000000", "--hosts", "4"), "use at most 536870911"),
     "secret in a variable": ((*COMMON, "--env", "WANDB_API_KEY=abc"), "write --secret NAME-OF-THE-SECRET"),
-    "secret as a value": ((*COMMON, "--env", "PROXY=http://u:pw@host"), "write --secret NAME-OF-THE-SECRET"),
     "run directory in a store": ((*IMAGE, "--run-dir", "gs://bucket/run"), "is not a path on this machine"),
     "memory without a unit": ((*COMMON, "--memory", "64"), "not '64'; write --memory 64Gi"),
     "secret in a setting": ((*COMMON, "data.path=https://u:pw@host/x"), "the cluster, write --secret with its name"),
-    "unknown key": ((*COMMON, "train.step=5"), "did you mean 'train.steps'?"),
     "degrees": ((*COMMON, "--hosts", "2", "--gpus", "8", "parallel.tensor=3"), "does not divide the number of devices"),
-    "output": ((*COMMON, "-o", "/none/there.yaml"), "-o /none/there.yaml: cannot be written: No such file"),
 }  # fmt: skip
 
 
@@ -255,18 +223,11 @@ def test_the_directory_of_a_run_is_not_in_the_pods(cli, tmp_path):
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        (("--image", "example.com/jaxtrain", *RUNS), "has no fixed tag"),
         (("--image", "example.com/jaxtrain:latest", *RUNS), "has no fixed tag"),
         (IMAGE, "runs/quickstart lies on no volume and is lost with its pod"),
-        ((*COMMON, "--run-dir", "/tmp/x"), "/tmp/x lies on no volume"),
-        ((*IMAGE, "checkpoint.directory=gs://bucket/x"), "(gs://bucket/x then counts as that of another run)"),
-        (
-            (*COMMON, "checkpoint.directory=ckpts"),
-            "checkpoint.directory=ckpts lies on no volume and is lost with its pod",
-        ),
         ((*COMMON, "checkpoint.mirror=/runsx/copy"), "checkpoint.mirror=/runsx/copy lies on no volume"),
     ],
-    ids=["no tag", "latest", "no volume", "elsewhere", "checkpoints in a store", "checkpoints", "mirror"],
+    ids=["latest", "no volume", "mirror"],
 )
 def test_what_would_be_lost_is_said(cli, words, note):
     answer = cli("submit", "job", "quickstart", *words)
@@ -275,25 +236,28 @@ def test_what_would_be_lost_is_said(cli, words, note):
     assert answer.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("image", "moves"),
-    [("a:5000/b", True), ("a:5000/b:1", False), ("b:latest", True), ("b@sha256:" + "0" * 64, False)],
-    ids=["port", "port and tag", "latest", "digest"],
-)
-def test_images_that_may_change(image, moves):
-    assert moving_image(image) is moves
-
-
-@pytest.mark.parametrize("image", ["my_image", "my_team/jaxtrain:1", "a:5000/b_c:1", "my__image:1@sha256:" + "0" * 64])
-def test_images_with_underscores(image):
-    assert check_image(image) == image
-
-
-@pytest.mark.parametrize(
-    ("name", "made"), [("llama3.1_8b", "llama3-1-8b"), ("7B", "run-7b"), ("_x_", "x"), ("Ü", "run")], ids=str
-)
+@pytest.mark.parametrize(("name", "made"), [("llama3.1_8b", "llama3-1-8b"), ("7B", "run-7b"), ("Ü", "run")], ids=str)
 def test_names_of_configs_become_names_of_jobs(name, made):
     assert as_name(name) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "found"),
+    [
+        # (hosts, chips per host, devices), as in the sources of tpu_slices.py
+        ("v4/2x2x2", None, (2, 4, 8)),
+        ("v5e/2x4", None, (1, 8, 8)),
+        ("v5e/2x4", 2, (2, 4, 8)),
+        ("v5p/8x8x8", None, (128, 4, 512)),
+        ("v6e/16x16", None, (64, 4, 256)),
+        ("v7x/4x4x4", None, (16, 4, 128)),
+    ],
+    ids=str,
+)
+def test_hosts_of_a_topology(text, hosts, found):
+    one = tpu_slice(text, hosts=hosts)
+    assert (one.hosts, one.chips_per_host, one.num_devices) == found
+    assert one.accelerator == KINDS[text.partition("/")[0]].label
 
 
 @pytest.fixture
@@ -325,21 +289,10 @@ def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        (
-            "sys.exit('The connection to the server was refused')",
-            "kubectl apply failed: The connection to the server was",
-        ),
-        (
-            "sys.exit('Job is invalid: spec.template: x: field is immutable')",
-            "this name is taken; delete that job first",
-        ),
-        (
-            """sys.exit('no matches for kind "JobSet" in version\\nensure CRDs are installed first')""",
-            "the cluster knows no JobSet; install its controller",
-        ),
-        ("sys.exit(3)", "kubectl apply failed: it said nothing"),
+        ("sys.exit('The connection to the server was refused')", "kubectl apply failed: The connection to the server"),
+        ("sys.exit('Job is invalid: spec.template: x: field is immutable')", "this name is taken; delete that job"),
     ],
-    ids=["no cluster", "name is taken", "no JobSet", "silent"],
+    ids=["no cluster", "name is taken"],
 )
 def test_a_cluster_that_refuses_is_one_line(cli, kubectl, body, line):
     kubectl(f"{THERE}{body}")
@@ -353,11 +306,9 @@ def test_a_cluster_that_refuses_is_one_line(cli, kubectl, body, line):
     ("words", "missing", "line"),
     [
         ((), "persistentvolumeclaim runs", '--volume runs: Error from server (NotFound): "runs" not found (namespace'),
-        (("--queue", "team"), "localqueue.kueue.x-k8s.io team", "--queue team: Error from server (NotFound)"),
         (("--secret", "wandb"), "secret wandb", "--secret wandb: Error from server (NotFound)"),
-        (("--service-account", "x"), "serviceaccount x", "--service-account x: Error from server (NotFound)"),
     ],
-    ids=["claim", "queue", "secret", "account"],
+    ids=["claim", "secret"],
 )
 def test_what_pods_would_wait_for_without_end_is_asked_for(cli, kubectl, words, missing, line):
     kubectl(
@@ -371,26 +322,20 @@ def test_what_pods_would_wait_for_without_end_is_asked_for(cli, kubectl, words, 
     assert answer.err.count("\n") == 1
 
 
-def test_who_may_not_read_secrets_may_name_them(cli, kubectl):
-    kubectl("if 'secret' in sys.argv: sys.exit('Error from server (Forbidden): secrets is forbidden')")
-    assert cli("submit", "job", "quickstart", *COMMON, "--secret", "wandb", "--run").code == 0
-
-
 @pytest.mark.parametrize(
-    ("shown", "line"),
+    ("kind", "shown", "line"),
     [
-        (" Failed FailureTarget", "quickstart is there and has ended (Failed), so that applying it starts nothing"),
-        (" Completed", "and the run goes on from its checkpoint: kubectl delete KIND quickstart -n default --cascade"),
-        ("2026-11-26T06:00:00Z Suspended", "quickstart is being deleted; run this again once it is gone"),
+        ("job", " Failed FailureTarget", "quickstart is there and has ended (Failed), so that applying it starts"),
+        ("jobset", " Completed", "goes on from its checkpoint: kubectl delete jobset quickstart -n default --cascade"),
+        ("job", "2026-11-26T06:00:00Z Suspended", "quickstart is being deleted; run this again once it is gone"),
     ],
     ids=["failed", "done", "being deleted"],
 )
-@pytest.mark.parametrize("kind", ["job", "jobset"])
 def test_a_job_that_has_ended_is_not_started_by_applying_it(cli, kubectl, kind, shown, line):
     kubectl(f"if sys.argv[2] == {kind!r}: print({shown!r}, end='')\nif sys.argv[1] == 'apply': sys.exit('applied')")
     answer = cli("submit", kind, "quickstart", *COMMON, "--run")
     assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert line.replace("KIND", kind) in answer.err
+    assert line in answer.err
 
 
 def test_without_kubectl_one_line_says_what_works(cli, monkeypatch, tmp_path):
@@ -398,3 +343,74 @@ def test_without_kubectl_one_line_says_what_works(cli, monkeypatch, tmp_path):
     answer = cli("submit", "job", "quickstart", *COMMON, "--run")
     assert answer.code == 2
     assert "kubectl apply -f run.yaml" in answer.err
+
+
+# Against the schemas of Kubernetes (kubernetes-validate) and the models of JobSet (kubeflow-trainer-api): both find
+# unknown keys and wrong types and know no words of enumerations, which the tests above hold.
+SCHEMAS = {
+    "cpus of two hosts": ("--hosts", "2", "--cpus", "2", "--memory", "8Gi", "--env", "A=1", "--service-account", "x"),
+    "gpus of four hosts": ("--hosts", "4", "--gpus", "8", "--queue", "team", "--secret", "wandb"),
+    "a slice of tpus": ("--tpu", "v5e/4x4"),
+}
+# The oldest in which a pod failure policy is stable, and the newest that kubernetes-validate 1.37 knows.
+VERSIONS = ("1.31", "1.37")
+
+
+def mistakes(manifest, version="1.37"):
+    """What the validators of its kind say of a manifest."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    if manifest["kind"] == "JobSet":
+        return jobset_mistakes(manifest, version)
+    try:
+        kubernetes_validate.validate(manifest, version, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [error.message]
+    return []
+
+
+def jobset_mistakes(manifest, version):
+    pytest.importorskip("kubeflow_trainer_api")
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+    from pydantic import ValidationError
+
+    try:
+        read = JobsetV1alpha2JobSet.from_dict(manifest)
+    except ValidationError as error:
+        return [str(error)]
+    assert read is not None
+    # The models drop keys that they do not know.
+    found = list(lost(manifest, read.to_dict()))
+    for replicated in manifest["spec"]["replicatedJobs"]:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, **replicated["template"]}
+        found += mistakes(job, version)
+    return found
+
+
+def lost(given, read, path=""):
+    if isinstance(given, dict):
+        for key, value in given.items():
+            if not isinstance(read, dict) or key not in read:
+                yield f"{path}.{key}"
+            else:
+                yield from lost(value, read[key], f"{path}.{key}")
+    elif isinstance(given, list):
+        if not isinstance(read, list) or len(read) != len(given):
+            yield path
+            return
+        for index, (one, other) in enumerate(zip(given, read, strict=True)):
+            yield from lost(one, other, f"{path}[{index}]")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_every_manifest_has_only_keys_that_are_known(submit, kind):
+    for name, words in SCHEMAS.items():
+        manifests = submit(kind, "train.global_batch_size=32", *COMMON, *words)
+        assert {"Job", "JobSet"} & set(manifests)
+        for version in VERSIONS:
+            for one, manifest in manifests.items():
+                assert mistakes(manifest, version) == [], (name, one)
+    # What is wrong is found.
+    wrong = copy.deepcopy(manifests)
+    pod_of(wrong)["subdomian"] = "x"
+    assert any(mistakes(one) for one in wrong.values())

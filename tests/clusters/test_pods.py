@@ -44,10 +44,10 @@ def cluster(tmp_path, capsys):
     config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG)
 
-    def call(kind, *words, change=lambda manifests: manifests, token=None, program=None):
+    def call(kind, *words, program=None):
         words = (*words, "--image", "example.com/jaxtrain:0.1.0", "--volume", "runs:/srv/runs", "--hosts", "2")
         assert main(["submit", kind, str(config), *words, "--namespace", "research"]) == 0
-        pods = standin.pods_of(change(list(yaml.safe_load_all(capsys.readouterr().out))))
+        pods = standin.pods_of(list(yaml.safe_load_all(capsys.readouterr().out)))
         folder = tmp_path / f"cluster-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         with standin.interface(pods, folder) as (port, asked):
@@ -55,7 +55,7 @@ def cluster(tmp_path, capsys):
             started = []
             try:
                 for index in range(pods.count):
-                    started.append(standin.start_pod(pods, index, token=token, program=program, **options))
+                    started.append(standin.start_pod(pods, index, program=program, **options))
                 said = [pod.communicate(timeout=240) for pod in started]
             finally:
                 for pod in started:
@@ -82,24 +82,3 @@ def test_pods_of_a_jobset_are_one_cluster(cluster):
     # The line before it is the init container's, which waits until the first pod has an address.
     first = "tiny-hosts-0-0.tiny 127.0.1.1\n"
     assert [(code, out) for code, out, _ in ended] == [(0, f"{first}0 2\n"), (0, f"{first}1 2\n")], ended
-
-
-def without_role(manifests):
-    return [one for one in manifests if one["kind"] != "RoleBinding"]
-
-
-@pytest.mark.parametrize(
-    ("change", "token", "line"),
-    [
-        (lambda manifests: manifests, "stale", "Kubernetes API Error: 401 - Unauthorized"),
-        (without_role, None, "Kubernetes API Error: 403 - Forbidden"),
-    ],
-    ids=["token is refused", "no right to read pods"],
-)
-def test_a_cluster_that_does_not_answer_is_one_line(cluster, change, token, line):
-    ended, _ = cluster("job", change=change, token=token)
-    for code, _, err in ended:
-        assert code == 2
-        assert line in err
-        assert "service account" in err
-        assert err.count("\n") == 1

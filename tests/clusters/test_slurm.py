@@ -55,6 +55,16 @@ print("GPUs of process", jax.process_index(), "of", jax.process_count(), "are", 
 """
 
 
+# Options that the cluster cannot run: the line.
+REFUSED = {
+    "--partition nope": "--partition nope: this cluster has no such partition; sinfo lists main, one",
+    "--nodes 2 --partition one": "--nodes 2: partition one has 1 node; ask for",
+    "--time 2-0": "--time 2-0: partition main ends jobs after 01:00:00; ask for",
+    "--gpus-per-node 4": "--gpus-per-node 4: of the 2 nodes of partition main 0 have so",
+    "--sbatch=--nonsense --run": "Slurm refused the job: ",
+}
+
+
 class Cluster:
     """Two nodes, and a thread that does not let jobs wait for the two minutes after which Slurm starts them again."""
 
@@ -135,13 +145,6 @@ class Cluster:
         line = f"restart {restarts} of at most"
         self.wait(line, job, lambda: line in self.output(job))
 
-    def is_left(self, job: str, state: str) -> None:
-        """A job that Slurm ends is not started again by its script, though its processes say that they saved."""
-        assert self.ends(job)[::2] == (state, "0"), self.output(job)
-        self.wait("its script", job, lambda: "so this script does not start it again" in self.output(job))
-        assert "stopped by TERM" in self.output(job)
-        assert self.job(job)["JobState"] == state
-
     def trains(self, job: str, *, start: int = 0) -> None:
         """Waits until a start of a job has trained some steps; `start` counts from 0."""
 
@@ -203,80 +206,71 @@ def test_events_on_a_real_cluster(cluster, capsys):
         words = words if program is None else ("quickstart", *words)
         return cluster.submit(capsys, name, *words, program=program, before=before)
 
-    two = ("--nodes", "2", "--emulate", "2")
-    trained = submit("trained", *TINY, *two, "--time", "50", "--srun=--wait=8")
-    warned = submit("warned", *TINY, *two, "--time", "50", "--signal", "USR1", "--warning-seconds", "60")
-    # Two words that a shell would take apart.
-    hard = ['data.path=it\'s "$HOME" `id` \\ %j', "name=a b"]
-    # Slurm ends processes and script at once: these scripts are late, as one on a loaded node may be.
-    late = {"program": WAITS, "before": "trap '' TERM"}
-    limited = submit(
-        "limited", *hard, "--nodes", "2", "--time", "1", "--warning-seconds", "30", "--signal", "USR1", **late
+    trained = submit(
+        *("trained", *TINY, "--nodes", "2", "--emulate", "2", "--time", "50", "--srun=--wait=8"),
+        *("--signal", "USR1", "--warning-seconds", "60"),
     )
-    cancelled = submit("cancelled", **late)
-    soon = submit("soon", "--time", "1", "--warning-seconds", "30", program=WAITS)
+    # Words that a shell would take apart. Slurm ends processes and script at once: this script is late, as one on a
+    # loaded node may be.
+    hard = ['data.path=it\'s "$HOME" `id` \\ %j', "name=a b"]
+    cancelled = submit("cancelled", *hard, "--nodes", "2", program=WAITS, before="trap '' TERM")
     requeued = submit("requeued", "--nodes", "2", "--time", "9", program=WAITS)
     again = submit("again", "--max-restarts", "1", program=ENDS.format(code=75))
-    wrong = submit("wrong", "--nodes", "2", program=ENDS.format(code=3))
     program = DEVICES.format(python=sys.executable)
-    whole = submit("whole", "--nodes", "2", "--gpus-per-node", "2", program=program)
     shared = submit("shared", "--gpus-per-node", "2", "--tasks-per-node", "2", program=program)
     alone = f"exec {sys.executable} -m jaxtrain train quickstart --run-dir alone"
     words = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--output=alone-%j.out", f"--wrap={alone}"]
     without_srun = cluster.shows(*words).strip()
 
-    # Exit code 3 is handed on; 75 starts again as often as was asked for, and then ends with 1.
-    assert cluster.ends(wrong) == ("FAILED", "3:0", "0")
+    # What the cluster cannot run is one line.
+    for options, line in REFUSED.items():
+        capsys.readouterr()
+        usual = ["--cpus-per-task", "1", *([] if "gpus" in options else ["--emulate", "1"])]
+        code = main(["submit", "slurm", "quickstart", *usual, *options.split()])
+        told = capsys.readouterr()
+        assert (code, told.out) == (2, ""), options
+        assert told.err.startswith(f"jaxtrain: {line}"), told.err
+        assert told.err.count("\n") == 1, options
+
+    # Exit code 75 starts again as often as was asked for, and then ends with 1.
     cluster.is_started_again(requeued, 0)
     cluster.shows("scontrol", "requeue", requeued)
     assert cluster.ends(again) == ("FAILED", "1:0", "1")
     assert cluster.output(again).endswith("exit code 75, and no restart is left of 1; submit again to go on\n")
 
-    cluster.is_started_again(cancelled, 0)
-    cluster.wait("the program", cancelled, lambda: "words: " in cluster.output(cancelled))
+    line = f"words: train quickstart {' '.join(hard)} --run-dir {cluster.work}/runs/cancelled"
+    cluster.wait("the program", cancelled, lambda: cluster.output(cancelled).count(line) == 2)
     cluster.shows("scancel", cancelled)
-    cluster.is_left(cancelled, "CANCELLED")
+    # A job that Slurm ends is not started again by its script, though its processes say that they saved.
+    assert cluster.ends(cancelled)[::2] == ("CANCELLED", "0"), cluster.output(cancelled)
+    cluster.wait("its script", cancelled, lambda: "so this script does not start it again" in cluster.output(cancelled))
+    assert "stopped by TERM" in cluster.output(cancelled)
 
-    # One process a node uses all of its GPUs, and two share them out.
-    assert cluster.ends(whole) == cluster.ends(shared) == ("COMPLETED", "0:0", "0")
-    told = {name: re.findall(r"GPUs of process.*", cluster.output(name)) for name in (whole, shared)}
-    assert sorted(told[whole]) == ["GPUs of process 0 of 2 are all", "GPUs of process 1 of 2 are all"]
-    assert sorted(told[shared]) == ["GPUs of process 0 of 2 are 0", "GPUs of process 1 of 2 are 1"]
+    # Two processes of a node share out its GPUs.
+    assert cluster.ends(shared) == ("COMPLETED", "0:0", "0")
+    told = re.findall(r"GPUs of process.*", cluster.output(shared))
+    assert sorted(told) == ["GPUs of process 0 of 2 are 0", "GPUs of process 1 of 2 are 1"]
 
     assert cluster.ends(without_srun)[:2] == ("FAILED", "2:0")
     assert re.fullmatch(
         r"jaxtrain: this Slurm job has 2 tasks .* write 'srun' before .*\n", cluster.output(without_srun)
     )
 
-    # A training that is told to stop saves, and its job starts again and goes on.
+    # A training that is warned saves, and its job starts again and goes on. Slurm sends the warning up to half a minute
+    # early; a limit that is moved near sends it at the next look.
     cluster.trains(trained)
-    cluster.shows("scancel", "--signal=TERM", trained)
-    cluster.wait("the save", trained, lambda: "stopped after" in cluster.output(trained))
-    cluster.is_started_again(trained, 1)
-    # Slurm sends the warning up to half a minute early; a limit that is moved near sends it at the next look.
-    cluster.trains(warned)
-    minutes = int(float(cluster.job(warned)["RunTime"].split(":")[1])) + 2
-    cluster.shows("scontrol", "update", f"JobId={warned}", f"TimeLimit={minutes}")
+    minutes = int(float(cluster.job(trained)["RunTime"].split(":")[1])) + 2
+    cluster.shows("scontrol", "update", f"JobId={trained}", f"TimeLimit={minutes}")
 
     # The administrator's requeue is one restart, though the script asks for one as well.
     cluster.is_started_again(requeued, 1)
     assert cluster.output(requeued).count("stopped by TERM") == 2
     cluster.shows("scancel", requeued)
     assert cluster.ends(requeued)[::2] == ("CANCELLED", "1")
-    # Slurm's warning comes as the job asked.
-    cluster.is_started_again(soon, 1)
-    assert "stopped by TERM" in cluster.output(soon)
-    cluster.shows("scancel", soon)
-    # At the limit processes that did not hear the warning get SIGTERM, and their job does not start again.
-    cluster.is_left(limited, "TIMEOUT")
-    assert cluster.output(limited).count("stopped by TERM") == 2
-    line = f"words: train quickstart {' '.join(hard)} --run-dir {cluster.work}/runs/limited"
-    assert cluster.output(limited).count(line) == 2
 
-    cluster.wait("the warning", warned, lambda: "stopped after" in cluster.output(warned))
-    cluster.wait("75", warned, lambda: cluster.job(warned)["Restarts"] == "1")
-    cluster.shows("scancel", warned)
-
+    cluster.wait("the save", trained, lambda: "stopped after" in cluster.output(trained))
+    cluster.is_started_again(trained, 1)
+    cluster.shows("scontrol", "update", f"JobId={trained}", "TimeLimit=50")
     cluster.trains(trained, start=1)
     assert resumed_step(cluster.output(trained)) == saved_step(cluster.output(trained))
     # A node is lost: the other process ends with 70, and once the node is back the job goes on from its last save.
@@ -284,10 +278,6 @@ def test_events_on_a_real_cluster(cluster, capsys):
     cluster.wait("70", trained, lambda: "was lost" in cluster.output(trained))
     cluster.wait("requeue", trained, lambda: cluster.job(trained)["Restarts"] == "2")
     cluster.shows(SCRIPT, "restart-node", cluster.folder, NODE)
-    with (cluster.folder / "slurm.conf").open("a") as file:
-        file.write("RequeueExit=75\n")
-    cluster.shows("scontrol", "reconfigure")
-    bounded = submit("bounded", "--max-restarts", "1", program=ENDS.format(code=75))
     cluster.trains(trained, start=2)
     first, last = re.findall(r"resuming step (\d+)", cluster.output(trained))
     assert int(last) >= int(first)
@@ -297,40 +287,3 @@ def test_events_on_a_real_cluster(cluster, capsys):
     cluster.shows("scancel", trained)
     assert cluster.ends(trained)[::2] == ("CANCELLED", "2")
     assert saved_step(cluster.output(trained)) > int(last)
-    # Where the cluster itself starts jobs that end with 75 again, the bound holds too.
-    assert cluster.ends(bounded) == ("FAILED", "1:0", "1")
-
-
-# id: (options, the line)
-REFUSED = {
-    "no such partition": (
-        "--partition nope",
-        "--partition nope: this cluster has no such partition; sinfo lists main, one",
-    ),
-    "more nodes than there are": (
-        "--nodes 4",
-        "--nodes 4: partition main has 2 nodes; ask for fewer, or another --par",
-    ),
-    "more nodes than the partition has": ("--nodes 2 --partition one", "--nodes 2: partition one has 1 node; ask for"),
-    "more time than the partition gives": (
-        "--time 2-0",
-        "--time 2-0: partition main ends jobs after 01:00:00; ask for",
-    ),
-    "more GPUs than a node has": ("--gpus-per-node 4", "--gpus-per-node 4: of the 2 nodes of partition main 0 have so"),
-    "more cores than a node has": (
-        "--cpus-per-task 33",
-        "1 x 33 CPU cores (--tasks-per-node, --cpus-per-task): of the",
-    ),
-    "what sbatch refuses": ("--sbatch=--nonsense --run", "Slurm refused the job: "),
-}
-
-
-def test_what_the_cluster_cannot_run_is_one_line(cluster, capsys):
-    for name, (options, line) in REFUSED.items():
-        capsys.readouterr()
-        usual = ["--cpus-per-task", "1", *([] if "gpus" in options else ["--emulate", "1"])]
-        code = main(["submit", "slurm", "quickstart", *usual, *options.split()])
-        told = capsys.readouterr()
-        assert (code, told.out) == (2, ""), name
-        assert told.err.startswith(f"jaxtrain: {line}"), (name, told.err)
-        assert told.err.count("\n") == 1, name
