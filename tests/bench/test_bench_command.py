@@ -15,7 +15,6 @@ import pytest
 
 from jaxtrain.bench.limits import Limits
 from jaxtrain.bench.measure import measure
-from jaxtrain.bench.picture import draw
 from jaxtrain.bench.whole_step import WholeStep
 from jaxtrain.cli import main
 from jaxtrain.config import load_config
@@ -87,30 +86,6 @@ def test_what_is_measured_makes_sense(tmp_path, capsys, name):
     lacking |= {f"limits.matmul.{each}" for each, found in limits["matmul"].items() if found is None}
     assert lacking <= set(answer["reasons"])
     assert all(answer["reasons"].values())
-
-
-def test_parts_left_out_are_not_drawn_as_nothing(tmp_path):
-    bare = {"config": "c", "device": {"count": 1, "kind": "cpu"}}
-    step = {"seconds": 2.0, "share_of_measured_matmul": None, "units_per_second": 5.0, "unit": "tokens"}
-    drawn = {}
-    for name, parts in {"nothing": {"blocks": None, "step": None}, "step": {"blocks": None, "step": step}}.items():
-        draw(bare | parts, tmp_path / f"{name}.svg")
-        drawn[name] = (tmp_path / f"{name}.svg").read_text()  # texts are paths, with a comment each
-    assert drawn["nothing"].count("<!-- left out -->") == 2
-    assert drawn["step"].count("<!-- left out -->") == 1
-    assert "2,000 ms" in drawn["step"]
-    assert "matmul rate" not in drawn["step"]
-    assert "as timed alone" not in drawn["step"]
-
-
-@pytest.mark.parametrize(("share", "is_said"), [(1.03, False), (1.5, True)])
-def test_shares_above_the_roofline_are_explained(tmp_path, share, is_said):
-    block = {"name": "MLP", "count": 2, "seconds": 1e-3, "roofline_seconds": share * 1e-3, "share_of_roofline": share}
-    answer = {"config": "c", "device": {"count": 1, "kind": "cpu"}, "blocks": [block], "step": None}
-    draw(answer, tmp_path / "bench.svg")
-    drawn = (tmp_path / "bench.svg").read_text()  # texts are paths, with a comment each
-    assert ("<!-- above 100 %" in drawn) == is_said
-    assert f"<!--  2 ms, {share:.0%} -->" in drawn
 
 
 MISTAKES = {

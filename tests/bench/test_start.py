@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from jaxtrain.bench import measure, start
+from jaxtrain.bench import start
 from jaxtrain.bench.start import NoStepError, cold_and_warm, start_seconds
 from jaxtrain.config import load_config
 from jaxtrain.config.schema import LoggingConfig
@@ -82,13 +82,3 @@ def test_a_deeper_model_is_no_longer_a_program():
         step = build_step(config, input_shape=work.input_shape, vocab_size=work.vocab_size, num_outputs=None)
         lengths.append(len(step.lower(batch_shapes(work)).as_text().splitlines()))
     assert lengths[0] == lengths[1]
-
-
-def test_the_start_of_one_of_several_processes_is_not_timed(monkeypatch):
-    """The run that is timed would join the others, in place of the process that times it."""
-    for name, value in {"COORDINATOR_ADDRESS": "127.0.0.1:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
-        monkeypatch.setenv(f"JAX_{name}", value)
-    monkeypatch.setattr(measure, "cold_and_warm", None)
-    reasons: dict[str, str] = {}
-    assert measure._start("bench_cpu", [], None, reasons) is None
-    assert reasons["start"].endswith("run bench in a process alone")

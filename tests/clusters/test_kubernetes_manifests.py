@@ -8,7 +8,6 @@ import sys
 import pytest
 import yaml
 
-from jaxtrain.submit.names import as_name
 from jaxtrain.submit.tpu_slices import KINDS, tpu_slice
 
 IMAGE = ("--image", "example.com/jaxtrain:0.1.0")
@@ -119,6 +118,8 @@ def test_a_slice_of_tpus(submit):
     manifests = submit("jobset", "train.global_batch_size=16", *COMMON, "--tpu", "v5e/4x4", "--queue", "tpus")
     pod = pod_of(manifests)
     assert job_of(manifests["JobSet"])["spec"]["parallelism"] == 4
+    # One that does not start is no slow run.
+    assert {"name": "JAX_PLATFORMS", "value": "tpu,cpu"} in pod["containers"][0]["env"]
     assert pod["nodeSelector"] == {
         "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
         "cloud.google.com/gke-tpu-topology": "4x4",
@@ -144,6 +145,7 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
     assert {"name": "config", "configMap": {"name": named}} in pod_of(manifests)["volumes"]
     # Two dollars are one: Kubernetes replaces $(NAME) and nothing else.
     assert {"name": "GREETING", "value": "$$(HOME) $HOME"} in container["env"]
+    assert {"name": "JAX_PLATFORMS", "value": "cpu"} in container["env"]
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
     # Another text has another name: a job that runs, and starts pods again, keeps the config that it began with.
     file.write_text(file.read_text() + "seed: 7\n")
@@ -151,20 +153,10 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
     assert changed["ConfigMap"]["metadata"]["name"] != named
 
 
-# Kubernetes reads YAML by other rules than PyYAML, and dollars in values and arguments by rules of its own.
-@pytest.mark.parametrize("value", ["1e3", "08", "y"])
-def test_a_value_is_a_text_for_kubernetes_too(cli, value):
-    answer = cli("submit", "job", "quickstart", *COMMON, "--env", f"A={value}")
-    assert f"value: '{value}'\n" in answer.out
-
-
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [("$$(X)", "$$$$(X)"), ("$(X) $X $", "$$(X) $X $")],
-)
-def test_dollars_are_dollars_in_the_pods(submit, text, written):
-    container = pod_of(submit("job", *COMMON, f"name={text}x", "--name", "a", "--env", f"A={text}"))["containers"][0]
-    assert {"name": "A", "value": written} in container["env"]
+def test_what_would_be_lost_is_said(cli):
+    answer = cli("submit", "job", "quickstart", *IMAGE)
+    assert answer.code == 0
+    assert "runs/quickstart lies on no volume and is lost with its pod" in answer.err
 
 
 def test_a_secret_of_the_file_is_not_handed_to_the_cluster(cli, tmp_path):
@@ -173,17 +165,6 @@ def test_a_secret_of_the_file_is_not_handed_to_the_cluster(cli, tmp_path):
     answer = cli("submit", "job", str(file), *COMMON)
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith(f"jaxtrain: {file} holds a secret, which a manifest would show")
-
-
-@pytest.mark.parametrize(
-    ("words", "platforms"),
-    [((), "cpu"), (("--gpus", "1"), "cuda,cpu"), (("--tpu", "v6e/1x1"), "tpu,cpu")],
-    ids=["cpu", "gpu", "tpu"],
-)
-def test_an_accelerator_that_does_not_start_is_no_slow_run(submit, words, platforms):
-    assert {"name": "JAX_PLATFORMS", "value": platforms} in pod_of(submit("job", *COMMON, *words))["containers"][0][
-        "env"
-    ]
 
 
 # id: (words after `submit job quickstart`, line)
@@ -213,53 +194,6 @@ def test_a_mistake_is_one_line(cli, words, line):
     assert "pw" not in answer.err.split("://")[-1]
 
 
-def test_the_directory_of_a_run_is_not_in_the_pods(cli, tmp_path):
-    (tmp_path / "run.json").write_text('{"config": {"model": {"kind": "mlp"}, "data": {"kind": "digits"}}}')
-    answer = cli("submit", "job", str(tmp_path), *COMMON)
-    assert answer.code == 2
-    assert "is the directory of a run on this machine" in answer.err
-
-
-@pytest.mark.parametrize(
-    ("words", "note"),
-    [
-        (("--image", "example.com/jaxtrain:latest", *RUNS), "has no fixed tag"),
-        (IMAGE, "runs/quickstart lies on no volume and is lost with its pod"),
-        ((*COMMON, "checkpoint.mirror=/runsx/copy"), "checkpoint.mirror=/runsx/copy lies on no volume"),
-    ],
-    ids=["latest", "no volume", "mirror"],
-)
-def test_what_would_be_lost_is_said(cli, words, note):
-    answer = cli("submit", "job", "quickstart", *words)
-    assert answer.code == 0
-    assert note in answer.err
-    assert answer.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(("name", "made"), [("llama3.1_8b", "llama3-1-8b"), ("7B", "run-7b"), ("Ü", "run")], ids=str)
-def test_names_of_configs_become_names_of_jobs(name, made):
-    assert as_name(name) == made
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts", "found"),
-    [
-        # (hosts, chips per host, devices), as in the sources of tpu_slices.py
-        ("v4/2x2x2", None, (2, 4, 8)),
-        ("v5e/2x4", None, (1, 8, 8)),
-        ("v5e/2x4", 2, (2, 4, 8)),
-        ("v5p/8x8x8", None, (128, 4, 512)),
-        ("v6e/16x16", None, (64, 4, 256)),
-        ("v7x/4x4x4", None, (16, 4, 128)),
-    ],
-    ids=str,
-)
-def test_hosts_of_a_topology(text, hosts, found):
-    one = tpu_slice(text, hosts=hosts)
-    assert (one.hosts, one.chips_per_host, one.num_devices) == found
-    assert one.accelerator == KINDS[text.partition("/")[0]].label
-
-
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
     """A stand-in for kubectl, first on the PATH: a body of Python, which gets the arguments and the manifests."""
@@ -286,56 +220,45 @@ def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
     assert {one["kind"]: one for one in yaml.safe_load_all(given.read_text())} == printed
 
 
-@pytest.mark.parametrize(
-    ("body", "line"),
-    [
-        ("sys.exit('The connection to the server was refused')", "kubectl apply failed: The connection to the server"),
-        ("sys.exit('Job is invalid: spec.template: x: field is immutable')", "this name is taken; delete that job"),
-    ],
-    ids=["no cluster", "name is taken"],
-)
-def test_a_cluster_that_refuses_is_one_line(cli, kubectl, body, line):
-    kubectl(f"{THERE}{body}")
-    answer = cli("submit", "job", "quickstart", *COMMON, "--run")
-    assert answer.code == 1
-    assert line in answer.err
-    assert answer.err.count("\n") == 1
+# id: (what kubectl does, kind, exit code, line)
+FAILS = {
+    "no cluster": (f"{THERE}sys.exit('The connection was refused')", "job", 1, "kubectl apply failed: The connection"),
+    "name is taken": (
+        f"{THERE}sys.exit('spec.template: x: field is immutable')",
+        "job",
+        1,
+        "this name is taken; delete",
+    ),
+    "no claim": (
+        "sys.exit('Error from server (NotFound)' if 'persistentvolumeclaim' in sys.argv else 0)",
+        *("job", 2, "--volume runs: Error from server (NotFound)"),
+    ),
+    "has failed": ("if sys.argv[2] == 'job': print(' Failed', end='')", "job", 2, "quickstart is there and has ended"),
+    "is done": (
+        "if sys.argv[2] == 'jobset': print(' Completed', end='')",
+        "jobset",
+        2,
+        "kubectl delete jobset quickstart",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "missing", "line"),
-    [
-        ((), "persistentvolumeclaim runs", '--volume runs: Error from server (NotFound): "runs" not found (namespace'),
-        (("--secret", "wandb"), "secret wandb", "--secret wandb: Error from server (NotFound)"),
-    ],
-    ids=["claim", "secret"],
-)
-def test_what_pods_would_wait_for_without_end_is_asked_for(cli, kubectl, words, missing, line):
-    kubectl(
-        f"if sys.argv[1] == 'apply': sys.exit('applied')\n"
-        f"if ' '.join(sys.argv[2:4]) == {missing!r}:\n"
-        """    sys.exit(f'Error from server (NotFound): "{sys.argv[3]}" not found')"""
-    )
-    answer = cli("submit", "job", "quickstart", *COMMON, *words, "--run", "--namespace", "research")
-    assert answer.code == 2
-    assert line in answer.err
-    assert answer.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "shown", "line"),
-    [
-        ("job", " Failed FailureTarget", "quickstart is there and has ended (Failed), so that applying it starts"),
-        ("jobset", " Completed", "goes on from its checkpoint: kubectl delete jobset quickstart -n default --cascade"),
-        ("job", "2026-11-26T06:00:00Z Suspended", "quickstart is being deleted; run this again once it is gone"),
-    ],
-    ids=["failed", "done", "being deleted"],
-)
-def test_a_job_that_has_ended_is_not_started_by_applying_it(cli, kubectl, kind, shown, line):
-    kubectl(f"if sys.argv[2] == {kind!r}: print({shown!r}, end='')\nif sys.argv[1] == 'apply': sys.exit('applied')")
+@pytest.mark.parametrize(("body", "kind", "code", "line"), FAILS.values(), ids=FAILS)
+def test_a_cluster_that_refuses_is_one_line(cli, kubectl, body, kind, code, line):
+    kubectl(body)
     answer = cli("submit", kind, "quickstart", *COMMON, "--run")
-    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert (answer.code, answer.err.count("\n")) == (code, 1)
     assert line in answer.err
+
+
+def test_hosts_of_a_topology():
+    """(hosts, chips per host, devices), as in the sources of tpu_slices.py."""
+    rows = {"v4/2x2x2": (2, 4, 8), "v5e/2x4": (1, 8, 8), "v5p/8x8x8": (128, 4, 512), "v7x/4x4x4": (16, 4, 128)}
+    for text, found in rows.items():
+        one = tpu_slice(text)
+        assert (one.hosts, one.chips_per_host, one.num_devices) == found, text
+        assert one.accelerator == KINDS[text.partition("/")[0]].label
+    assert tpu_slice("v5e/2x4", hosts=2).chips_per_host == 4
 
 
 def test_without_kubectl_one_line_says_what_works(cli, monkeypatch, tmp_path):

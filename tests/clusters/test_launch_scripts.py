@@ -90,8 +90,8 @@ def test_shellcheck_finds_nothing():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_nodes_of_skypilot_are_one_run(tmp_path, rank):
+def test_nodes_of_skypilot_are_one_run(tmp_path):
+    rank = 1
     task = yaml.safe_load(SKY.read_text())
     program = tmp_path / "jaxtrain-env" / "bin" / "jaxtrain"
     program.parent.mkdir(parents=True)
@@ -138,26 +138,6 @@ def test_ray_starts_again_what_may_go_on(ray_train, monkeypatch, code, started_a
     else:
         ray_train.train_in_worker(settings)
     assert told == [code]
-
-
-@pytest.mark.parametrize("given", [("--run-dir", "out"), ("--run-dir=out",)], ids=["two words", "one word"])
-def test_paths_of_ray_are_those_of_the_folder_where_it_is_started(ray_train, monkeypatch, tmp_path, given):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.yaml").write_text("train: {steps: 5}\n")
-    start = ["ray_train.py", "--workers", "2", "--results", "r", "--"]
-    monkeypatch.setattr(sys, "argv", [*start, "my.yaml", "train.steps=3", *given])
-    words = [f"{tmp_path}/my.yaml", "train.steps=3", "--run-dir", f"{tmp_path}/out"]
-    assert ray_train.read_arguments()[1] == words
-    monkeypatch.setattr(sys, "argv", [*start, "quickstart", *words[2:]])
-    assert ray_train.read_arguments()[1] == ["quickstart", *words[2:]]
-
-
-@pytest.mark.parametrize("words", [["quickstart"], []], ids=str)
-def test_ray_without_a_run_directory_is_one_line(ray_train, monkeypatch, capsys, words):
-    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--workers", "2", "--results", "r", "--", *words])
-    with pytest.raises(SystemExit, match="2"):
-        ray_train.read_arguments()
-    assert "after '--' stand CONFIG" in capsys.readouterr().err
 
 
 FILES = sorted((ROOT / "containers").glob("Dockerfile.*"))

@@ -1,10 +1,6 @@
 """Processes of one run that were started differently: all end with one line before anything is compiled."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,25 +58,13 @@ STARTS = {
     ("first", "second", "code", "line"),
     [pytest.param(*row, id=name, marks=[pytest.mark.long] * (name != "configs")) for name, row in STARTS.items()],
 )
-def test_both_end_before_the_first_step(tmp_path: Path, first, second, code, line):
+def test_both_end_before_the_first_step(start_ranks, tmp_path: Path, first, second, code, line):
     (tmp_path / "tiny.yaml").write_text(json.dumps(TINY))
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"The cat {name} sat on the mat.\n" * 500)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = []
-    for index, words in enumerate((first, second)):
-        cluster = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index))
-        command = [sys.executable, "-m", "jaxtrain", "train", "tiny.yaml", "--emulate", "1", "--run-dir", "run"]
-        environment = {**os.environ, **cluster, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen([*command, *words.split()], cwd=tmp_path, env=environment, **pipes))
-    try:
-        found = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    command = ["-m", "jaxtrain", "train", "tiny.yaml", "--emulate", "1", "--run-dir", "run"]
+    processes = start_ranks([[*command, *words.split()] for words in (first, second)], cwd=tmp_path)
+    found = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [code, code], found
     for _, err in found:
         # What Gloo says as it connects the two is not theirs.

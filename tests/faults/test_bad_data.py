@@ -76,15 +76,6 @@ def test_the_next_good_image_takes_the_place_of_a_bad_one_in_any_order_of_readin
     assert any("0/02.png cannot be decoded" in line for line in named)
 
 
-@pytest.mark.long
-def test_too_many_bad_images_are_an_error(tmp_path):
-    rows = open_data(images(image_folder(tmp_path, bad=(2, 4)), on_bad_record="skip")).train
-    assert rows[place(rows, "02.png")]["inputs"].shape == (8, 8, 3)
-    for _ in range(2):
-        with pytest.raises(DataError, match=r"at least 2 bad records of 12, more than data.max_bad_fraction=0.0001"):
-            rows[place(rows, "04.png")]
-
-
 LINES = ['{"text": "one"}', '{"text": 3}', '{"text": "two"}', "not JSON", "[1]", "", '{"text": "three"}'] + [
     '{"text": "more"}'
 ] * 10

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxtrain.metrics.report.page import write_report
-from jaxtrain.metrics.time_spent import TimeSpent, counted_from, earlier_seconds, read_restarts, save_entry
+from jaxtrain.metrics.time_spent import TimeSpent, counted_from, earlier_seconds, save_entry
 from jaxtrain.run.restarted import seconds_before
 from jaxtrain.runtime.files import write_json_atomic
 
@@ -61,12 +61,6 @@ def test_the_time_after_a_supervisor_gave_up_is_no_time_of_the_run(tmp_path, mon
     assert seconds_before(tmp_path, before, start=5, began_at=130.0)["restarting"] == 5.0
 
 
-def test_an_end_that_several_supervisors_saw_is_one(tmp_path):
-    both = [row(100.0, 114.0), row(100.1, 114.1), row(116.0, 125.0), row(115.9, 125.2)]
-    (tmp_path / "restarts.jsonl").write_text("\n".join(map(json.dumps, both)))
-    assert read_restarts(tmp_path) == both[::2]
-
-
 def test_steps_that_a_roll_back_does_again_are_lost():
     spent = TimeSpent({"steps": 10.0})
     spent.add("steps", 5.0)
@@ -88,12 +82,6 @@ def test_the_start_of_a_process_is_counted():
     # What the machine takes for the two lines.
     assert spent.seconds()["starting"] == pytest.approx(7, abs=1)
     assert time.time() - spent.began_at == pytest.approx(7, abs=1)
-
-
-def test_lines_that_are_no_rows_are_left_out(tmp_path):
-    (tmp_path / "restarts.jsonl").write_text('{"began": 1}\n[]\nnull\n{"torn')
-    assert read_restarts(tmp_path) == [{"began": 1}]
-    assert read_restarts(tmp_path / "nowhere") == []
 
 
 def test_the_report_shows_it(tmp_path):

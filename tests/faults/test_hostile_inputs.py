@@ -1,6 +1,5 @@
 """Security of what a run reads and writes: no code from data, private files, no secrets, no control of the terminal."""
 
-import ast
 import io
 import json
 import os
@@ -16,44 +15,26 @@ import pytest
 import jaxtrain
 from jaxtrain.cli import main
 from jaxtrain.errors import CheckpointError
-from jaxtrain.metrics.progress import Progress
 from jaxtrain.published.folder import open_folder
-from jaxtrain.runtime.remarks import print_remark, printable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(jaxtrain.__file__).parent
 SECRET, PASSWORD = "not-to-be-written-4711", "hunter-2-hunter"
-RUN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-# Module -> functions of it that make objects, or run code, of what they read.
-UNSAFE = {"yaml": {"load", "load_all", "unsafe_load", "full_load", "Loader", "UnsafeLoader"}, "torch": {"load"}}
 
 
-def unsafe_uses(tree: ast.AST) -> list[str]:
-    """What a file could run foreign code with."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found += [f"import {name}" for name in names if name.partition(".")[0] in RUN_CODE]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
-            found.append(f"{node.func.id}()")
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.attr in UNSAFE.get(node.value.id, ()):
-                found.append(f"{node.value.id}.{node.attr}")
-        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-            found += [] if isinstance(node.value, ast.Constant) and node.value.value is False else ["allow_pickle"]
-    return found
+# What makes objects, or runs code, of what it reads.
+UNSAFE = re.compile(
+    r"^\s*(?:import|from) (?:c?pickle|_pickle|dill|cloudpickle|joblib|marshal|shelve)\b|(?<![\w.])(?:eval|exec)\("
+    r"|\byaml\.(?:load|load_all|unsafe_load|full_load|Loader|UnsafeLoader)\b|\btorch\.load\b|allow_pickle=(?!False)",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 def test_nothing_in_the_package_runs_code_of_what_it_reads():
-    suspect = re.compile(rf"\b({'|'.join([*RUN_CODE, *UNSAFE, 'eval', 'exec', 'allow_pickle'])})\b")
     texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    found = {path: unsafe_uses(ast.parse(text)) for path, text in texts.items() if suspect.search(text)}
-    assert [(path, uses) for path, uses in found.items() if uses] == []
-    wrong = (
-        "import pickle; from dill import loads; eval('1'); np.load(f, allow_pickle=True); yaml.load(f); torch.load(f)"
-    )
-    assert len(unsafe_uses(ast.parse(wrong))) == 6
+    assert {path: UNSAFE.findall(text) for path, text in texts.items() if UNSAFE.search(text)} == {}
+    for wrong in ("import pickle", "from dill import x", "eval('1')", "load(f, allow_pickle=True)", "yaml.load(f)"):
+        assert UNSAFE.search(wrong), wrong
 
 
 @pytest.mark.long
@@ -160,17 +141,6 @@ def test_a_terminal_gets_no_escape_codes(hostile_run, capsys):
     assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", printed.err + printed.out) is None
 
 
-def test_control_characters_become_escapes(capsys):
-    assert printable("a\x1b[2Jb\tc\nd\x7f\x9b\r") == "a\\x1b[2Jb\tc\nd\\x7f\\x9b\\x0d"
-    print_remark("é\x1b[0m")
-    with Progress(live=False) as progress:
-        progress.message("data: \x1b]0;title\x07 from s3://me:pw@host/a")
-        progress.result("sample: \x1b[31m")
-    printed = capsys.readouterr()
-    assert printed.err == "é\\x1b[0m\ndata: \\x1b]0;title\\x07 from s3://(redacted)@host/a\n"
-    assert printed.out == "sample: \\x1b[31m\n"
-
-
 def check_stream(command: str, streams: str, code: int, line: str = "") -> None:
     """A command whose standard output and error are redirected in a shell: its exit code, and what is left to see."""
     words = f"{sys.executable} -m jaxtrain.cli {command} {streams}"
@@ -201,9 +171,8 @@ def test_a_command_whose_streams_cannot_be_written(streams):
 @pytest.mark.long
 def test_a_run_whose_streams_cannot_be_written(tmp_path):
     train = f"train digits_mlp train.steps=1 --run-dir {tmp_path}"
-    check_stream(f"{train}/closed", "<&- >&- 2>&-", 0)
     # The answer of a run is lost, and not the run; so it is where a reader leaves while the run goes on.
     check_stream(f"{train}/full", ">/dev/full 2>&1", 1)
     check_stream(f"{train}/unread", "2>&1 | true; exit ${PIPESTATUS[0]}", 141)
-    for name in ("closed", "full", "unread"):
+    for name in ("full", "unread"):
         assert json.loads((tmp_path / name / "run.json").read_text())["status"] == "done"

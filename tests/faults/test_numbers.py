@@ -1,11 +1,7 @@
 """Numbers that go wrong in a run: spikes, steps that are not finite, and devices that compute or keep other bits."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,27 +88,6 @@ def test_a_run_goes_back_to_a_step_that_is_still_being_written(tmp_path: Path, m
     assert any("step 12 is a spike" in line and "going back to step 10" in line for line in lines), lines
 
 
-@pytest.mark.long
-def test_a_run_goes_back_further_where_a_checkpoint_is_damaged(tmp_path: Path) -> None:
-    done: list[int] = []
-
-    def damage(moment: jt.Moment) -> None:
-        if moment.step == 35 and not done:
-            done.append(35)
-            # All of them: of several files the largest need not hold a parameter.
-            for path in (tmp_path / "checkpoints/20/state").rglob("d/*"):
-                path.write_bytes(b"damage")
-
-    keys: dict[str, Any] = {"spikes__action": "roll_back", "spikes__window": 32, "spikes__roll_back_steps": 15}
-    keys |= {"spikes__skip_batches": 25, "train__steps": 44}
-    callback = jt.Callback(on_step=damage, every=1)
-    _, lines = train(tmp_path, table(spikes=(40,)), **keys, callbacks=[callback])
-    assert any("checkpoint" in line and "is damaged" in line and "step 10 is used instead" in line for line in lines)
-    (found,) = json.loads((tmp_path / "run.json").read_text())["rolled_back"]
-    assert (found["to_step"], found["first_batch"], found["num_batches"]) == (10, 10, 31)
-    assert sorted(metrics(tmp_path)) == list(range(1, 45))
-
-
 def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corrupt(monkeypatch.setattr, call=7, device=3)
     with pytest.raises(
@@ -127,20 +102,6 @@ def test_a_step_that_gives_other_bits_is_found_by_its_replay(tmp_path: Path, mon
     corrupt(monkeypatch.setattr, call=9, device=None)  # the first time that step 8 is computed, since step 4 was twice
     with pytest.raises(jt.CorruptionError, match=r"step 8 was computed twice .* other bits in params/"):
         train(tmp_path, table(), checks__replay_every=4, train__steps=12)
-
-
-@pytest.mark.long
-def test_a_run_goes_on_with_spikes_and_without_them_again(tmp_path: Path) -> None:
-    """The history is part of the state; checkpoints without one are restored all the same."""
-    data = table()
-    plain, _ = train(tmp_path / "plain", data, train__steps=18)
-    train(tmp_path / "run", data, train__steps=6)
-    result = plain
-    for steps, keys in ((12, {"window": 8}), (18, None)):
-        result, _ = train(tmp_path / "run", data, resume="must", train__steps=steps, spikes=keys)
-        accepted = None if result.state.spikes is None else int(result.state.spikes.accepted)
-        assert accepted == (None if keys is None else 6)
-    assert bits(result.state) == bits(plain.state)
 
 
 def fit_batches(run_dir: Path, batches: list[Any], overrides: dict[str, Any]) -> list[str]:
@@ -164,21 +125,9 @@ def test_an_iterable_names_places_in_its_batches_and_cannot_go_back(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_two_processes_name_the_rank_of_a_flipped_bit_and_a_row(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    ranks = []
-    for rank in ("0", "1"):
-        found = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": rank}
-        command = [sys.executable, str(Path(__file__).with_name("number_runs.py")), str(tmp_path / "run")]
-        pipe = subprocess.PIPE
-        ranks.append(subprocess.Popen(command, text=True, env={**os.environ, **found}, stdout=pipe, stderr=pipe))
-    try:
-        outputs = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+def test_two_processes_name_the_rank_of_a_flipped_bit_and_a_row(start_ranks, tmp_path: Path) -> None:
+    ranks = start_ranks([[Path(__file__).with_name("number_runs.py"), tmp_path / "run"]] * 2)
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
     for rank, (out, err) in zip(ranks, outputs, strict=True):
         assert rank.returncode == 1, err
         assert "after step 8 the copies of params/layers/0/bias" in out

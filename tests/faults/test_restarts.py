@@ -119,15 +119,6 @@ def test_a_run_with_restarts_passes_on_every_signal_at_which_a_run_saves(monkeyp
         assert main(["train", "quickstart", "--restarts", "2", "--run-dir", str(tmp_path)]) == 75, number.name
 
 
-def test_fewer_processes_after_the_same_failure_twice(tmp_path, capsys):
-    less = iter(["with 1 process instead of 2", None])
-    policy = Policy(9, tmp_path, Waits(None), how_ended, lambda: next(less))  # pyright: ignore[reportArgumentType]
-    assert supervise(lambda number: 1, policy) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 4, "once more with two, then twice with one"
-    assert said[1].endswith("with 1 process instead of 2")
-
-
 def test_a_run_that_never_began_is_not_taken_for_the_one_before_it(tmp_path):
     """`--resume never` moves earlier checkpoints away once its step is compiled; a failure before leaves them."""
     make_position(tmp_path, 9, 5)

@@ -1,20 +1,16 @@
 """What ends a run that stands still, with real processes, signals and stuck threads."""
 
-import contextlib
-import os
+import functools
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-HERE = Path(__file__).parent
 STALLED = 70
 # Catches a hang only; a process takes some 10 s to its first step on a machine whose cores are shared.
 LONG_SECONDS = 180
@@ -23,7 +19,7 @@ LONG_SECONDS = 180
 class Runs:
     """Processes of one run in a folder, each with its log."""
 
-    def __init__(self, folder: Path, count: int, **watchdog: float) -> None:
+    def __init__(self, start_ranks: Callable[..., Any], folder: Path, count: int, **watchdog: float) -> None:
         self.folder, self.marks, self.run_dir = folder, folder / "marks", folder / "run"
         self.marks.mkdir()
         config = {
@@ -37,25 +33,9 @@ class Runs:
             "watchdog": watchdog,
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        words = ["-m", "jaxtrain", "train", folder / "config.yaml", "--emulate", "1", "--run-dir", self.run_dir]
         self.logs = [folder / f"log-{index}" for index in range(count)]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for index, log in enumerate(self.logs):
-            words = [sys.executable, "-m", "jaxtrain", "train", str(folder / "config.yaml"), "--emulate", "1"]
-            words += ["--run-dir", str(self.run_dir)]
-            environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "JAX_PLATFORMS": "cpu"}
-            if count > 1:
-                environment |= dict(
-                    JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES=str(count), JAX_PROCESS_ID=str(index)
-                )
-            with log.open("wb") as file:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*words, "--run-dir", str(self.run_dir)], stderr=file, stdout=file, env=environment
-                    )
-                )
+        self.processes = start_ranks([words] * count, logs=self.logs)
 
     def wait_for_steps(self, count: int) -> None:
         """Return once so many more steps are logged."""
@@ -88,15 +68,9 @@ class Runs:
         return path.read_text()
 
 
-@contextlib.contextmanager
-def running(folder: Path, count: int, **watchdog: Any) -> Iterator[Runs]:
-    runs = Runs(folder, count, **watchdog)
-    try:
-        yield runs
-    finally:
-        for process in runs.processes:
-            process.kill()
-            process.wait()
+@pytest.fixture
+def running(start_ranks, tmp_path: Path) -> Callable[..., Runs]:
+    return functools.partial(Runs, start_ranks, tmp_path)
 
 
 def check_clean(log: str) -> None:
@@ -106,11 +80,11 @@ def check_clean(log: str) -> None:
 
 
 @pytest.mark.long
-def test_a_stuck_source_ends_a_single_run(tmp_path: Path) -> None:
-    with running(tmp_path, 1, data_seconds=2) as runs:
-        runs.wait_for_steps(3)
-        (runs.marks / "0").write_text("block")
-        assert runs.code(0) == STALLED
+def test_a_stuck_source_ends_a_single_run(running) -> None:
+    runs = running(1, data_seconds=2)
+    runs.wait_for_steps(3)
+    (runs.marks / "0").write_text("block")
+    assert runs.code(0) == STALLED
     [line] = runs.lines(0)
     assert "in phase waiting for data (limit: watchdog.data_seconds=2); stacks: " in line
     assert "watched_parts.py" in runs.stacks(0), "the thread that reads is among the stacks"
@@ -125,16 +99,16 @@ def test_a_stuck_source_ends_a_single_run(tmp_path: Path) -> None:
         pytest.param(1, signal.SIGSTOP, "silent for ", id="process-1-stopped", marks=pytest.mark.long),
     ],
 )
-def test_a_lost_process_ends_the_other(tmp_path: Path, victim: int, number: signal.Signals, why: str) -> None:
-    with running(tmp_path, 2, lost_seconds=3) as runs:
-        runs.wait_for_steps(3)
-        runs.processes[victim].send_signal(number)
-        survivor = 1 - victim
-        assert runs.code(survivor) == STALLED
-        if number == signal.SIGSTOP:
-            runs.processes[victim].send_signal(signal.SIGCONT)
-            assert runs.code(victim) == STALLED, "once it runs again it finds that the others have ended"
-            check_clean(runs.said()[victim])
+def test_a_lost_process_ends_the_other(running, victim: int, number: signal.Signals, why: str) -> None:
+    runs = running(2, lost_seconds=3)
+    runs.wait_for_steps(3)
+    runs.processes[victim].send_signal(number)
+    survivor = 1 - victim
+    assert runs.code(survivor) == STALLED
+    if number == signal.SIGSTOP:
+        runs.processes[victim].send_signal(signal.SIGCONT)
+        assert runs.code(victim) == STALLED, "once it runs again it finds that the others have ended"
+        check_clean(runs.said()[victim])
     [line] = runs.lines(survivor)
     assert line.startswith(
         f"jaxtrain: process {victim} of 2 (host {socket.gethostname()}) was lost, last heard of at step"
@@ -145,13 +119,13 @@ def test_a_lost_process_ends_the_other(tmp_path: Path, victim: int, number: sign
 
 
 @pytest.mark.long
-def test_a_stuck_main_thread_is_named_by_all(tmp_path: Path) -> None:
+def test_a_stuck_main_thread_is_named_by_all(running) -> None:
     """Its heartbeats go on, and the other process waits for it in a collective."""
     victim = 1
-    with running(tmp_path, 2, step_seconds=3, compile_seconds=60) as runs:
-        runs.wait_for_steps(3)
-        runs.processes[victim].send_signal(signal.SIGUSR2)
-        assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
+    runs = running(2, step_seconds=3, compile_seconds=60)
+    runs.wait_for_steps(3)
+    runs.processes[victim].send_signal(signal.SIGUSR2)
+    assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
     for index in (0, 1):
         [line] = runs.lines(index)
         assert line.startswith(f"jaxtrain: process {victim} of 2 "), runs.said()
@@ -160,12 +134,12 @@ def test_a_stuck_main_thread_is_named_by_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_stuck_source_of_one_process_is_named_by_all(tmp_path: Path) -> None:
+def test_a_stuck_source_of_one_process_is_named_by_all(running) -> None:
     """The limit of the one that waits for data counts, not the shorter one of the other's step."""
-    with running(tmp_path, 2, step_seconds=3, compile_seconds=60, data_seconds=5) as runs:
-        runs.wait_for_steps(3)
-        (runs.marks / "1").write_text("block")
-        assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
+    runs = running(2, step_seconds=3, compile_seconds=60, data_seconds=5)
+    runs.wait_for_steps(3)
+    (runs.marks / "1").write_text("block")
+    assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
     for index in (0, 1):
         [line] = runs.lines(index)
         assert line.startswith("jaxtrain: process 1 of 2 "), runs.said()
@@ -174,21 +148,21 @@ def test_a_stuck_source_of_one_process_is_named_by_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_slowness_pauses_and_errors_are_not_stalls(tmp_path: Path) -> None:
+def test_slowness_pauses_and_errors_are_not_stalls(running) -> None:
     """A slow process is named; one that was stopped itself goes on; one that fails is named with its own error."""
-    with running(tmp_path, 2, lost_seconds=10, step_seconds=3, compile_seconds=60, data_seconds=3) as runs:
-        runs.wait_for_steps(3)
-        (runs.marks / "1").write_text("0.1")
-        runs.wait_until(lambda: " is slow: " in runs.said()[0])
-        for process in runs.processes:
-            process.send_signal(signal.SIGSTOP)
-        time.sleep(5)
-        for process in runs.processes:
-            process.send_signal(signal.SIGCONT)
-        runs.wait_for_steps(3)
-        assert not (runs.run_dir / "stalls").exists()
-        (runs.marks / "1").write_text("damaged")
-        assert [runs.code(0), runs.code(1)] == [3, 3]
+    runs = running(2, lost_seconds=10, step_seconds=3, compile_seconds=60, data_seconds=3)
+    runs.wait_for_steps(3)
+    (runs.marks / "1").write_text("0.1")
+    runs.wait_until(lambda: " is slow: " in runs.said()[0])
+    for process in runs.processes:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    for process in runs.processes:
+        process.send_signal(signal.SIGCONT)
+    runs.wait_for_steps(3)
+    assert not (runs.run_dir / "stalls").exists()
+    (runs.marks / "1").write_text("damaged")
+    assert [runs.code(0), runs.code(1)] == [3, 3]
     assert runs.lines(1) == ["jaxtrain: row 7 is damaged"]
     [line] = runs.lines(0)
     assert line.startswith("jaxtrain: process 1 of 2 ")

@@ -188,52 +188,6 @@ def test_a_second_start_goes_without_at_once(cache):
     assert attempts(small_step(tried=FAILS))[0] == [FAILS]
 
 
-@pytest.mark.parametrize(
-    "change", [dict(xla_llvm_disable_expensive_passes=False), dict(size=5)], ids=["option", "size"]
-)
-def test_what_changes_the_program_is_tried_again(cache, change):
-    attempts(small_step(tried=FAILS))
-    asked, _ = attempts(small_step(tried=FAILS, **change))
-    assert asked == [FAILS]
-    assert len(notes(cache)) == 2
-
-
-def test_a_damaged_note_costs_a_try(cache):
-    attempts(small_step(tried=FAILS))
-    (note,) = notes(cache)
-    note.write_text(note.read_text()[:9])
-    asked, (line,) = attempts(small_step(tried=FAILS))
-    assert asked == [FAILS]
-    assert "at an earlier start" not in line
-    assert attempts(small_step(tried=FAILS))[0] == [], "the note was written anew"
-
-
-class GivesUp:
-    """A lowered program whose compiler gives up in a way of its own."""
-
-    def __init__(self, lowered, error):
-        self.as_text, self._lowered, self._error = lowered.as_text, lowered, error
-
-    def compile(self, compiler_options=None):
-        if compiler_options:
-            raise self._error
-        return self._lowered.compile()
-
-
-@pytest.mark.parametrize(
-    ("message", "is_kept"), [("RESOURCE_EXHAUSTED: Ran out of vmem", True), ("UNAVAILABLE: Socket closed", False)]
-)
-def test_only_what_says_something_of_the_program_is_kept(cache, message, is_kept):
-    step = small_step(tried=FAILS)
-    lowered = GivesUp(step.lower(BATCH), jax.errors.JaxRuntimeError(message))
-    attempt = try_options(lowered, step.compiler_options, step.mesh)
-    taken = settle(attempt, ["", attempt.gave_up], step.compiler_options)
-    assert taken.tried == {}
-    (line,) = taken.lines
-    assert line == f"compiler: goes without xla_no_such_option, with which it gave up on process 1: {message}"
-    assert len(notes(cache)) == is_kept
-
-
 def test_a_process_that_did_not_give_up_goes_without_where_another_one_did(cache):
     step = small_step(tried=WORKS)
     lowered = step.lower(BATCH)

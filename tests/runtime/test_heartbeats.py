@@ -6,8 +6,6 @@ import json
 import select
 import socket
 import struct
-import threading
-import time
 
 import pytest
 
@@ -53,15 +51,6 @@ def settle(hub, spokes, rounds=2):
     return news
 
 
-def test_all_hear_of_all():
-    with star(3) as (hub, spokes):
-        assert {peer.process: peer.status["step"] for peer in hub.peers()} == {1: 11, 2: 12}
-        for index, spoke in enumerate(spokes, 1):
-            heard = {peer.process: peer.status["step"] for peer in spoke.peers()}
-            assert heard == {other: 10 + other for other in (0, 1, 2) if other != index}
-        assert hub.peers()[0].host == socket.gethostname()
-
-
 @pytest.mark.parametrize(
     ("leave", "news"),
     [
@@ -80,14 +69,6 @@ def test_how_a_process_ends(leave, news):
         assert hub.peers()[0].status["step"] == 11, "what it said last is kept for the report"
 
 
-def test_how_process_0_ends():
-    with star(2) as (hub, [spoke]):
-        hub.leave(4, "no disk")
-        hub.close()
-        heard = spoke.round(status("step", 11), 0.1, never) + spoke.round(status("step", 11), 0.1, never)
-        assert heard == [News("left", 0, "no disk", 4)]
-
-
 def test_silence_counts_by_what_the_process_does():
     with star(2) as (hub, _):
         assert hub.round(status("step", 10), 0.1, lambda said: 9 if said["phase"] == "step" else 0) == []
@@ -96,22 +77,6 @@ def test_silence_counts_by_what_the_process_does():
         assert lost.text.startswith("silent for ")
         hub.forgive()
         assert hub.round(status("step", 10), 0.01, lambda said: 5) == []
-
-
-def test_one_reason_ends_all():
-    with star(3) as (hub, spokes):
-        teller = threading.Thread(target=spokes[0].end, args=("stuck",))
-        teller.start()
-        assert hub.round(status("step", 10), 2, never) == [News("end", 1, "stuck")]
-        ending = threading.Thread(target=hub.end, args=("stuck",))
-        began = time.monotonic()
-        ending.start()
-        assert spokes[1].round(status("step", 12), 2, never) == [News("end", 0, "stuck")]
-        teller.join()
-        for spoke in spokes:
-            spoke.close()
-        ending.join()
-        assert time.monotonic() - began < 2.5, "it waits for their ends, not for its limit"
 
 
 @pytest.mark.parametrize(
@@ -134,27 +99,6 @@ def test_strangers_are_sent_away(said):
                 assert stranger.recv(1) == b""
     finally:
         hub.close()
-
-
-def test_the_relay_hides_the_end_of_the_coordinator(monkeypatch):
-    monkeypatch.setattr("jaxtrain.runtime.relay._LOST_SECONDS", 0.5)
-    lost = threading.Event()
-    with socket.create_server((HOST, 0)) as coordinator:
-        address = relayed(f"{HOST}:{coordinator.getsockname()[1]}", timeout=5, lost=lost.set)
-        assert address.startswith("unix:/")
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(address.removeprefix("unix:"))
-            server, _ = coordinator.accept()
-            client.sendall(b"question")
-            assert server.recv(64) == b"question"
-            server.sendall(b"answer")
-            assert client.recv(64) == b"answer"
-            server.close()
-            client.settimeout(0.2)
-            with pytest.raises(TimeoutError):
-                client.recv(1)
-            assert not lost.is_set(), "who watches the run comes first"
-            assert lost.wait(5)
 
 
 def test_the_relay_answers_while_pythons_lock_is_held():

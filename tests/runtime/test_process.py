@@ -5,13 +5,11 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from jaxtrain.runtime.allocator import SETTINGS, restart_environment
-from jaxtrain.runtime.files import files_for_the_group
+from jaxtrain.runtime.allocator import SETTINGS
 
 # As data code does that keeps workers: they live until the process ends them as it exits.
 WITH_WORKERS = """
@@ -87,16 +85,6 @@ def test_the_code_of_the_command_is_that_of_the_process(tmp_path):
     assert (tmp_path / "left_open").read_text() == "written"
 
 
-@pytest.mark.parametrize(
-    ("environment", "accelerator", "restarts"),
-    [({"HOME": "/root"}, False, True), ({"HOME": "/root"}, True, False), ({"MALLOC_ARENA_MAX": "2"}, False, False)],
-)
-def test_who_restarts_with_settings_of_malloc(monkeypatch, environment, accelerator, restarts):
-    monkeypatch.setattr("jaxtrain.runtime.allocator.platform.libc_ver", lambda: ("glibc", "2.36"))
-    found = restart_environment(environment, accelerator=accelerator)
-    assert found == ({**environment, **SETTINGS} if restarts else None)
-
-
 def test_a_restarted_process_is_the_same_and_its_words_too():
     """A program that prints its process number before and after, restarting in between."""
     program = (
@@ -132,32 +120,3 @@ def test_free_memory_of_the_heap_is_given_back():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     # Some of a large block may be taken for what is printed.
     assert int(done.stdout) > 2**25
-
-
-def test_files_stay_those_of_the_group_until_the_last_of_two_runs_has_ended():
-    before = os.umask(0o022)
-    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
-
-    def first():
-        with files_for_the_group():
-            first_is_in.set()
-            second_is_in.wait(20)
-        first_is_out.set()
-
-    def umask():
-        found = os.umask(0o077)
-        os.umask(found)
-        return found
-
-    try:
-        thread = threading.Thread(target=first)
-        thread.start()
-        first_is_in.wait(20)
-        with files_for_the_group():
-            second_is_in.set()
-            first_is_out.wait(20)
-            inside = umask()
-        thread.join(20)
-        assert (inside, umask()) == (0o027, 0o022)
-    finally:
-        os.umask(before)
