@@ -47,7 +47,9 @@ def positive(value) -> bool:
 @pytest.mark.parametrize(
     "name", ["mlp", *(pytest.param(name, marks=pytest.mark.long) for name in CONFIGS if name != "mlp")]
 )
-def test_what_is_measured_makes_sense(tmp_path, capsys, name):
+def test_what_is_measured_makes_sense(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr("jaxtrain.bench.limits._SIZES", {"cpu": 64})
+    monkeypatch.setattr("jaxtrain.bench.limits._ALL_REDUCE_BYTES", {"cpu": 2**12})
     words, blocks, unit = CONFIGS[name]
     assert main(["bench", *words, "--skip", "start", "--out", str(tmp_path), "--json", str(tmp_path / "b.json")]) == 0
     answer = json.loads((tmp_path / "bench.json").read_text())
