@@ -2,7 +2,6 @@
 
 import operator
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -224,29 +223,12 @@ def checked_directory(directory: str | os.PathLike[str] | RemotePath) -> Place:
     """Return the absolute path of a checkpoint directory, or its address in an object store.
 
     Raises:
-        ConfigError: it is a file, or Orbax and Python would write its name in different bytes: the locale is not UTF-8
-            and the path has letters beside ASCII, or it has bytes that are no UTF-8.
+        ConfigError: it is a file.
     """
     place = place_at(directory, what="checkpoint directory")
     if isinstance(place, RemotePath):
         return place
     path = place.absolute()
-    try:
-        is_same = os.fsencode(path) == str(path).encode("utf-8")
-    except UnicodeEncodeError:
-        is_same = False
-    if not is_same:
-        shown_path = os.fsencode(path).decode("utf-8", errors="backslashreplace")
-        if sys.getfilesystemencoding() == "utf-8":
-            raise ConfigError(
-                f"checkpoint directory {shown_path} has bytes that are no UTF-8, which checkpoints need; rename it, "
-                "or use another directory"
-            )
-        raise ConfigError(
-            f"checkpoint directory {shown_path} has letters that the locale's encoding "
-            f"({sys.getfilesystemencoding()}) writes otherwise than UTF-8, which checkpoints need; set PYTHONUTF8=1 or "
-            "LC_ALL=C.UTF-8, or use a directory in ASCII letters"
-        )
     if path.exists() and not path.is_dir():
         raise ConfigError(f"checkpoint directory {path} is a file: choose another directory")
     return path
