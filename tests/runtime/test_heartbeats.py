@@ -32,23 +32,15 @@ def star(count):
     hub = Hub(count, TOKEN, host=HOST)
     spokes = [Spoke(index, TOKEN, hosts=[HOST], port=hub.port, report=pytest.fail) for index in range(1, count)]
     try:
-        settle(hub, spokes)
+        for last in (False, False, True):
+            for index, spoke in enumerate(spokes, 1):
+                spoke.round(status("step", 10 + index), 0.02, never)
+            if not last:
+                hub.round(status("step", 10), 0.05, never)
         yield hub, spokes
     finally:
         for one in (*spokes, hub):
             one.close()
-
-
-def settle(hub, spokes, rounds=2):
-    """All say and hear; returns the news of all."""
-    news = []
-    for _ in range(rounds):
-        for index, spoke in enumerate(spokes, 1):
-            news += spoke.round(status("step", 10 + index), 0.02, never)
-        news += hub.round(status("step", 10), 0.05, never)
-    for index, spoke in enumerate(spokes, 1):
-        news += spoke.round(status("step", 10 + index), 0.02, never)
-    return news
 
 
 @pytest.mark.parametrize(
