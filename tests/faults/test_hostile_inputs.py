@@ -170,7 +170,7 @@ def test_a_command_whose_streams_cannot_be_written(streams):
 
 @pytest.mark.long
 def test_a_run_whose_streams_cannot_be_written(tmp_path):
-    train = f"train digits_mlp train.steps=1 --run-dir {tmp_path}"
+    train = f"train digits_mlp train.steps=1 logging.report=false logging.tensorboard=false --run-dir {tmp_path}"
     # The answer of a run is lost, and not the run; so it is where a reader leaves while the run goes on.
     check_stream(f"{train}/full", ">/dev/full 2>&1", 1)
     check_stream(f"{train}/unread", "2>&1 | true; exit ${PIPESTATUS[0]}", 141)
