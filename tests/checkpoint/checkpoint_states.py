@@ -1,4 +1,4 @@
-"""Small train states for the checkpoint tests: what every optimizer keeps, every dtype, keys and empty arrays."""
+"""Small train states for the checkpoint tests: what optimizers keep, several dtypes, keys and empty arrays."""
 
 import functools
 from dataclasses import dataclass
@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 OPTIMIZERS = {
     "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1)),
-    "sgd": optax.sgd(optax.constant_schedule(0.1), momentum=0.9),
     "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
-    "lion": optax.lion(1e-4),
 }
 
 

@@ -1,34 +1,27 @@
-"""What is saved comes back bit for bit, on any mesh, in the shardings asked for."""
+"""What is saved comes back bit for bit, on any mesh, in the shardings asked for; digests notice every change."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_states import OPTIMIZERS, abstract, assert_same, make_state, mesh_of
+from checkpoint_states import abstract, assert_same, make_state, mesh_of
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint import Checkpointer, digest
 from jaxtrain.errors import CheckpointError
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_round_trip_of_every_optimizer(tmp_path, optimizer):
-    state = make_state(optimizer=optimizer, mesh=mesh_of(8))
+@pytest.mark.parametrize(("optimizer", "before", "after"), [("adamw", 8, 4), ("adafactor", 1, 8)])
+def test_a_state_comes_back_bit_for_bit_on_another_mesh(tmp_path, optimizer, before, after):
+    state = make_state(optimizer=optimizer, mesh=mesh_of(before))
+    target = abstract(state, mesh_of(after))
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         assert checkpointer.save(7, state, metadata={"data": "abc"})
-        assert_same(checkpointer.restore(abstract(state)), state)
-        assert checkpointer.metadata() == {"data": "abc"}
-
-
-@pytest.mark.parametrize(("before", "after"), [(8, 4), (8, 1), (4, 8), (1, 8)])
-def test_restore_on_another_mesh(tmp_path, before, after):
-    state = make_state(mesh=mesh_of(before))
-    target = abstract(state, mesh_of(after))
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state, metadata={})
         restored = checkpointer.restore(target)
+        assert checkpointer.metadata() == {"data": "abc"}
     assert_same(restored, state)
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
@@ -63,12 +56,12 @@ def test_only_large_replicated_arrays_are_divided_between_devices(tmp_path, rows
 
 def test_digest_of_a_state_is_the_same_on_every_mesh(tmp_path):
     found = []
-    for size in (1, 4, 8):
+    for size in (1, 8):
         with Checkpointer(tmp_path / str(size)) as checkpointer:
             checkpointer.save(1, make_state(mesh=mesh_of(size)), metadata={})
             checkpointer.wait()
             found.append(checkpointer.info(1).digests)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path):
@@ -100,13 +93,13 @@ def test_only_the_parameters_are_read(tmp_path):
     assert read == [["params.blocks.0", "params.blocks.1.scale", "params.mlp.bias", "params.mlp.kernel"], ["step"]]
 
 
-@pytest.mark.parametrize("prefix", ["optimizer_state/0/mu", "optimizer_state.0.mu"], ids=["as printed", "as stored"])
-def test_a_prefix_of_several_parts(tmp_path, prefix):
+def test_a_prefix_of_several_parts(tmp_path):
     state = {"optimizer_state": [{"mu": {"kernel": jnp.arange(4.0)}, "nu": {"kernel": jnp.zeros(4)}}]}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, metadata={})
-        found = checkpointer.restore({"kernel": jax.ShapeDtypeStruct((4,), jnp.float32)}, prefix=prefix)
-    np.testing.assert_array_equal(found["kernel"], np.arange(4.0))
+        for prefix in ("optimizer_state/0/mu", "optimizer_state.0.mu"):  # as printed, and as stored
+            found = checkpointer.restore({"kernel": jax.ShapeDtypeStruct((4,), jnp.float32)}, prefix=prefix)
+            np.testing.assert_array_equal(found["kernel"], np.arange(4.0))
 
 
 def test_names_on_disk_are_the_dotted_paths(tmp_path):
@@ -121,18 +114,11 @@ def test_names_on_disk_are_the_dotted_paths(tmp_path):
         assert set(whole) == set(checkpointer.info(1).leaves) - {"model_state.unused"}
 
 
-def test_numbers_and_numpy_arrays_stay_on_the_host(tmp_path):
-    state = {"count": 2**40 + 1, "rate": 0.1, "on": True, "table": np.arange(6, dtype=np.int64).reshape(2, 3) + 2**40}
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state, metadata={})
-        restored = checkpointer.restore(state)
-        checkpointer.verify()
-    assert (restored["count"], restored["rate"], restored["on"]) == (2**40 + 1, 0.1, True)
-    assert restored["table"].dtype == np.int64
-    assert (restored["table"] == state["table"]).all()
-
-
-WIDE = {
+ON_THE_HOST = {
+    "count": 2**40 + 1,
+    "rate": 0.1,
+    "on": True,
+    "int64": np.arange(6, dtype=np.int64).reshape(2, 3) + 2**40,
     "complex128": np.arange(3) * (1 + 2j),
     "a python complex": 2.5 - 1j,
     "complex64": np.arange(3).astype(np.complex64) * 1j,
@@ -141,15 +127,16 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("leaf", WIDE.values(), ids=WIDE)
-def test_wide_numbers_and_other_byte_orders(tmp_path, leaf):
+def test_numbers_and_numpy_arrays_stay_on_the_host(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"a": leaf}, metadata={})
+        checkpointer.save(1, ON_THE_HOST, metadata={})
         checkpointer.verify(1)
-        restored = checkpointer.restore({"a": leaf})["a"]
-        assert not checkpointer.save(1, {"a": leaf}, metadata={})
-    assert type(restored) is type(leaf)
-    np.testing.assert_array_equal(restored, leaf)
+        restored = checkpointer.restore(ON_THE_HOST)
+        assert not checkpointer.save(1, ON_THE_HOST, metadata={})
+    for name, value in ON_THE_HOST.items():
+        assert type(restored[name]) is type(value), name
+        np.testing.assert_array_equal(restored[name], value, err_msg=name)
+    assert restored["int64"].dtype == np.int64
 
 
 def test_a_target_without_sharding_goes_to_the_first_device(tmp_path):
@@ -171,15 +158,15 @@ def test_pinned_host_arrays(tmp_path):
     assert_same(restored, state)
 
 
-@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_keys_of_every_generator(tmp_path, implementation):
-    state = {"keys": jax.random.split(jax.random.key(3, impl=implementation), 4)}
+def test_keys_of_every_generator(tmp_path):
+    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
+    state = {kind: jax.random.split(jax.random.key(3, impl=kind), 4) for kind in kinds}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, metadata={})
         restored = checkpointer.restore(abstract(state))
         checkpointer.verify(1)
     assert_same(restored, state)
-    assert jax.random.key_impl(restored["keys"]) == jax.random.key_impl(state["keys"])
+    assert [str(jax.random.key_impl(restored[kind])) for kind in kinds] == list(kinds)
 
 
 def test_info_and_verify(tmp_path):
@@ -194,19 +181,43 @@ def test_info_and_verify(tmp_path):
     assert info.versions["jax"] == jax.__version__
 
 
-@pytest.mark.parametrize(
-    ("state", "phrase"),
-    [
-        ({"name": "text"}, "name of the state is a str"),
-        ({"a": {"b": 1}, "a.b": 2}, "two arrays of the state have the path a.b"),
-    ],
-    ids=["text", "collision"],
-)
-def test_states_that_cannot_be_saved(tmp_path, state, phrase):
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match=phrase):
-        checkpointer.save(1, state, metadata={})
+def test_states_that_cannot_be_saved(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        for state, metadata, phrase in (
+            ({"name": "text"}, {}, "name of the state is a str"),
+            ({"a": {"b": 1}, "a.b": 2}, {}, r"two arrays of the state have the path a"),
+            ({"x": 1}, {"path": tmp_path}, "must be JSON"),
+        ):
+            with pytest.raises(CheckpointError, match=phrase):
+                checkpointer.save(1, state, metadata=metadata)
 
 
-def test_metadata_that_is_not_json(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="must be JSON"):
-        checkpointer.save(1, {"x": 1}, metadata={"path": tmp_path})
+# A dtype of every width, and those whose bits are read in another way.
+DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "complex64"]
+
+
+def numbers(dtype, shape=(8, 24)):
+    values = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 8, shape) - (dtype == "int4") * 4
+    return values.astype(getattr(ml_dtypes, dtype, None) or np.dtype(dtype))
+
+
+def test_a_digest_is_the_same_on_host_and_device_and_mesh():
+    for dtype in DTYPES:
+        values = numbers(dtype)
+        expected = digest._host_digest(values)
+        assert digest._device_digest(jnp.asarray(values)) == expected, dtype
+        array = jax.device_put(values, NamedSharding(mesh_of(8), PartitionSpec(None, "fsdp")))
+        assert digest._device_digest(array) == digest._host_digest(array) == expected, dtype
+    values = numbers("float32", (3, 40_000))  # of several blocks
+    assert digest._host_digest(values) == digest._device_digest(jnp.asarray(values))
+
+
+def test_a_digest_notices_a_bit_a_wide_number_and_swapped_rows():
+    values = numbers("float32")
+    for bit in (0, 7, 12, 31):
+        flipped = values.copy()
+        flipped.view(np.uint32)[5, 7] ^= np.uint32(1 << bit)
+        assert digest._host_digest(values)[0] != digest._host_digest(flipped)[0], bit
+    assert digest._host_digest(values) != digest._host_digest(values[::-1])
+    wide = np.arange(6, dtype=np.int64) * 2**40
+    assert digest.digests({"x": wide}) != digest.digests({"x": wide + (np.arange(6) == 2) * 2**50})
