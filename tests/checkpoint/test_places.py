@@ -23,47 +23,31 @@ from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.run.elsewhere import take_folder
 
 
-@pytest.mark.parametrize(
-    ("written", "means"),
-    [
-        ("s3://bucket/a//b/", "s3://bucket/a/b"),
-        ("gs://bucket", "gs://bucket"),
-        ("gs:/bucket/a", "gs://bucket/a"),  # a `Path` drops the second slash
-    ],
-)
-def test_an_address_has_one_form(written, means):
-    path = RemotePath(written)
-    assert str(path) == means
-    assert (path / "7").name == "7"
-    assert (path / "7").parent == path
-    assert str((path / "7").parents[-1]).count("/") == 2
-
-
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
+def test_an_address_has_one_form():
+    # A `Path` drops the second slash.
+    for written, means in (("s3://bucket/a//b/", "s3://bucket/a/b"), ("gs:/bucket/a", "gs://bucket/a")):
+        path = RemotePath(written)
+        assert str(path) == means
+        assert (path / "7").name == "7"
+        assert (path / "7").parent == path
+        assert str((path / "7").parents[-1]).count("/") == 2
+    for written, said in (
         ("s3://", "names no bucket"),
         ("s3://Bucket/a", "can be no bucket"),
-        ("gs://ab", "can be no bucket"),
         ("gs://bucket/../a", "is no name"),
-        ("gs://bucket/a*", "is no name"),
         ("gs://bucket/a#b", "number of a version"),
-    ],
-)
-def test_an_address_that_cannot_be_is_refused(written, said):
-    with pytest.raises(ConfigError, match=f"^[^\n]*{said}[^\n]*$"):
-        RemotePath(written)
+    ):
+        with pytest.raises(ConfigError, match=f"^[^\n]*{said}[^\n]*$"):
+            RemotePath(written)
 
 
-@pytest.mark.parametrize("scheme", EXTRAS)
-def test_a_missing_client_names_the_extra(monkeypatch, scheme):
-    package, extra = EXTRAS[scheme]
+def test_a_missing_client_names_the_extra(monkeypatch):
+    package, extra = EXTRAS["s3"]
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    with pytest.raises(ConfigError, match=rf"^checkpoint directory: {scheme}://bucket/a needs the package {package}: "):
-        Checkpointer(f"{scheme}://bucket/a")
-    with pytest.raises(ConfigError, match=rf"pip install 'jaxtrain\[{extra}\]'$"):
-        places.place_at(f"{scheme}://bucket/a", what="checkpoint.mirror")
+    needs = rf"s3://bucket/a needs the package {package}: .*pip install 'jaxtrain\[{extra}\]'$"
+    with pytest.raises(ConfigError, match=f"^checkpoint directory: {needs}"):
+        Checkpointer("s3://bucket/a")
 
 
 def test_a_run_notes_where_its_checkpoints_are(tmp_path: Path):
@@ -79,20 +63,15 @@ class NoCredentialsError(Exception):
     """As botocore calls it."""
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
+def test_what_a_client_raises_is_one_reason():
+    for error, said in (
         (NoCredentialsError("Unable to locate credentials"), "no credentials for s3://"),
         (PermissionError("Forbidden"), "access denied by s3://bucket"),
         (RuntimeError("an answer\nof two lines"), "an answer of two lines"),
-        (TimeoutError(), "TimeoutError"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
-def test_what_a_client_raises_is_one_reason(error, said):
-    _, reason = reason_of(RemotePath("s3://bucket/a"), error)
-    assert said in reason
-    assert "\n" not in reason
+    ):
+        _, reason = reason_of(RemotePath("s3://bucket/a"), error)
+        assert said in reason
+        assert "\n" not in reason
 
 
 def test_a_step_in_a_store_is_written_once_its_commit_object_is_there(monkeypatch):
@@ -135,22 +114,6 @@ def test_steps_that_nobody_signed_are_not_taken_for_ones_own(tmp_path: Path):
     take(with_step(run / "checkpoints", 4), run, name="a", takes_over=False)
 
 
-def test_a_folder_without_checkpoints_has_another_advice_than_to_go_on(tmp_path: Path):
-    folder = tmp_path / "store"
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    take(folder, tmp_path / "a", name="a", takes_over=False)
-    with pytest.raises(ConfigError, match=r"has no checkpoint there; .* delete \S*store/jaxtrain_run.json if"):
-        take(folder, tmp_path / "b", name="b", takes_over=False)
-    with_step(folder, 4)
-    with pytest.raises(ConfigError, match=r"holds the checkpoints of the run a .*--resume must$"):
-        take(folder, tmp_path / "b", name="b", takes_over=False)
-    (folder / MARKER).unlink()
-    (folder / "4" / "jaxtrain").rmdir()
-    (folder / "4").rmdir()
-    take(folder, tmp_path / "b", name="b", takes_over=False)  # the advice works
-
-
 def test_a_copy_of_a_run_directory_is_another_run(tmp_path: Path):
     """It holds the same identity; a run directory that was moved has left nothing behind."""
     folder, first, copy = with_step(tmp_path / "store", 4), tmp_path / "a", tmp_path / "b"
@@ -163,10 +126,6 @@ def test_a_copy_of_a_run_directory_is_another_run(tmp_path: Path):
         take(folder, copy, name="a", takes_over=False)
     assert (other_run_line(first), (copy / NOTE).read_bytes()) == (None, (first / NOTE).read_bytes())
     assert f"which is that of the run a ({first} on " in str(other_run_line(copy))
-    (tmp_path / "link").symlink_to(first)
-    for same in (tmp_path / "link", first):
-        assert take(folder, same, name="a", takes_over=False)[1] is None
-
     _, line = take(folder, copy, name="a", takes_over=True)
     assert f"taken over from the run a ({first} on " in str(line)
     assert (other_run_line(copy), take(folder, copy, name="a", takes_over=False)[1]) == (None, None)
@@ -177,7 +136,7 @@ def test_a_copy_of_a_run_directory_is_another_run(tmp_path: Path):
     assert take(folder, moved, name="a", takes_over=False)[1] is None
 
 
-@pytest.mark.parametrize("left", ["nothing", "no note", "another run's note", "a damaged note", "another host's"])
+@pytest.mark.parametrize("left", ["nothing", "no note", "another host's"])
 def test_a_run_directory_that_was_moved_is_the_same_run(tmp_path: Path, left: str):
     folder, first = with_step(tmp_path / "store", 4), tmp_path / "a"
     first.mkdir()
@@ -188,10 +147,6 @@ def test_a_run_directory_that_was_moved_is_the_same_run(tmp_path: Path, left: st
         shutil.rmtree(first)
     elif left == "no note":
         (first / NOTE).unlink()
-    elif left == "another run's note":
-        write_note(first, folder, "another identity")
-    elif left == "a damaged note":
-        (first / NOTE).write_text("{")
     else:
         marker = json.loads((folder / MARKER).read_text())
         (folder / MARKER).write_text(json.dumps({**marker, "host": f"not-{marker['host']}"}))

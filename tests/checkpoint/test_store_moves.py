@@ -151,14 +151,3 @@ def test_copies_of_a_step_have_the_rights_of_its_folder(tmp_path: Path):
     copy_step(tmp_path / "from", tmp_path / "to", 4, advance=lambda count: None)
     folders = [path for path in (tmp_path / "to").rglob("*") if path.is_dir()]
     assert [path.stat().st_mode & 0o777 for path in folders] == [0o750] * 4
-
-
-def test_what_a_client_has_sent_so_far_is_told_in_parts():
-    """gcsfs tells the bytes so far and s3fs those since: a copy that moves is not left behind as one that stands."""
-    pytest.importorskip("fsspec")
-    parts: list[int] = []
-    callback = remote._telling(parts.append)
-    callback.set_size(9)
-    callback.absolute_update(4)
-    callback.relative_update(5)
-    assert parts == [0, 4, 5]

@@ -1,9 +1,12 @@
-"""A state saved by two real processes restores in one, and the other way round; damage is agreed on."""
+"""Checkpoints of real processes: kill -9 at any moment leaves a step that restores; two save what one restores."""
 
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -56,7 +59,45 @@ with Checkpointer(root, report=lines.append) as checkpointer:
 assert len(lines) == (rank == 0), lines
 print("fine", flush=True)
 """
-ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+
+SAVE_FOREVER = """
+import sys
+from pathlib import Path
+import jax.numpy as jnp
+from jaxtrain.checkpoint import Checkpointer
+
+checkpointer = Checkpointer(Path(sys.argv[1]))
+step = checkpointer.latest_step() or 0
+while True:
+    step += 1
+    state = {"step": jnp.int32(step), "kernel": jnp.full((512, 512), step, jnp.float32)}
+    checkpointer.save(step, state, metadata={"step": step})
+    print(step, flush=True)
+"""
+
+
+def test_kill_during_saves(tmp_path):
+    target = {"step": jnp.int32(0), "kernel": jnp.zeros((512, 512))}
+    command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as writer:
+        assert writer.stdout is not None
+        for _ in range(3):
+            assert writer.stdout.readline()
+        time.sleep(random.uniform(0, 0.1))
+        writer.send_signal(signal.SIGKILL)
+        issued = max(map(int, writer.stdout.read().split()), default=3)
+    with Checkpointer(tmp_path) as checkpointer:
+        step = checkpointer.latest_step()
+        assert step is not None
+        assert step >= issued - 1
+        restored = checkpointer.restore(target)
+        assert int(restored["step"]) == step
+        assert (restored["kernel"] == step).all()
+        # What the killed save left is removed by the next one.
+        checkpointer.save(step + 1, target, metadata={})
+        checkpointer.wait()
+        assert {path.name for path in tmp_path.iterdir()} == {str(step), str(step + 1)}
 
 
 def test_one_to_two_to_one(tmp_path):
@@ -74,10 +115,9 @@ def test_one_to_two_to_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     commands = [[sys.executable, "-c", PROGRAM, str(tmp_path), str(rank), str(port)] for rank in range(2)]
     processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands
     ]
     try:

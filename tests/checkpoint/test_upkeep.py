@@ -4,8 +4,6 @@ import errno
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -35,6 +33,12 @@ def save(checkpointer: Checkpointer, *steps: int) -> None:
 def damage(folder: Path, step: int) -> None:
     files = [path for path in (folder / str(step) / "state").rglob("d/*") if path.is_file()]
     max(files, key=lambda path: path.stat().st_size).write_bytes(b"damage")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads that fail print as they end; they are waited for once."""
+    monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.02)
 
 
 def names(folder: Path) -> set[str]:
@@ -76,15 +80,6 @@ def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
         monkeypatch.undo()
         save(checkpointer, 4)
         assert checkpointer.steps() == [0, 4]
-
-
-def test_a_verified_step_that_is_kept_for_its_number_does_not_stand_for_the_newest(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
-        save(checkpointer, 1_000)
-        checkpointer.verify(1_000)
-        save(checkpointer, 1_001, 1_002)
-        assert checkpointer._upkeep._care.verified >= {1_000, 1_002}  # it was read back before 1,001 was deleted
-        assert checkpointer.steps() == [1_000, 1_002]
 
 
 def test_a_save_that_does_not_fit_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,32 +184,6 @@ def test_runs_that_began_together_do_not_share_a_mirror(tmp_path: Path) -> None:
     assert "holds the copies of" in lines[0]
 
 
-def test_what_is_read_back_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither many arrays nor one that takes long is taken for a disk that never answers."""
-
-    now = [0.0]
-
-    def slow(info: Any, reads: Any) -> None:
-        if info.path.parent != tmp_path:  # a thread that another test left behind
-            return
-        for _ in range(3):
-            now[0] += 40
-            with reads(8):
-                pass
-            time.sleep(0.05)
-        with reads(10**10):
-            now[0] += 300
-            time.sleep(0.05)
-
-    monkeypatch.setattr(aftercare, "verify_on_host", slow)
-    monkeypatch.setattr(aftercare, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(aftercare, "_monotonic", lambda: now[0])
-    lines: list[str] = []
-    with Checkpointer(tmp_path, keep_last=1, report=lines.append) as checkpointer:
-        save(checkpointer, 1, 2)
-        assert (checkpointer.steps(), lines) == ([2], [])
-
-
 def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr("jaxtrain.checkpoint.mirror.copy_step", lambda *arguments, **more: answers.wait())
@@ -229,32 +198,20 @@ def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch:
     answers.set()
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
+def test_settings_that_mean_nothing() -> None:
+    for value, said in (
         ("checkpoint.mirror=hf://bucket/x", "hf://bucket/x is not a path on this machine; use a local folder, gs://"),
-        ("checkpoint.mirror=gs://", "names no bucket"),
-        (
-            "checkpoint.directory=http://host/x",
-            "http://host/x is not a path on this machine; use a local folder, gs://",
-        ),
         ("checkpoint.directory=s3://B", "s3://B can be no bucket"),
-        ("checkpoint.directory=s3://bucket/../x", "is no name"),
         ("checkpoint.directory=''", "it is empty"),
-        ("checkpoint.mirror=''", "it is empty"),
         ("checkpoint.every_minutes=0", "every_minutes"),
-        ("checkpoint.max_failed_in_a_row=0", "max_failed_in_a_row"),
-    ],
-)
-def test_settings_that_mean_nothing(value: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
-        load_config(overrides=[value])
-    assert said in str(caught.value)
+    ):
+        with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
+            load_config(overrides=[value])
+        assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("skew", [0.0, 1e6], ids=["same clocks", "clocks apart"])
-def test_processes_agree_when_minutes_have_passed(skew: float) -> None:
-    """Steps of one second, and of ten from step 200 on; a save every two minutes."""
+def test_processes_agree_when_minutes_have_passed() -> None:
+    """Steps of one second, and of ten from step 200 on; a save every two minutes; clocks that are apart."""
     now, answers = [0.0], []
 
     def first(decide: Any) -> int:
@@ -262,7 +219,7 @@ def test_processes_agree_when_minutes_have_passed(skew: float) -> None:
         return answers[-1]
 
     clocks = [SaveClock(2, clock=lambda: now[0], agree=first)]
-    clocks.append(SaveClock(2, clock=lambda: skew + 3 * now[0], agree=lambda decide: answers[-1]))
+    clocks.append(SaveClock(2, clock=lambda: 1e6 + 3 * now[0], agree=lambda decide: answers[-1]))
     saved = []
     for number in range(1, 301):
         now[0] += 1.0 if number < 200 else 10.0
@@ -280,8 +237,7 @@ def test_processes_agree_when_minutes_have_passed(skew: float) -> None:
     assert len(answers) < 12 * len(saved)
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
-@pytest.mark.parametrize("place", ["record", "arrays"])
+@pytest.mark.parametrize(("place", "number"), [("record", errno.ESTALE), ("arrays", errno.EMFILE)])
 def test_what_cannot_be_opened_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int
 ) -> None:
@@ -294,53 +250,8 @@ def test_what_cannot_be_opened_is_not_called_damaged(
             monkeypatch.setattr("jaxtrain.checkpoint.directory.json.loads", refuse)
         else:
             monkeypatch.setattr("orbax.checkpoint.AsyncCheckpointer.restore", refuse)
-        monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.0)
         with pytest.raises(CheckpointError, match=f"cannot read checkpoint .*{os.strerror(number)}") as caught:
             checkpointer.restore(state(0))
         monkeypatch.undo()
         assert not isinstance(caught.value, DamagedError)
         assert names(tmp_path) == {"1", "2"}
-
-
-# Reads are slow and two, and the program ends without waiting for them, as a run does that is told to stop.
-LEAVES = """
-import atexit, sys, time
-from pathlib import Path
-
-atexit.register(lambda: print("jax is shut down", flush=True))  # the last one, and jax's own is before it
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxtrain.checkpoint import Checkpointer, aftercare
-
-
-def read(path, names):
-    print("reads", names, flush=True)
-    time.sleep(0.7)
-    print("has read", flush=True)
-    return {name: np.zeros(4, np.float32) for name in names}
-
-
-aftercare.read_on_host, aftercare._READ_BYTES = read, 1
-checkpointer = Checkpointer(Path(sys.argv[1]))
-checkpointer.save(1, {"a": jnp.zeros(4), "b": jnp.zeros(4)}, metadata={})
-checkpointer.settle()
-checkpointer._upkeep._care.begin(1, verify=True, keep=lambda marks: set())
-time.sleep(0.2)
-"""
-
-
-def test_nothing_is_read_back_once_jax_was_shut_down_at_the_end_of_the_program(tmp_path: Path) -> None:
-    """Orbax would start jax again, which aborts a process that is one of several (exit code 134 in place of 75)."""
-    done = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "reads ['a']\nhas read\njax is shut down\n"), done.stderr
-
-
-def test_a_close_as_the_program_ends_waits_for_no_read(tmp_path: Path) -> None:
-    lines: list[str] = []
-    with Checkpointer(tmp_path, keep_last=1, report=lines.append) as checkpointer:
-        save(checkpointer, 1)
-        checkpointer._upkeep._care._keep_from_reading()
-        checkpointer.save(2, state(2), metadata={})
-    assert (lines, names(tmp_path)) == ([], {"1", "2"})  # the second one is not verified, so the first one stays
