@@ -1,20 +1,28 @@
-"""More than one process over loopback, and what signals do to a run."""
+"""More than one process over loopback: the same numbers as one, and what signals and locks do to all of them."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from training_runs import command, environment, losses, run_process, saved_arrays, write_config
+from training_runs import command, environment, losses, saved_arrays, write_config
 
+import jaxtrain as jt
+from jaxtrain.errors import ConfigError
+from jaxtrain.precision import sums
+from jaxtrain.precision.policy import POLICIES
+from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.lock import RunLock
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 
 
 def free_port() -> int:
@@ -24,14 +32,14 @@ def free_port() -> int:
 
 
 def start_two(config: Path, run_dir: Path, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Two real processes with two devices each, that find one another through the environment."""
+    """Two real processes with four devices each, that find one another through the environment."""
     address = f"127.0.0.1:{free_port()}"
     processes = []
     for index in range(2):
         variables = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index))
         processes.append(
             subprocess.Popen(
-                command(config, run_dir, "--emulate", "2", *arguments),
+                command(config, run_dir, "--emulate", "4", *arguments),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -63,34 +71,89 @@ def steps_logged(run_dir: Path) -> int:
     return path.read_text().count('"loss"') if path.exists() else 0
 
 
+FORMATS = ("parquet", "arrow", "arrow_file", "saved", "array_record", "tar", "lines", "lines.gz", "lines.zst")
+
+
+def every_format(folder: Path) -> dict[str, Any]:
+    """A weighted mixture of sources, one of each format whose rows are read by number."""
+    from format_files import write_rows
+
+    components = []
+    for weight, form in enumerate(FORMATS, 1):
+        (folder / form).mkdir()
+        rows = [{"text": f"row {i} of {form}, {i % 7} and {i % 11}"} for i in range(80)]
+        path = write_rows(folder / form, form, rows)
+        components.append({"source": {"kind": "documents", "path": str(path)}, "weight": weight})
+    return {"data": {"kind": "mixture", "components": components}}
+
+
+def adapters(folder: Path) -> dict[str, Any]:
+    return {"finetune": dict(lora=dict(rank=2, dropout=0.1))}
+
+
 @pytest.mark.long
-def test_one_process_then_two(tmp_path: Path) -> None:
-    """A run of one process with four devices goes on in two processes with two each."""
+@pytest.mark.parametrize("changes", [every_format, adapters])
+def test_one_process_then_two(tmp_path: Path, changes: Callable[[Path], dict[str, Any]]) -> None:
+    """A run of one process with eight devices goes on in two processes with four each."""
     sample = dict(max_batches=2, sample_prompt="The", sample_tokens=5)
-    config = write_config(tmp_path, train__steps=8, evaluation=sample)
-    layout = ("parallel.fsdp=2",)
-    first = run_process(config, tmp_path / "moved", "--emulate", "4", "train.steps=4", *layout)
-    assert first.returncode == 0, first.stderr
-    results = finish(start_two(config, tmp_path / "moved", *layout))
+    layout = dict(data=4, fsdp=2)
+    config = write_config(tmp_path, train__steps=8, evaluation=sample, parallel=layout, **changes(tmp_path))
+    jt.run_config(str(config), run_dir=tmp_path / "moved", overrides={"train.steps": 4})
+    results = finish(start_two(config, tmp_path / "moved"))
     assert [code for code, _, _ in results] == [0, 0], results
     assert "resuming step 4" in results[0][2]
     assert "step 8/8" in results[0][2]
     assert "step 8/8" not in results[1][2], "only the first process talks"
     assert (tmp_path / "moved" / "sample.txt").read_text().startswith("The")
-    alone = run_process(config, tmp_path / "alone", "--emulate", "4", *layout)
-    assert alone.returncode == 0, alone.stderr
+    jt.run_config(str(config), run_dir=tmp_path / "alone")
     moved, still = losses(tmp_path / "moved"), losses(tmp_path / "alone")
     assert list(moved) == list(still) == list(range(1, 9))
     # Reductions between processes sum in another order: 2^-24 a sum.
     np.testing.assert_allclose(list(moved.values()), list(still.values()), rtol=1e-5)
     a, b = saved_arrays(tmp_path / "moved", 8), saved_arrays(tmp_path / "alone", 8)
+    assert a.keys() == b.keys()
+    assert ("lora_a" in next(iter(a))) == (changes is adapters)
     for name in a:
         np.testing.assert_allclose(a[name], b[name], atol=2e-5, err_msg=name)
 
 
+LAYOUTS = {
+    "data": ["parallel.data=8", "train.accumulation_steps=2"],
+    "fsdp x tensor": ["parallel.fsdp=4", "parallel.tensor=2", "train.accumulation_steps=2"],
+    "stages across processes": ["parallel.pipe=2", "parallel.data=4", "parallel.microbatches=2"],
+}
+SHORT = dict(train__steps=2, evaluation={"max_batches": 1})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("alone")
+    layout = {"parallel.data": 8, "train.accumulation_steps": 2, "train.global_batch_size": 16}
+    jt.run_config(str(write_config(folder, **SHORT)), run_dir=folder / "run", overrides=layout)
+    return losses(folder / "run")
+
+
+@pytest.mark.parametrize("row", ["data", *(pytest.param(row, marks=pytest.mark.long) for row in list(LAYOUTS)[1:])])
+def test_two_launched_processes_have_the_losses_of_one(row: str, alone: dict[int, float], tmp_path: Path) -> None:
+    config = write_config(tmp_path, **SHORT)
+    launch = ["launch", "--processes", "2", "--emulate", "4", "--"]
+    words = [*launch, "train", str(config), "--run-dir", str(tmp_path / "run")]
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxtrain", *words, "train.global_batch_size=16", *LAYOUTS[row]],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    found = losses(tmp_path / "run")
+    assert found.keys() == alone.keys()
+    np.testing.assert_allclose(list(found.values()), list(alone.values()), rtol=1e-5)
+
+
 @pytest.mark.long
 def test_sigterm_to_one_of_two_processes_saves_on_both(tmp_path: Path) -> None:
-    config = write_config(tmp_path, train__steps=100000)
+    config = write_config(tmp_path, train__steps=100_000)
     processes = start_two(config, tmp_path / "run")
     wait_for(lambda: steps_logged(tmp_path / "run") >= 3, processes[0])
     processes[1].send_signal(signal.SIGTERM)
@@ -137,10 +200,7 @@ def test_two_processes_are_kept_off_a_run_directory_in_use(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stopped", [0, 1], ids=["process 0", "process 1"])
-def test_processes_that_wait_for_a_run_directory_stop_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int
-) -> None:
+def test_processes_that_wait_for_a_run_directory_stop_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTRAIN_JOIN_TIMEOUT_SECONDS", "200")
     config = write_config(tmp_path, train__steps=4)
     with RunLock(tmp_path / "run"):
@@ -148,120 +208,93 @@ def test_processes_that_wait_for_a_run_directory_stop_together(
         assert processes[0].stderr is not None
         assert any("waiting up to" in line for line in iter(processes[0].stderr.readline, ""))
         began = time.monotonic()
-        processes[stopped].send_signal(signal.SIGTERM)
+        processes[1].send_signal(signal.SIGTERM)
         results = finish(processes)
     assert [code for code, _, _ in results] == [75, 75], results
     assert "where nothing was unsaved" in results[0][2]
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])
-def test_a_signal_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
-    config = write_config(tmp_path, train__steps=100000)
-    process = subprocess.Popen(
-        command(config, tmp_path / "run", "--emulate", "1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    wait_for(lambda: steps_logged(tmp_path / "run") >= 3, process)
-    process.send_signal(number)
-    [(code, _, errors)] = finish([process])
-    assert code == 75, errors
-    assert "Traceback" not in errors
-    last = max(losses(tmp_path / "run"))
-    assert f"stopped after step {last} of 100000" in errors
-    assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "preempted"
-    again = run_process(config, tmp_path / "run", "--emulate", "1", f"train.steps={last + 2}")
-    assert again.returncode == 0, again.stderr
-    assert f"resuming step {last}" in again.stderr
-    assert list(losses(tmp_path / "run")) == list(range(1, last + 3))
-
-
-def test_kill_loses_at_most_the_work_since_the_last_save(tmp_path: Path) -> None:
-    config = write_config(tmp_path, train__steps=100000, checkpoint__every=5)
-    process = subprocess.Popen(
-        command(config, tmp_path / "run", "--emulate", "1"), stderr=subprocess.DEVNULL, env=environment()
-    )
-    wait_for(lambda: steps_logged(tmp_path / "run") >= 23, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    reached = max(losses(tmp_path / "run"))
-    again = run_process(config, tmp_path / "run", "--emulate", "1", f"train.steps={reached + 5}", "--resume", "must")
-    assert again.returncode == 0, again.stderr
-    resumed = int(again.stderr.split("resuming step ")[1].split()[0])
-    assert resumed % 5 == 0
-    assert reached - resumed <= 10, "one save may be in flight besides the steps since the last"
-    assert list(losses(tmp_path / "run")) == list(range(1, reached + 6))
-
-
-@pytest.mark.long
-def test_a_second_process_is_kept_off_the_run_directory(tmp_path: Path) -> None:
-    config = write_config(tmp_path, train__steps=100000)
-    process = subprocess.Popen(
-        command(config, tmp_path / "run", "--emulate", "1"), stderr=subprocess.DEVNULL, env=environment()
-    )
-    try:
-        wait_for(lambda: steps_logged(tmp_path / "run") >= 1, process)
-        second = run_process(config, tmp_path / "run", "--emulate", "1")
-        assert second.returncode == 2
-        lines = second.stderr.strip().splitlines()
-        assert len(lines) == 1
-        assert f"in use by process {process.pid}" in lines[0]
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_float16_is_refused_where_processes_would_add_it_up(tmp_path: Path) -> None:
+def test_float16_is_refused_where_processes_would_add_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo drops numbers from sums of float16: 54,944 - 100 is -100 there."""
-    config = write_config(tmp_path, train__steps=2)
-    for status, _, err in finish(start_two(config, tmp_path / "run", "precision.policy=fp16")):
-        assert status == 2, err
-        lines = [line for line in err.splitlines() if line.startswith("jaxtrain: ")]
-        assert len(lines) == 1
-        assert "fp16 computes in float16, of which Gloo loses numbers" in lines[0]
+    mesh = jt.make_mesh(data=8)
+    sums.check_sums(POLICIES["fp16"], mesh, backward=True)
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    sums.check_sums(POLICIES["bf16"], mesh, backward=True)
+    with pytest.raises(ConfigError, match="fp16 computes in float16, of which Gloo loses numbers"):
+        sums.check_sums(POLICIES["fp16"], mesh, backward=True)
 
 
-# Every float16 that is not negative and finite, and -100 from another process: how many sums are not what they are.
-SUMS = """
-import sys
-import jax, ml_dtypes, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
-add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x[0], "d"), mesh=mesh, in_specs=PartitionSpec("d"),
-                            out_specs=PartitionSpec()))
-halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
-for dtype, within in ((np.float16, 0.001), (ml_dtypes.bfloat16, 0.01)):
-    rows = np.stack([halves, np.full_like(halves, -100)]).astype(dtype)
-    whole = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec("d")), lambda at: rows[at])
-    found = np.asarray(add(whole).addressable_data(0)).astype(np.float64)
-    right = rows.astype(np.float64).sum(0)
-    print(int((np.abs(found - right) > within * (np.abs(right) + 100)).sum()))
+TWO_PROCESSES = """
+import os, signal, sys, time
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank, port = int(sys.argv[1]), sys.argv[2]
+address = f"127.0.0.1:{port}"
+jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address, initialization_timeout=60)
+from jaxtrain.run.interrupt import Interrupt
+with Interrupt() as interrupt:
+    for step in range(200):
+        if step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02)
+        if interrupt.requested():
+            print("stopped", step, flush=True)
+            break
 """
 
 
-@pytest.mark.long
-def test_gloo_still_drops_numbers_from_sums_of_float16() -> None:
-    """Where this fails, `precision/sums.py` may let several processes on CPUs compute in float16 again."""
-    address = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SUMS, address, str(index)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(XLA_FLAGS="--xla_force_host_platform_device_count=1"),
-        )
-        for index in range(2)
-    ]
-    for status, out, err in finish(processes):
-        assert status == 0, err
-        wrong = [int(line) for line in out.splitlines() if line.isdigit()]
-        assert wrong[0] > 0
-        assert wrong[1] == 0
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_wish(number, capfd):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    with Interrupt() as interrupt:
+        assert not interrupt.requested()
+        os.kill(os.getpid(), number)
+        assert interrupt.requested()
+        assert interrupt.requested()
+    assert {each: signal.getsignal(each) for each in before} == before
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert "exit 75" in line
+    assert ("press again" in line) == (number == signal.SIGINT)
+
+
+def test_the_second_ctrl_c_stops_at_once():
+    with Interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_outside_the_main_thread_no_handler_is_set():
+    before = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def enter():
+        with Interrupt() as interrupt:
+            found.append((interrupt.requested(), signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [(False, before)]
+
+
+def test_two_processes_stop_at_the_same_step():
+    port = str(free_port())
+    variables = environment(PYTHONPATH=str(Path(__file__).parents[2]))
+    results = finish(
+        [
+            subprocess.Popen(
+                [sys.executable, "-c", TWO_PROCESSES, str(rank), port],
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+    )
+    assert [code for code, _, _ in results] == [0, 0], results
+    first, second = (out.split() for _, out, _ in results)
+    assert first == second
+    assert first[0] == "stopped"
