@@ -4,9 +4,8 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
@@ -48,7 +47,7 @@ def fit(run_dir: Path, **changes: Any) -> jt.Result:
         checkpoint={"every": None},
     )
     arguments |= changes
-    if isinstance(arguments["data"], (Iterator, Loader)) and "batch_size" not in changes:
+    if isinstance(arguments["data"], Iterator) and "batch_size" not in changes:
         arguments["batch_size"] = None
     optimizer = arguments.pop("optimizer", optax.adam(1e-2))
     task = arguments.pop("task", jt.classification())
@@ -105,18 +104,15 @@ def test_every_form_of_data_gives_the_same_batches(form: str) -> None:
     assert (data.input_shape, data.unit, data.validation) == ((8,), "examples", None)
     assert data.fingerprint == again.fingerprint
     assert data.fingerprint["num_rows"] == 96
-    assert any("96 training rows" in line for line in data.description)
     batches = jt.Batches(data.train, 16, seed=3, shuffle=True)
     wanted = jt.Batches(jt.ArrayRows(COLUMNS), 16, seed=3, shuffle=True)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches.spec()) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), wanted.spec()
-    )
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     found, reference = (one.load(7, dict.fromkeys(COLUMNS, device)) for one in (batches, wanted))
+    assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, reference)
     jax.tree.map(np.testing.assert_array_equal, found, reference)
 
 
-@pytest.mark.parametrize("form", ["a dict of arrays", "a torch dataset", "a grain dataset"])
+@pytest.mark.parametrize("form", ["a dict of arrays", "a torch dataset"])
 def test_a_share_for_validation_depends_on_the_seed_alone(form: str) -> None:
     def parts(seed: int) -> tuple[list[int], list[int]]:
         data = data_of(FORMS[form], validation=0.25, seed=seed)
@@ -146,24 +142,8 @@ def test_a_fingerprint_is_of_the_content() -> None:
     assert "drawn anew" in augmented.description[0]
 
 
-class Graph(NamedTuple):
-    nodes: Any
-    edges: Any
-
-
-NESTED = {
-    "nested dicts": (
-        {"nodes": X, "more": {"edges": X[:, :2]}},
-        lambda p, g: g["nodes"] @ p["w"] + g["more"]["edges"].sum(),
-    ),
-    "a named tuple": (Graph(X, X[:, :2]), lambda p, g: g.nodes @ p["w"] + g.edges.sum()),
-}
-
-
-@pytest.mark.parametrize("case", ["nested dicts", pytest.param("a named tuple", marks=pytest.mark.long)])
-def test_nested_inputs_and_no_targets(tmp_path: Path, case: str) -> None:
+def test_nested_inputs_and_no_targets(tmp_path: Path) -> None:
     """What graphs, autoencoders and diffusion train on; padding of the last held-out batch does not count."""
-    inputs, apply = NESTED[case]
 
     def loss(outputs: Any, batch: Any) -> Any:
         losses_B = jnp.mean(jnp.square(outputs), axis=-1)
@@ -171,9 +151,11 @@ def test_nested_inputs_and_no_targets(tmp_path: Path, case: str) -> None:
 
     result = fit(
         tmp_path,
-        model=jt.from_functions(lambda key: {"w": jnp.ones((8, 8))}, apply),
+        model=jt.from_functions(
+            lambda key: {"w": jnp.ones((8, 8))}, lambda p, g: g["nodes"] @ p["w"] + g["more"]["edges"].sum()
+        ),
         task=jt.Task("power", loss),
-        data={"inputs": inputs},
+        data={"inputs": {"nodes": X, "more": {"edges": X[:, :2]}}},
         validation=0.1,
         steps=2,
         mesh=jt.make_mesh(),
@@ -215,14 +197,13 @@ def test_a_pass_is_over_all_rows_whoever_sets_the_batch(tmp_path: Path) -> None:
     assert (result.step, rows(tmp_path)[-1]["examples"]) == (4, 96)
 
 
-def test_all_rows_that_are_given_are_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_rows_that_are_given_are_evaluated(tmp_path: Path) -> None:
     for limit in ({}, {"max_batches": 20}):
         result = fit(tmp_path / str(len(limit)), validation=(X, Y), steps=1, batch_size=1, evaluation=limit)
         a, b = (np.asarray(result.state.params[name]) for name in "ab")
         right = (np.tanh(X @ a) @ b).argmax(-1) == Y
         picked = evaluated_numbers(96, limit.get("max_batches"))
         assert result.metrics["eval_accuracy"] == pytest.approx(right[picked].mean(), rel=1e-6)
-        assert ("evaluation: 20 of 96 held-out rows, spread over" in capfd.readouterr().err) == bool(limit)
 
 
 def test_a_mesh_gives_the_losses_of_one_device(tmp_path: Path) -> None:
@@ -254,20 +235,10 @@ def batches_of(start: int = 0) -> Iterator[dict[str, np.ndarray]]:
         yield {"inputs": X[chosen], "targets": Y[chosen]}
 
 
-class Loader:
-    """A DataLoader: batches that can be read again, the last one left out where it is not full."""
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for start in range(0, 48, 16):
-            yield X[start : start + 16], Y[start : start + 16]
+RESUMED = {"arrays": lambda: COLUMNS, "an iterator": batches_of}
 
 
-RESUMED = {"arrays": lambda: COLUMNS, "an iterator": batches_of, "a loader": Loader}
-
-
-@pytest.mark.parametrize(
-    "form", ["arrays", *(pytest.param(form, marks=pytest.mark.long) for form in ("an iterator", "a loader"))]
-)
+@pytest.mark.parametrize("form", ["arrays", pytest.param("an iterator", marks=pytest.mark.long)])
 def test_a_signal_and_a_resume_equal_an_uninterrupted_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:
@@ -292,7 +263,6 @@ def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == [1, 2, 3]
     for changes, words in (
         (dict(optimizer=optax.sgd(1e-2, momentum=0.9)), r"optimizer ScaleByAdam -> Trace"),
-        (dict(task=replace(jt.classification(), name="other")), "task classification -> other"),
         (dict(clip_norm=1.0), r"clip_norm None -> 1\.0"),
         (dict(data=(X + 1, Y)), "trained on other data: sha256"),
     ):
@@ -301,84 +271,45 @@ def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.long
-def test_parameters_to_start_from(tmp_path: Path) -> None:
-    params, _ = model().init(jax.random.key(5))
-    result = fit(tmp_path, params=params, optimizer=optax.sgd(0.0), steps=1)
-    jax.tree.map(np.testing.assert_array_equal, result.state.params, params)
-
-
 class Table:
     """What distinguishes a table of pandas, which tests do not need."""
 
     iloc = None
 
 
+# A row for each kind of mistake; keys and their values are those of a config.
 WRONG = {
     "a table of pandas": (dict(data=Table()), r"an instance of Table of pandas.*data=\(table\[\['a', 'b'\]\].to_numpy"),
     "an array": (dict(data=X), r"data is an array \[96, 8\]; give a dict of arrays"),
-    "a path": (dict(data="train.csv"), "data is 'train.csv'; give"),
-    "nothing": (dict(data=None), "data is None; give"),
     "three arrays": (dict(data=(X, Y, Y)), "data is a tuple of 3, not a pair"),
     "a generator function": (dict(data=batches_of), "data is a function .batches_of.; call it first"),
     "no rows": (dict(data=(X[:0], Y[:0])), "data has no rows"),
     "lengths": (dict(data=(X, Y[:5])), "inputs has 96, targets has 5 rows"),
-    "text": (dict(data={"inputs": X, "targets": ["a"] * 96}), "data holds 'targets' of type text"),
-    "ragged": (dict(data={"inputs": [[1.0], [1.0, 2.0]], "targets": [0, 1]}), "holds 'inputs', which cannot become"),
     "text in a row": (dict(data=[{"inputs": X[0], "targets": "a"}]), "row 0 of data holds 'targets' of type text"),
-    "a named tuple of other names": (dict(data=Graph(X, Y)), "has no entry 'inputs'"),
-    "a row that is no dict": (dict(data=[1.0, 2.0]), "row 0 of data is a float, not a dict"),
+    "ragged": (dict(data={"inputs": [[1.0], [1.0, 2.0]], "targets": [0, 1]}), "holds 'inputs', which cannot become"),
     "no inputs": (dict(data={"targets": Y}), "has no entry 'inputs'"),
-    "an empty iterable": (dict(data=iter(())), "the iterable of batches is empty"),
     "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),
     "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
-    "the usual batch size": (
-        dict(data=batches_of(), batch_size=32),
-        "batch_size=32, but the iterable gives batches of 16",
-    ),
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
-    "a batch size in overrides": (
-        dict(data=batches_of(), overrides={"train.global_batch_size": 8}),
-        "batch_size=8, but the iterable gives batches of 16",
-    ),
-    "resume without a directory": (dict(run_dir=None, resume="must"), "needs its directory; give run_dir="),
-    "a share of an iterator": (dict(data=batches_of(), validation=0.1), "takes a share of rows"),
     "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
     "a share of 2": (dict(validation=2.0), "validation=2; use a share of the rows between 0 and 1"),
-    "a share of a Data with held-out rows": (
-        dict(data=data_of((X, Y), validation=0.25), validation=0.1),
-        r"validation=0\.1 takes a share .* has 24 held-out rows: leave validation out",
-    ),
-    "a share of all": (dict(validation=0.999), "leaves none to train on"),
     "other entries": (dict(validation={"inputs": X}), "validation holds inputs, but data holds inputs, targets"),
     "steps and epochs": (dict(epochs=1), "steps= or epochs=: leave one out"),
-    "neither": (dict(steps=None), "steps= or epochs=: give one of them"),
-    "epochs=0": (dict(steps=None, epochs=0), "epochs=0; use a number above 0"),
     "steps=0": (dict(steps=0), r"train\.steps is 0 \(jaxtrain.fit\)"),
-    "steps=1.5": (dict(steps=1.5), r"train\.steps is 1\.5 \(jaxtrain.fit\)"),
-    "policy": (dict(policy="half"), "precision.policy is 'half' .*, not one of fp32"),
     "a mesh": (dict(mesh={"data": 8}), r"mesh is .*; write jaxtrain.make_mesh\(data=2, fsdp=4\)"),
-    "another mesh": (dict(mesh=jax.make_mesh((8,), ("data",))), "mesh is a mesh of data; write"),
     "a class": (dict(optimizer=optax.adam), "call it first: optax.adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "the model is an instance of Task"),
-    "a learning rate": (dict(learning_rate="1e-3"), "learning_rate='1e-3' is no rate"),
-    "compiler options": (dict(compiler_options=1), "compiler_options=1 is not a dict"),
-    "rules": (dict(rules=["mlp"]), "rules=.* is not a dict"),
-    "parallelism": (dict(parallelism="zero"), r"write parallelism=jaxtrain.Parallelism\(zero=1\)"),
     "resume": (dict(resume="maybe"), "maybe: use one of auto, must, never"),
-    "a group": (dict(evaluation=10), "evaluation=10 is not a dict"),
     "a key": (dict(checkpoint={"evry": 10}), "did you mean 'checkpoint.every'"),
-    "overrides": (dict(overrides=["a=1"]), "overrides=.* is not a dict"),
     "a batch that does not divide": (dict(mesh=jt.make_mesh(), batch_size=12), "12"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_argument_is_one_line(tmp_path: Path, case: str) -> None:
-    changes, words = dict(WRONG[case][0]), WRONG[case][1]
-    with pytest.raises(jt.UserError, match=words) as error:
-        fit(changes.pop("run_dir", tmp_path / "run"), **changes)
-    assert "\n" not in str(error.value)
+def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
+    for changes, words in WRONG.values():
+        with pytest.raises(jt.UserError, match=words) as error:
+            fit(tmp_path / "run", **changes)
+        assert "\n" not in str(error.value)
     assert not list(tmp_path.rglob("checkpoints/*")), "nothing was trained"
 
 
@@ -398,23 +329,35 @@ def test_rows_of_tokens_are_counted_as_tokens() -> None:
     assert (data.unit, data.units_per_row, data.input_shape) == ("tokens", 8, (8,))
 
 
-@pytest.mark.parametrize("form", ["arrays", "dataset", "rows"])
-def test_rows_with_names_of_their_own_and_a_task_by_its_name(tmp_path: Path, form: str) -> None:
+def test_rows_with_names_of_their_own_and_a_task_by_its_name(tmp_path: Path) -> None:
     images, labels = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), np.arange(16) % 3
     rows = [{"image": x, "label": y, "file": "a.png"} for x, y in zip(images, labels, strict=True)]
-    arrays = {"image": images, "label": labels}
-    data = {"arrays": arrays, "dataset": rows, "rows": jt.ArrayRows(arrays)}[form]
     model = jt.from_functions(lambda key: {"w": jnp.zeros((8, 3))}, lambda params, x: x @ params["w"])
     given = dict(steps=2, batch_size=8, logging={"report": False})
     columns, task = {"inputs": "image", "targets": "label"}, jt.classification(metrics=["top_2", "f1"])
-    result = jt.fit(model, task, optax.sgd(0.1), data=data, columns=columns, run_dir=tmp_path / "run", **given)
+    result = jt.fit(model, task, optax.sgd(0.1), data=rows, columns=columns, run_dir=tmp_path / "run", **given)
     same = jt.fit(model, task, optax.sgd(0.1), data=(images, labels), run_dir=tmp_path / "same", **given)
     assert (result.metrics["loss"], result.metrics["top_2"]) == (same.metrics["loss"], same.metrics["top_2"])
     assert np.ndim(result.metrics["macro_f1"]) == 0
-    if form == "arrays":
-        with pytest.raises(jt.UserError, match=r"write fit\(columns=\{'inputs': 'image', 'targets': 'label'\}\)"):
-            jt.fit(model, "classification", optax.sgd(0.1), data=data, run_dir=tmp_path / "other", **given)
-    if form == "dataset":
-        batched = [{"image": images, "label": labels}] * 16
-        with pytest.raises(jt.DataError, match="batch"):
-            jt.fit(model, task, optax.sgd(0.1), data=batched, columns=columns, run_dir=tmp_path / "other", **given)
+    arrays = {"image": images, "label": labels}
+    with pytest.raises(jt.UserError, match=r"write fit\(columns=\{'inputs': 'image', 'targets': 'label'\}\)"):
+        jt.fit(model, "classification", optax.sgd(0.1), data=arrays, run_dir=tmp_path / "other", **given)
+    named = jt.fit(
+        model, "classification", optax.sgd(0.1), data=arrays, columns=columns, run_dir=tmp_path / "named", **given
+    )
+    assert named.metrics["loss"] == same.metrics["loss"]
+
+
+def test_the_rate_that_is_suggested_trains_and_the_test_ends_where_rates_diverge(tmp_path):
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(256, 8)).astype(np.float32)
+    rows = {"inputs": x, "targets": (x @ draw.normal(size=(8, 1))).astype(np.float32)}
+    model = jt.from_functions(lambda key: {"w": jnp.zeros((8, 1))}, lambda params, x: x @ params["w"])
+    found = jt.find_learning_rate(model, "mse", optax.sgd, data=rows, batch_size=32, lowest=1e-4, highest=100.0)
+    # Gradient descent diverges from 2 / the largest eigenvalue of 2 x'x / n on.
+    limit = 1 / np.linalg.eigvalsh(x.T @ x / len(x))[-1]
+    assert limit / 100 < found.suggestion < limit
+    noise = {**rows, "targets": 1000 + 100 * draw.normal(size=(256, 1)).astype(np.float32)}
+    assert jt.find_learning_rate(model, "mse", data=noise, highest=1.0).suggestion > 1e-4
+    assert limit < found.rates[-1] < 100
+    assert found.plot(tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
