@@ -50,7 +50,7 @@ def described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str
     info["task"] = run.step.task.name
     info["task_is_shipped"] = is_shipped(run.step.task)
     info["parameters"] = _parameters(run)
-    for key in ("from_python", "called", "digests"):
+    for key in ("from_python", "called"):
         info[key] = metadata[key]
     info["base"] = metadata.get("base")
     for key in (RECORD, EVALUATED_ROWS):

@@ -94,7 +94,7 @@ def import_run(
         state = jax.block_until_ready(run.step.init(config.seed, **start))
     run_dir.mkdir(parents=True, exist_ok=True)
     with distributed.on_main_process(RunLock(run_dir)):
-        metadata = run_metadata(run, own_parts(model=None, task=None, data=None)) | {"digests": None}
+        metadata = run_metadata(run, own_parts(model=None, task=None, data=None))
         below = describe_start(run, state, start)
         metadata["base"] = None if below is None else below.as_json()
         record = open_record(loaded, run, run_dir, start=0, has_ended=False, metadata=metadata, spent=spent, main=main)

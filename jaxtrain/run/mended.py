@@ -20,7 +20,7 @@ _KEPT = (
     *("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters"),
     *("published", "mesh"),
 )
-_OWN = ("name", "config", "from_python", "called", "digests", "base", "rolled_back", "evaluated_rows")
+_OWN = ("name", "config", "from_python", "called", "base", "rolled_back", "evaluated_rows")
 
 
 def kept_info(info: Mapping[str, Any]) -> dict[str, Any]:

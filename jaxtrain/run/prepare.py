@@ -40,13 +40,11 @@ from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.lock import RunLock
 from jaxtrain.run.own_parts import own_parts, replaced_notes
-from jaxtrain.run.own_program import own_digests
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import open_record
 from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
 from jaxtrain.run.resume import (
     check_resumed,
-    check_same_computation,
     choose_start,
     finished_row,
     recorded_save,
@@ -142,18 +140,12 @@ def prepare_session(
         meter = run_meter(run, own_model=model is not None)
         progress.banner(banner_lines(loaded, run, run_dir, notes, own=own, units_per_step=meter.units_per_step))
 
-        def check(traced: jax.stages.Traced) -> None:
-            metadata["digests"] = digests = own_digests(run, own, own_step, traced)
-            if resumed is not None:
-                saved = checkpointer.metadata()
-                check_same_computation(saved, digests, run_dir=run_dir, may_change=resume is not None)
-
         if run.awaits_reference and resumed is not None:
             recorded = checkpointer.metadata().get("reference")
             known = resumed_reference(run, run_dir, recorded, lambda: _created(run, own_step), progress, main=main)
             run, metadata["reference"] = with_known_reference(run, known), known.record
         state, base = _compiled_state(
-            run, run_dir, own_step, checkpointer, progress, spent, check=check, is_resumed=resumed is not None
+            run, run_dir, own_step, checkpointer, progress, spent, is_resumed=resumed is not None
         )
         interrupt.check()
         metadata["base"] = None if base is None else base.as_json()
@@ -289,10 +281,9 @@ def _compiled_state(
     progress: Progress,
     spent: TimeSpent,
     *,
-    check: Callable[[jax.stages.Traced], None],
     is_resumed: bool,
 ) -> tuple[TrainState, BaseRecord | None]:
-    """Compile the step, once `check` has seen it, and create the state or restore the newest intact checkpoint.
+    """Compile the step, and create the state or restore the newest intact checkpoint.
 
     Returns:
         The state, and its base where checkpoints do not hold it.
@@ -304,7 +295,7 @@ def _compiled_state(
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = None if is_resumed else pool.submit(_created, run, own_step)
         with spent.measure("compiling"):
-            _compile(created, run, progress, check)
+            _compile(created, run, progress)
         if created is None:
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
@@ -330,9 +321,7 @@ def _created(run: Run, own_step: OwnStep) -> TrainState:
     return run.step.init(run.config.seed, **start_of(run, own_step))
 
 
-def _compile(
-    created: Future[TrainState] | None, run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None]
-) -> None:
+def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -> None:
     """Compile the step for the shapes of its batches, and show whether the program came from the cache.
 
     Another thread creates the state meanwhile. Of several processes, none goes on before both are done, because
@@ -349,7 +338,7 @@ def _compile(
 
         def attempt() -> tuple[Attempt, Phase]:
             try:
-                lowered = _lowered(run, progress, check, chosen)
+                lowered = _lowered(run, progress, chosen)
                 phase = ends.enter_context(progress.phase("compiling"))
                 jax.monitoring.register_event_listener(listen)
                 ends.callback(jax.monitoring.unregister_event_listener, listen)
@@ -374,14 +363,10 @@ def _compile(
         phase.note("; ".join([*([cached] if cached else []), *lines]))
 
 
-def _lowered(
-    run: Run, progress: Progress, check: Callable[[jax.stages.Traced], None], chosen: list[str]
-) -> jax.stages.Lowered:
-    """Trace and lower the step, which `check` then sees; what was chosen in tracing is added to a list."""
+def _lowered(run: Run, progress: Progress, chosen: list[str]) -> jax.stages.Lowered:
+    """Trace and lower the step; what was chosen in tracing is added to a list."""
     with progress.phase("tracing") as phase, record_choices() as choices:
-        traced = run.step.trace(run.batches.spec())
-        lowered = traced.lower()
+        lowered = run.step.trace(run.batches.spec()).lower()
         phase.note("; ".join(choices))
     chosen += choices
-    check(traced)
     return lowered

@@ -22,7 +22,6 @@ from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.changed_state import saved_leaves
 from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
-from jaxtrain.run.own_program import OwnDigests, computes_otherwise
 from jaxtrain.runtime.attempt import attempt
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT
@@ -80,10 +79,7 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
 
 
 def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
-    """What a checkpoint says of its run: config, which rows batch k holds, parts from Python, files of functions.
-
-    What the parts from Python compute (`digests`) is added once the step is traced.
-    """
+    """What a checkpoint says of its run: config, which rows batch k holds, parts from Python, files of functions."""
     return {
         "name": run.name,
         "config": redacted(run.config.model_dump(mode="json")),
@@ -299,27 +295,6 @@ def check_same_training(
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise ConfigError(f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; {ways}")
-
-
-def check_same_computation(
-    saved: Mapping[str, Any], digests: OwnDigests | None, *, run_dir: Path, may_change: bool
-) -> None:
-    """Refuse to go on where what came from Python computes something else than in the run of a checkpoint.
-
-    Args:
-        saved: metadata of the checkpoint.
-        digests: of the run that would go on.
-        run_dir: for messages.
-        may_change: whether a run that trains otherwise may go on.
-
-    Raises:
-        ConfigError: it does, and may not.
-    """
-    if not may_change and computes_otherwise(saved, digests):
-        raise ConfigError(
-            f"{run_dir} holds a run that computes something else: by a model, task, optimizer, params= or trainable= "
-            f"from Python; {GO_ON}"
-        )
 
 
 def state_changes(changes: Iterable[str]) -> list[str]:

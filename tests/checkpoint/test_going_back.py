@@ -79,17 +79,6 @@ def test_reading_alone_moves_nothing(worse, open_again, lines):
     assert abandoned(worse) == []
 
 
-def test_a_number_of_the_abandoned_line_is_saved_again(worse, lines):
-    value(worse, 10)
-    assert worse.save(30, state(-30), metadata={}, eval_loss=5.0)
-    worse.wait()
-    assert worse.steps() == [10, 30]
-    assert value(worse) == -30
-    assert worse.info(30).eval_loss == 5.0
-    assert abandoned(worse) == [{30: 30.0, 40: 40.0}]
-    assert len(lines) == 1
-
-
 @pytest.mark.parametrize(
     ("step", "kept", "moved"),
     [(35, [30, 35], {40: 40.0}), (5, [5], {10: 10.0, 30: 30.0, 40: 40.0})],

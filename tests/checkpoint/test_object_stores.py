@@ -98,17 +98,6 @@ def test_any_state_comes_back_on_another_mesh(store):
 
 
 @needs_stores
-def test_the_rules_keep_what_they_keep_on_a_disk(store):
-    _, folder = store
-    with Checkpointer(folder, keep_last=1, keep_best=True) as checkpointer:
-        for step, loss in ((1, 0.1), (2, 1.0), (3, 1.0)):
-            checkpointer.save(step, small(step), metadata={}, eval_loss=loss)
-            checkpointer.wait()
-        assert checkpointer.steps() == [1, 3]
-    assert {name.partition("/")[0] for name in folder.files()} == {"1", "3"}
-
-
-@needs_stores
 def test_a_file_comes_back_whatever_its_last_bytes_are(store, tmp_path):
     _, place = store
     for end in (b"\r", b"\n", b"\r\n", b"", b"\0"):

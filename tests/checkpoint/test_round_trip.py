@@ -1,7 +1,5 @@
 """What is saved comes back bit for bit, on any mesh, in the shardings asked for; digests notice every change."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,33 +23,6 @@ def test_a_state_comes_back_bit_for_bit_on_another_mesh(tmp_path, optimizer, bef
     assert_same(restored, state)
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-
-
-@pytest.mark.parametrize(("rows", "programs"), [(2 * 5 * 2**10, 0), (2 * 5 * 2**18, 2)], ids=["small", "large"])
-def test_only_large_replicated_arrays_are_divided_between_devices(tmp_path, rows, programs):
-    """Each part of an array costs a compiled program; parts of 5 MiB are worth it, in the same bits."""
-    mesh = mesh_of(2)
-    values = np.arange(rows, dtype=np.float32).reshape(2, 1, -1)
-    state = {"kernel": jax.device_put(values, NamedSharding(mesh, PartitionSpec()))}
-    compiled: list[float] = []
-
-    def listen(event: str, duration_secs: float, **_: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            compiled.append(duration_secs)
-
-    with Checkpointer(tmp_path) as checkpointer:
-        # The programs of the digest, and what else a first save needs.
-        checkpointer.save(1, {"kernel": jax.device_put(values, jax.devices()[0])}, metadata={})
-        checkpointer.wait()
-        storage = checkpointer._open()
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
-            storage.write(tmp_path / "apart", {"kernel": state["kernel"]}, {})
-            storage.wait()
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
-        assert_same(storage.read(tmp_path / "apart", abstract(state)), state)
-    assert len(compiled) == programs
 
 
 def test_digest_of_a_state_is_the_same_on_every_mesh(tmp_path):

@@ -1,13 +1,11 @@
 """Moves and going back in an object store that is a dictionary, cut off at every request that changes something."""
 
 import errno
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer, going_back, remote
-from jaxtrain.checkpoint.copies import copy_step
 from jaxtrain.checkpoint.directory import clear_leftovers, list_steps, remove
 from jaxtrain.checkpoint.line import StepLine
 from jaxtrain.checkpoint.remote import RemotePath
@@ -141,13 +139,3 @@ def test_a_store_that_is_away_fails_a_save_and_no_run(store, monkeypatch):
     line.make_room(3, before_moving=lambda: None)
     assert folder.names() == ["1"]
     checkpointer.release()
-
-
-def test_copies_of_a_step_have_the_rights_of_its_folder(tmp_path: Path):
-    deep = tmp_path / "from" / "4" / "state" / "process_0" / "d"
-    deep.mkdir(parents=True)
-    (deep / "1").write_bytes(b"x")
-    (tmp_path / "to").mkdir()
-    copy_step(tmp_path / "from", tmp_path / "to", 4, advance=lambda count: None)
-    folders = [path for path in (tmp_path / "to").rglob("*") if path.is_dir()]
-    assert [path.stat().st_mode & 0o777 for path in folders] == [0o750] * 4

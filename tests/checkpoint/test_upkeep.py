@@ -170,20 +170,6 @@ def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "run" / "checkpoints", mirror=tmp_path / "run")
 
 
-def test_runs_that_began_together_do_not_share_a_mirror(tmp_path: Path) -> None:
-    """Neither had made a copy when both looked whose the mirror is."""
-    first, second, there = tmp_path / "a", tmp_path / "b", tmp_path / "mirror"
-    lines: list[str] = []
-    with Checkpointer(first, mirror=there) as one, Checkpointer(second, mirror=there, report=lines.append) as two:
-        save(one, 1, 2)
-        save(two, 1)
-        assert names(there) == {"1", "2", "mirror_of.json"}
-        damage(second, 1)
-        with pytest.raises(CheckpointError):
-            two.restore(state(0))
-    assert "holds the copies of" in lines[0]
-
-
 def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr("jaxtrain.checkpoint.mirror.copy_step", lambda *arguments, **more: answers.wait())

@@ -328,15 +328,6 @@ def test_a_run_without_metrics_or_held_out_rows_is_said(tmp_path):
     assert "c has logged no metrics." in text
 
 
-@pytest.mark.parametrize(("other_under", "is_shown"), [("u", True), ("v", False)], ids=["all-else-alike", "not-alike"])
-def test_parts_from_python_of_one_name_are_told_apart(tmp_path, other_under, is_shown):
-    infos = [
-        {"from_python": {"optimizer": "Trace"}, "digests": {"program": program, "under": under}}
-        for program, under in (("aaaa", "u"), ("bbbb", other_under))
-    ]
-    assert ("parts from Python (digest) aaaa bbbb" in _text(_compared(tmp_path, *infos))) == is_shown
-
-
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()

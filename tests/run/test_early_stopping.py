@@ -171,15 +171,6 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path, capfd: pytes
 
 
 @pytest.mark.long
-def test_the_best_is_kept_where_early_stopping_changes(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"checkpoint": {"every": 2, "keep_last": 9, "keep_best": True}}
-    overfit(tmp_path, steps=6, callbacks=[jt.EarlyStopping("eval_accuracy", patience=50, mode="max")], **settings)
-    settings["checkpoint"]["keep_last"] = 1
-    overfit(tmp_path, steps=8, callbacks=[jt.EarlyStopping(patience=50)], **settings)
-    assert kept(tmp_path) == {2, 8}
-
-
-@pytest.mark.long
 def test_the_best_by_another_metric_is_kept(tmp_path: Path) -> None:
     """A metric that only rises, of which lower is better, while the loss falls."""
 

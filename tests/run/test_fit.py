@@ -361,3 +361,13 @@ def test_the_rate_that_is_suggested_trains_and_the_test_ends_where_rates_diverge
     assert jt.find_learning_rate(model, "mse", data=noise, highest=1.0).suggestion > 1e-4
     assert limit < found.rates[-1] < 100
     assert found.plot(tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_starts_from_what_ran_or_was_opened(tmp_path: Path) -> None:
+    first = fit(tmp_path / "first", steps=2, checkpoint={"every": 1})
+    earlier = jt.open_run(tmp_path / "first", model=model(), step=1)
+    step = jt.make_train_step(model(), jt.classification(), optax.sgd(0.1))
+    start, before = (step.init(0, params=given).params["a"] for given in (first, earlier))
+    np.testing.assert_array_equal(start, first.state.params["a"])
+    np.testing.assert_array_equal(before, step.init(0, params=tmp_path / "first" / "checkpoints" / "1").params["a"])
+    assert not np.array_equal(start, before)

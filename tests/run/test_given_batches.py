@@ -1,7 +1,6 @@
 """Batches that a program gives: arrays that are refilled, iterators that end or were read before, and lists."""
 
 import json
-from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,24 +200,6 @@ def grain_rows() -> grain.MapDataset:
 def test_a_grain_dataset_that_ends_in_batches_is_refused() -> None:
     with pytest.raises(jt.DataError, match=r"^data is a grain dataset of batches, .* leave \.batch\(8\) out"):
         data_of(grain_rows().shuffle(seed=1).batch(8))
-
-
-def test_data_rows_and_batches_may_be_named_tuples() -> None:
-    pair = namedtuple("pair", ("inputs", "targets"))
-    wanted = data_of((X, Y)).fingerprint
-    assert data_of(pair(X, Y)).fingerprint == wanted
-    listed = data_of([pair(x, y) for x, y in zip(X, Y, strict=True)])
-    assert listed.train[3]["targets"] == Y[3]  # pyright: ignore[reportIndexIssue]
-    spec = BatchStream([pair(X[:8], Y[:8])]).spec()
-    assert {name: leaf.shape for name, leaf in spec.items()} == {"inputs": (8, 4), "targets": (8,)}
-
-
-def test_tokens_that_grain_batches_are_a_sequence() -> None:
-    ids = np.arange(201, dtype=np.int32) % 16
-    rows = grain.MapDataset.source(range(200)).map(lambda i: {"inputs": ids[i], "targets": ids[i + 1]}).batch(20)
-    data = data_of(rows, validation=None)
-    assert len(data.train) == 10
-    assert data.input_shape == (20,)
 
 
 def test_passes_over_the_rows_are_steps() -> None:

@@ -1,6 +1,5 @@
 """`jaxtrain.open_run`: predictions are those of the model, curves need no checkpoint, mistakes are one line."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -194,19 +193,6 @@ def test_history_has_one_row_per_step_and_the_later_one(copied):
     assert [len(line.get_xdata()) for line in panel.lines] == [4, 2]
 
 
-def test_a_run_that_is_being_trained(copied):
-    """Its status, its rows and its checkpoints are those of the moment; what is deleted meanwhile is passed over."""
-    info = json.loads((copied / "run.json").read_text())
-    (copied / "run.json").write_text(json.dumps({**info, "status": "running", "final": {}}))
-    (copied / "checkpoints" / "4").rename(copied / "4")
-    said = []
-    run = jt.open_run(copied, report=said.append)
-    assert (run.status, run.checkpoints) == ("running", [2])
-    (copied / "4").rename(copied / "checkpoints" / "4")
-    shutil.rmtree(copied / "checkpoints" / "2")
-    assert (run.step, said) == (4, [])
-
-
 def test_a_damaged_checkpoint_is_passed_over(copied, held_out):
     files = [path for path in (copied / "checkpoints" / "4").rglob("*") if path.is_file() and "ocdbt" in str(path)]
     for path in files or (copied / "checkpoints" / "4" / "state").rglob("*"):
@@ -294,24 +280,3 @@ def test_tokens_of_any_length_and_text(tmp_path):
         with pytest.raises(DataError) as caught:
             run.predict(wrong)
         assert line in str(caught.value)
-
-
-@pytest.mark.long
-def test_pixels_are_normalised_as_in_the_run(tmp_path):
-    from PIL import Image
-
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
-    for number, image in enumerate(pixels):
-        folder = tmp_path / "images" / ("cat", "dog")[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / f"{number}.png")
-    data = {"kind": "image_folder", "path": str(tmp_path / "images"), "image_size": 8, "validation_fraction": 0.25}
-    config = {**CONFIG, "data": data, "train": {"steps": 1, "global_batch_size": 8}}
-    run = jt.open_run(jt.run_config(config, run_dir=tmp_path / "run").run_dir)
-    assert run.classes == ("cat", "dog")
-    # ImageNet's means and deviations, as docs/data.md says.
-    mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    by_hand = ((pixels / 255 - mean) / deviation).astype(np.float32)
-    # The pixels are scaled and shifted in another order: a few units in the seventh digit of values up to 3.
-    np.testing.assert_allclose(run.predict(pixels), run.predict(by_hand), rtol=1e-4, atol=1e-5)
-    assert not np.allclose(run.predict(pixels), run.predict(pixels.astype(np.float32)))

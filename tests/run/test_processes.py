@@ -177,7 +177,7 @@ def test_an_error_on_one_process_ends_both(tmp_path: Path) -> None:
         kind="image_folder", path=str(tmp_path / "images"), image_size=8, augment=False, validation_fraction=0
     )
     config = write_config(
-        tmp_path, task="classification", data=images, model=dict(kind="mlp"), train=dict(steps=50, global_batch_size=4)
+        tmp_path, task="classification", data=images, model=dict(kind="mlp"), train=dict(steps=50, global_batch_size=8)
     )
     began = time.monotonic()
     results = finish(start_two(config, tmp_path / "run"))

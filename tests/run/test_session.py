@@ -96,24 +96,6 @@ def test_divergence_ends_the_run_with_advice(tmp_path: Path) -> None:
     assert last["step"] == info["final"]["step"] > 3
 
 
-def test_own_model_task_and_data_through_a_config(tmp_path: Path) -> None:
-    data = jt.open_data({"kind": "synthetic", "task": "table", "num_columns": 8, "num_classes": 3})
-    model = jt.from_functions(
-        lambda key: {"kernel": 0.01 * np.ones((8, 3), np.float32)}, lambda params, x: x @ params["kernel"]
-    )
-    result = jt.run_config(
-        {**TINY, "task": "classification", "optimizer": {"kind": "adamw", "learning_rate": 0.05}},
-        run_dir=tmp_path,
-        overrides={"train.steps": 40, "train.global_batch_size": 32},
-        model=model,
-        task=jt.classification(),
-        data=data,
-    )
-    assert result.metrics["model_flops_utilization"] is None
-    assert result.metrics["examples"] == 40 * 32
-    assert result.metrics["eval_accuracy"] > 0.6
-
-
 def test_auto_plans_the_rows_of_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = measured_cpu(dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e11), 1e10, 2**34, 8)
     monkeypatch.setattr("jaxtrain.plan.search.auto.this_machine", lambda: target_of(cpu, 8))

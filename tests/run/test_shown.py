@@ -68,33 +68,24 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("name", SAYS)
-def test_text_is_short(records, name):
-    text = repr(records[name])
-    assert text.count("\n") < 4
-    assert len(text) < 600
-    assert "Array(" not in text
-    assert "array(" not in text
-    assert [words for words in SAYS[name] if words not in text] == []
-
-
-@pytest.mark.parametrize("name", [name for name in SAYS if "tate" not in name and name != "shardings"])
-def test_html_is_small_and_names_are_text(records, name):
-    html = records[name]._repr_html_()
-    assert len(html) < 60_000
-    for markup in ("<b>", "<i>", "<u>", "<script", "a & b"):
-        assert markup not in html
-    if name in ("Result", "Run"):
-        assert "eval_&lt;u&gt;" in html
-        assert "data:image/svg+xml;base64," in html
+def test_text_is_short_and_names_in_html_are_text(records):
+    for name, wanted in SAYS.items():
+        text = repr(records[name])
+        assert text.count("\n") < 4, name
+        assert len(text) < 600, name
+        assert "rray(" not in text, name
+        assert [words for words in wanted if words not in text] == [], name
+        if "tate" in name or name == "shardings":
+            continue
+        html = records[name]._repr_html_()
+        assert len(html) < 60_000, name
+        assert [markup for markup in ("<b>", "<i>", "<u>", "<script", "a & b") if markup in html] == [], name
+        if name in ("Result", "Run"):
+            assert "eval_&lt;u&gt;" in html
+            assert "data:image/svg+xml;base64," in html
 
 
 def test_a_model_that_cannot_be_drawn_is_shown_all_the_same():
     broken = jt.from_functions(lambda key: {"w": key.no_such_thing}, lambda params, inputs: inputs)
     assert repr(broken) == "Model 'functions': 0 parameters in 0 arrays"
     assert "functions" in broken._repr_html_()
-
-
-def test_a_run_that_is_gone_is_shown_all_the_same(records, tmp_path):
-    assert "no run.json" in repr(dataclasses.replace(records["Result"], run_dir=tmp_path))
-    assert "no run.json" in dataclasses.replace(records["Result"], run_dir=tmp_path)._repr_html_()

@@ -215,9 +215,7 @@ def _numbers(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
 
 def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Make the table of the settings and parts in which the runs differ."""
-    # Digests of what parts from Python compute differ for other reasons too, unless all else is alike.
-    under = {str(mapping(run.info.get("digests")).get("under")) for run in runs}
-    tables = [comparable(run, with_digests=len(under) == 1) for run in runs]
+    tables = [comparable(run) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [
         [key, *(shown_value(table.get(key)) for table in tables)]
@@ -229,13 +227,11 @@ def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     return section("Settings that differ", grid(("setting", *names), rows))
 
 
-def comparable(run: RunFiles, *, with_digests: bool) -> Mapping[str, Any]:
+def comparable(run: RunFiles) -> Mapping[str, Any]:
     found = dict(flat(run.config))
     for part, given in mapping(run.info.get("from_python")).items():
         if given is not None:
             found[f"{part} (from Python)"] = given
-    if with_digests:
-        found["parts from Python (digest)"] = mapping(run.info.get("digests")).get("program")
     versions = mapping(run.info.get("versions"))
     found |= {f"version of {package}": version for package, version in versions.items()}
     found["git commit"] = run.info.get("git_commit")

@@ -179,7 +179,7 @@ def _table(runs: Sequence[RunFiles], names: Sequence[str], metric: str, *, is_ra
 def _settings(run: RunFiles) -> Mapping[str, Any]:
     """The settings of a run; of a trial that left no run.json, those that the sweep gave it."""
     if run.info:
-        return comparable(run, with_digests=False)
+        return comparable(run)
     given = mapping(read_json(run.run_dir / TRIAL_FILE)).get("settings")
     words = [word.partition("=") for word in given if isinstance(word, str)] if isinstance(given, list) else []
     return {key: value for key, _, value in words}
