@@ -1,10 +1,8 @@
 """Checkpoints on gs:// and s3://, against servers that speak the protocols: kept, damaged, moved, failing, shared."""
 
-import contextlib
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_states import abstract, assert_same, make_state, mesh_of
-from store_servers import BUCKET, environment, free_port, gs_server, needs_stores, s3_server
+from store_servers import BUCKET, environment, gs_server, needs_stores, s3_server
+from test_two_processes import one_to_two_to_one
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer, owner, remote
@@ -184,26 +183,6 @@ def test_what_may_not_be_read_is_one_line_and_no_damage(store, kept, capfd):
 
 
 @needs_stores
-def test_a_store_that_never_answers_is_given_up(servers, monkeypatch):
-    """With waits of a hundredth of a second: what is counted is how often it is asked."""
-    asked = []
-    with socket.create_server(("127.0.0.1", 0), backlog=99) as listener, monkeypatch.context() as patch:
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        patch.setenv("AWS_ENDPOINT_URL", address)
-        patch.setattr(remote, "_READ_SECONDS", 0.01)
-        patch.setattr(remote, "_client", remote._client.__wrapped__)
-        with pytest.raises(OSError, match=r"^[^\n]+$"):
-            RemotePath(f"s3://{BUCKET}/a").names()
-        listener.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                asked.append(listener.accept())
-    for connection, _ in asked:
-        connection.close()
-    assert 1 < len(asked) <= 10  # times 60 seconds
-
-
-@needs_stores
 def test_a_folder_belongs_to_one_run(store, tmp_path):
     _, folder = store
     runs = [tmp_path / name for name in "ab"]
@@ -323,46 +302,6 @@ def test_a_run_that_is_killed_at_a_random_moment_goes_on_bit_for_bit(store, tmp_
     assert ends[0].digests == ends[1].digests
 
 
-TWO = """
-import sys
-import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-
-root, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-address = f"127.0.0.1:{port}"
-jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address, initialization_timeout=60)
-from jaxtrain.checkpoint import Checkpointer
-
-mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
-split = NamedSharding(mesh, P("fsdp"))
-with Checkpointer(root, keep_last=2) as checkpointer:
-    state = checkpointer.restore({"w": jax.ShapeDtypeStruct((20_000,), jnp.float32, sharding=split)})
-    double = jax.jit(lambda s: {"w": s["w"] * 2}, donate_argnums=0)
-    for step in (2, 3):
-        state = double(state)
-        assert checkpointer.save(step, state, metadata={"step": step})
-    checkpointer.wait()
-    checkpointer.verify(3)
-    assert checkpointer.steps() == [2, 3], checkpointer.steps()
-"""
-
-
 @needs_stores
 def test_two_processes_go_on_with_what_one_saved_and_back(store):
-    _, folder = store
-    whole = np.arange(20_000, dtype=np.float32)
-    with Checkpointer(folder) as checkpointer:
-        checkpointer.save(1, {"w": whole}, metadata={})
-    port = str(free_port())
-    started = [
-        subprocess.Popen([sys.executable, "-c", TWO, str(folder), str(rank), port], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=240)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], ended
-    with Checkpointer(folder, read_only=True) as checkpointer:
-        assert checkpointer.metadata() == {"step": 3}
-        np.testing.assert_array_equal(checkpointer.restore({"w": whole})["w"], 4 * whole)
+    one_to_two_to_one(store[1])

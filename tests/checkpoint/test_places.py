@@ -14,8 +14,6 @@ from jaxtrain.checkpoint.where import (
     NOTE,
     checkpoint_folder,
     configured_folder,
-    identity_of_steps,
-    set_steps_aside,
     write_note,
 )
 from jaxtrain.config.checkpoint import CheckpointConfig
@@ -163,14 +161,3 @@ def test_a_run_that_goes_on_in_its_directory_forgets_where_it_was(tmp_path: Path
     assert checkpoint_folder(tmp_path) == tmp_path / "elsewhere"  # until what is there is moved aside
     assert take_folder(CheckpointConfig(), tmp_path, resume=None, **options) == (here, None)
     assert checkpoint_folder(tmp_path) == here
-
-
-def test_a_restart_knows_that_steps_elsewhere_were_moved_aside(tmp_path: Path):
-    """Or each restart of a run with `--resume never` would begin anew; the folder may have the usual name."""
-    folder = tmp_path / "shared" / "checkpoints"
-    folder.mkdir(parents=True)
-    assert identity_of_steps(folder) is None  # nothing is there to be taken for what was trained since
-    first = identity_of_steps(with_step(folder, 4))
-    assert first == identity_of_steps(folder) is not None
-    set_steps_aside(folder)
-    assert identity_of_steps(with_step(folder, 2)) not in (None, first)

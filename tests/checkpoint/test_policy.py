@@ -1,11 +1,8 @@
 """Which steps stay, what a failed save leaves, and saves of several threads."""
 
 import resource
-import shutil
 import signal
 import stat
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -101,16 +98,6 @@ def test_a_parent_that_is_a_file(tmp_path):
     assert caught.value.exit_code == 4
 
 
-def test_a_directory_that_vanishes_is_created_again(tmp_path):
-    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})
-        checkpointer.wait()
-        shutil.rmtree(tmp_path / "checkpoints")
-        assert checkpointer.save(2, {"x": jnp.ones(4)}, metadata={})
-        checkpointer.wait()
-        assert checkpointer.steps() == [2]
-
-
 @pytest.fixture
 def small_files():
     """No file may grow beyond 64 KiB, which looks to a writer as a full disk does."""
@@ -146,26 +133,6 @@ def test_a_failure_in_the_background_is_one_line(tmp_path, request, capfd, notic
     checkpointer.close()
     assert checkpointer.steps() == [1, 3]
     assert capfd.readouterr().err == ""
-
-
-def test_saves_and_reads_of_several_threads_are_their_own(tmp_path):
-    num_threads, steps = 2, range(1, 4)
-    together = threading.Barrier(num_threads, timeout=60)
-
-    def train(thread):
-        found = []
-        with Checkpointer(tmp_path / str(thread), keep_last=9, report=found.append) as checkpointer:
-            for step in steps:
-                together.wait()  # each thread verifies its step before beside the saves of the others
-                checkpointer.save(step, {"x": jnp.full((8, 4), 10.0 * thread + step)}, metadata={})
-        with Checkpointer(tmp_path / str(thread)) as checkpointer:
-            together.wait()
-            read = [checkpointer.restore({"x": jnp.zeros((8, 4))}, step=step)["x"] for step in steps]
-        return [float(array[0, 0]) for array in read], found
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        found = list(pool.map(train, range(num_threads)))
-    assert found == [([10.0 * thread + step for step in steps], []) for thread in range(num_threads)]
 
 
 def test_a_save_after_close_is_refused_in_one_line(tmp_path):

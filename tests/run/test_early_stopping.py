@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 import pytest
 from test_fit import X, Y, digests, fit, stop_after
@@ -168,26 +167,3 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path, capfd: pytes
     best = read_files(tmp_path).best()
     assert best is not None
     assert best[0] == 6
-
-
-@pytest.mark.long
-def test_the_best_by_another_metric_is_kept(tmp_path: Path) -> None:
-    """A metric that only rises, of which lower is better, while the loss falls."""
-
-    def loss(outputs: Any, batch: Any) -> Any:
-        value, weight, _ = jt.classification().loss(outputs, batch)
-        return value, weight, {"spread": (jax.numpy.sum(outputs**2), jax.numpy.float32(outputs.size))}
-
-    fit(
-        tmp_path,
-        task=jt.Task("spread", loss, reads_weights=True),
-        steps=12,
-        validation=(X[:48], Y[:48]),
-        evaluation={"every": 2},
-        checkpoint={"every": None, "keep_last": 1, "keep_best": True},
-        callbacks=[jt.EarlyStopping("eval_spread", patience=2)],
-    )
-    evaluated = [row for row in rows(tmp_path) if "eval_loss" in row]
-    assert [row["eval_spread"] for row in evaluated] == sorted(row["eval_spread"] for row in evaluated)
-    assert [row["eval_loss"] for row in evaluated] == sorted((row["eval_loss"] for row in evaluated), reverse=True)
-    assert kept(tmp_path) == {2, 6}

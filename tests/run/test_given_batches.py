@@ -118,26 +118,6 @@ def test_an_iterator_that_was_read_from_is_refused() -> None:
         data_of(refilling())  # often at the address of the one before
 
 
-def test_numbers_of_numpy_are_those_of_python(tmp_path: Path) -> None:
-    result = jt.fit(
-        model(),
-        jt.classification(),
-        optax.sgd(0.1),
-        data=(X, Y),
-        validation=np.float32(0.2),
-        epochs=np.int64(1),
-        batch_size=np.int32(16),
-        seed=np.int64(7),
-        ema_decay=np.float32(0.9),
-        run_dir=tmp_path,
-        logging={"every": np.int64(1), "tensorboard": np.bool_(False), "report": False},
-        overrides={"train.accumulation_steps": np.int64(2)},
-    )
-    assert result.step == 4
-    config = json.loads((tmp_path / "run.json").read_text())["config"]
-    assert (config["seed"], config["optimizer"]["ema_decay"], config["train"]["accumulation_steps"]) == (7, 0.9, 2)
-
-
 def test_numbers_are_not_cut_to_the_dtype_of_the_first_row() -> None:
     """Rows [0, 0.5, ...] were all 0 where the first row had Python's 0: targets of a regression, in silence."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

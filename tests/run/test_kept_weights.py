@@ -97,34 +97,3 @@ def test_what_a_checkpoint_keeps_is_what_evaluation_uses(optimizer: Any, told_by
             if kept is not None and kept.b1 is not None:
                 value = (param - (1 - arrays[kept.b1]) * value) / arrays[kept.b1]
             np.testing.assert_allclose(value, wanted[name], rtol=1e-6, err_msg=name)
-
-
-def kinds(params: dict) -> dict[str, set[str]]:
-    return {name: {leaf.dtype.name for leaf in jax.tree.leaves(part)} for name, part in params.items()}
-
-
-def test_a_run_from_python_is_opened_without_knowing_what_was_trained(tmp_path: Path) -> None:
-    """In the dtype that the policy computes in."""
-    model = jt.from_functions(
-        lambda key: {"first": jax.random.normal(key, (8, 8)), "head": jax.random.normal(key, (8, 4))},
-        lambda params, x: x @ params["first"] @ params["head"],
-    )
-    random = np.random.default_rng(0)
-    rows = random.normal(size=(16, 8)).astype(np.float32), random.integers(0, 4, 16)
-    result = jt.fit(
-        model,
-        jt.classification(),
-        optax.sgd(0.1),
-        data=rows,
-        steps=2,
-        batch_size=8,
-        policy="bf16_pure",
-        trainable=lambda path: path == "head",
-        mesh=jt.make_mesh(data=1, devices=jax.devices()[:1]),
-        run_dir=tmp_path / "run",
-        logging={"report": False, "tensorboard": False},
-    )
-    assert kinds(result.state.params) == {"first": {"float32"}, "head": {"bfloat16"}}
-    opened = jt.open_run(tmp_path / "run", model=model).params
-    assert kinds(opened) == {"first": {"bfloat16"}, "head": {"bfloat16"}}
-    np.testing.assert_array_equal(opened["first"], result.state.params["first"].astype("bfloat16"))

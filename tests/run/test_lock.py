@@ -69,15 +69,6 @@ def test_a_holder_without_a_note_and_a_file_in_the_way(tmp_path):
         RunLock(tmp_path / "file" / "run").__enter__()
 
 
-def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
-    (tmp_path / "precious").write_text("content")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LOCK_NAME).symlink_to(tmp_path / "precious")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        RunLock(tmp_path / "run").__enter__()
-    assert (tmp_path / "precious").read_text() == "content"
-
-
 def test_a_scheduled_process_waits_for_the_one_before(tmp_path, holder, monkeypatch, capsys):
     """Every pod has a process 1, and the pod that takes the place of another one has its host name."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")

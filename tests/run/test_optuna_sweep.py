@@ -54,10 +54,6 @@ def early_stopped(look):
     return ended
 
 
-def diverged(look):
-    raise jt.DivergedError("gradients were not finite")
-
-
 def stopped(look):
     raise jt.PreemptedError("stopped by SIGTERM after step 3; run again to go on")
 
@@ -71,19 +67,6 @@ def test_a_run_that_looks_bad_is_pruned(start, monkeypatch, capsys):
     monkeypatch.setattr(optuna.Trial, "should_prune", lambda trial: True)
     assert start(early_stopped)[0] == 1
     assert "trial 000 pruned" in capsys.readouterr().out
-
-
-def test_an_end_without_a_best_trial_is_one_line(start, capsys):
-    assert start(diverged)[0] == 1
-    said = [one for one in capsys.readouterr().err.splitlines() if "study" not in one]  # Optuna's own
-    assert len(said) == 1
-    assert said[0].startswith("optuna_sweep: no trial is complete")
-
-
-def test_starts_draw_different_trials(start):
-    first, second = start(early_stopped, trials=2)[1], start(early_stopped, trials=2)[1]
-    assert [name for name, *_ in (*first, *second)] == ["000", "001", "002", "003"]
-    assert len({run[1:] for run in (*first, *second)}) == 4
 
 
 def test_a_run_that_a_signal_stopped_goes_on_at_the_next_start(start):

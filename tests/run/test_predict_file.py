@@ -294,19 +294,6 @@ def test_a_published_model_reads_texts(name, published, tmp_path, cli):
     assert HEADS[name] is None or list(rows[0]) == HEADS[name]
 
 
-def test_what_a_published_model_cannot_do_is_one_line(published, cli):
-    folder = published("bert_sequence")
-    for words, problem, said in (
-        (("--step", "3"), "single_label_classification", "--step 3 is for runs"),
-        ((), "multi_label_classification", "gives each class a probability of its own"),
-    ):
-        config = folder / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"problem_type": problem}))
-        answer = cli("predict", str(folder), "texts.txt", *words)
-        assert (answer.code, answer.out) == (2, "")
-        assert said in answer.err
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["vit_classification"])
 def test_a_published_model_reads_images(name, published, tmp_path, cli):

@@ -1,13 +1,10 @@
 """Resume: 100 = 50 + restart + 50, bit for bit; on another mesh, within rounding; refused where it would be wrong."""
 
-import dataclasses
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,6 @@ from training_runs import TINY, environment, losses, rows, run_process, saved_ar
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.errors import PreemptedError
-from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.resume import check_stream, config_changes, set_aside, state_changes
 
 
@@ -143,23 +138,6 @@ def test_python_goes_on_with_what_trains_the_same(trained: Path, tmp_path: Path)
     assert changed.step == 5
 
 
-@pytest.mark.long
-def test_a_task_from_python_is_given_again_or_refused(trained: Path, tmp_path: Path) -> None:
-    def named(name: str) -> jt.Task:
-        return dataclasses.replace(jt.language_modeling(), name=name)
-
-    run = tmp_path / "run"
-    first = jt.run_config(TINY, run_dir=run, overrides={"train.steps": 1}, task=named("one"))
-    again = jt.run_config(TINY, run_dir=run, overrides={"train.steps": 1}, task=named("one"))
-    assert again.metrics["eval_loss"] == first.metrics["eval_loss"]
-    with pytest.raises(jt.ConfigError, match="task one -> two; use another run_dir"):
-        jt.run_config(TINY, run_dir=run, overrides={"train.steps": 1}, task=named("two"))
-    with pytest.raises(jt.ConfigError, match=r"with a task from Python \(one\).*task=\.\.\."):
-        train(run, resume="must", train__steps=2)
-    with pytest.raises(jt.ConfigError, match="task of the config -> one"):
-        jt.run_config(TINY, run_dir=trained, overrides={"train.steps": 3}, task=named("one"))
-
-
 def test_never_starts_anew_and_keeps_what_was_there(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,43 +157,6 @@ def test_never_starts_anew_and_keeps_what_was_there(
     (kept,) = (run / "previous").iterdir()
     assert list(losses(kept)) == [1, 2, 3]
     assert (kept / "checkpoints" / "3").is_dir()
-
-
-class StopAt(Progress):
-    """Sends SIGTERM to this process where a step is shown."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self._number = number
-
-    def update(self, step: int, values: Mapping[str, Any]) -> None:
-        super().update(step, values)
-        if step == self._number:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.long
-def test_a_stop_where_an_evaluation_is_due_loses_none(tmp_path: Path) -> None:
-    def run(name: str, progress: Progress | None = None) -> None:
-        changes = {
-            "train.steps": 6,
-            "evaluation.every": 2,
-            "checkpoint": dict(every=2, keep_last=9, keep_best=True),
-        }
-        jt.run_config(TINY, run_dir=tmp_path / name, overrides=changes, progress=progress)
-
-    run("whole")
-    with pytest.raises(PreemptedError, match="after step 4"):
-        run("cut", StopAt(3))  # step 4 is under way when step 3 is shown
-    run("cut")
-    evaluated, saved = [], []
-    for name in ("whole", "cut"):
-        evaluated.append([(row["step"], row["eval_loss"]) for row in rows(tmp_path / name) if "eval_loss" in row])
-        with Checkpointer(tmp_path / name / "checkpoints", read_only=True) as checkpointer:
-            saved.append({step: checkpointer.verify(step).eval_loss for step in checkpointer.steps()})
-    assert evaluated[0] == evaluated[1]
-    assert [step for step, _ in evaluated[0]] == [2, 4, 6]
-    assert saved[0] == saved[1] == dict(evaluated[0])
 
 
 def test_must_without_a_checkpoint(tmp_path: Path) -> None:
@@ -286,14 +227,6 @@ def test_metrics_have_the_keys_of_the_design(trained: Path) -> None:
     ]  # fmt: skip
     evaluated = [row for row in rows(trained) if "eval_loss" in row]
     assert [row["step"] for row in evaluated] == [3]
-
-
-@pytest.mark.long
-def test_a_damaged_run_json_does_not_stop_a_resume(trained: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(trained, tmp_path / "run")
-    (run / "run.json").write_text("{broken")
-    assert train(run, train__steps=4).step == 4
-    assert json.loads((run / "run.json").read_text())["status"] == "done"
 
 
 def test_a_resume_with_other_held_out_rows_is_refused() -> None:

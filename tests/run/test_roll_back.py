@@ -6,7 +6,7 @@ from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.config.spikes import SpikesConfig, check_roll_back
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.compared import gone_back
-from jaxtrain.run.roll_back import RECORD, SpikeError, batch_of, recorded, with_spike
+from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
 
 
 def after(*spikes: tuple[int, int], skip: int = 10) -> dict:
@@ -37,13 +37,6 @@ def test_batches_after_roll_backs() -> None:
         # No batch is read twice in the line of steps that stays.
         read = [batch_of(k, rolled_back) for k in range(100)]
         assert read == sorted(set(read))
-
-
-def test_the_record_is_json_and_says_what_was_left_out() -> None:
-    metadata = after((50, 25))
-    assert metadata == {
-        RECORD: [{"from_step": 50, "to_step": 25, "first_batch": 25, "num_batches": 25, "loss": 9.0, "grad_norm": 9.0}]
-    }
 
 
 def test_checkpoints_must_reach_back_far_enough() -> None:

@@ -66,23 +66,6 @@ def test_a_run_directory_holds_what_the_design_says(tmp_path: Path, capfd: pytes
 
 
 @pytest.mark.long
-def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
-    """A learning rate that ruins the model after the start leaves an early step as the best."""
-    train(
-        tmp_path,
-        train__steps=8,
-        evaluation__every=2,
-        checkpoint=dict(every=2, keep_last=1, keep_best=True),
-        optimizer=dict(kind="sgd", learning_rate=100.0, clip_norm=1.0, schedule=dict(kind="cosine")),
-    )
-    evaluated = {row["step"]: row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row}
-    best = min(evaluated, key=lambda step: evaluated[step])
-    assert best != 8
-    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()}
-    assert kept == {best, 8}
-
-
-@pytest.mark.long
 def test_divergence_ends_the_run_with_advice(tmp_path: Path) -> None:
     """Weights that grow a million times in a step soon overflow, for good."""
     config = write_config(tmp_path, optimizer=dict(kind="sgd", learning_rate=1e6, clip_norm=None, momentum=0.0))
