@@ -13,7 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.data.evaluated import evaluated_numbers
-from jaxtrain.data.rows import selected_rows
+from jaxtrain.data.rows import mean_tokens, selected_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out_rows import held_out_rows
@@ -100,8 +100,11 @@ def test_training_eval_and_the_report_take_the_same_rows_of_a_sorted_file(
         "logging": {"report": True, "tensorboard": False},
     }
     result = jt.run_config(config, run_dir=tmp_path / "run")
-    capfd.readouterr()
     run = jt.open_run(tmp_path / "run")
+    mean = mean_tokens(run.data.train)
+    assert mean is not None
+    assert result.metrics["tokens"] == round(BATCH * mean), "tokens are those of the texts, without padding"
+    assert f"steps of {BATCH * mean:,.0f} tokens ({8 * BATCH} with padding)" in capfd.readouterr().err
     assert run.evaluate()["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
     assert "evaluation: 24 of 96 held-out rows, spread over all of them" in capfd.readouterr().err
     assert run.data.validation is not None

@@ -64,7 +64,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
             "tokenizer": {"kind": "file", "path": str(folder / "tokenizer.json")},
         },
         "optimizer": {"schedule": {"kind": "constant"}},
-        "train": {"steps": 2, "global_batch_size": 8},
+        "train": {"steps": 1, "global_batch_size": 8},
         "evaluation": {"max_batches": 1},
         "logging": {"report": False, "tensorboard": False},
     }
@@ -75,7 +75,6 @@ def test_a_run_keeps_the_end_of_its_documents(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(SETTINGS)
     run_dir = tmp_path / "run"
     jt.run_config(given, run_dir=run_dir)
-    jt.run_config(given, overrides={"train.steps": 3}, run_dir=run_dir)
     run = jt.open_run(run_dir)
     assert run.tokenizer is not None
     end = run.tokenizer.token_id("<|eot|>")  # pyright: ignore[reportAttributeAccessIssue] it is no tokenizer of bytes

@@ -60,8 +60,8 @@ def by_hand(run, inputs):
 
 @pytest.mark.parametrize("overrides", [None, SHARDED], ids=["one device", "data=2 fsdp=4"])
 def test_predictions_are_those_of_the_model(trained, held_out, overrides):
-    mesh = jt.make_mesh(devices=jax.devices()[:1]) if overrides is None else None
-    run = jt.open_run(trained.run_dir, mesh=mesh, overrides=overrides)
+    given = {"mesh": jt.make_mesh(devices=jax.devices()[:1])} if overrides is None else {"overrides": overrides}
+    run = jt.open_run(trained.run_dir, **given)
     inputs, _ = held_out
     wanted = by_hand(run, inputs)
     found = run.predict(inputs, batch_size=8)
@@ -193,7 +193,8 @@ def test_history_has_one_row_per_step_and_the_later_one(copied):
     assert [len(line.get_xdata()) for line in panel.lines] == [4, 2]
 
 
-def test_a_damaged_checkpoint_is_passed_over(copied, held_out):
+def test_a_damaged_checkpoint_is_passed_over(copied, held_out, monkeypatch):
+    monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.02)
     files = [path for path in (copied / "checkpoints" / "4").rglob("*") if path.is_file() and "ocdbt" in str(path)]
     for path in files or (copied / "checkpoints" / "4" / "state").rglob("*"):
         if path.is_file():

@@ -69,14 +69,17 @@ def test_other_rows_are_not_passed_over_for_the_file_for_evaluation(
         saved_config(tmp_path, overrides=further)
 
 
-@pytest.mark.parametrize("kind", ["labelled_text", pytest.param("text", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["table", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("labelled_text", "text"))]
+)
 def test_all_rows_of_other_data_are_evaluated(kind: str, tmp_path: Path) -> None:
-    model: dict[str, Any] = {"kind": "transformer", "num_layers": 1, "embed_dim": 8, "num_heads": 2}
-    model["max_sequence_length"] = 8
+    model: dict[str, Any] = {"kind": "mlp", "hidden_dims": [4]}
+    if kind != "table":
+        model = {"kind": "transformer", "num_layers": 1, "embed_dim": 8, "num_heads": 2, "max_sequence_length": 8}
     if kind == "labelled_text":
         model |= {"causal": False, "head": {"kind": "sequence"}}
     for name, count in (("a", 40), ("b", 31)):
-        header = "" if kind == "text" else "text,label\n"
+        header = "" if kind == "text" else f"{'x' if kind == 'table' else 'text'},label\n"
         rows = "".join(f"{i},{'yn'[i % 2]}\n" for i in range(10, 10 + count))
         (tmp_path / f"{name}.{'txt' if kind == 'text' else 'csv'}").write_text(header + rows)
     config = {"model": model, "data": {"kind": kind, "path": str(next(tmp_path.glob("a.*")))}}

@@ -60,6 +60,7 @@ def test_fifty_and_fifty_are_a_hundred_bit_for_bit(tmp_path: Path, policy: str, 
         tmp_path,
         precision=dict(policy=policy),
         checkpoint=dict(every=25),
+        model__num_layers=1,
         optimizer__schedule=dict(kind="cosine"),
         optimizer__groups=groups,
     )
@@ -84,7 +85,7 @@ def test_fifty_and_fifty_are_a_hundred_bit_for_bit(tmp_path: Path, policy: str, 
     ends = [Checkpointer(folder / "checkpoints", read_only=True).info(100) for folder in (whole, half)]
     # Two 32-bit sums over every bit of every array: parameters, moments, average, keys, counts.
     assert ends[0].digests == ends[1].digests
-    assert len(ends[0].digests) > 40
+    assert len(ends[0].digests) > 20
     a, b = saved_arrays(whole, 100), saved_arrays(half, 100)
     assert all(np.array_equal(a[name], b[name]) for name in a)
     evaluated = [[row for row in rows(folder) if "eval_loss" in row][-1] for folder in (whole, half)]

@@ -109,37 +109,3 @@ def test_the_tokens_of_rows_are_those_that_are_not_padding(files: Path, name: st
     assert real / len(data.train) < data.units_per_row
     parts = split_rows(data.train, share=0.3, seed=0)
     assert sum((mean_tokens(part) or 0) * len(part) for part in parts) == pytest.approx(real)
-
-
-def logged(run_dir: Path) -> list[dict[str, Any]]:
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if "tokens" in row]
-
-
-def train_labelled(files: Path, run_dir: Path, steps: int) -> jt.Result:
-    config = {
-        "task": "classification",
-        "model": {
-            "kind": "transformer",
-            "num_layers": 1,
-            "embed_dim": 8,
-            "num_heads": 2,
-            "head": {"kind": "sequence", "pooling": "mean"},
-        },
-        "data": {**SOURCES["labelled"], "path": str(files / "labelled.jsonl"), "sequence_length": LENGTH},
-        "train": {"steps": steps, "global_batch_size": 8},
-        "logging": {"every": 1, "report": False, "tensorboard": False},
-    }
-    return jt.run_config(config, run_dir=run_dir)
-
-
-def test_a_run_counts_texts_and_goes_on_as_it_began(
-    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    train_labelled(files, tmp_path, 2)
-    mean = mean_tokens(jt.open_run(tmp_path).data.train)
-    assert mean is not None
-    assert f"2 steps of {8 * mean:,.0f} tokens ({8 * LENGTH} with padding)" in capfd.readouterr().err
-    assert [row["tokens"] for row in logged(tmp_path)] == [round(step * 8 * mean) for step in (1, 2)]
-    train_labelled(files, tmp_path, 3)
-    assert logged(tmp_path)[-1]["tokens"] == round(3 * 8 * mean)
