@@ -1,10 +1,10 @@
-"""Parts of a run that came from Python: recorded by name, and never replaced by the config's without a word."""
+"""Parts of a run that came from Python: recorded by name, and not replaced by the config's when the run goes on."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.saved_run import is_replaced, recorded_parts
+from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ OwnParts = dict[str, str | None]
 FIT = "jaxtrain.fit"
 # What a run asks to be given again; other data is noticed by its content.
 _GIVEN_AGAIN = ("model", "task", "optimizer")
-# Where the data is the config's, its rows are read for the config's task, in the length of the config's model.
-_READ_WITH_DATA = ("task", "model.max_sequence_length")
 
 
 def own_parts(
@@ -56,34 +54,6 @@ def _state_names(state: Any) -> Iterator[str]:
     elif isinstance(state, Mapping):
         for part in state.values():
             yield from _state_names(part)
-
-
-def replaced_notes(origins: Mapping[str, str], own: OwnParts) -> list[str]:
-    """What a run with parts from Python says of settings that somebody made of the config's parts, a line per part.
-
-    Args:
-        origins: dotted keys that somebody set -> where.
-        own: from `own_parts`.
-    """
-    lines = []
-    for part in own:
-        if own[part] is None:
-            continue
-        # A published model gives its weights to one from Python, too. `fit` itself names the task.
-        kept = ("model.from", *(_READ_WITH_DATA if own["data"] is None else ()))
-        found = [
-            f"{key} ({where})"
-            for key, where in origins.items()
-            if is_replaced(key, (part,))
-            and key not in kept
-            and (key, where) != ("task", FIT)
-            # Nobody set the keys of a size one by one.
-            and not where.startswith("size ")
-        ]
-        if found:
-            effect = "has no effect" if len(found) == 1 else "have no effect"
-            lines.append(f"the {part} came from Python: {', '.join(found)} {effect}")
-    return lines
 
 
 def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:

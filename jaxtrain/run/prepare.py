@@ -39,7 +39,7 @@ from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.lock import RunLock
-from jaxtrain.run.own_parts import own_parts, replaced_notes
+from jaxtrain.run.own_parts import own_parts
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import open_record
 from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
@@ -123,7 +123,6 @@ def prepare_session(
     with closing_on_failure(lambda status: checkpointer.close()):
         resumed = choose_start(checkpointer, run_dir, resume)
         notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
-        notes += replaced_notes(loaded.origins, own)
         if resumed is None and model is None:
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
