@@ -45,19 +45,17 @@ def losses(step, steps=3):
 
 
 CASES = {
-    "dpo": (lambda **more: adapted(**more), jt.dpo(logits="vocabulary", block=5)),
-    "dpo with dropout": (lambda **more: adapted(dropout=0.3, **more), jt.dpo()),
+    "dpo with dropout": (lambda **more: adapted(dropout=0.3, **more), jt.dpo(logits="vocabulary", block=5)),
     "dpo on nf4": (lambda **more: adapted(base="nf4", **more), jt.dpo()),
     "reward with a head trained whole": (
         lambda **more: adapted(head={"kind": "regression", "num_labels": 1, "pooling": "last"}, **more),
         jt.reward(),
     ),
 }
-FSDP_TENSOR, DATA_FSDP = {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}
+FSDP_TENSOR = {"fsdp": 2, "tensor": 2}
 # Mesh and microbatches of each case.
 ON_MESHES = {
-    "dpo": (DATA_FSDP, 2),
-    "dpo with dropout": (DATA_FSDP, 2),
+    "dpo with dropout": ({"data": 2, "fsdp": 2}, 2),
     "dpo on nf4": (FSDP_TENSOR, 1),
     "reward with a head trained whole": (FSDP_TENSOR, 1),
 }
