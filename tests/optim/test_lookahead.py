@@ -82,15 +82,3 @@ def test_the_promise_of_the_inner_optimizer_is_kept() -> None:
         optimizer = jt.lookahead(inner)
         why = why_not_in_slices(optimizer, jax.eval_shape(optimizer.init, params), params)
         assert (why is None) if words is None else (words in str(why))
-
-
-BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no optimizer": (0.1, {}, "lookahead takes an optax transformation, not float"),
-    "period": (optax.sgd(0.1), dict(sync_period=0), "sync_period=0 of lookahead"),
-}
-
-
-@pytest.mark.parametrize(("optimizer", "options", "words"), BAD.values(), ids=BAD)
-def test_wrong_arguments_are_one_line(optimizer: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(jt.ConfigError, match=words):
-        jt.lookahead(optimizer, **options)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.optimizers import AdamWConfig, LionConfig
+from jaxtrain.config.optimizers import AdamWConfig
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import moment_block
@@ -130,10 +130,3 @@ def test_a_second_moment_forgets_at_a_slow_decay(moments):
         wanted, exact = update_exact(gradient, exact)
     # 700 steps halve it. The mean over 8,192 elements is unbiased; standing still would give 0.7 of the update.
     np.testing.assert_allclose(np.mean(found), np.mean(wanted), rtol=0.03)
-
-
-def test_lion_keeps_its_momentum_in_bfloat16():
-    params = {"kernel": jnp.zeros(SHAPE), "bias": jnp.zeros(256)}
-    optimizer = build_optimizer(LionConfig(moments="bfloat16"), optax.constant_schedule(1.0), axes={})
-    sizes = {leaf.shape: leaf.dtype for leaf in jax.tree.leaves(optimizer.init(params))}
-    assert (sizes[SHAPE], sizes[(256,)]) == (jnp.bfloat16, jnp.float32)

@@ -19,11 +19,9 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
 from jaxtrain.optim import update_slices
 from jaxtrain.optim.elementwise import elementwise
-from jaxtrain.optim.lookahead import lookahead
-from jaxtrain.optim.offload import owners, why_not_in_slices
+from jaxtrain.optim.offload import why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import updates_elementwise
-from jaxtrain.optim.update_slices import num_slices
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
@@ -180,17 +178,3 @@ def test_exactly_those_optimizers_are_declared_whose_slices_update_alone(group, 
     assert (difference <= 32 * 2.0**-23) == alone
     shapes = jax.eval_shape(optimizer.init, params)
     assert (why_not_in_slices(optimizer, shapes, params) is None) == updates_elementwise(config) == alone
-
-
-def test_slices_of_the_first_dim():
-    # A number, small, two slices of 1 KiB, the next divisor, a prime, no smaller than a row.
-    shapes = {(): 1, (256,): 1, (4, 128): 2, (6, 100): 3, (7, 100): 7, (2, 4096): 2}
-    assert {shape: num_slices(shape) for shape in shapes} == shapes
-
-
-def test_state_belongs_to_its_parameter_where_branches_are_named_as_fields():
-    params = {name: {"head": jnp.ones((4, 4))} for name in ("slow", "fast")} | {"head": jnp.ones((4, 4))}
-    optimizer = optax.chain(optax.clip(1.0), lookahead(optax.adam(0.1)))
-    found = owners(jax.eval_shape(optimizer.init, params), params)
-    for name in ("head", "slow/head", "fast/head"):
-        assert found[f"1/slow/{name}"] == name

@@ -33,22 +33,6 @@ class Attention(linen.Module):
         return linen.Dense(5, name="head")(linen.Conv(16, (3,))(x))
 
 
-class Block(linen.Module):
-    """Norm, attention and a layer without bias: the norm alone tells that there are several of the last."""
-
-    @linen.compact
-    def __call__(self, x, _):
-        x = linen.MultiHeadDotProductAttention(num_heads=2)(linen.RMSNorm()(x))
-        return linen.Dense(16, use_bias=False, name="mix")(x), None
-
-
-class Scanned(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        stack = linen.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        return linen.Dense(5, name="last")(stack(name="stack")(x, None)[0])
-
-
 class Mapped(nnx.Module):
     """A stack of as many layers as each has inputs, and a matrix of another name beside it."""
 
@@ -95,13 +79,6 @@ MODELS = {
         {f"{one}/{part}" for one in ("biased", "plain") for part in FLAX_ATTENTION} | {"qkv/kernel"},
         {"Embed_0/embedding", "Conv_0/kernel", "head/kernel"},
         (),
-    ),
-    "linen scan": (
-        lambda: jt.from_linen(Scanned(), ROWS),
-        {f"stack/MultiHeadDotProductAttention_0/{part}" for part in FLAX_ATTENTION}
-        | {"stack/mix/kernel", "last/kernel"},
-        set(),
-        ("stack/",),
     ),
     "nnx vmap": (
         lambda: jt.from_nnx(Mapped, call=lambda module, x: x),

@@ -76,26 +76,6 @@ def test_an_adapted_model_gives_the_losses_of_one_device(case):
 
 
 @pytest.mark.long
-def test_only_factors_have_gradients_and_the_start_is_the_base():
-    model = adapted()
-    original = model.adapted.original
-    step = step_of(model, jt.dpo())
-    params = jax.tree.map(jnp.array, jax.jit(original.init)(jax.random.key(3))[0])
-    state = step.init(0, params=params)
-    rows = jt.ArrayRows({name: column for name, column in BATCH.items() if name != "reference"})
-    known = jt.reference_rows(step, state, rows, batch_size=B)
-    plain = step_of(original, jt.dpo())
-    base = jt.reference_rows(plain, plain.init(0, params=params), rows, batch_size=B)
-    for row in range(B):
-        np.testing.assert_allclose(known[row]["reference"], base[row]["reference"], rtol=1e-6)  # other programs
-    found = step.gradients(state, {**BATCH, "reference": np.stack([known[row]["reference"] for row in range(B)])})
-    assert abs(found.loss - np.log(2)) < 1e-6
-    trained = {jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(found.tree)}
-    assert trained
-    assert all("lora_" in path for path in trained)
-
-
-@pytest.mark.long
 def test_calls_of_one_loss_draw_other_masks_and_take_other_parameters():
     def loss(apply, batch, key):
         inputs = batch["inputs"][:, 0]

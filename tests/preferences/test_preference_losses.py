@@ -150,26 +150,6 @@ def test_the_first_loss_is_ln_2_and_padding_counts_nothing(dpo_step):
     assert abs(means["eval_margin"]) < 1e-5
 
 
-def simpo(apply, batch, key):
-    logs = jt.answer_log_probabilities(apply, batch) / jnp.sum(batch["weights"], axis=-1)
-    return -jax.nn.log_sigmoid(2.0 * (logs[:, 0] - logs[:, 1]) - 0.5), {}
-
-
-@pytest.mark.long
-def test_a_loss_of_ones_own_with_microbatches_is_that_of_the_batch():
-    task = jt.Task.calling("simpo", simpo)
-    steps = [step_of(transformer(), task, accumulation_steps=count) for count in (1, 2)]
-    losses = [float(step.gradients(step.init(0), BATCH).loss) for step in steps]
-    np.testing.assert_allclose(*losses, rtol=1e-6)  # sums of rows in another order
-
-
-def test_ids_outside_the_vocabulary_are_refused(dpo_step):
-    batch = {**BATCH, "reference": REFERENCE, "targets": BATCH["targets"].copy()}
-    batch["targets"][0, 0, 5] = V
-    with pytest.raises(jt.DataError, match="holds targets of 24, but the model has ids 0 to 23"):
-        dpo_step(dpo_step.init(0), batch)
-
-
 def test_pipe_is_refused_in_one_line():
     with pytest.raises(jt.ConfigError, match="pipe"):
         step_of(transformer(num_layers=2), jt.dpo(), mesh={"pipe": 2})

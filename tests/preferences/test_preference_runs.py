@@ -174,13 +174,6 @@ def test_a_loss_of_ones_own_may_ask_for_a_reference(tmp_path):
     assert losses(tmp_path / "run")[0] == pytest.approx(25, rel=1e-6)
 
 
-def test_rows_that_are_no_pairs_are_one_line(tmp_path):
-    with pytest.raises(jt.ConfigError, match="takes pairs of answers"):
-        fit(tmp_path / "run", data={key: column[:, 0] for key, column in DATA.items()}, validation=None)
-    with pytest.raises(jt.ConfigError, match="an iterable of batches has no rows to return to"):
-        fit(tmp_path / "run", data=iter([pairs(4)]), validation=None)
-
-
 CONFIG = {
     "task": "dpo",
     "model": {"kind": "transformer", "num_layers": 1, "embed_dim": 8, "num_heads": 2, "max_sequence_length": 40},

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.models.host_draws import CannotFollowError, follow
@@ -82,16 +81,6 @@ class _OnlyTraced:
 
     def __init__(self, step: jt.TrainStep, placed: frozenset[str]):
         self.trace = step._first_state._programs[placed].trace
-
-
-def test_a_model_that_draws_in_another_way_is_compiled() -> None:
-    model = jt.from_nnx(lambda rngs: nnx.Linear(8, 3, rngs=rngs))
-    step = step_of(model, jt.classification(), optimizer=optax.sgd(0.1))
-    key = jax.random.key(0)
-    program = step._first_state._program(frozenset())
-    with pytest.raises(CannotFollowError):
-        follow(program.trace(key, params=None, model_state=None).jaxpr, key)
-    assert bits(step.init(key)) == bits(program(key, params=None, model_state=None))
 
 
 def test_arrays_of_the_host_are_copied() -> None:

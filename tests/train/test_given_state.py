@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
 from flax.core import freeze
 
 import jaxtrain as jt
@@ -142,21 +141,14 @@ def test_a_whole_state_of_numpy_arrays_in_other_containers(averaged: TrainStep) 
     assert jax.tree.structure(after) == jax.tree.structure(expected)
 
 
-WRONG = np.zeros((8, 3), np.float32)
-REFUSED = {
-    "shape": (lambda p: {**p, "second": WRONG}, r"params/second is float32\[8, 3\], wanted is float32\[8, 8\]"),
-    "missing": (lambda p: {"first": p["first"]}, "params/second is missing"),
-    "too much": (lambda p: {**p, "third": p["first"]}, "params/third is not an array of it"),
-}
-
-
-@pytest.mark.parametrize(("change", "words"), REFUSED.values(), ids=REFUSED)
-def test_other_parameters_are_refused_by_the_first_path(change: Any, words: str, step: TrainStep) -> None:
+def test_other_parameters_are_refused_by_the_first_path(step: TrainStep) -> None:
     state = step.init(0)
+    wrong = {**host(state.params), "second": np.zeros((8, 3), np.float32)}
+    words = r"second is float32\[8, 3\], wanted is float32\[8, 8\]"
+    with pytest.raises(jt.ConfigError, match=f"params/{words}"):
+        step(dataclasses.replace(state, params=wrong), BATCH)
     with pytest.raises(jt.ConfigError, match=words):
-        step(dataclasses.replace(state, params=change(host(state.params))), BATCH)
-    with pytest.raises(jt.ConfigError, match=words.replace("params/", "")):
-        step.init(0, params=change(host(state.params)))
+        step.init(0, params=wrong)
     step(state, BATCH)
 
 
@@ -223,18 +215,3 @@ def test_frozen_and_half_precision_parameters_are_loaded(trained: Any) -> None:
     assert {name: leaf.dtype.name for name, leaf in state.params.items()} == {"first": "bfloat16", "second": "float32"}
     assert same(state.ema["first"], trained["first"])
     assert same(state.params["second"], trained["second"])
-
-
-def test_model_state_is_loaded_too() -> None:
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-            return linen.Dense(4)(linen.BatchNorm(use_running_average=not train)(x))
-
-    step = make(model=jt.from_linen(Net(), BATCH["inputs"]))
-    state, _ = step(step.init(1), BATCH)
-    params, statistics = host((state.params, state.model_state))
-    again = step.init(0, params=params, model_state=statistics)
-    assert jt.Evaluator(step)(again, [BATCH]) == jt.Evaluator(step)(state, [BATCH])
-    with pytest.raises(jt.ConfigError, match=r"model_state does not fit .*batch_stats/.* is missing"):
-        step.init(0, params=params, model_state={})

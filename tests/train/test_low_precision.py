@@ -110,8 +110,6 @@ def test_mistakes_are_one_line():
     with pytest.raises(ConfigError, match=r"int8 is not a format to train in.*jaxtrain eval RUN --quantize int8"):
         load_config("quickstart", overrides=["precision.policy=int8"])
     model = from_functions(lambda key: {"w": jnp.ones((4, 2))}, lambda params, x: x @ params["w"], name="mine")
-    with pytest.raises(ConfigError, match=r"int8 is for linear layers .* the model mine has none"):
-        quantize({"w": jnp.ones((4, 2))}, model)
     with pytest.raises(ConfigError, match="is quantized already"):
         quantize(evaluated("int8")[1], make_step("bf16").model, "int8_dynamic")
     step = make_train_step(model, regression(), optax.sgd(0.1), mesh=make_mesh(devices=jax.devices()[:1]), policy="fp8")

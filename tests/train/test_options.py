@@ -1,7 +1,5 @@
 """Options of a train step: what each means at its ends, and one line for what it cannot be."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,24 +32,15 @@ def test_an_infinite_clip_norm_clips_nothing():
     np.testing.assert_array_equal(clipped.params["w"], plain.params["w"])
 
 
-def test_a_learning_rate_to_report_may_be_a_number():
-    assert float(train(make(learning_rate=0.25), 1)[1]["learning_rate"]) == 0.25
-
-
-WRONG = {
-    "clip_norm": ({"clip_norm": 0}, "clip_norm=0; use a number above 0"),
-    "ema_decay": ({"ema_decay": 1.0}, "ema_decay=1.0; use a number from 0"),
-    "accumulation_steps": ({"accumulation_steps": 2.0}, "use a whole number from 1"),
-    "a rate by an if": ({"learning_rate": lambda step: 1.0 if step < 10 else 0.1}, "raised TracerBool.* jnp.where"),
-    "MultiSteps": ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, "gradient_transformation"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_an_option_out_of_range_is_one_line(case):
-    options, message = WRONG[case]
-    with pytest.raises(ConfigError, match=message):
-        make(**options)
+def test_an_option_out_of_range_is_one_line():
+    with pytest.raises(ConfigError, match=r"raised TracerBool.* jnp.where"):
+        make(learning_rate=lambda step: 1.0 if step < 10 else 0.1)
+    with pytest.raises(ConfigError, match="gradient_transformation"):
+        make(optax.MultiSteps(optax.sgd(0.1), 2))
+    with pytest.raises(ConfigError, match="clip_norm=0; use a number above 0"):
+        make(clip_norm=0)
+    with pytest.raises(ConfigError, match=r"ema_decay=1\.0; use a number from 0"):
+        make(ema_decay=1.0)
 
 
 def test_every_integer_is_a_seed_and_nothing_else():
@@ -64,30 +53,6 @@ def test_every_integer_is_a_seed_and_nothing_else():
             step.init(seed)
     with pytest.raises(ConfigError, match="the step carries"):
         step.init(jax.random.key(0, impl="rbg"))
-
-
-def test_replaced_batch_statistics_with_an_average_of_the_old_ones_are_refused():
-    def apply(params, model_state, inputs, *, key, train):
-        return inputs @ params["w"] + model_state["shift"], model_state
-
-    def init(key):
-        return {"w": jnp.ones((3, 2))}, {"shift": jnp.zeros(2)}
-
-    step = jt.make_train_step(
-        jt.Model("shifted", init, apply),
-        jt.regression(),
-        optax.sgd(0.1),
-        mesh=jt.make_mesh(devices=jax.devices()[:1]),
-        ema_decay=0.9,
-    )
-    shift = {"shift": jnp.ones(2)}
-    stale = dataclasses.replace(step.init(0), model_state=shift)
-    with pytest.raises(ConfigError, match="ema_model_state"):
-        jt.Evaluator(step)(stale, [BATCH])
-    with pytest.raises(ConfigError, match="ema_model_state"):
-        step(stale, BATCH)
-    found = jt.Evaluator(step)(step.init(0, model_state=shift), [BATCH])
-    assert found["eval_loss"] == 16.0
 
 
 def test_weight_decay_of_bf16_parameters_is_not_rounded_before_it_counts():
@@ -139,22 +104,10 @@ def transformation(update, init=lambda params: ()):
     return optax.GradientTransformation(init, update)
 
 
-WRONG_OPTIMIZERS = {
-    "a mask of other names": (optax.masked(optax.sgd(0.1), {"v": True}), r"cannot start from .*\(w\): ValueError"),
-    "without parameters": (transformation(lambda updates, state: (updates, state)), "cannot be updated: TypeError"),
-    "one number for a matrix": (
-        transformation(lambda updates, state, params=None: (jax.tree.map(jnp.sum, updates), state)),
-        r"its updates is \[\] at w, and the gradients \[3, 2\]",
-    ),
-    "a state that grows": (
-        transformation(lambda updates, state, params=None: (updates, jnp.zeros(3)), lambda params: jnp.zeros(())),
-        r"its state is \[3\], and the state that it was given \[\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
-def test_an_optimizer_that_does_something_else_is_one_line(case):
-    optimizer, message = WRONG_OPTIMIZERS[case]
-    with pytest.raises(ConfigError, match=message):
-        make(optimizer).lower(BATCH)
+def test_an_optimizer_that_does_something_else_is_one_line():
+    grows = transformation(lambda updates, state, params=None: (updates, jnp.zeros(3)), lambda params: jnp.zeros(()))
+    with pytest.raises(ConfigError, match=r"its state is \[3\], and the state that it was given \[\]"):
+        make(grows).lower(BATCH)
+    sums = transformation(lambda updates, state, params=None: (jax.tree.map(jnp.sum, updates), state))
+    with pytest.raises(ConfigError, match=r"its updates is \[\] at w, and the gradients \[3, 2\]"):
+        make(sums).lower(BATCH)

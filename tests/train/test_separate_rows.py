@@ -34,7 +34,6 @@ MODELS = {
     "matrix": lambda p, x: (x @ p["kernel"]) @ (x @ p["kernel"]).T,
     "prototypes": lambda p, x: {"z": x @ p["kernel"], "prototypes": p["prototypes"]},
     "shared_scale": lambda p, x: {"mean": x @ p["kernel"], "scales": p["scales"]},
-    "index": lambda p, x: {"z": x @ p["kernel"], "index": jnp.argmax(x, axis=-1)},
 }
 
 
@@ -63,10 +62,6 @@ def likelihood(outputs, batch):
     return jnp.sum((outputs["mean"] - 1) ** 2 / jnp.exp(outputs["scales"]) + outputs["scales"], axis=-1), {}
 
 
-def by_index(outputs, batch):
-    return cross_entropy(outputs["z"] @ outputs["z"].T, outputs["index"]), {}
-
-
 def preferences(apply, batch, key):
     chosen, rejected = jnp.split(apply(jnp.concatenate([batch["inputs"], -batch["inputs"]])), 2)
     return jnp.sum(jax.nn.softplus(rejected - chosen), axis=-1), {}
@@ -74,15 +69,6 @@ def preferences(apply, batch, key):
 
 def to_prototypes(outputs, batch):
     return cross_entropy(outputs["z"] @ outputs["prototypes"].T, batch["targets"]), {}
-
-
-def of_matrix(outputs, batch):
-    return cross_entropy(outputs[:, :2], batch["targets"] % 2), {}
-
-
-def in_batch(outputs, batch):
-    losses = cross_entropy(outputs @ outputs.T, jnp.arange(len(outputs)))
-    return jnp.sum(losses), jnp.float32(len(losses)), {}
 
 
 def task(loss, **options):
@@ -94,22 +80,13 @@ SEPARATE = {
     "prototypes": (task(to_prototypes), "prototypes"),
     "preference_pairs_in_one_call": (jt.Task.calling("mine", preferences), "plain"),
     "global_with_temperature": (task(pairs, rows="global"), "temperature"),
-    "global_with_integers": (task(by_index, rows="global"), "index"),
 }
 REFUSED = {
     "temperature": (task(pairs), "temperature", "mixes rows"),
     "two_views": (task(views), "two_views", "mixes rows"),
-    "matrix_of_rows": (task(of_matrix), "matrix", "mixes rows"),
     "baseline_of_the_batch": (task(baseline), "plain", "mixes rows"),
-    "logits_loss": (task(jt.LogitsLoss(in_batch, in_batch)), "plain", "mixes rows"),
     "global_with_two_views": (task(views, rows="global"), "two_views", "two views as a dict of two"),
-    "global_with_a_matrix": (task(of_matrix, rows="global"), "matrix", "joins the outputs of microbatches row by row"),
 }
-
-
-def rows_of(table, *plain):
-    """The rows of a table, but for these under `pytest --all` only."""
-    return [pytest.param(name, marks=() if name in plain else pytest.mark.long) for name in table]
 
 
 def first_step(task, model, microbatches):
@@ -124,13 +101,13 @@ def first_step(task, model, microbatches):
     return [float(metrics[name]) for name in ("loss", "grad_norm")]
 
 
-@pytest.mark.parametrize("case", rows_of(SEPARATE, "scale_that_all_rows_share", "global_with_temperature"))
+@pytest.mark.parametrize("case", SEPARATE)
 def test_microbatches_give_the_loss_of_the_batch(case):
     # In float32, the order of sums.
     np.testing.assert_allclose(first_step(*SEPARATE[case], 4), first_step(*SEPARATE[case], 1), rtol=2e-6)
 
 
-@pytest.mark.parametrize("case", rows_of(REFUSED, "temperature", "baseline_of_the_batch", "global_with_two_views"))
+@pytest.mark.parametrize("case", REFUSED)
 def test_a_loss_that_microbatches_would_change_is_refused(case):
     *parts, words = REFUSED[case]
     with pytest.raises(jt.ConfigError, match=words):

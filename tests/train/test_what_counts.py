@@ -203,20 +203,6 @@ def test_nested_rows_go_through_batches(language_step):
         chex.assert_trees_all_equal(expected, {name: jax.device_get(batch[name]) for name in expected})
 
 
-@pytest.mark.long
-def test_packed_rows_train_on_a_mesh_as_on_one_device():
-    columns = packed(8)
-    losses = []
-    for layout, options in (({}, {}), ({"data": 2, "fsdp": 2}, {"accumulation_steps": 2})):
-        mesh = jt.make_mesh(**layout, devices=jax.devices()[: 4 if layout else 1])
-        step = jt.make_train_step(language_model(), jt.language_modeling(), optax.sgd(0.5), mesh=mesh, **options)
-        state = step.init(0)
-        for _ in range(2):
-            state, metrics = step(state, columns)
-        losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("layout", "accumulation"),
     [({"data": 2}, 2), pytest.param({"data": 2, "pipe": 2}, 2, marks=pytest.mark.long)],
@@ -317,25 +303,6 @@ def test_integers_of_more_than_32_bits_are_refused():
         step(step.init(0), columns)
     with pytest.raises(DataError, match="does not fit into int32"):
         step.loader(jt.Batches(ArrayRows(columns), 4, seed=0, shuffle=True))(0)
-
-
-def test_complex_parameters_keep_their_imaginary_part_in_sums_and_averages():
-    def apply(params, x):
-        return jnp.abs(x @ params["w"]) ** 2
-
-    model = jt.from_functions(lambda key: {"w": jnp.full((3, 2), 0.5 + 0.25j, jnp.complex64)}, apply)
-    batch = {"inputs": RNG.normal(size=(8, 3)).astype(np.float32), "targets": np.ones((8, 2), np.float32)}
-    found = []
-    for accumulation in (1, 2):
-        step = jt.make_train_step(
-            model, jt.regression(), optax.sgd(0.01), mesh=one_device(), accumulation_steps=accumulation, ema_decay=0.9
-        )
-        state, _ = step(step.init(0), batch)
-        found.append(np.asarray(state.params["w"]))
-        # The first decay is (1 + 0) / (10 + 0).
-        np.testing.assert_allclose(state.ema["w"], 0.1 * (0.5 + 0.25j) + 0.9 * found[-1], rtol=1e-5)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
-    assert np.abs(found[0].imag - 0.25).max() > 1e-4
 
 
 def test_a_batch_that_lies_elsewhere_on_the_devices_is_moved():
