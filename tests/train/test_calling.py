@@ -274,10 +274,19 @@ def test_parts_start_from_numbers_of_their_own():
     assert state == {}
 
 
-def test_a_calling_task_without_inputs_takes_any_batch():
+def test_calls_of_one_loss_draw_other_masks_and_take_other_parameters():
     def loss(apply, batch, key):
-        return jnp.sum(jnp.square(apply(batch["left"]) - apply(batch["right"])), axis=-1), {}
+        rows = batch["left"]
+        grown = jax.tree.map(lambda leaf: leaf + 0.1, apply.params)
+        still = apply(rows, train=False)
+        again, other = apply(rows, train=False), apply(rows, params=grown, train=False)
+        pairs = (apply(rows), apply(rows)), (still, again), (still, other)
+        apart = [jnp.mean(jnp.abs(a - b), axis=1) for a, b in pairs]
+        return apart[0], dict(zip(("draws", "evaluations", "others"), apart, strict=True))
 
-    batch = {"left": BATCH["inputs"], "right": BATCH["inputs"] + 1}
-    losses, *_ = train(jt.Task.calling("pairs", loss), dense(), mesh={"data": 2}, batch=batch)
-    assert losses[-1] < losses[0]
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    step = jt.make_train_step(jt.from_nnx(Dropped), jt.Task.calling("calls", loss), optax.sgd(0.1), mesh=mesh)
+    _, metrics = step(step.init(0), {"left": BATCH["inputs"]})  # a batch without inputs will do
+    assert metrics["draws"] > 0
+    assert metrics["evaluations"] == 0
+    assert metrics["others"] > 0

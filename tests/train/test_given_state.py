@@ -91,16 +91,6 @@ def test_a_batch_that_is_gone_is_one_line(step: TrainStep) -> None:
     assert int(step(state, BATCH)[0].step) == 2, "the state is not taken over by a call that is refused"
 
 
-def test_one_array_at_two_places_is_one_line(step: TrainStep) -> None:
-    state = step.init(0)
-    array = state.params["first"]
-    parts = [shard.data for shard in array.addressable_shards]
-    other = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
-    for params in ({"first": array, "second": array}, {"first": array, "second": other}):
-        with pytest.raises(jt.ConfigError, match=r"params/\w+ and params/\w+ of the state are the same array"):
-            step(dataclasses.replace(state, params=params), BATCH)
-
-
 def on_one_device(leaf: Any) -> Any:
     return jax.device_put(np.array(leaf), jax.devices()[0])
 

@@ -24,7 +24,7 @@ BATCH = {
 
 def init(key):
     kernel = jax.random.normal(key, (WIDTH, WIDTH)) / 3
-    return {"kernel": kernel, "scale": jnp.ones(()), "scales": jnp.ones((WIDTH,)), "prototypes": kernel.T}
+    return {"kernel": kernel, "scale": jnp.ones(()), "prototypes": kernel.T}
 
 
 MODELS = {
@@ -33,7 +33,6 @@ MODELS = {
     "two_views": lambda p, x: jnp.concatenate([x @ p["kernel"], jnp.tanh(x) @ p["kernel"]]),
     "matrix": lambda p, x: (x @ p["kernel"]) @ (x @ p["kernel"]).T,
     "prototypes": lambda p, x: {"z": x @ p["kernel"], "prototypes": p["prototypes"]},
-    "shared_scale": lambda p, x: {"mean": x @ p["kernel"], "scales": p["scales"]},
 }
 
 
@@ -58,10 +57,6 @@ def baseline(outputs, batch):
     return cross_entropy(outputs, batch["targets"]) * advantage, {}
 
 
-def likelihood(outputs, batch):
-    return jnp.sum((outputs["mean"] - 1) ** 2 / jnp.exp(outputs["scales"]) + outputs["scales"], axis=-1), {}
-
-
 def preferences(apply, batch, key):
     chosen, rejected = jnp.split(apply(jnp.concatenate([batch["inputs"], -batch["inputs"]])), 2)
     return jnp.sum(jax.nn.softplus(rejected - chosen), axis=-1), {}
@@ -76,14 +71,12 @@ def task(loss, **options):
 
 
 SEPARATE = {
-    "scale_that_all_rows_share": (task(likelihood), "shared_scale"),
     "prototypes": (task(to_prototypes), "prototypes"),
     "preference_pairs_in_one_call": (jt.Task.calling("mine", preferences), "plain"),
     "global_with_temperature": (task(pairs, rows="global"), "temperature"),
 }
 REFUSED = {
     "temperature": (task(pairs), "temperature", "mixes rows"),
-    "two_views": (task(views), "two_views", "mixes rows"),
     "baseline_of_the_batch": (task(baseline), "plain", "mixes rows"),
     "global_with_two_views": (task(views, rows="global"), "two_views", "two views as a dict of two"),
 }
