@@ -1,4 +1,4 @@
-"""What an adapted layer keeps for its backward pass, and that a first call compiles its program once."""
+"""What adapted layers keep for their backward pass, quantized bases without floats, and programs compiled once."""
 
 from typing import Any
 
@@ -63,6 +63,58 @@ def test_kernels_are_not_kept_and_inputs_are_kept_once(base: str | None) -> None
     assert not [shape for shape in kept if np.prod(shape) in large]
     # Both factors of the MLP's product, and its result, which the layer after it reads.
     assert sum(np.prod(shape) == ROWS * LENGTH * MODEL["mlp_dim"] for shape in kept) == 3
+
+
+SIZES: dict[str, Any] = {"kind": "transformer", "embed_dim": 64, "num_heads": 4, "mlp_dim": 128}
+TOKENS = np.random.default_rng(0).integers(0, 64, (8, 17))
+BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+
+
+def above_a_base(base: str, *, layers: int = 2, remat: str = "none", mesh: Any = None, **sizes: int) -> jt.TrainStep:
+    config = {**SIZES, **sizes, "num_layers": layers}
+    model = jt.build_model(config, input_shape=(16,), vocab_size=64, remat=jt.Remat(remat))
+    adapted = jt.adapt(model, lora=jt.LoraConfig(rank=8), base=base)
+    mesh = mesh or jt.make_mesh(devices=jax.devices()[:1])
+    return jt.make_train_step(adapted, jt.language_modeling(), optax.adam(1e-2), mesh=mesh)
+
+
+def losses(step: jt.TrainStep) -> np.ndarray:
+    state, found = step.init(0), []
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        found.append(float(metrics["loss"]))
+    return np.array(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("base", "degrees", "remat"),
+    [("nf4", {"pipe": 2, "fsdp": 2, "tensor": 2}, "none"), ("int8", {"fsdp": 8}, "full")],
+    ids=["nf4: pipe, fsdp, tensor", "int8: fsdp, full remat"],
+)
+def test_every_layout_equals_one_device(base: str, degrees: dict[str, int], remat: str) -> None:
+    """To 1e-5: float32, in other orders of sums; the integers are the same."""
+    alone = losses(above_a_base(base))
+    np.testing.assert_allclose(losses(above_a_base(base, mesh=jt.make_mesh(**degrees), remat=remat)), alone, rtol=1e-5)
+    assert np.abs(np.diff(alone)).min() > 1e-3, "a run that learns nothing would prove nothing"
+
+
+REMATS = [
+    ("nf4", "none"),
+    pytest.param("nf4", "full", marks=pytest.mark.long),
+    pytest.param("int8", "none", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("base", "remat"), REMATS)
+def test_the_floats_of_a_base_are_never_kept(base: str, remat: str) -> None:
+    """Of 12 layers the compiled step holds less than the floats of 6 beside what it is given, for a batch of a row."""
+    layers = 12
+    step = above_a_base(base, layers=layers, remat=remat, embed_dim=256, mlp_dim=1024)
+    compiled = step.compile({name: values[:1] for name, values in BATCH.items()})
+    # Four kernels of attention and three of the MLP.
+    floats = 4 * layers * (4 * 256**2 + 3 * 256 * 1024)
+    assert compiled.memory_analysis().temp_size_in_bytes < floats / 2
 
 
 def test_a_first_call_compiles_its_program_once() -> None:

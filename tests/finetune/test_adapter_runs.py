@@ -1,6 +1,5 @@
 """Runs that train adapters: what their checkpoints hold, where their base comes from, and what is refused about it."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.models.model import parameter_shapes
 
 MODEL: dict[str, Any] = dict(
-    num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_sequence_length=32, vocab_size=256
+    num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=64, max_sequence_length=32, vocab_size=256
 )
 CONFIG: dict[str, Any] = {
     "model": {"kind": "transformer", **MODEL},
@@ -62,11 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> tuple[Path, jt.Result]:
-    """A run of four steps over a published model, that stopped after two and went on."""
+    """A run of four steps over a published model."""
     run_dir = tmp_path_factory.mktemp("runs") / "adapter"
-    config = CONFIG | {"model": {"from": str(folder)}}
-    train(run_dir, config, train__steps=2)
-    return run_dir, train(run_dir, config)
+    return run_dir, train(run_dir, CONFIG | {"model": {"from": str(folder)}})
 
 
 @pytest.mark.long
@@ -79,7 +76,9 @@ def test_a_checkpoint_holds_what_is_trained_and_names_its_base(published: tuple[
     assert all(name.endswith(("lora_a", "lora_b")) for name in params)
     base = info.metadata["base"]
     assert (base["format"], base["path"]) == ("published", str(folder))
-    assert jt.open_run(run_dir).info["base"] == base
+    run = jt.open_run(run_dir)
+    assert run.info["base"] == base
+    assert len(run.sample("def", new_tokens=4, temperature=0.0)) >= 4
     # Adapters, two moments and an average of them, and a few numbers; the state holds the base besides.
     trained = sum(leaf.size for leaf in jax.tree.leaves(result.state.ema))
     assert info.num_bytes < 4 * 4 * trained + 200
@@ -88,9 +87,11 @@ def test_a_checkpoint_holds_what_is_trained_and_names_its_base(published: tuple[
 @pytest.mark.long
 def test_a_run_that_stops_goes_on_bit_for_bit(published: tuple[Path, jt.Result], folder: Path, tmp_path: Path) -> None:
     run_dir, result = published
-    whole = train(tmp_path / "whole", CONFIG | {"model": {"from": str(folder)}})
-    assert losses(tmp_path / "whole") == losses(run_dir)
-    assert same(whole.state.params, result.state.params)
+    config = CONFIG | {"model": {"from": str(folder)}}
+    train(tmp_path / "stopped", config, train__steps=2)
+    resumed = train(tmp_path / "stopped", config)
+    assert losses(tmp_path / "stopped") == losses(run_dir)
+    assert same(resumed.state.params, result.state.params)
 
 
 def test_the_base_is_equal_bit_for_bit_and_read_by_whoever_opens_the_run(
@@ -104,34 +105,18 @@ def test_the_base_is_equal_bit_for_bit_and_read_by_whoever_opens_the_run(
     assert np.array_equal(run.params["embedding"], read["embedding"])
     assert same(run.params, result.state.evaluation_params)
     assert run.evaluate()["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
-    assert len(run.sample("def", new_tokens=4, temperature=0.0)) >= 4
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        pytest.param("gone", "is gone", id="a base that is gone"),
-        pytest.param("other", "is not the base of", id="another base of the same shapes"),
-    ],
-)
-def test_a_base_that_is_not_there_is_one_line(
-    published: tuple[Path, jt.Result], folder: Path, tmp_path: Path, change: str, says: str
-) -> None:
+def test_a_base_that_is_gone_is_one_line(published: tuple[Path, jt.Result], folder: Path, tmp_path: Path) -> None:
+    """Another base of the same shapes: test_adapters_kept_apart.py."""
     run_dir, _ = published
-    aside = tmp_path / "aside"
-    folder.rename(aside)
+    aside = folder.rename(tmp_path / "aside")
     try:
-        if change == "other":
-            model = jt.build_model({"kind": "transformer", **MODEL}, input_shape=(32,))
-            params, _ = jax.jit(model.init)(jax.random.key(8))
-            jt.save_pretrained(folder, params, model=MODEL | {"kind": "transformer"})
-        with pytest.raises(CheckpointError, match=says) as caught:
+        with pytest.raises(CheckpointError, match="is gone"):
             _ = jt.open_run(run_dir).params
-        assert "\n" not in str(caught.value)
-        if change == "gone":  # and where it went may be said
-            assert jt.open_run(run_dir, overrides={"model.from": str(aside)}).params
+        # Where it went may be said.
+        assert jt.open_run(run_dir, overrides={"model.from": str(aside)}).params
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
 
 
@@ -156,7 +141,6 @@ def test_a_step_starts_from_an_adapter_run_or_puts_adapters_on_a_tree(published:
     kernel = state.params["blocks"]["mlp"]["down"]["kernel"]
     assert np.array_equal(kernel.base, original["blocks"]["mlp"]["down"]["kernel"])
     assert not np.any(kernel.lora_b)
-    assert np.any(kernel.lora_a)
 
 
 ROWS = np.random.default_rng(0).integers(0, 256, (32, 33)).astype(np.int32)
@@ -175,7 +159,7 @@ def fit(run_dir: Path, base: str | None = None, **given: Any) -> jt.Result:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("start", "base"),
-    [("drawn from the seed", "nf4"), ("arrays", "nf4"), ("a run", "nf4"), ("a run", None), ("adapters", "nf4")],
+    [("drawn from the seed", "nf4"), ("arrays", "nf4"), ("a run", None), ("adapters", "nf4")],
 )
 def test_every_start_is_found_again(tmp_path: Path, start: str, base: str | None) -> None:
     tree, _ = jax.jit(model().init)(jax.random.key(5))

@@ -1,5 +1,6 @@
 """Groups of parameters by path pattern: each is updated exactly as its own optimizer would update it alone."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from jaxtrain.config.optimizers import OptimizerConfig
 from jaxtrain.optim.elementwise import ElementwiseTransformation
 from jaxtrain.optim.offload import why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.optim.rules import group_number
 
 RATE = optax.linear_schedule(0.1, 0.01, 5)
 RNG = np.random.default_rng(0)
@@ -33,6 +33,7 @@ def build(**settings: Any) -> Any:
     return build_optimizer(config, lambda count: factor * RATE(count), axes={})
 
 
+@partial(jax.jit, static_argnums=0)
 def run(optimizer: Any, params: Any, gradients: list[Any]) -> Any:
     state = optimizer.init(params)
     for gradient in gradients:
@@ -45,16 +46,10 @@ def run(optimizer: Any, params: Any, gradients: list[Any]) -> Any:
 ADAMW = dict(kind="adamw", weight_decay=0.1)
 SGD = dict(kind="sgd", momentum=0.5)
 CASES = {
-    "learning rate": (
+    "learning rate and weight decay": (
         ADAMW,
-        [dict(match=["head/*"], learning_rate_factor=16)],
-        {"head": dict(**ADAMW, learning_rate=16.0), "body": ADAMW},
-    ),
-    "weight decay": (ADAMW, [dict(match=["head/*"], weight_decay=0)], {"head": dict(kind="adamw"), "body": ADAMW}),
-    "another optimizer keeps the weight decay": (
-        ADAMW,
-        [dict(match=["head/*"], optimizer=SGD)],
-        {"head": dict(**SGD, weight_decay=0.1), "body": ADAMW},
+        [dict(match=["head/*"], learning_rate_factor=16, weight_decay=0)],
+        {"head": dict(kind="adamw", learning_rate=16.0), "body": ADAMW},
     ),
     "all three, int8 moments beside": (
         dict(kind="adamw", moments="int8"),
@@ -69,11 +64,6 @@ CASES = {
         ADAMW,
         [dict(match=["head/*"], optimizer=dict(kind="lion")), dict(match=["head/kernel"], optimizer=SGD)],
         {"head": dict(kind="lion", weight_decay=0.1), "body": ADAMW},
-    ),
-    "nothing left for the rest": (
-        dict(kind="adafactor"),
-        [dict(match=["*"], optimizer=dict(kind="muon"))],
-        {"head": dict(kind="muon"), "body": dict(kind="muon")},
     ),
 }
 
@@ -90,11 +80,11 @@ def part(tree: Any, path: str) -> Any:
 
 @pytest.mark.parametrize(("main", "groups", "alone"), CASES.values(), ids=CASES)
 def test_each_group_is_updated_as_alone(main: Any, groups: Any, alone: Any) -> None:
-    found = jax.jit(lambda params, gradients: run(build(**main, groups=groups), params, gradients))(PARAMS, GRADIENTS)
+    found = run(build(**main, groups=groups), PARAMS, GRADIENTS)
     for path, settings in alone.items():
         wanted = run(build(**settings), part(PARAMS, path), [part(gradient, path) for gradient in GRADIENTS])
-        # The same operations, fused differently: a few roundings of fp32 on numbers near 1, after Muon's products more.
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), part(found, path), wanted)
+        # The same operations, fused differently: a few roundings of fp32 on numbers near 1.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), part(found, path), wanted)
 
 
 def test_from_python_it_is_the_same_and_declared_where_all_are() -> None:
@@ -112,50 +102,13 @@ def test_from_python_it_is_the_same_and_declared_where_all_are() -> None:
         jax.tree.map(np.testing.assert_array_equal, part(found, path), wanted)
 
 
-@pytest.mark.parametrize(
-    ("path", "number"),
-    [("head/kernel", 0), ("blocks/query/kernel/lora_b", 1), ("blocks/query/kernel/lora_a", 2), ("headless", 2)],
-)
-def test_the_first_pattern_decides(path: str, number: int) -> None:
-    assert group_number(path, [["head/*"], ["*/lora_b", "head/kernel"]]) == number
-
-
-WRONG = {
-    "no such parameter": (
-        "[{match: ['block/mlp/*']}]",
-        r"optimizer\.groups\.0\.match: 'block/mlp/\*' matches no trained parameter; the nearest are blocks/mlp/",
-    ),
-    "a frozen one": ("[{match: ['*']}, {match: [embedding]}]", r"groups\.1\.match: 'embedding' matches no trained"),
-    "no pattern": ("[{match: []}]", r"optimizer\.groups\.0\.match is \[\].*at least 1 of them"),
-    "a text": (
-        "[{match: head}]",
-        r"optimizer\.groups\.0\.match is 'head'.*list of text, as in \['head'\]|as in \[head\]",
-    ),
-    "no match": ("[{weight_decay: 0}]", r"key 'optimizer\.groups\.0\.match' is missing"),
-    "factor 0": ("[{match: ['*'], learning_rate_factor: 0}]", r"groups\.0\.learning_rate_factor is 0.*greater than 0"),
-    "another key": ("[{match: ['*'], learning_rate: 1}]", r"unknown key 'optimizer\.groups\.0\.learning_rate'"),
-    "no kind": ("[{match: ['*'], optimizer: {momentum: 0.5}}]", r"'optimizer\.groups\.0\.optimizer\.kind' is missing"),
-    "wrong kind": ("[{match: ['*'], optimizer: {kind: adam}}]", r"optimizer\.kind is 'adam'.*did you mean 'adamw'"),
-    "a key of the run": (
-        "[{match: ['*'], optimizer: {kind: sgd, clip_norm: 1}}]",
-        r"unknown key 'optimizer\.groups\.0\.optimizer\.clip_norm'",
-    ),
-    "Muon's matrices": (
-        "[{match: ['*'], optimizer: {kind: muon, adamw: ['nothing']}}]",
-        r"optimizer\.groups\.0\.optimizer\.adamw: 'nothing' matches no parameter",
-    ),
-    "no list": ("{match: ['*']}", r"optimizer\.groups is .*list of ParameterGroup"),
-}
-
-
-@pytest.mark.parametrize(("groups", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_group_is_one_line(groups: str, message: str) -> None:
-    overrides = [f"optimizer.groups={groups}", "optimizer.freeze=[embedding]", "model.tie_embeddings=false"]
-
-    def build_state() -> Any:
-        config = load_config("quickstart", overrides=overrides).config
+def test_a_wrong_group_is_one_line() -> None:
+    def state_of(groups: str) -> Any:
+        words = [f"optimizer.groups={groups}", "optimizer.freeze=[embedding]", "model.tie_embeddings=false"]
+        config = load_config("quickstart", overrides=words).config
         return jt.build_step(config, input_shape=(16,), vocab_size=32, devices=jax.devices()[:1]).abstract_state
 
-    with pytest.raises(jt.ConfigError, match=message) as found:
-        build_state()
-    assert "\n" not in str(found.value)
+    with pytest.raises(jt.ConfigError, match=r"groups\.0\.match: 'block/mlp/\*' .* the nearest are blocks/mlp/"):
+        state_of("[{match: ['block/mlp/*']}]")
+    with pytest.raises(jt.ConfigError, match=r"groups\.1\.match: 'embedding' matches no trained"):
+        state_of("[{match: ['*']}, {match: [embedding]}]")

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.models import ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, MuonConfig
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.axes import model_axes
@@ -42,18 +42,7 @@ def test_matrices_of_a_transformer_with_experts():
     assert {"embedding", "output", "blocks/mlp/router/kernel", "blocks/mlp_norm/scale"} <= everything
 
 
-def test_biases_and_positions_are_not_matrices():
-    """Biases of attention are [layers, heads, head_dim]: two dims, one side."""
-    config = TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, bias=True, norm="layernorm", position="learned")
-    found, everything = matrix_paths(config, input_shape=(16,), vocab_size=64)
-    assert {"positions", "blocks/attention/query/bias", "blocks/mlp/up/bias"} <= everything
-    assert {path.rsplit("/", 1)[-1] for path in found} == {"kernel"}
-    assert len(found) == 7
-
-
 def test_matrices_of_the_other_models():
-    found, _ = matrix_paths(MLPConfig(hidden_dims=(16, 16)), input_shape=(8,), num_outputs=4)
-    assert set(found) == {"layers/0/kernel", "layers/1/kernel"}
     found, _ = matrix_paths(
         ResNetConfig(stage_blocks=(1, 2), width=16, stem="small"), input_shape=(8, 8, 1), num_outputs=10
     )
@@ -63,26 +52,27 @@ def test_matrices_of_the_other_models():
 
 
 # Parameters of a model without a table: path, shape, whether it is for Muon.
-UNNAMED = {
-    "dense": ("Dense_0/kernel", (8, 16), True),
-    "layer of the stack": ("blocks/up/kernel", (3, 8, 16), True),
-    "scale of the stack": ("blocks/norm/scale", (3, 8), False),
-    "output inside a block": ("blocks/attention/output/kernel", (3, 8, 16), True),
-    "embedding": ("Embed_0/embedding", (64, 16), False),
-    "positions": ("positions", (64, 16), False),
-    "output layer": ("output/kernel", (16, 64), False),
-    "head": ("lm_head/kernel", (16, 64), False),
-    "bias": ("Dense_0/bias", (16,), False),
-    "convolution without names": ("Conv_0/kernel", (3, 3, 8, 16), False),
-    "a single row": ("Dense_0/kernel", (1, 16), False),
-    "asked for": ("mixer/kernel", (8, 16), False),
-}
+UNNAMED = [
+    ("Dense_0/kernel", (8, 16), True),
+    ("blocks/up/kernel", (3, 8, 16), True),
+    ("blocks/norm/scale", (3, 8), False),
+    ("blocks/attention/output/kernel", (3, 8, 16), True),
+    ("blocks/attention/query/bias", (3, 4, 8), False),
+    ("Embed_0/embedding", (64, 16), False),
+    ("positions", (64, 16), False),
+    ("output/kernel", (16, 64), False),
+    ("lm_head/kernel", (16, 64), False),
+    ("Dense_0/bias", (16,), False),
+    ("Conv_0/kernel", (3, 3, 8, 16), False),  # without names of its dims
+    ("Dense_0/kernel", (1, 16), False),  # a single row
+    ("mixer/kernel", (8, 16), False),  # asked for
+]
 
 
-@pytest.mark.parametrize(("path", "shape", "wanted"), UNNAMED.values(), ids=UNNAMED)
-def test_without_a_table(path, shape, wanted):
-    axes = complete_axes({path: shape}, {}, "blocks")
-    assert (as_matrix(path, shape, axes, exclude=("mixer/*",)) is not None) == wanted
+def test_without_a_table():
+    for path, shape, wanted in UNNAMED:
+        axes = complete_axes({path: shape}, {}, "blocks")
+        assert (as_matrix(path, shape, axes, exclude=("mixer/*",)) is not None) == wanted, path
 
 
 def test_a_stack_whose_row_leaves_its_layers_unnamed():
@@ -94,11 +84,12 @@ def test_a_stack_whose_row_leaves_its_layers_unnamed():
     assert as_matrix("up/kernel", (3, 8, 16), axes) == Matrix((), (0, 1), (2,))
 
 
-@pytest.mark.parametrize("shape", [(8, 32), (3, 16, 16), (2, 3, 8, 24)])
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 3, 8, 24)])
 def test_singular_values_come_near_one(shape):
     """Directions stay, sizes go: Jordan et al. give 0.7 to 1.2 for singular values that are not tiny."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
-    found = newton_schulz(x, 5)
+    orthogonal = jax.jit(lambda x: newton_schulz(x, 5))
+    found = orthogonal(x)
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     kept = np.linalg.svd(found, compute_uv=False)
     assert np.all((kept > 0.5) & (kept < 1.25))
@@ -106,7 +97,10 @@ def test_singular_values_come_near_one(shape):
     seen = np.swapaxes(u, -1, -2) @ np.asarray(found, np.float64) @ np.swapaxes(vt, -1, -2)
     np.testing.assert_allclose(seen * (1 - np.eye(seen.shape[-1])), 0, atol=1e-4)
     assert s.max() / s.min() > 1.5, "singular values that were equal before would prove nothing"
-    np.testing.assert_array_equal(newton_schulz(jnp.zeros(shape), 5), 0)
+    # What gets no gradient fades out with its momentum.
+    np.testing.assert_array_equal(orthogonal(jnp.zeros(shape)), 0)
+    for size in (1e-20, 1e-25, 1e-40):
+        assert np.max(np.abs(orthogonal(x * size))) < 1e-5
 
 
 def reference(gradients, momentum, columns):
@@ -134,9 +128,9 @@ def test_updates_are_those_of_the_paper():
     for name, config in (("muon", MuonConfig()), ("adamw", AdamWConfig())):
         optimizer = build_optimizer(config, optax.constant_schedule(RATE), axes=axes)
         params = jax.tree.map(lambda g: jnp.zeros(g.shape), gradients[0])
-        state = optimizer.init(params)
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
         for gradient in gradients:
-            updates, state = optimizer.update(jax.tree.map(jnp.float32, gradient), state, params)
+            updates, state = update(jax.tree.map(np.float32, gradient), state, params)
             params = optax.apply_updates(params, updates)
         found[name] = params
     for layer in range(2):

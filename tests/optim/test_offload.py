@@ -19,11 +19,9 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
 from jaxtrain.optim import update_slices
 from jaxtrain.optim.elementwise import elementwise
-from jaxtrain.optim.lookahead import lookahead
-from jaxtrain.optim.offload import owners, why_not_in_slices
+from jaxtrain.optim.offload import why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import updates_elementwise
-from jaxtrain.optim.update_slices import num_slices
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
@@ -103,29 +101,22 @@ def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, 
     assert kinds == {True: "pinned_host", False: "device"}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "why"),
-    [
-        pytest.param(ADAFACTOR, "not declared", id="sums over rows"),
-        pytest.param(UNDECLARED, "not declared", id="not declared elementwise", marks=pytest.mark.long),
-        # Its row and column sums mirror no parameter, whatever is said of it.
-        pytest.param(elementwise(ADAFACTOR), "has no parameter's path", id="declared wrongly"),
-        # Its labels are made anew of the parameters of each update.
-        pytest.param(
-            elementwise(BY_LABELS), "needs all parameters", id="declared, labels by function", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_other_updates_get_whole_arrays(optimizer, why):
-    state, choices = train(make(optimizer, offload=True))
-    assert_equal(state, train(make(optimizer, offload=False))[0])
-    assert any("whole arrays pass" in line and why in line for line in choices)
+def test_other_updates_get_whole_arrays():
+    state, choices = train(make(ADAFACTOR, offload=True))
+    assert_equal(state, train(make(ADAFACTOR, offload=False))[0])
+    assert any("whole arrays pass" in line and "not declared" in line for line in choices)
+    params = {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)}
+    for optimizer, why in (
+        (UNDECLARED, "not declared"),
+        (elementwise(ADAFACTOR), "has no parameter's path"),  # its sums mirror no parameter, whatever is said of it
+        (elementwise(BY_LABELS), "needs all parameters"),  # labels are made anew of the parameters of each update
+    ):
+        assert why in str(why_not_in_slices(optimizer, jax.eval_shape(optimizer.init, params), params))
 
 
-@pytest.mark.parametrize(("devices", "degrees"), [(1, {}), (2, dict(data=2))])
-def test_a_state_of_counts_alone_stays_on_the_device(devices, degrees):
+def test_a_state_of_counts_alone_stays_on_the_device():
     plain = optax.sgd(optax.constant_schedule(1e-2))
-    state, choices = train(make(plain, offload=True, devices=devices, **degrees))
+    state, choices = train(make(plain, offload=True, devices=2, data=2))
     assert_equal(state, train(make(plain, offload=False))[0])
     assert "optimizer state: on the device: it has counts alone" in choices
 
@@ -152,12 +143,9 @@ def test_a_checkpoint_moves_between_host_and_device(alone, tmp_path):
 
 # The group of an optimizer -> whether its update treats every number alone.
 KINDS = {
-    "sgd": ({"kind": "sgd"}, True),
     "sgd, nesterov": ({"kind": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, True),
-    "adamw": ({"kind": "adamw", "weight_decay": 0.1}, True),
     "lion": ({"kind": "lion", "weight_decay": 0.1}, True),
     "adafactor": ({"kind": "adafactor"}, False),
-    "adamw, int8": ({"kind": "adamw", "moments": "int8"}, False),
     "lion, bfloat16": ({"kind": "lion", "moments": "bfloat16"}, False),
     "muon": ({"kind": "muon"}, False),
 }
@@ -190,33 +178,3 @@ def test_exactly_those_optimizers_are_declared_whose_slices_update_alone(group, 
     assert (difference <= 32 * 2.0**-23) == alone
     shapes = jax.eval_shape(optimizer.init, params)
     assert (why_not_in_slices(optimizer, shapes, params) is None) == updates_elementwise(config) == alone
-
-
-@pytest.mark.parametrize(
-    ("shape", "slices"),
-    [
-        pytest.param((), 1, id="a number"),
-        pytest.param((256,), 1, id="small"),
-        pytest.param((4, 128), 2, id="two slices of 1 KiB"),
-        pytest.param((6, 100), 3, id="the next divisor"),
-        pytest.param((7, 100), 7, id="a prime"),
-        pytest.param((2, 4096), 2, id="no smaller than a row"),
-    ],
-)
-def test_slices_of_the_first_dim(shape, slices):
-    assert num_slices(shape) == slices
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "at"),
-    [
-        pytest.param(lookahead(optax.adam(0.1)), "slow", id="slow weights"),
-        pytest.param(optax.chain(optax.clip(1.0), lookahead(optax.adam(0.1))), "1/slow", id="in a chain"),
-        pytest.param(optax.adam(0.1), "0/mu", id="moments"),
-    ],
-)
-def test_state_belongs_to_its_parameter_where_branches_are_named_as_fields(optimizer, at):
-    params = {name: {"head": jnp.ones((4, 4))} for name in ("slow", "fast")} | {"head": jnp.ones((4, 4))}
-    found = owners(optimizer.init(params), params)
-    for name in ("head", "slow/head", "fast/head"):
-        assert found[f"{at}/{name}"] == name

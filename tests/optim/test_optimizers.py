@@ -1,13 +1,12 @@
-"""Every optimizer: its first updates against numpy, and that it goes downhill."""
+"""Every optimizer: its first updates against numpy; the rate that it follows."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pydantic import TypeAdapter
 
-from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, SGDConfig
 from jaxtrain.optim.optimizers import build_optimizer
 
 RATE = 0.1
@@ -58,55 +57,27 @@ def adafactor(p, gs, decay):
 # config, the same in numpy
 CASES = {
     "sgd": (SGDConfig(momentum=0.0), lambda p, gs: sgd(p, gs, 0.0, False, 0.0)),
-    "sgd momentum": (SGDConfig(momentum=0.9), lambda p, gs: sgd(p, gs, 0.9, False, 0.0)),
     "sgd nesterov": (SGDConfig(momentum=0.9, nesterov=True), lambda p, gs: sgd(p, gs, 0.9, True, 0.0)),
     "sgd with decay": (SGDConfig(momentum=0.9, weight_decay=0.2), lambda p, gs: sgd(p, gs, 0.9, False, 0.2)),
-    "adamw": (AdamWConfig(), lambda p, gs: adamw(p, gs, 0.9, 0.95, 1e-8, 0.0)),
     "adamw with decay": (
         AdamWConfig(b1=0.8, b2=0.9, epsilon=1e-3, weight_decay=0.2),
         lambda p, gs: adamw(p, gs, 0.8, 0.9, 1e-3, 0.2),
     ),
-    "lion": (LionConfig(), lambda p, gs: lion(p, gs, 0.9, 0.99, 0.0)),
     "lion with decay": (LionConfig(b1=0.5, b2=0.6, weight_decay=0.2), lambda p, gs: lion(p, gs, 0.5, 0.6, 0.2)),
-    "adafactor": (AdafactorConfig(), lambda p, gs: adafactor(p, gs, 0.0)),
     "adafactor with decay": (AdafactorConfig(weight_decay=0.2), lambda p, gs: adafactor(p, gs, 0.2)),
 }
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])
 @pytest.mark.parametrize(("config", "reference"), CASES.values(), ids=CASES)
-def test_updates_are_those_of_the_paper(config, reference, num_steps):
+def test_updates_are_those_of_the_paper(config, reference):
     optimizer = build_optimizer(config, optax.constant_schedule(RATE), axes={})
     params = {"kernel": jnp.asarray(KERNEL, jnp.float32)}
     state = optimizer.init(params)
-    for gradient in GRADIENTS[:num_steps]:
+    for count, gradient in enumerate(GRADIENTS, 1):
         updates, state = optimizer.update({"kernel": jnp.asarray(gradient, jnp.float32)}, state, params)
         params = optax.apply_updates(params, updates)
-    # A few fp32 operations on values near 1.
-    np.testing.assert_allclose(params["kernel"], reference(KERNEL, GRADIENTS[:num_steps]), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "muon", "lion", "adafactor"])
-def test_goes_down_a_quadratic(kind):
-    config = TypeAdapter(OptimizerConfig).validate_python({"kind": kind})
-    # Muon's updates are a fifth of a sign's.
-    optimizer = build_optimizer(config, optax.constant_schedule(0.1 if kind == "muon" else 0.02), axes={})
-    target = jnp.asarray(KERNEL, jnp.float32)
-
-    def loss(params):
-        return jnp.sum((params["kernel"] - target) ** 2)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = {"kernel": jnp.full((2, 2), 0.5, jnp.float32)}
-    state, first = optimizer.init(params), loss(params)
-    for _ in range(300):
-        params, state = step(params, state)
-    # Sign-like updates end within a step of the minimum: 4 x (0.02 x RMS 2.7)^2 is 1e-2 of which first is 22.
-    assert loss(params) < 1e-2 * first
+        # A few fp32 operations on values near 1.
+        np.testing.assert_allclose(params["kernel"], reference(KERNEL, GRADIENTS[:count]), rtol=1e-5, atol=1e-6)
 
 
 def test_the_rate_follows_the_schedule():

@@ -10,8 +10,6 @@ import jaxtrain as jt
 DECAY = optax.linear_schedule(0.5, 0.1, 4)
 # Optimizers whose update is the rate times the gradient.
 PLAIN = {
-    "a number": lambda: optax.sgd(0.25),
-    "a schedule": lambda: optax.sgd(DECAY),
     "a chain by hand": lambda: optax.chain(optax.identity(), optax.scale_by_schedule(DECAY), optax.scale(-1.0)),
     "a wrapper": lambda: optax.apply_if_finite(optax.sgd(DECAY), 3),
     "injected": lambda: optax.inject_hyperparams(optax.sgd)(DECAY),
@@ -47,17 +45,8 @@ def test_the_rate_of_the_metrics_is_the_ratio_of_update_and_gradient(case):
 OWN = optax.stateless(lambda updates, params: jax.tree.map(lambda g: 0.01 * g, updates))
 OTHERS = {
     "adamw after a factor that it takes out": (lambda: optax.chain(optax.scale(1 / 256), optax.adamw(DECAY)), {}, 0.5),
-    "adafactor": (lambda: optax.adafactor(0.01), {}, 0.01),
     "two rates": (
         lambda: optax.partition({"a": optax.sgd(0.1), "b": optax.sgd(0.2)}, {"kernel": "a", "bias": "b"}),
-        {},
-        None,
-    ),
-    "masks": (
-        lambda: optax.chain(
-            optax.masked(optax.sgd(0.1), {"kernel": True, "bias": False}),
-            optax.masked(optax.sgd(0.2), {"kernel": False, "bias": True}),
-        ),
         {},
         None,
     ),
@@ -67,8 +56,6 @@ OTHERS = {
         None,
     ),
     "one's own transformation": (lambda: optax.chain(OWN, optax.sgd(0.1)), {}, None),
-    "rprop": (lambda: optax.rprop(1e-2), {}, None),
-    "a mask of the decay": (lambda: optax.adamw(0.3, mask={"kernel": True, "bias": False}), {}, 0.3),
     "without a rate": (lambda: optax.scale_by_adam(), {}, None),
     "what is given comes first": (lambda: optax.sgd(0.1), {"learning_rate": 0.7}, 0.7),
 }

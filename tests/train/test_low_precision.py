@@ -25,12 +25,13 @@ from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.step import TrainStep
 
 STEPS, ROWS, LENGTH = 50, 8, 32
+SIZES = ["model.num_layers=2", "model.embed_dim=64", "model.num_heads=2", "model.mlp_dim=128"]
 
 
 @functools.cache
 def setting():
-    """The quickstart's model with a vocabulary of bytes, on its text."""
-    config = load_config("quickstart", overrides=["model.num_layers=2", "data.tokenizer.kind=byte"]).config
+    """A small model as that of the quickstart, with a vocabulary of bytes, on its text."""
+    config = load_config("quickstart", overrides=[*SIZES, "data.tokenizer.kind=byte"]).config
     data = open_data(config.data, sequence_length=LENGTH, seed=0)
     return config.model, data
 
@@ -82,8 +83,8 @@ def test_int8_evaluates_as_bf16_does(format):
     assert abs(loss / expected - 1) < 0.01
     assert loss != expected
     stored, in_bf16 = quantized_bytes(params, jnp.bfloat16)
-    # A float32 scale for each of the 160 to 448 numbers of a channel.
-    assert stored < 0.52 * in_bf16
+    # A float32 scale for each of the 64 to 128 numbers of a channel.
+    assert stored < (0.5 + 2 / 64) * in_bf16
     blocks = params["blocks"]
     assert isinstance(blocks["mlp"]["up"]["kernel"], QuantizedKernel)
     assert blocks["mlp_norm"]["scale"].dtype == jnp.float32
@@ -109,18 +110,8 @@ def test_mistakes_are_one_line():
     with pytest.raises(ConfigError, match=r"int8 is not a format to train in.*jaxtrain eval RUN --quantize int8"):
         load_config("quickstart", overrides=["precision.policy=int8"])
     model = from_functions(lambda key: {"w": jnp.ones((4, 2))}, lambda params, x: x @ params["w"], name="mine")
-    with pytest.raises(ConfigError, match=r"int8 is for linear layers .* the model mine has none"):
-        quantize(model.init(jax.random.key(0))[0], model)
-    with pytest.raises(ConfigError, match=r"no quantized format 'int4'; known: int8, int8_dynamic"):
-        quantize({}, model, "int4")
-    transformer = make_step("bf16").model
-    params = jax.jit(transformer.init)(jax.random.key(0))[0]
-    with pytest.raises(
-        ConfigError, match=r"is quantized already: give the floating-point parameters to get int8_dynamic$"
-    ):
-        quantize(quantize(params, transformer), transformer, "int8_dynamic")
-    with pytest.raises(ConfigError, match=r"^no .* in the parameters: they do not belong to the model"):
-        quantize({"x": jnp.ones((3, 3))}, transformer)
+    with pytest.raises(ConfigError, match="is quantized already"):
+        quantize(evaluated("int8")[1], make_step("bf16").model, "int8_dynamic")
     step = make_train_step(model, regression(), optax.sgd(0.1), mesh=make_mesh(devices=jax.devices()[:1]), policy="fp8")
     with pytest.raises(ConfigError, match=r"precision.policy=fp8 is for linear layers .* the model mine has none"):
         step.lower({"inputs": np.ones((2, 4), np.float32), "targets": np.ones((2, 2), np.float32)})

@@ -13,7 +13,7 @@ import pytest
 import jaxtrain as jt
 
 ROWS, LENGTH, VOCABULARY = 8, 8, 16
-SIZES = dict(kind="transformer", num_layers=2, embed_dim=8, num_heads=2, mlp_dim=8, max_sequence_length=LENGTH)
+SIZES = dict(kind="transformer", embed_dim=8, num_heads=2, mlp_dim=8, max_sequence_length=LENGTH)
 
 
 def called(apply: Any, batch: Any, key: jax.Array) -> Any:
@@ -31,7 +31,7 @@ def batch(number: int, weights: Any = 1.0) -> dict[str, np.ndarray]:
 def make_step(task: Any = None, degrees: dict[str, int] | None = None, **options: Any) -> jt.TrainStep:
     degrees = degrees or {"data": 1}
     return jt.make_train_step(
-        jt.build_model(SIZES, input_shape=(LENGTH,), vocab_size=VOCABULARY),
+        jt.build_model({**SIZES, "num_layers": degrees.get("pipe", 1)}, input_shape=(LENGTH,), vocab_size=VOCABULARY),
         task or jt.language_modeling(),
         optax.adamw(lambda count: 1e-2 / (1 + count), weight_decay=0.5),
         mesh=jt.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())]),
@@ -46,23 +46,26 @@ def kept(state: jt.TrainState) -> Any:
     return jax.device_get(dataclasses.replace(state, step=jnp.int32(0), key=None, skipped=None))
 
 
+@pytest.fixture(scope="module")
+def calling() -> jt.TrainStep:
+    return make_step(jt.Task.calling("own", called))
+
+
 CASES = {
-    "plain": {},
-    "accumulation on shards": dict(degrees={"data": 2}, accumulation_steps=2),
+    "a task that calls the model": None,
+    "fp16": dict(policy="fp16"),
     "ZeRO 2": dict(degrees={"data": 2}, accumulation_steps=2, parallelism=jt.Parallelism(zero=2)),
     "pipeline": dict(degrees={"pipe": 2, "data": 2}, accumulation_steps=2),
-    "fp16": dict(policy="fp16"),
-    "a task that calls the model": dict(task=jt.Task.calling("own", called)),
 }
-LONG = ("accumulation on shards", "ZeRO 2", "pipeline")
+LONG = ("ZeRO 2", "pipeline")
 
 
 @pytest.mark.parametrize(
     "options",
     [pytest.param(CASES[name], id=name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES],
 )
-def test_it_is_as_if_the_batch_had_not_been_there(options: dict[str, Any]) -> None:
-    step = make_step(**options)
+def test_it_is_as_if_the_batch_had_not_been_there(options: dict[str, Any] | None, calling: jt.TrainStep) -> None:
+    step = calling if options is None else make_step(**options)
     state = step.init(0)
     for number in range(2):
         state, _ = step(state, batch(number))
@@ -97,27 +100,22 @@ def test_an_optimizer_that_reads_the_loss_is_given_none() -> None:
     assert float(state.optimizer_state[1].scale) == 1
 
 
-def test_it_neither_counts_in_a_row_of_bad_steps_nor_ends_one() -> None:
-    step = make_step()
+def test_it_neither_counts_in_a_row_of_bad_steps_nor_ends_one(calling: jt.TrainStep) -> None:
     bad, empty = batch(0), batch(1, weights=0.0)
     bad["weights"][:] = np.inf
-    state, found = step.init(0), []
+    state, found = calling.init(0), []
     for rows in (bad, empty, bad, empty, batch(2)):
-        state, metrics = step(state, rows)
+        state, metrics = calling(state, rows)
         found.append(int(metrics["skipped_in_a_row"]))
     assert found == [1, 1, 2, 2, 0]
     assert int(state.skipped.total) == 4
 
 
-@pytest.mark.parametrize(
-    "degrees", [{"data": 1}, pytest.param({"data": 2}, marks=pytest.mark.long)], ids=["one device", "data=2"]
-)
-def test_weights_that_cancel_train(degrees: dict[str, int]) -> None:
+def test_weights_that_cancel_train(calling: jt.TrainStep) -> None:
     """Advantages of both signs may sum to 0, and say something all the same."""
-    step = make_step(jt.Task.calling("signed", called), degrees)
-    state = step.init(0)
+    state = calling.init(0)
     before = kept(state)
-    state, metrics = step(state, batch(0, np.where(np.arange(ROWS) % 2, 1.0, -1.0)[:, None]))
+    state, metrics = calling(state, batch(0, np.where(np.arange(ROWS) % 2, 1.0, -1.0)[:, None]))
     assert float(metrics["weight"]) == 0
     assert float(metrics["grad_norm"]) > 0
     assert int(metrics["skipped_steps"]) == 0

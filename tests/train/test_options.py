@@ -1,7 +1,5 @@
 """Options of a train step: what each means at its ends, and one line for what it cannot be."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.int8 import int8_matmul
-from jaxtrain.optim.muon import newton_schulz
 from jaxtrain.precision.quantized import QuantizedKernel
 
 MODEL = jt.from_functions(lambda key: {"w": jax.random.normal(key, (3, 2))}, lambda params, x: x @ params["w"])
@@ -21,11 +18,6 @@ BATCH = {"inputs": np.ones((4, 3), np.float32), "targets": np.zeros((4, 2), np.f
 def make(optimizer=None, **options):
     mesh = jt.make_mesh(devices=jax.devices()[:1])
     return jt.make_train_step(MODEL, jt.regression(), optimizer or optax.sgd(0.1), mesh=mesh, **options)
-
-
-def strict_rate(step):
-    with jax.numpy_dtype_promotion("strict"):
-        return step * 0.1
 
 
 def train(step, steps: int = 3):
@@ -40,88 +32,27 @@ def test_an_infinite_clip_norm_clips_nothing():
     np.testing.assert_array_equal(clipped.params["w"], plain.params["w"])
 
 
-def test_a_learning_rate_to_report_may_be_a_number():
-    assert float(train(make(learning_rate=0.25), 1)[1]["learning_rate"]) == 0.25
+def test_an_option_out_of_range_is_one_line():
+    with pytest.raises(ConfigError, match=r"raised TracerBool.* jnp.where"):
+        make(learning_rate=lambda step: 1.0 if step < 10 else 0.1)
+    with pytest.raises(ConfigError, match="gradient_transformation"):
+        make(optax.MultiSteps(optax.sgd(0.1), 2))
+    with pytest.raises(ConfigError, match="clip_norm=0; use a number above 0"):
+        make(clip_norm=0)
+    with pytest.raises(ConfigError, match=r"ema_decay=1\.0; use a number from 0"):
+        make(ema_decay=1.0)
 
 
-WRONG = {
-    "clip_norm -1": ({"clip_norm": -1.0}, "clip_norm=-1.0; use a number above 0"),
-    "clip_norm 0": ({"clip_norm": 0}, "clip_norm=0"),
-    "clip_norm nan": ({"clip_norm": float("nan")}, "clip_norm=nan"),
-    "ema_decay 1": ({"ema_decay": 1.0}, "ema_decay=1.0; use a number from 0"),
-    "ema_decay -0.5": ({"ema_decay": -0.5}, "ema_decay=-0.5"),
-    "ema_decay nan": ({"ema_decay": float("nan")}, "ema_decay=nan"),
-    "accumulation_steps 2.0": ({"accumulation_steps": 2.0}, "use a whole number from 1"),
-    "accumulation_steps True": ({"accumulation_steps": True}, "use a whole number from 1"),
-    "trainable a list": ({"trainable": ["w"]}, "trainable=lambda path"),
-    "a rate by an if": ({"learning_rate": lambda step: 1.0 if step < 10 else 0.1}, "raised TracerBool.* jnp.where"),
-    "a rate under strict promotion": ({"learning_rate": strict_rate}, "raised TypePromotionError.*; .*step.astype"),
-    "a rate of nothing": ({"learning_rate": lambda step: None}, "which gave None; write optax"),
-    "a rate without a step": ({"learning_rate": lambda: 0.1}, "raised TypeError"),
-    "two rates": ({"learning_rate": lambda step: jnp.ones(2)}, r"which gave an array float32\[2\]"),
-    "MultiSteps": ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, "gradient_transformation"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_an_option_out_of_range_is_one_line(case):
-    options, message = WRONG[case]
-    with pytest.raises(ConfigError, match=message) as caught:
-        make(**options)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), jnp.int32(3), jax.random.key(3)], ids=repr)
-def test_every_integer_is_a_seed(seed):
-    np.testing.assert_array_equal(make().init(seed).params["w"], make().init(3).params["w"])
-
-
-@pytest.mark.parametrize(
-    ("seed", "message"),
-    [
-        (2**32 + 5, "more than 32 bits"),
-        (0.5, "give a whole number"),
-        (True, "give a whole number"),
-        (jax.random.key(0, impl="rbg"), "the step carries"),
-        (jax.random.PRNGKey(0), "give a whole number"),
-    ],
-    ids=["33 bits", "float", "bool", "another kind of key", "a raw key"],
-)
-def test_no_other_seed(seed, message):
-    with pytest.raises(ConfigError, match=message):
-        make().init(seed)
-
-
-def test_replaced_batch_statistics_with_an_average_of_the_old_ones_are_refused():
-    def apply(params, model_state, inputs, *, key, train):
-        return inputs @ params["w"] + model_state["shift"], model_state
-
-    def init(key):
-        return {"w": jnp.ones((3, 2))}, {"shift": jnp.zeros(2)}
-
-    step = jt.make_train_step(
-        jt.Model("shifted", init, apply),
-        jt.regression(),
-        optax.sgd(0.1),
-        mesh=jt.make_mesh(devices=jax.devices()[:1]),
-        ema_decay=0.9,
-    )
-    shift = {"shift": jnp.ones(2)}
-    stale = dataclasses.replace(step.init(0), model_state=shift)
-    with pytest.raises(ConfigError, match="ema_model_state"):
-        jt.Evaluator(step)(stale, [BATCH])
-    with pytest.raises(ConfigError, match="ema_model_state"):
-        step(stale, BATCH)
-    found = jt.Evaluator(step)(step.init(0, model_state=shift), [BATCH])
-    assert found["eval_loss"] == 16.0
-
-
-def test_muon_s_updates_fade_out_with_a_momentum_that_gets_nothing():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
-    sizes = [float(jnp.max(jnp.abs(newton_schulz(x * scale, 5)))) for scale in (1.0, 1e-20, 1e-25, 1e-40, 0.0)]
-    assert np.isfinite(sizes).all()
-    assert sizes[0] > 0.1
-    assert max(sizes[1:]) < 1e-5
+def test_every_integer_is_a_seed_and_nothing_else():
+    step = make()
+    for seed in (np.int64(3), np.uint8(3), jnp.int32(3), jax.random.key(3)):
+        np.testing.assert_array_equal(step.init(seed).params["w"], step.init(3).params["w"])
+    wrong = {2**32 + 5: "more than 32 bits", 0.5: "give a whole number"}
+    for seed, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            step.init(seed)
+    with pytest.raises(ConfigError, match="the step carries"):
+        step.init(jax.random.key(0, impl="rbg"))
 
 
 def test_weight_decay_of_bf16_parameters_is_not_rounded_before_it_counts():
@@ -148,8 +79,7 @@ READ_THE_LOSS = {
 }
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
-@pytest.mark.parametrize("name", READ_THE_LOSS)
+@pytest.mark.parametrize(("name", "offload"), [("reduce_on_plateau", False), ("polyak_sgd", True)])
 def test_an_optimizer_that_reads_the_loss_gets_it(name, offload):
     optimizer = READ_THE_LOSS[name]()
     state, _ = train(make(optimizer, offload_optimizer=offload), 4)
@@ -157,12 +87,16 @@ def test_an_optimizer_that_reads_the_loss_gets_it(name, offload):
     def loss(params):
         return jnp.mean(jnp.square(BATCH["inputs"] @ params["w"] - BATCH["targets"]))
 
+    @jax.jit
+    def update(params, own):
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, own = optimizer.update(gradient, own, params, value=value)
+        return optax.apply_updates(params, updates), own
+
     params = make().init(0).params
     own = optimizer.init(params)
     for _ in range(4):
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, own = optimizer.update(gradient, own, params, value=value)
-        params = optax.apply_updates(params, updates)
+        params, own = update(params, own)
     np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5)
 
 
@@ -170,29 +104,10 @@ def transformation(update, init=lambda params: ()):
     return optax.GradientTransformation(init, update)
 
 
-WRONG_OPTIMIZERS = {
-    "a mask of other names": (optax.masked(optax.sgd(0.1), {"v": True}), r"cannot start from .*\(w\): ValueError"),
-    "a rate by an if": (optax.sgd(lambda step: 0.1 if step < 9 else 0.01), "cannot be updated: TracerBoolConversion"),
-    "without parameters": (transformation(lambda updates, state: (updates, state)), "cannot be updated: TypeError"),
-    "updates alone": (transformation(lambda updates, state, params=None: updates), "but it returned a dict of 'w'"),
-    "a list of updates": (
-        transformation(lambda updates, state, params=None: (jax.tree.leaves(updates), state)),
-        "its updates has not the structure of the gradients",
-    ),
-    "one number for a matrix": (
-        transformation(lambda updates, state, params=None: (jax.tree.map(jnp.sum, updates), state)),
-        r"its updates is \[\] at w, and the gradients \[3, 2\]",
-    ),
-    "a state that grows": (
-        transformation(lambda updates, state, params=None: (updates, jnp.zeros(3)), lambda params: jnp.zeros(())),
-        r"its state is \[3\], and the state that it was given \[\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
-def test_an_optimizer_that_does_something_else_is_one_line(case):
-    optimizer, message = WRONG_OPTIMIZERS[case]
-    with pytest.raises(ConfigError, match=message) as caught:
-        make(optimizer).lower(BATCH)
-    assert "\n" not in str(caught.value)
+def test_an_optimizer_that_does_something_else_is_one_line():
+    grows = transformation(lambda updates, state, params=None: (updates, jnp.zeros(3)), lambda params: jnp.zeros(()))
+    with pytest.raises(ConfigError, match=r"its state is \[3\], and the state that it was given \[\]"):
+        make(grows).lower(BATCH)
+    sums = transformation(lambda updates, state, params=None: (jax.tree.map(jnp.sum, updates), state))
+    with pytest.raises(ConfigError, match=r"its updates is \[\] at w, and the gradients \[3, 2\]"):
+        make(sums).lower(BATCH)

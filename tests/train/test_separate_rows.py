@@ -19,13 +19,12 @@ BATCH = {
     "inputs": numbers(ROWS, WIDTH),
     "targets": np.arange(ROWS) % WIDTH,
     "reward": np.abs(numbers(ROWS)) + 0.1,
-    "mask": (np.arange(ROWS) % 3 > 0).astype(np.float32),
 }
 
 
 def init(key):
     kernel = jax.random.normal(key, (WIDTH, WIDTH)) / 3
-    return {"kernel": kernel, "scale": jnp.ones(()), "scales": jnp.ones((WIDTH,)), "prototypes": kernel.T}
+    return {"kernel": kernel, "scale": jnp.ones(()), "prototypes": kernel.T}
 
 
 MODELS = {
@@ -34,8 +33,6 @@ MODELS = {
     "two_views": lambda p, x: jnp.concatenate([x @ p["kernel"], jnp.tanh(x) @ p["kernel"]]),
     "matrix": lambda p, x: (x @ p["kernel"]) @ (x @ p["kernel"]).T,
     "prototypes": lambda p, x: {"z": x @ p["kernel"], "prototypes": p["prototypes"]},
-    "shared_scale": lambda p, x: {"mean": x @ p["kernel"], "scales": p["scales"]},
-    "index": lambda p, x: {"z": x @ p["kernel"], "index": jnp.argmax(x, axis=-1)},
 }
 
 
@@ -55,27 +52,9 @@ def views(outputs, batch):
     return jnp.sum(losses), jnp.float32(count), {}
 
 
-def own_mean(outputs, batch):
-    losses = cross_entropy(outputs, batch["targets"]) * batch["mask"]
-    return jnp.sum(losses) / jnp.sum(batch["mask"]), jnp.float32(1), {}
-
-
-def masked(outputs, batch):
-    losses = cross_entropy(outputs, batch["targets"]) * batch["mask"]
-    return jnp.sum(losses), jnp.sum(batch["mask"]), {}
-
-
 def baseline(outputs, batch):
     advantage = batch["reward"] - jnp.mean(batch["reward"])
     return cross_entropy(outputs, batch["targets"]) * advantage, {}
-
-
-def likelihood(outputs, batch):
-    return jnp.sum((outputs["mean"] - 1) ** 2 / jnp.exp(outputs["scales"]) + outputs["scales"], axis=-1), {}
-
-
-def by_index(outputs, batch):
-    return cross_entropy(outputs["z"] @ outputs["z"].T, outputs["index"]), {}
 
 
 def preferences(apply, batch, key):
@@ -87,45 +66,20 @@ def to_prototypes(outputs, batch):
     return cross_entropy(outputs["z"] @ outputs["prototypes"].T, batch["targets"]), {}
 
 
-def of_matrix(outputs, batch):
-    return cross_entropy(outputs[:, :2], batch["targets"] % 2), {}
-
-
-def in_batch(outputs, batch):
-    losses = cross_entropy(outputs @ outputs.T, jnp.arange(len(outputs)))
-    return jnp.sum(losses), jnp.float32(len(losses)), {}
-
-
 def task(loss, **options):
     return jt.Task("mine", loss, **options)
 
 
 SEPARATE = {
-    "mask": (task(masked), "plain"),
-    "scale_that_all_rows_share": (task(likelihood), "shared_scale"),
     "prototypes": (task(to_prototypes), "prototypes"),
     "preference_pairs_in_one_call": (jt.Task.calling("mine", preferences), "plain"),
-    "classification": (jt.classification(), "plain"),
     "global_with_temperature": (task(pairs, rows="global"), "temperature"),
-    "global_with_prototypes": (task(to_prototypes, rows="global"), "prototypes"),
-    "global_with_integers": (task(by_index, rows="global"), "index"),
 }
 REFUSED = {
     "temperature": (task(pairs), "temperature", "mixes rows"),
-    "two_views": (task(views), "two_views", "mixes rows"),
-    "matrix_of_rows": (task(of_matrix), "matrix", "mixes rows"),
-    "integers": (task(by_index), "index", "mixes rows"),
-    "mean_by_its_own_weights": (task(own_mean), "plain", "mixes rows"),
     "baseline_of_the_batch": (task(baseline), "plain", "mixes rows"),
-    "logits_loss": (task(jt.LogitsLoss(in_batch, in_batch)), "plain", "mixes rows"),
     "global_with_two_views": (task(views, rows="global"), "two_views", "two views as a dict of two"),
-    "global_with_a_matrix": (task(of_matrix, rows="global"), "matrix", "joins the outputs of microbatches row by row"),
 }
-
-
-def rows_of(table, *plain):
-    """The rows of a table, but for these under `pytest --all` only."""
-    return [pytest.param(name, marks=() if name in plain else pytest.mark.long) for name in table]
 
 
 def first_step(task, model, microbatches):
@@ -140,29 +94,27 @@ def first_step(task, model, microbatches):
     return [float(metrics[name]) for name in ("loss", "grad_norm")]
 
 
-@pytest.mark.parametrize("case", rows_of(SEPARATE, "scale_that_all_rows_share", "global_with_temperature"))
+@pytest.mark.parametrize("case", SEPARATE)
 def test_microbatches_give_the_loss_of_the_batch(case):
     # In float32, the order of sums.
     np.testing.assert_allclose(first_step(*SEPARATE[case], 4), first_step(*SEPARATE[case], 1), rtol=2e-6)
 
 
-@pytest.mark.parametrize("case", rows_of(REFUSED, "temperature", "baseline_of_the_batch", "global_with_two_views"))
+@pytest.mark.parametrize("case", REFUSED)
 def test_a_loss_that_microbatches_would_change_is_refused(case):
     *parts, words = REFUSED[case]
-    with pytest.raises(jt.ConfigError, match=words) as found:
+    with pytest.raises(jt.ConfigError, match=words):
         first_step(*parts, 2)
-    assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize("batch_size", rows_of([4, 8, 13], 8))
-def test_evaluation_keeps_outputs_without_rows_whole(batch_size):
+def test_evaluation_keeps_outputs_without_rows_whole():
     """The prototypes have as many rows as a batch of 8, of which the last one is filled up."""
     step = jt.make_train_step(jt.from_functions(init, MODELS["prototypes"]), task(to_prototypes), optax.sgd(0.1))
     mesh = jt.make_mesh(devices=jax.devices()[:1])
     evaluate = jt.Evaluator(jt.shard_model(step.model, mesh=mesh), step.task)
     params, _ = step.model.init(jax.random.key(0))
     rows = jt.ArrayRows({name: BATCH[name][:13] for name in ("inputs", "targets")})
-    batches = jt.Batches(rows, batch_size, seed=0, shuffle=False)
+    batches = jt.Batches(rows, 8, seed=0, shuffle=False)
     found = evaluate(jt.EvaluationState(params, {}), [evaluate.feed.loader(batches)(k) for k in range(len(batches))])
     losses, _ = to_prototypes(MODELS["prototypes"](params, BATCH["inputs"][:13]), {"targets": BATCH["targets"][:13]})
     assert found["eval_loss"] == pytest.approx(float(jnp.mean(losses)), rel=1e-6)
@@ -201,15 +153,6 @@ def test_losses_per_row_beside_targets_per_token():
     assert found["eval_loss"] == pytest.approx(float(wanted), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["eval_loss", "eval_mine"])
-def test_a_metric_that_looks_like_one_of_an_evaluation_is_refused(name):
-    def loss(outputs, batch):
-        return cross_entropy(outputs, batch["targets"]), {name: (jnp.float32(1), jnp.float32(1))}
-
-    with pytest.raises(jt.ConfigError, match="would be taken for one of an evaluation; rename it"):
-        first_step(task(loss), "plain", 1)
-
-
 def two_per_row(apply, batch, key):
     """Two inputs per row, one behind the other, as the answers of a pair."""
     both = jnp.stack([batch["inputs"], 2 * batch["inputs"]], axis=1)
@@ -223,13 +166,13 @@ def two_per_row_mixed(apply, batch, key):
     return jnp.sum(jnp.square(outputs[:, 0] - jnp.mean(outputs[:, 1], axis=0)), axis=-1), {}
 
 
-@pytest.mark.parametrize("loss", [two_per_row, two_per_row_mixed])
-def test_inputs_of_a_row_may_be_one_behind_the_other(loss):
+def test_inputs_of_a_row_may_be_one_behind_the_other():
     model = jt.from_functions(lambda key: {"w": jnp.eye(WIDTH)}, lambda params, x: x @ params["w"])
     mesh = jt.make_mesh(devices=jax.devices()[:1])
-    step = jt.make_train_step(model, jt.Task.calling("two", loss), optax.sgd(0.1), mesh=mesh, accumulation_steps=2)
-    if loss is two_per_row:
-        step.trace(BATCH)
-        return
+    separate, mixed = (
+        jt.make_train_step(model, jt.Task.calling("two", loss), optax.sgd(0.1), mesh=mesh, accumulation_steps=2)
+        for loss in (two_per_row, two_per_row_mixed)
+    )
+    separate.trace(BATCH)
     with pytest.raises(jt.ConfigError, match="mixes rows"):
-        step.trace(BATCH)
+        mixed.trace(BATCH)

@@ -88,10 +88,9 @@ def new_head() -> TrainStep:
     return make(classes=8)
 
 
-@pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/4"])
-def test_a_run_is_read_into_the_shardings_of_another_mesh(where: str, trained: Any, fresh: TrainStep) -> None:
+def test_a_run_is_read_into_the_shardings_of_another_mesh(trained: Any, fresh: TrainStep) -> None:
     run, last = trained
-    state = fresh.init(7, params=str(run / where))
+    state = fresh.init(7, params=str(run))
     assert same(state.params, last.params)
     assert same(state.model_state, last.model_state)
     assert same(state.ema, last.params), "the average starts from what was read"
@@ -102,12 +101,14 @@ def test_a_run_is_read_into_the_shardings_of_another_mesh(where: str, trained: A
     kernel = state.params["layers.0.weight"]
     assert kernel.addressable_shards[0].data.size * 4 == kernel.size
     fresh(state, batch())
-
-
-def test_one_step_of_a_run(trained: Any, fresh: TrainStep) -> None:
-    run, last = trained
-    earlier = fresh.init(0, params=run / "checkpoints" / "3")
+    newest, earlier = (fresh.init(0, params=run / "checkpoints" / step) for step in ("4", "3"))
+    assert same(newest.params, last.params)
     assert not same(earlier.params, last.params)
+    path = "params/layers.0.weight"
+    with jt.Checkpointer(run / "checkpoints", read_only=True) as checkpointer:
+        found = checkpointer.read({path: fresh.abstract_state.params["layers.0.weight"]}, step=4)
+    assert same(found, {path: last.params["layers.0.weight"]})
+    assert found[path].sharding == kernel.sharding
 
 
 def test_the_average_is_taken_where_there_is_one(averaged: Any, fresh: TrainStep) -> None:
@@ -126,16 +127,6 @@ def test_a_new_head_is_drawn(trained: Any, new_head: TrainStep) -> None:
         assert same(state.params["head"], new_head.init(3).params["head"])
     state, metrics = new_head(state, batch(8))
     assert np.isfinite(metrics["loss"])
-
-
-@pytest.mark.long
-def test_copies_in_the_optimizer_are_of_what_was_read(trained: Any) -> None:
-    run, _ = trained
-    step = make("one device", optimizer=optax.contrib.schedule_free_sgd(0.1), policy="bf16_pure")
-    state = step.init(0, params=run)
-    assert state.params["head"]["kernel"].dtype == jnp.bfloat16, "stored as the policy says"
-    assert same(state.optimizer_state.z, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state.params))
-    step(state, batch())
 
 
 @pytest.mark.long
@@ -169,54 +160,27 @@ def ours(params: dict[str, Any]) -> dict[str, Any]:
 HEAD = {"kernel": np.zeros((16, 4), np.float32), "bias": np.zeros(4, np.float32)}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no head": (dict(params=ours({})), r"head/bias is missing \(2 missing, 0 too many\).* write skip=\[\"head/\*\"\]"),
-    "too much": (dict(params=ours({**HEAD, "scale": HEAD["bias"]})), r"head/scale is not an array of it; .* skip=\["),
     "shape": (
         dict(params=ours({**HEAD, "bias": np.zeros(3, np.float32)})),
         r"head/bias is float32\[3\], wanted is float32\[4\]; write skip=\[\"head/\*\"\]",
     ),
-    "dtype": (dict(params=ours({**HEAD, "bias": np.zeros(4)})), r"float64\[4\], wanted is float32\[4\]; cast it, or"),
     "pattern of nothing": (dict(params=ours(HEAD), skip=["hed/*"]), r"skip: 'hed/\*' matches no parameter; there are"),
-    "pattern of all": (dict(params=ours(HEAD), skip=["*"]), r"matches every parameter; leave out params="),
-    "one pattern": (dict(params=ours(HEAD), skip="head/*"), r"no list of patterns .*write skip=\[\"head/\*\"\]"),
     "skip alone": (dict(skip=["head/*"]), "without anything to skip it in; give params="),
-    "a number": (dict(params=3), r"params is 3; give a tree of arrays .* or the path of a run"),
     "no folder": (dict(params="runs/nothing"), r"no folder at runs/nothing; give a run \(runs/<name>\)"),
-    "an address": (dict(params="az://bucket/run"), "is not a path on this machine"),
 }
 
 
 @pytest.mark.parametrize(("given", "words"), BAD.values(), ids=BAD)
 def test_what_cannot_be_a_start_is_one_line(given: dict[str, Any], words: str, fresh: TrainStep) -> None:
-    with pytest.raises((jt.ConfigError, jt.CheckpointError), match=words) as caught:
+    with pytest.raises((jt.ConfigError, jt.CheckpointError), match=words):
         fresh.init(0, **given)
-    assert "\n" not in str(caught.value)
 
 
 def test_other_checkpoints_are_one_line(trained: Any, new_head: TrainStep, fresh: TrainStep, tmp_path: Path) -> None:
     run, last = trained
     with pytest.raises(jt.ConfigError, match=r"step 4, does not fit this step: head/bias is float32\[4\].*\"head/\*\""):
         new_head.init(0, params=run)
-    with pytest.raises(jt.ConfigError, match=r"params is a TrainState; write params=state\.params"):
-        fresh.init(0, params=last)
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(jt.CheckpointError, match="has no checkpoint yet"):
-        fresh.init(0, params=tmp_path)
     with jt.Checkpointer(tmp_path / "own") as checkpointer:
         checkpointer.save(1, last.params, metadata={})
     with pytest.raises(jt.ConfigError, match="was not saved from a TrainState"):
         fresh.init(0, params=tmp_path / "own")
-
-
-def test_single_arrays_of_a_checkpoint(trained: Any, fresh: TrainStep) -> None:
-    run, last = trained
-    like = fresh.abstract_state.params["layers.0.weight"]
-    with jt.Checkpointer(str(run / "checkpoints"), read_only=True) as checkpointer:
-        found = checkpointer.read({"params/layers.0.weight": like}, step=4)
-        assert same(found, {"params/layers.0.weight": last.params["layers.0.weight"]})
-        assert found["params/layers.0.weight"].sharding == like.sharding
-        for wrong, words in (
-            ({"params/weight": like}, r"params/weight is not there"),
-            ({"params/head/bias": like}, r"params/head/bias is \(4,\) float32 there, \(8, 16\) float32 here"),
-        ):
-            with pytest.raises(jt.CheckpointError, match=words):
-                checkpointer.read(wrong, step=4)
