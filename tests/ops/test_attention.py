@@ -23,107 +23,108 @@ def naive(q, k, v, mask):
     return out
 
 
-def arrays(*, heads, groups, length=5, keys=5, scale=1.0):
+def naive_gradients(q, k, v, mask, weight):
+    """Of the sum of outputs times `weight`, in float64."""
+    batch, length, heads, head_dim = q.shape
+    repeat = heads // k.shape[2]
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    for b, t, h in np.ndindex(batch, length, heads):
+        g, seen = h // repeat, np.flatnonzero(mask[b if mask.shape[0] > 1 else 0, t])
+        if not len(seen):
+            continue
+        scores = k[b, seen, g] @ q[b, t, h] / np.sqrt(head_dim)
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        d_weights = v[b, seen, g] @ weight[b, t, h]
+        d_scores = weights * (d_weights - weights @ d_weights) / np.sqrt(head_dim)
+        dq[b, t, h] = d_scores @ k[b, seen, g]
+        dk[b, seen, g] += d_scores[:, None] * q[b, t, h]
+        dv[b, seen, g] += weights[:, None] * weight[b, t, h]
+    return dq, dk, dv
+
+
+def arrays(*, groups=2, scale=1.0):
     rng = np.random.default_rng(1)
-    q = rng.normal(size=(2, length, heads, 4)) * scale
-    k, v = (rng.normal(size=(2, keys, groups, 4)) for _ in range(2))
+    q = rng.normal(size=(2, 5, 4, 4)) * scale
+    k, v = (rng.normal(size=(2, 5, groups, 4)) for _ in range(2))
     return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
 
 
-ORDER = np.arange(5)[None]
-SEGMENTS = np.array([[0, 0, 0, 1, 1], [0, 1, 1, 2, 2]])
+make_mask = jax.jit(attention_mask, static_argnames=("causal", "window"))
 
-# heads, groups, scale of the scores, mask
+
+def mask_of(queries, keys, segments=None, *, causal=True):
+    segments = None if segments is None else np.asarray(segments)
+    found = make_mask(queries, keys, causal=causal, query_segments_BL=segments, key_segments_BS=segments)
+    return np.broadcast_to(found, (2, *found.shape[1:]))
+
+
+ORDER = np.arange(5)[None]
+CAUSAL = mask_of(ORDER, ORDER)
+BLIND = CAUSAL.copy()
+BLIND[:, 2] = False
+# groups (of 4 heads), scale of the scores, mask
 CASES = {
-    "causal": (4, 4, 1.0, lambda: attention_mask(ORDER, ORDER, causal=True)),
-    "full": (4, 4, 1.0, lambda: attention_mask(ORDER, ORDER, causal=False)),
-    "grouped": (4, 2, 1.0, lambda: attention_mask(ORDER, ORDER, causal=True)),
-    "one key-value head": (4, 1, 1.0, lambda: attention_mask(ORDER, ORDER, causal=True)),
-    "segments": (
-        4,
-        2,
-        1.0,
-        lambda: attention_mask(
-            ORDER, ORDER, causal=True, query_segments_BL=jnp.asarray(SEGMENTS), key_segments_BS=jnp.asarray(SEGMENTS)
-        ),
-    ),
-    "large scores": (2, 2, 1e4, lambda: attention_mask(ORDER, ORDER, causal=True)),
+    "causal": (4, 1.0, CAUSAL),
+    "grouped": (2, 1.0, CAUSAL),
+    "full, one key-value head": (1, 1.0, mask_of(ORDER, ORDER, causal=False)),
+    "segments": (2, 1.0, mask_of(ORDER, ORDER, [[0, 0, 0, 1, 1], [0, 1, 1, 2, 2]])),
+    "large scores": (2, 1e4, CAUSAL),
+    "a query that sees nothing": (2, 1.0, BLIND),
 }
 
 
-@pytest.mark.parametrize(("heads", "groups", "scale", "mask"), CASES.values(), ids=CASES)
-def test_attention_is_the_naive_loop(heads, groups, scale, mask):
-    q, k, v = arrays(heads=heads, groups=groups, scale=scale)
-    found = jax.jit(attention)(q, k, v, mask())
+@jax.jit
+def outputs_and_gradients(q, k, v, mask, weight):
+    def loss(q, k, v):
+        out = attention(q, k, v, mask)
+        return jnp.sum(out * weight), out
+
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    return out, gradients
+
+
+@pytest.mark.parametrize(("groups", "scale", "mask"), CASES.values(), ids=CASES)
+def test_attention_and_its_gradients_are_the_naive_loops(groups, scale, mask):
+    q, k, v = arrays(groups=groups, scale=scale)
+    weight = np.random.default_rng(2).normal(size=q.shape).astype(np.float32)
+    blind = ~mask.any(-1)
+    weight[blind] = 0
+    out, gradients = outputs_and_gradients(q, k, v, mask, weight)
+    assert np.all(np.isfinite(out))
     # fp32 against float64; scores of 1e4 carry an absolute error of 1e-3, which moves weights that are not 0 or 1.
-    np.testing.assert_allclose(found, naive(q, k, v, np.asarray(mask())), atol=2e-6 if scale == 1 else 2e-2)
-
-
-def test_attention_gradients_are_those_of_the_plain_formula():
-    q, k, v = arrays(heads=4, groups=2)
-    mask = attention_mask(ORDER, ORDER, causal=True)
-
-    def plain(q, k, v):
-        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-        scores = jnp.where(mask[:, None], jnp.einsum("blhk,bshk->bhls", q, k) / 2.0, -jnp.inf)
-        return jnp.einsum("bhls,bshk->blhk", jax.nn.softmax(scores), v)
-
-    def loss(fn):
-        return jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1, 2)))(q, k, v)
-
-    for found, expected in zip(loss(lambda q, k, v: attention(q, k, v, mask)), loss(plain), strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-6)  # fp32 rounding of sums of 5
-
-
-def test_a_query_that_sees_nothing_is_finite_and_leaves_the_others_alone():
-    q, k, v = arrays(heads=2, groups=2)
-    mask = np.array(attention_mask(ORDER, ORDER, causal=True))
-    mask[:, 2] = False
-
-    def run(q, k, v):
-        return jnp.sum(out := attention(q, k, v, mask)), out
-
-    gradients, found = jax.jit(jax.grad(run, (0, 1, 2), has_aux=True))(q, k, v)
-    assert np.all(np.isfinite(found))
-    assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
     expected = naive(q, k, v, mask)
-    np.testing.assert_allclose(np.delete(found, 2, 1), np.delete(expected, 2, 1), atol=2e-6)  # fp32 rounding
+    np.testing.assert_allclose(np.asarray(out)[~blind], expected[~blind], atol=2e-6 if scale == 1 else 2e-2)
+    for found, wanted in zip(gradients, naive_gradients(q, k, v, mask, weight), strict=True):
+        assert np.all(np.isfinite(found))
+        if scale == 1:
+            np.testing.assert_allclose(found, wanted, atol=5e-6)  # fp32 rounding of sums of 5
 
 
 def test_softmax_is_float32_under_bf16():
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(heads=4, groups=2))
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays())
     with jax.numpy_dtype_promotion("strict"):
-        found = attention(q, k, v, attention_mask(ORDER, ORDER, causal=True))
+        found = jax.jit(attention)(q, k, v, CAUSAL)
     assert found.dtype == jnp.bfloat16
-    expected = naive(
-        *(np.asarray(x, np.float64) for x in (q, k, v)), np.asarray(attention_mask(ORDER, ORDER, causal=True))
-    )
+    expected = naive(*(np.asarray(x, np.float64) for x in (q, k, v)), CAUSAL)
     # One rounding to 8 bits of the weights and one of the result, values up to 3.
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=2e-2)
 
 
-# query positions, key positions, causal, query segments, key segments, mask
+# query positions, key positions, segments, causal, window, mask
 MASKS = {
-    "causal": ([0, 1, 2], [0, 1, 2], True, None, None, ["100", "110", "111"]),
-    "full": ([0, 1], [0, 1], False, None, None, ["11", "11"]),
-    "cache": ([3, 4], [0, 1, 2, 3, 4, 5], True, None, None, ["111100", "111110"]),
-    "segments": ([0, 1, 2], [0, 1, 2], True, [0, 0, 1], [0, 0, 1], ["100", "110", "001"]),
-    "segments without order": ([0, 1, 2], [0, 1, 2], False, [0, 0, 1], [0, 0, 1], ["110", "110", "001"]),
+    "full": ([0, 1], [0, 1], None, False, None, ["11", "11"]),
+    "cache": ([3, 4], [0, 1, 2, 3, 4, 5], None, True, None, ["111100", "111110"]),
+    "segments": ([0, 1, 2], [0, 1, 2], [0, 0, 1], True, None, ["100", "110", "001"]),
+    "segments without order": ([0, 1, 2], [0, 1, 2], [0, 0, 1], False, None, ["110", "110", "001"]),
+    "window": ([0, 1, 2], [0, 1, 2], None, True, 2, ["100", "110", "011"]),
+    "window on both sides": ([0, 1, 2], [0, 1, 2], None, False, 2, ["110", "111", "011"]),
 }
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "causal", "query_segments", "key_segments", "mask"), MASKS.values(), ids=MASKS
-)
-def test_masks(queries, keys, causal, query_segments, key_segments, mask):
-    def row(values):
-        return None if values is None else jnp.asarray([values])
-
-    found = attention_mask(
-        row(queries),
-        row(keys),
-        causal=causal,
-        query_segments_BL=row(query_segments),
-        key_segments_BS=row(key_segments),
-    )
-    assert ["".join("1" if seen else "0" for seen in line) for line in np.asarray(found[0])] == mask
+def test_masks():
+    for name, (queries, keys, segments, causal, window, mask) in MASKS.items():
+        ids = None if segments is None else np.array([segments])
+        positions = np.array([queries]), np.array([keys])
+        found = make_mask(*positions, causal=causal, window=window, query_segments_BL=ids, key_segments_BS=ids)
+        assert ["".join("01"[int(seen)] for seen in line) for line in np.asarray(found[0])] == mask, name
