@@ -20,14 +20,18 @@ def drawn(*shape, seed=0, dtype=np.float32):
 
 def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
     """Compare outputs, and the gradients of a sum of the outputs by random weights, of two functions."""
-    wanted = plain(*arguments)
-    cotangent = drawn(*wanted.shape, seed=9, dtype=wanted.dtype)
+    shapes = jax.eval_shape(plain, *arguments)
+    cotangents = jax.tree.map(lambda one: drawn(*one.shape, seed=9, dtype=one.dtype), shapes)
 
-    def both(function):
-        outputs, pull = jax.vjp(function, *arguments)
-        return outputs, pull(cotangent)
+    @jax.jit
+    def both(arguments):
+        results = []
+        for function in (fast, plain):
+            outputs, pull = jax.vjp(function, *arguments)
+            results.append((outputs, pull(cotangents)))
+        return results
 
-    found, expected = jax.jit(functools.partial(both, fast))(), jax.jit(functools.partial(both, plain))()
+    found, expected = both(arguments)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=rtol, atol=atol)
@@ -42,14 +46,11 @@ def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
             8, 4, 6, 1, 3, id="a 1x1 kernel with a stride that leaves pixels at the end", marks=pytest.mark.long
         ),
         pytest.param(3, 64, 24, 3, 1, id="few pixels, many channels"),
-        pytest.param(1, 32, 8, 3, 1, id="one pixel"),
         pytest.param(2, 4, 8, 3, 1, id="2x2 pixels: a product for each tap"),
         pytest.param(4, 4, 8, 3, 2, id="2x2 pixels by a stride"),
-        pytest.param(3, 4, 8, 3, 2, id="2x2 pixels of an odd side", marks=pytest.mark.long),
         pytest.param(2, 4, 8, 7, 2, id="a kernel larger than the image", marks=pytest.mark.long),
         pytest.param(3, 64, 4, 5, 1, id="few pixels, a 5x5 kernel", marks=pytest.mark.long),
         pytest.param(6, 4, 8, 3, 1, id="many pixels: plain, with gradients of its own"),
-        pytest.param(7, 3, 8, 5, 1, id="the same with a 5x5 kernel", marks=pytest.mark.long),
         pytest.param(6, 64, 8, 3, 2, id="a stride: plain", marks=pytest.mark.long),
     ],
 )
@@ -63,8 +64,8 @@ def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
     )
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(jnp.bfloat16, 8), (jnp.float16, 11)])
-def test_products_of_taps_are_rounded_once(dtype, bits):
+def test_products_of_taps_are_rounded_once():
+    dtype, bits = jnp.bfloat16, 8
     x, kernel = drawn(2, 2, 2, 16, dtype=dtype), drawn(3, 3, 16, 64, seed=1, dtype=dtype)
     found = jax.jit(functools.partial(convolution.convolve, stride=1))(x, kernel)
     assert found.dtype == dtype
@@ -74,26 +75,11 @@ def test_products_of_taps_are_rounded_once(dtype, bits):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param((3, 8, 4, 5), id="eight slices"),
-        pytest.param((2, 1, 2, 6), id="one slice", marks=pytest.mark.long),
-        pytest.param((2, 12, 2, 3), id="six slices of two rows"),
-    ],
+    "shape", [pytest.param((3, 8, 4, 5), id="eight slices"), pytest.param((2, 12, 2, 3), id="six slices of two rows")]
 )
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(0, id="outputs"),
-        pytest.param(1, id="mean", marks=pytest.mark.long),
-        pytest.param(2, id="variance"),
-    ],
-)
-def test_batch_norm_is_the_plain_one(shape, number):
+def test_batch_norm_is_the_plain_one(shape):
     arguments = (drawn(*shape), drawn(shape[-1], seed=1), drawn(shape[-1], seed=2))
-    agree(
-        lambda *a: batch_norm.batch_norm(*a)[number], lambda *a: batch_norm.reference_batch_norm(*a)[number], *arguments
-    )
+    agree(batch_norm.batch_norm, batch_norm.reference_batch_norm, *arguments)
 
 
 def test_batch_norm_of_bfloat16_sums_in_float32():
@@ -136,18 +122,12 @@ def test_norm_and_convolution_as_one_operation_are_the_plain_ones(size, stride):
         y, mean, variance = batch_norm.reference_batch_norm(x, scale, bias)
         return convolution.reference_convolve(jax.nn.relu(y), kernel, stride), mean, variance
 
-    for number in range(3):
-        agree(
-            lambda *given, number=number: normalise_and_convolve(*given, stride=stride)[number],
-            lambda *given, number=number: plain(*given)[number],
-            x,
-            scale,
-            bias,
-            kernel,
-        )
+    fused = functools.partial(normalise_and_convolve, stride=stride)
+    agree(fused, plain, x, scale, bias, kernel)
 
 
 def test_the_backward_pass_of_norm_and_convolution_keeps_one_array_of_the_images_size():
-    x, kernel = drawn(2, 6, 6, 8), drawn(3, 3, 8, 4)
-    _, pull = jax.vjp(functools.partial(normalise_and_convolve, stride=1), x, jnp.ones(8), jnp.zeros(8), kernel)
-    assert sum(leaf.size for leaf in jax.tree.leaves(pull) if leaf.size >= x.size) == x.size
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 6, 6, 8), (8,), (8,), (3, 3, 8, 4))]
+    pull = jax.eval_shape(lambda *a: jax.vjp(functools.partial(normalise_and_convolve, stride=1), *a)[1], *shapes)
+    size = shapes[0].size
+    assert sum(leaf.size for leaf in jax.tree.leaves(pull) if leaf.size >= size) == size
