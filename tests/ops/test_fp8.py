@@ -13,11 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.fp8 import FORWARD, GRADIENT, fp8_matmul, quantize
 from jaxtrain.ops.linear import linear, use_linear_format
-from jaxtrain.precision.quantized import quantize_kernel
+from jaxtrain.precision.quantized import QuantizedKernel
 
 # Eager operations compile one by one.
 fast_quantize = jax.jit(quantize, static_argnums=1)
 fast_matmul = jax.jit(fp8_matmul)
+# One fusion.
+there_and_back = jax.jit(lambda x, target: quantize(x, target).values.astype(jnp.bfloat16), static_argnums=1)
 
 FORMATS = {"e4m3": (FORWARD, ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (GRADIENT, ml_dtypes.float8_e5m2, 57344.0)}
 
@@ -35,9 +37,8 @@ def reference_quantize(x: np.ndarray, dtype, most: float) -> tuple[np.ndarray, f
     return np.clip(x / unit, -most, most).astype(np.float32).astype(dtype).astype(np.float64), unit
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e-20, 3e12, 1e35, 448 / 449], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("factor", [1.0, 1e-20, 1e35], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [("e4m3", jnp.float32), ("e5m2", jnp.bfloat16)])
 def test_rounding(name, dtype, factor):
     """Bit for bit, under jit: a compiler that took the conversions for a detour would keep too many bits."""
     target, theirs, most = FORMATS[name]
@@ -46,7 +47,7 @@ def test_rounding(name, dtype, factor):
     values, unit = reference_quantize(np.asarray(x), theirs, most)
     assert float(scaled.unit) == unit
     np.testing.assert_array_equal(np.asarray(scaled.values).astype(np.float64), values)
-    raised = jax.jit(lambda x: quantize(x, target).values.astype(jnp.bfloat16))(x)  # one fusion there and back
+    raised = there_and_back(x, target)
     np.testing.assert_array_equal(np.asarray(raised).astype(np.float64), values)
     assert len(np.unique(np.abs(values))) > 50, "numbers on a few points of the grid would prove little"
 
@@ -62,16 +63,13 @@ def test_the_largest_number_is_kept(name):
         assert np.isfinite(float(scaled.values[0]))
 
 
-@pytest.mark.parametrize(
-    ("x", "finite"),
-    [([0.0, 0.0], True), ([], True), ([1.0, np.inf], False), ([1.0, np.nan], False), ([1e-44, 0.0], True)],
-    ids=["zeros", "empty", "infinity", "nan", "subnormal"],
-)
-def test_what_is_not_a_usual_number(x, finite):
+def test_what_is_not_a_usual_number():
     """An infinity must not become the largest number: the step could not skip it."""
-    assert bool(np.isfinite(fast_quantize(np.float32(x), FORWARD).unit)) is finite
-    product = fast_matmul(np.float32([x]), np.ones((len(x), 1), np.float32))
-    assert bool(np.all(np.isfinite(product))) is finite
+    assert np.isfinite(fast_quantize(np.zeros(0, np.float32), FORWARD).unit)
+    for x, finite in (([0, 0], True), ([1, np.inf], False), ([1, np.nan], False), ([1e-44, 0], True)):
+        assert bool(np.isfinite(fast_quantize(np.float32(x), FORWARD).unit)) is finite
+        product = fast_matmul(np.float32([x]), np.ones((2, 1), np.float32))
+        assert bool(np.all(np.isfinite(product))) is finite
 
 
 def reference_matmul(x, kernel, gradient):
@@ -83,15 +81,23 @@ def reference_matmul(x, kernel, gradient):
 
 # Sums of 48, 32 or 24 exact products in float32: 48 x 2^-24 of the sum of magnitudes at most, which is here within
 # 1e2 of the largest results. The results in bfloat16 are rounded once: 2^-9.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-4), (jnp.bfloat16, 2**-8)], ids=["float32", "bf16"])
-@pytest.mark.parametrize("leading", [(24,), (2, 12)], ids=["rows", "sequences"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "leading"),
+    [(jnp.float32, 1e-4, (24,)), (jnp.bfloat16, 2**-8, (2, 12))],
+    ids=["rows in float32", "sequences in bf16"],
+)
 def test_products(dtype, tolerance, leading):
     rng = np.random.default_rng(1)
     x, kernel, gradient = (
         jnp.asarray(spread(rng, shape, -6, 3), dtype) for shape in ((*leading, 48), (48, 32), (*leading, 32))
     )
-    y, pull = jax.vjp(fast_matmul, x, kernel)
-    found = (y, *jax.jit(pull)(gradient))
+
+    @jax.jit
+    def run(x, kernel, gradient):
+        y, pull = jax.vjp(fp8_matmul, x, kernel)
+        return y, *pull(gradient)
+
+    found = run(x, kernel, gradient)
     rows = [np.asarray(one).astype(np.float64).reshape(-1, one.shape[-1]) for one in (x, kernel, gradient)]
     for one, expected in zip(found, reference_matmul(*rows), strict=True):
         assert one.dtype == dtype
@@ -101,20 +107,18 @@ def test_products(dtype, tolerance, leading):
     assert np.abs(reference_matmul(*rows)[0] - plain).max() > 10 * tolerance * np.abs(plain).max(), "as good as exact"
 
 
-@pytest.mark.parametrize("factor", [2.0**-9, 2.0**7], ids=str)
-def test_scales_by_powers_of_two_change_nothing(factor):
+def test_scales_by_powers_of_two_change_nothing():
     """What lets a shard choose its own scale, and a backend apply scales before or after the product."""
     rng = np.random.default_rng(2)
     x, kernel = (jnp.asarray(spread(rng, shape, -2, 2), jnp.bfloat16) for shape in ((16, 32), (32, 16)))
-    small = jax.jit(lambda x: fp8_matmul(x * factor, kernel) / factor)(x)
+    small = fast_matmul(x * 2.0**-9, kernel) * 2.0**9
     np.testing.assert_array_equal(np.asarray(fast_matmul(x, kernel)), np.asarray(small))
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["rows", "heads"])
-def test_a_linear_layer_takes_the_format(sequence):
+def test_a_linear_layer_takes_the_format():
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(2, 4, 6)), jnp.bfloat16)
-    kernel = jnp.asarray(rng.normal(size=(6, 2, 8) if sequence else (6, 16)), jnp.bfloat16)
+    kernel = jnp.asarray(rng.normal(size=(6, 2, 8)), jnp.bfloat16)
     bias = jnp.asarray(rng.normal(size=kernel.shape[1:]), jnp.bfloat16)
 
     @jax.jit
@@ -142,32 +146,23 @@ def test_a_model_without_linear_layers_is_told():
 
 
 def test_kernels_that_are_stored_in_integers_are_told():
-    kernel = quantize_kernel(jnp.ones((2, 2)), 1, 1, activations=False)
+    kernel = QuantizedKernel(jnp.ones((2, 2), jnp.int8), jnp.ones(2), activations=False)
     with (
-        pytest.raises(
-            ConfigError, match=r"precision.policy=fp8 multiplies kernels of floats, .*leave base= of"
-        ) as caught,
+        pytest.raises(ConfigError, match=r"precision.policy=fp8 multiplies kernels of floats"),
         use_linear_format("fp8", required_of="net"),
     ):
         linear(jnp.ones((1, 2)), kernel, low_precision=True)
-    assert "\n" not in str(caught.value)
 
 
-POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "names": jax.checkpoint_policies.save_only_these_names("result"),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_remat_keeps_the_product_once(policy):
+def test_remat_keeps_the_product_once():
     """In the compute dtype, and no 8-bit copy beside it."""
 
     def block(x, kernel):
         return jnp.sin(checkpoint_name(fp8_matmul(jnp.sin(x), kernel), "result"))
 
-    x, kernel = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 32), jnp.bfloat16)
-    _, pull = jax.vjp(jax.checkpoint(block, policy=POLICIES[policy]), x, kernel)
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 16), (16, 32)))
+    block = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    pull = jax.eval_shape(lambda *a: jax.vjp(block, *a)[1], *shapes)
     kept = sorted((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pull))
     assert kept == [((8, 16), "bfloat16"), ((8, 32), "bfloat16"), ((16, 32), "bfloat16")], "inputs and the product"
 

@@ -1,17 +1,85 @@
-"""The flattened linear layer against einsum, forward and gradient."""
+"""The linear layer, with kernels of floats and of 8-bit integers, against NumPy."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.ops.linear import linear
+from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel, round_to_int8
+
+
+def test_rounding_is_within_half_a_step():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(3, 40, 24)) * np.exp2(rng.integers(-9, 9, size=(3, 1, 24)))).astype(np.float32)
+    x[1, :, 5] = 0
+    values, scale = map(np.asarray, jax.jit(round_to_int8, static_argnums=1)(x, (1,)))
+    assert (values.dtype, scale.dtype, scale.shape) == (np.int8, np.float32, (3, 1, 24))
+    assert (np.abs(values.astype(int)).max(axis=1)[x.any(axis=1)] == 127).all(), "each channel uses its whole range"
+    assert (np.abs(values * scale - x) <= 0.5 * scale * (1 + 1e-5)).all()
+
+
+fast_quantize = jax.jit(quantize_kernel, static_argnums=(1, 2), static_argnames="activations")
+# Shape with the layers of a stack in front, input dims, output dims, shape of the scale.
+KERNELS = {
+    "to heads": ((6, 2, 4), 1, 2, (2, 4)),
+    "from heads": ((2, 3, 4), 2, 1, (4,)),
+    "stacked": ((5, 2, 3, 4), 2, 1, (5, 4)),
+}
+
+
+def test_one_scale_an_output_channel():
+    for name, (shape, inputs, outputs, scale) in KERNELS.items():
+        kernel = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+        found = fast_quantize(kernel, inputs, outputs, activations=False)
+        assert (found.shape, found.scale.shape) == (shape, scale), name
+        first = len(shape) - inputs - outputs
+        dims = tuple(range(first, first + inputs))
+        np.testing.assert_allclose(found.scale, np.abs(kernel).max(axis=dims) / 127, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("activations", [False, True], ids=["weights", "dynamic"])
+def test_products(activations):
+    leading = (2, 3)
+    rng = np.random.default_rng(2)
+    x, weights = rng.normal(size=(*leading, 6)).astype(np.float32), rng.normal(size=(6, 2, 4)).astype(np.float32)
+    kernel = fast_quantize(weights, 1, 2, activations=activations)
+    y = np.asarray(jax.jit(linear)(x, kernel))
+    values, scale = np.asarray(kernel.values, np.int64).reshape(6, 8), np.asarray(kernel.scale, np.float64).reshape(8)
+    rows = x.astype(np.float64).reshape(-1, 6)
+    if activations:
+        unit = np.abs(rows).max(axis=1, keepdims=True).astype(np.float32) / np.float32(127)
+        integers = np.round(rows.astype(np.float32) / unit).astype(np.int64)
+        expected = (integers @ values) * unit.astype(np.float64) * scale
+    else:
+        expected = rows @ values * scale
+    # Sums of six numbers in float32; integers are summed exactly.
+    np.testing.assert_allclose(y.reshape(-1, 8), expected, rtol=1e-5, atol=1e-5)
+    assert y.shape == (*leading, 2, 4)
+
+
+def test_gradients_pass_through_a_frozen_kernel():
+    """To what stands before it: what adapters over quantized weights will ask for."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(5, 6)).astype(np.float32)
+    kernel = fast_quantize(rng.normal(size=(6, 4)).astype(np.float32), 1, 1, activations=False)
+    whole = np.asarray(kernel.values, np.float64) * np.asarray(kernel.scale)
+    found = jax.jit(jax.grad(lambda x: jnp.sum(int8_matmul(x, kernel) ** 2)))(x)
+    np.testing.assert_allclose(found, 2 * x @ whole @ whole.T, rtol=1e-5, atol=1e-5)
+
+
+def test_integers_are_multiplied_as_integers():
+    kernel = QuantizedKernel(jnp.ones((6, 4), jnp.int8), jnp.ones(4, jnp.float32), activations=True)
+    program = jax.jit(int8_matmul).lower(jnp.ones((5, 6), jnp.bfloat16), kernel).as_text()
+    products = [line for line in program.splitlines() if "dot_general" in line]
+    assert len(products) == 1
+    assert "tensor<5x6xi8>, tensor<6x4xi8>) -> tensor<5x4xi32>" in products[0]
+
 
 # leading dims, input dims, output dims, einsum
 SHAPES = {
     "one row": ((), (5,), (3,), "d,df->f"),
-    "rows": ((4,), (5,), (3,), "nd,df->nf"),
-    "tokens": ((2, 4), (5,), (3,), "bld,df->blf"),
     "to heads": ((2, 4), (6,), (2, 3), "bld,dhk->blhk"),
     "from heads": ((2, 4), (2, 3), (6,), "blhk,hkd->bld"),
     "heads to heads": ((2, 4), (2, 3), (3, 5), "blhk,hkgm->blgm"),
@@ -19,34 +87,34 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("leading", "inputs", "outputs", "equation"), SHAPES.values(), ids=SHAPES)
-def test_linear_is_einsum(leading, inputs, outputs, equation, bias):
+def test_linear_is_einsum(leading, inputs, outputs, equation):
+    """Forward and gradients, with a bias where there is more than one row."""
     rng = np.random.default_rng(0)
-    x, kernel, offset, weight = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((*leading, *inputs), (*inputs, *outputs), outputs, (*leading, *outputs))
-    )
+    shapes = ((*leading, *inputs), (*inputs, *outputs), outputs, (*leading, *outputs))
+    x, kernel, offset, weight = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
     def fast(x, kernel, offset):
-        y = linear(x, kernel, offset if bias else None, num_input_dims=len(inputs))
+        y = linear(x, kernel, offset if leading else None, num_input_dims=len(inputs))
         return jnp.sum(y * weight), y
 
-    def plain(x, kernel, offset):
-        y = jnp.einsum(equation, x, kernel) + (offset if bias else 0)
-        return jnp.sum(y * weight), y
-
-    (found, y), gradients = jax.jit(jax.value_and_grad(fast, (0, 1, 2), has_aux=True))(x, kernel, offset)
-    (expected, reference), expected_gradients = jax.jit(jax.value_and_grad(plain, (0, 1, 2), has_aux=True))(
-        x, kernel, offset
+    (_, y), gradients = jax.jit(jax.value_and_grad(fast, (0, 1, 2), has_aux=True))(x, kernel, offset)
+    of_x, rest = equation.split(",")
+    of_kernel, of_y = rest.split("->")
+    rows = tuple(range(len(leading)))
+    expected = (
+        np.einsum(equation, x, kernel) + (offset if leading else 0),
+        np.einsum(f"{of_y},{of_kernel}->{of_x}", weight, kernel),
+        np.einsum(f"{of_x},{of_y}->{of_kernel}", x, weight),
+        weight.sum(rows) if leading else 0 * offset,
     )
-    assert y.shape == reference.shape
     # Sums of at most 8 products in fp32, in another order.
-    for one, other in zip((y, found, *gradients), (reference, expected, *expected_gradients), strict=True):
+    for one, other in zip((y, *gradients), expected, strict=True):
+        assert one.shape == other.shape
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_linear_keeps_the_dtype():
-    x, kernel, bias = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16), jnp.ones((3,), jnp.bfloat16)
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 4), (4, 3), (3,)))
     with jax.numpy_dtype_promotion("strict"):
-        assert linear(x, kernel, bias).dtype == jnp.bfloat16
+        assert jax.eval_shape(linear, *shapes).dtype == jnp.bfloat16

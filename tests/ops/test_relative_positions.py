@@ -25,47 +25,52 @@ def test_each_distance_has_the_bucket_of_the_paper(causal, buckets):
     assert {distance: int(bias_HW[0, distance + 100]) for distance in buckets} == buckets
 
 
-@pytest.mark.parametrize("num_queries", [1, 4, 7, 10], ids="{} queries".format)
+@pytest.mark.parametrize("num_queries", [1, 7], ids="{} queries".format)
 def test_unfold_lays_distances_out_and_fold_sums_them(num_queries):
     bias_HW = jnp.arange(22.0).reshape(2, 11)
     num_keys = 12 - num_queries
     index_TS = np.arange(num_keys)[None] - np.arange(num_queries)[:, None] + num_queries - 1
-    np.testing.assert_array_equal(unfold(bias_HW, num_queries), np.asarray(bias_HW)[:, index_TS])
+    unfolded = jax.jit(unfold, static_argnums=1)(bias_HW, num_queries)
+    np.testing.assert_array_equal(unfolded, np.asarray(bias_HW)[:, index_TS])
     ones_HW = np.bincount(index_TS.ravel(), minlength=11)
-    np.testing.assert_array_equal(fold(jnp.ones((2, num_queries, num_keys))), np.stack([ones_HW, ones_HW]))
+    folded = jax.jit(fold)(jnp.ones((2, num_queries, num_keys)))
+    np.testing.assert_array_equal(folded, np.stack([ones_HW, ones_HW]))
 
 
 def test_generation_looks_up_what_training_unfolds():
-    table_NH = jax.random.normal(jax.random.key(0), (8, 2))
-    trained = whole_bias(distance_bias(table_NH, 39, max_distance=16, causal=True))
-    near = distance_bias(table_NH, 16, max_distance=16, causal=True)  # from 16 on, all distances share a bucket
-    found = bias_at(near, jnp.arange(40)[None], jnp.arange(40))
+    table_NH = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+
+    @jax.jit
+    def run(table_NH):
+        trained = whole_bias(distance_bias(table_NH, 39, max_distance=16, causal=True))
+        near = distance_bias(table_NH, 16, max_distance=16, causal=True)  # from 16 on, all distances share a bucket
+        return trained, bias_at(near, jnp.arange(40)[None], jnp.arange(40))
+
+    trained, found = run(table_NH)
     np.testing.assert_array_equal(np.tril(found[0]), np.tril(trained))
 
 
 @pytest.mark.parametrize(
     ("form", "packed"),
     [
-        (AttentionForm(relative=True), False),
         (AttentionForm(causal=False, relative=True), True),
         (AttentionForm(window=9, softcap=2.0, relative=True), False),
     ],
-    ids=["causal", "both-sides-packed", "window-and-softcap"],
+    ids=["both-sides-packed", "window-and-softcap"],
 )
-@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.long), 2], ids="{} parts".format)
-def test_blocks_agree_with_the_reference_and_so_does_the_gradient_of_the_table(form, packed, parts):
+def test_blocks_agree_with_the_reference_and_so_does_the_gradient_of_the_table(form, packed):
     """Tolerances: float32 sums of 40 products in another order."""
-    keys = jax.random.split(jax.random.key(1), 5)
-    q, k, v = (jax.random.normal(key, (2, 40, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=False))
-    table_NH, weight = jax.random.normal(keys[3], (8, 4)), jax.random.normal(keys[4], q.shape)
-    segments = jnp.repeat(jnp.array([[1, 2], [1, 0]]), 20, axis=1) if packed else None
+    shapes = (*((2, 40, heads, 8) for heads in (4, 2, 2)), (8, 4), (2, 40, 4, 8))
+    rng = np.random.default_rng(1)
+    q, k, v, table_NH, weight = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    segments = np.repeat([[1, 2], [1, 0]], 20, axis=1) if packed else None
 
     def loss(q, k, v, table_NH, attend):
         bias_HW = distance_bias(table_NH, 39, max_distance=16, causal=form.causal)
         return jnp.sum(attend(q, k, v, segments, form, bias_HW) * weight)
 
     def blocks(*arguments):
-        return blockwise_attention(*arguments, block=16, parts=parts)
+        return blockwise_attention(*arguments, block=16, parts=2)
 
     values = {}
     for name, attend in (("reference", reference_attention), ("blocks", blocks)):
@@ -84,8 +89,8 @@ def test_fused_kernels_refuse_relative_positions_with_the_reason(kernel, platfor
     assert refusal(kernel, relative) == "positions are relative"
 
 
-@pytest.mark.parametrize("way", ["auto", "ring", "all_to_all", "gather"])
-def test_a_sharded_sequence_with_relative_positions_is_refused_in_one_line(way):
+def test_a_sharded_sequence_with_relative_positions_is_refused():
     case = ContextCase(2, 1, 1, num_heads=4, num_kv_heads=4, form=AttentionForm(relative=True))
-    with pytest.raises(ConfigError, match=r"parallel.context=2 .* model.position=relative .* use parallel.context=1"):
-        choose_context_way(way, case)
+    for way in ("auto", "ring", "all_to_all", "gather"):
+        with pytest.raises(ConfigError, match=r"parallel.context=2 .* model.position=relative"):
+            choose_context_way(way, case)
