@@ -1,16 +1,20 @@
 """What every model keeps, shipped or somebody's own."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.inference.generate import Sampling, make_generator
+from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import table_row
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.from_functions import from_functions
@@ -18,12 +22,15 @@ from jaxtrain.models.from_linen import from_linen
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.axes import ENCODER_DECODER, RESNET, TRANSFORMER
+from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.shipped.encoder_decoder import encoder_decoder
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
+from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.remat.policy import Remat
+from jaxtrain.train.make_step import make_train_step
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=13, max_sequence_length=6)
 # Inits for these keys compile five times faster than for the default kind.
@@ -57,14 +64,6 @@ class OwnLinen(linen.Module):
         return linen.Dense(3)(x)
 
 
-class PlainLinen(linen.Module):
-    """No `train`, no state."""
-
-    @linen.compact
-    def __call__(self, x):
-        return linen.Dense(3)(x)
-
-
 def own_functions():
     return from_functions(
         lambda key: {"layer": {"w": jax.random.normal(key, (6, 3)), "b": jnp.zeros(3)}},
@@ -80,78 +79,34 @@ class Case:
     inputs: Any
     random: bool = False
     stateful: bool = False
-    casts: bool = True  # whether it computes in the dtype of its parameters
-
-
-def transformer_case(remat="none", **settings):
-    model = transformer(TransformerConfig(**{**SMALL, **settings}), remat=Remat(remat))
-    return Case(model, TOKENS, random=settings.get("dropout", 0) > 0)
 
 
 GPT = dict(position="learned", norm="layernorm", activation="gelu", bias=True, tie_embeddings=True)
 LLAMA = dict(num_kv_heads=1, mlp_dim=12)
-VARIANTS = {
-    "gpt": lambda: transformer_case(**GPT),
-    "llama": lambda: transformer_case(**LLAMA),
-    "llama with biases": lambda: transformer_case(bias=True, **LLAMA),
-}
+
+
+def transformer_of(remat="none", **settings):
+    return transformer(TransformerConfig(**{**SMALL, **settings}), remat=Remat(remat))
+
+
+def resnet_of(**settings):
+    return resnet(ResNetConfig(stage_blocks=(1, 2), width=4, num_classes=3, **settings), input_shape=(8, 8, 3))
+
+
 MAKERS = {
-    "gpt with dropout, full remat": lambda: transformer_case("full", dropout=0.5, **GPT),
-    "llama": lambda: transformer_case(**LLAMA),
-    "resnet": lambda: Case(
-        resnet(ResNetConfig(stage_blocks=(1, 2), width=4, stem="small", num_classes=3), input_shape=(8, 8, 3)),
-        IMAGES,
-        stateful=True,
-    ),
-    "resnet with bottlenecks": lambda: Case(
-        resnet(ResNetConfig(stage_blocks=(2,), width=4, bottleneck=True, num_classes=3), input_shape=(8, 8, 3)),
-        IMAGES,
-        stateful=True,
-    ),
-    "mlp": lambda: Case(mlp(MLPConfig(hidden_dims=(5, 4), num_outputs=3), input_shape=(6,)), ROWS),
+    "gpt with dropout, full remat": lambda: Case(transformer_of("full", dropout=0.5, **GPT), TOKENS, random=True),
+    "resnet": lambda: Case(resnet_of(stem="small"), IMAGES, stateful=True),
     "mlp with dropout": lambda: Case(
         mlp(MLPConfig(hidden_dims=(32, 16), num_outputs=3, dropout=0.5), input_shape=(6,)), ROWS, random=True
     ),
-    # Flax's own layers have dtypes of their own: their norms promote to float32.
-    "from_nnx": lambda: Case(from_nnx(OwnNNX), ROWS, random=True, stateful=True, casts=False),
-    "from_linen": lambda: Case(from_linen(OwnLinen(), ROWS), ROWS, random=True, stateful=True, casts=False),
-    "from_linen without state": lambda: Case(from_linen(PlainLinen(), ROWS), ROWS, casts=False),
+    "from_nnx": lambda: Case(from_nnx(OwnNNX), ROWS, random=True, stateful=True),
+    "from_linen": lambda: Case(from_linen(OwnLinen(), ROWS), ROWS, random=True, stateful=True),
     "from_functions": lambda: Case(own_functions(), ROWS),
 }
 
 
-@dataclass(frozen=True)
-class Built:
-    """A case with its variables and a jitted apply(params, state, inputs, seed, train)."""
-
-    case: Case
-    params: Any
-    state: Any
-    run: Any
-
-
-# Further forms of models of which plain pytest runs another.
-LONG = ("resnet with bottlenecks", "mlp with dropout", "from_linen without state")
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in MAKERS]
-)
-def built(request):
-    case = MAKERS[request.param]()
-    params, state = jax.jit(case.model.init)(jax.random.key(3, impl=FAST))
-
-    def run(params, state, inputs, seed, train):
-        key = None if seed is None else jax.random.key(seed)
-        return case.model.apply(params, state, inputs, key=key, train=train)
-
-    return Built(case, params, state, jax.jit(run, static_argnums=4))
-
-
 def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def same(one, other):
@@ -165,73 +120,105 @@ def nodes(tree, path=()):
             yield from nodes(child, (*path, key))
 
 
-def test_variables_are_plain_dicts_of_float32_arrays(built):
-    for tree in (built.params, built.state):
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_model_is_two_pure_functions(name):
+    case = MAKERS[name]()
+    model, inputs = case.model, case.inputs
+    init = jax.jit(model.init)
+    params, state = init(jax.random.key(3, impl=FAST))
+    for tree in (params, state):
         assert type(tree) is dict
         for path, node in nodes(tree):
             assert type(node) is dict or isinstance(node, jax.Array), path
             assert all(type(key) is str for key in path)
-    assert {leaf.dtype for leaf in jax.tree.leaves(built.params)} == {np.dtype(np.float32)}
-    assert bool(built.state) == built.case.stateful
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    assert bool(state) == case.stateful
+    # Initial values depend on the key alone.
+    assert_same(init(jax.random.key(3, impl=FAST)), (params, state))
+    assert not same(init(jax.random.key(4, impl=FAST))[0], params)
 
+    @functools.partial(jax.jit, static_argnums=3)
+    def run(params, state, seed, train):
+        def loss(params):
+            outputs, after = model.apply(params, state, inputs, key=jax.random.key(seed), train=train)
+            weights = jnp.arange(outputs.size, dtype=jnp.float32).reshape(outputs.shape)
+            return jnp.sum(jnp.sin(outputs + weights)), (outputs, after)
 
-def test_init_depends_on_the_key_alone(built):
-    init = jax.jit(built.case.model.init)
-    assert_same(init(jax.random.key(3, impl=FAST)), (built.params, built.state))
-    assert not same(init(jax.random.key(4, impl=FAST))[0], built.params)
+        return jax.grad(loss, has_aux=True)(params) if train else (None, loss(params)[1])
 
-
-def test_apply_is_pure(built):
-    before = jax.tree.map(np.array, (built.params, built.state))
-    first = built.run(built.params, built.state, built.case.inputs, 5, True)
-    assert_same(built.run(built.params, built.state, built.case.inputs, 5, True), first)
-    assert_same((built.params, built.state), before)
-
-
-def test_state_keeps_its_structure_and_changes_only_in_training(built):
-    _, trained = built.run(built.params, built.state, built.case.inputs, 5, True)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), trained) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), built.state
-    )
-    assert same(trained, built.state) != built.case.stateful
-    _, evaluated = built.run(built.params, trained, built.case.inputs, None, False)
-    assert_same(evaluated, trained)
-
-
-def test_keys_matter_only_where_there_is_dropout_and_only_in_training(built):
-    outputs = {
-        (seed, train): np.asarray(built.run(built.params, built.state, built.case.inputs, seed, train)[0])
-        for seed in (5, 6)
-        for train in (True, False)
-    }
-    assert np.array_equal(outputs[5, True], outputs[6, True]) != built.case.random
-    np.testing.assert_array_equal(outputs[5, False], outputs[6, False])
-
-
-def test_gradients_reach_every_parameter(built):
-    def loss(params):
-        outputs, _ = built.case.model.apply(
-            params, built.state, built.case.inputs, key=jax.random.key(0), train=not built.case.random
-        )
-        return jnp.sum(jnp.sin(outputs.astype(jnp.float32) + jnp.arange(outputs.size).reshape(outputs.shape)))
-
-    shapes = jax.tree.map(jnp.shape, built.params)
-    gradients = jax.jit(jax.grad(loss))(built.params)
-    assert jax.tree.map(jnp.shape, gradients) == shapes
+    before = jax.tree.map(np.array, (params, state))
+    gradients, (outputs, trained) = first = run(params, state, 5, True)
+    assert_same(run(params, state, 5, True), first)
+    assert_same((params, state), before)
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, params)
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradients))
+    # Keys matter only where there is dropout and only in training, state changes only there.
+    assert np.array_equal(outputs, run(params, state, 6, True)[1][0]) != case.random
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), trained) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert same(trained, state) != case.stateful
+    evaluated, after = run(params, trained, 5, False)[1]
+    assert_same(after, trained)
+    np.testing.assert_array_equal(evaluated, run(params, trained, 6, False)[1][0])
 
 
-def test_bf16_in_bf16_out_without_promotion(built):
-    if not built.case.casts:
-        pytest.skip("layers of Flax choose their own dtypes")
-    params, inputs = (
-        cast_floats(jax.tree.map(jnp.asarray, tree), jnp.bfloat16) for tree in (built.params, built.case.inputs)
-    )
-    with jax.numpy_dtype_promotion("strict"):
-        outputs, state = jax.eval_shape(lambda: built.run(params, built.state, inputs, 5, True))
-        evaluated, _ = jax.eval_shape(lambda: built.run(params, built.state, inputs, None, False))
-    assert outputs.dtype == evaluated.dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(state)} <= {np.dtype(np.float32)}
+def built(**settings):
+    return build_model(settings, input_shape=(8, 8, 3) if "num_classes" in settings else (6,), vocab_size=13)
+
+
+GEMMA = {"block": "sandwich", "norm_offset": True, "qk_norm": True, "attention_softcap": 30.0, "logits_softcap": 20.0}
+YARN = {"kind": "yarn", "factor": 2.0, "original_length": 4}
+# Shipped models and inputs.
+STRICT = {
+    "mlp": (lambda: mlp(MLPConfig(hidden_dims=(5, 4), num_outputs=3, dropout=0.1), input_shape=(6,)), ROWS),
+    "resnet with bottlenecks": (lambda: resnet_of(bottleneck=True), IMAGES),
+    "vit": (
+        lambda: built(kind="vit", num_layers=1, embed_dim=8, num_heads=2, patch_size=4, image_size=8, num_classes=3),
+        IMAGES,
+    ),
+    "gpt": (lambda: transformer_of(dropout=0.1, **GPT), TOKENS),
+    "gemma": (lambda: transformer_of(**GEMMA), TOKENS),
+    "llama with experts": (lambda: transformer_of(rope_scaling=YARN, experts={"num_experts": 4}, **LLAMA), TOKENS),
+    "relative positions": (lambda: transformer_of(position="relative"), TOKENS),
+    "encoder-decoder": (
+        lambda: built(kind="encoder_decoder", dropout=0.1, **{**SMALL, "vocab_size": 13}),
+        {"tokens": TOKENS, "decoder_tokens": TOKENS},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRICT)
+def test_dtypes_and_ranks_are_written_out(kind):
+    """In bfloat16 under strict promotion, where jax refuses arrays of fewer dims beside arrays of more too."""
+    make, inputs = STRICT[kind]
+    model = make()
+    params, state = jax.eval_shape(model.init, jax.random.key(0))
+    inputs = cast_floats(jax.tree.map(jnp.asarray, inputs), jnp.bfloat16)
+
+    def loss(params, state):
+        params = cast_floats(params, jnp.bfloat16)
+        outputs, state = model.apply(params, state, inputs, key=jax.random.key(0), train=True)
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs
+        task = language_modeling() if logits.ndim == 3 else classification()
+        targets = jnp.zeros(logits.shape[:-1], jnp.int32)
+        total, weight, _ = task.loss(logits, {"inputs": inputs, "targets": targets})
+        return total / weight, (logits, state)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        _, (logits, after) = jax.eval_shape(jax.grad(loss, has_aux=True), params, state)
+    assert logits.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(after)} <= {np.dtype(np.float32)}
+
+
+def test_ranks_of_a_step_and_of_generation_are_written_out():
+    model = transformer_of(**LLAMA)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    step = make_train_step(model, language_modeling(), optax.adamw(1e-3), mesh=mesh, clip_norm=1.0, ema_decay=0.9)
+    generate = make_generator(model, new_tokens=2, sampling=Sampling())
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0))[0])
+    with jax.numpy_rank_promotion("raise"):
+        step.lower({"inputs": TOKENS, "targets": TOKENS})
+        found = jax.eval_shape(generate, params, TOKENS[:, :2], np.array([2, 2], np.int32), jax.random.key(0))
+    assert found.shape == (2, 2)
 
 
 def parameter_shapes(*models):
@@ -246,7 +233,7 @@ def hidden(count):
     return mlp(MLPConfig(hidden_dims=(4,) * count, num_outputs=2), input_shape=(3,))
 
 
-# Between them they have every parameter that no decoder of `VARIANTS` has.
+# Between them they have every parameter that no decoder of the table has.
 ENCODERS: tuple[dict[str, Any], ...] = (
     dict(
         causal=False,
@@ -255,29 +242,26 @@ ENCODERS: tuple[dict[str, Any], ...] = (
         bias=True,
         embedding_norm=True,
         token_types=2,
-        **SMALL,
     ),
     dict(
         causal=False,
         head=dict(kind="sequence", hidden="tanh", num_labels=3),
         position="relative",
         qk_norm=True,
-        **SMALL,
     ),
 )
 TABLES = {
     "transformer": lambda: (
         TRANSFORMER,
-        [*(make().model for make in VARIANTS.values()), *(transformer(TransformerConfig(**one)) for one in ENCODERS)],
+        [*(transformer_of(**one) for one in (GPT, {**LLAMA, "bias": True}, *ENCODERS))],
     ),
     "encoder_decoder": lambda: (
         ENCODER_DECODER,
         [
-            encoder_decoder(EncoderDecoderConfig(**SMALL)),
             encoder_decoder(EncoderDecoderConfig(norm="layernorm", bias=True, **SMALL)),
         ],
     ),
-    "resnet": lambda: (RESNET, [MAKERS["resnet"]().model, MAKERS["resnet with bottlenecks"]().model]),
+    "resnet": lambda: (RESNET, [resnet_of(stem="small"), resnet_of(bottleneck=True)]),
     "mlp": lambda: (hidden(3).axes, [hidden(3)]),
 }
 
@@ -291,10 +275,5 @@ def test_every_row_of_a_table_belongs_to_a_parameter_of_its_rank(table):
         owned = [path for path in shapes if owners[path] == pattern]
         assert owned, f"{pattern} answers for no parameter of any variant"
         assert {len(shapes[path]) for path in owned} == {len(row)}, pattern
-
-
-@pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS)
-def test_every_parameter_of_a_transformer_has_a_row(make):
-    model = make().model
-    for path in parameter_shapes(model):
-        assert table_row(path, model.axes), path
+    if axes is TRANSFORMER:
+        assert all(owners.values()), "a parameter without a row"

@@ -11,6 +11,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Task
 from jaxtrain.models.task_sums import task_sums
 from jaxtrain.models.tasks import TASKS, classification, cross_entropy, language_modeling, regression
+from jaxtrain.ops.loss import right
 
 
 def reference(logits, targets):
@@ -34,15 +35,25 @@ CASES = {
 }
 
 
+@jax.jit
+def losses_and_gradient(logits):
+    def total(logits):
+        losses = cross_entropy(logits, TARGETS)
+        return jnp.sum(losses), losses
+
+    gradient, losses = jax.grad(total, has_aux=True)(logits)
+    return losses, gradient
+
+
 @pytest.mark.parametrize("logits", CASES.values(), ids=CASES)
 def test_cross_entropy(logits):
-    found, gradient = jax.value_and_grad(lambda x: jnp.sum(cross_entropy(x, TARGETS)))(logits)
+    found, gradient = losses_and_gradient(logits)
     # fp32 against float64 of the same fp32 logits.
-    np.testing.assert_allclose(cross_entropy(logits, TARGETS), reference(logits, TARGETS), rtol=1e-5, atol=1e-6)
-    assert np.isfinite(found)
-    assert np.all(np.isfinite(gradient))
-    # Probabilities less the one-hot targets: each row sums to 0.
-    np.testing.assert_allclose(np.sum(gradient, -1), 0, atol=1e-6)
+    np.testing.assert_allclose(found, reference(logits, TARGETS), rtol=1e-5, atol=1e-6)
+    exact = logits.astype(np.float64)
+    weights = np.exp(exact - exact.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) - (np.arange(5) == TARGETS[:, None])
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("by", [None, "vocabulary"])
@@ -50,11 +61,14 @@ def test_an_id_that_no_logit_has_is_no_number(by):
     """Without a logit of its own its loss would be that of any other: classes that are counted from 1."""
     logits = jt.DeferredLogits(jnp.asarray(LOGITS)[None], jnp.eye(LOGITS.shape[-1]))
     targets = jnp.asarray([[0, LOGITS.shape[-1], -100]])
-    losses = jt.cross_entropy(logits, targets, by=by)
-    np.testing.assert_array_equal(np.isnan(losses), [[False, True, False]])
+
+    @jax.jit
+    def run(weights):
+        return jt.cross_entropy(logits, targets, by=by), jt.cross_entropy_sums(logits, targets, weights, by=by).total
+
     for weight in (0.0, 1.0):  # 0 is what people pad with
-        weights = jnp.asarray([[1.0, weight, 0.0]])
-        total = jt.cross_entropy_sums(logits, targets, weights, by=by).total
+        losses, total = run(jnp.asarray([[1.0, weight, 0.0]]))
+        np.testing.assert_array_equal(np.isnan(losses), [[False, True, False]])
         np.testing.assert_allclose(total, np.nan if weight else losses[0, 0], rtol=1e-6)
 
 
@@ -73,9 +87,6 @@ def test_language_modeling_sums_over_weighted_tokens():
     total, weight, metrics = language_modeling().loss(logits, {"targets": targets, "weights": weights})
     assert (float(weight), metrics) == (3.5, {})
     np.testing.assert_allclose(total, np.sum(reference(logits, targets) * weights), rtol=1e-6)  # a sum of 6
-    total, weight, _ = language_modeling().loss(logits, {"targets": targets})
-    assert float(weight) == 6
-    np.testing.assert_allclose(total, np.sum(reference(logits, targets)), rtol=1e-6)  # a sum of 6
 
 
 def test_classification_counts_what_is_right():
@@ -95,15 +106,14 @@ REGRESSION = {
 }
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 0.0], [0.5, 2.0]], ids=["no weights", "padded", "weighted"])
 @pytest.mark.parametrize(("outputs", "targets", "errors"), REGRESSION.values(), ids=REGRESSION)
-def test_regression(outputs, targets, errors, weights):
-    batch = {"targets": np.array(targets, np.float32)}
-    if weights is not None:
-        batch["weights"] = np.array(weights, np.float32)
-    total, weight, metrics = regression().loss(jnp.asarray(outputs), batch)
-    used = np.ones(2) if weights is None else np.array(weights)
-    assert (float(total), float(weight), metrics) == (np.sum(errors * used), np.sum(used), {})
+def test_regression(outputs, targets, errors):
+    outputs, targets = jnp.asarray(outputs), np.array(targets, np.float32)
+    total, weight, metrics = regression().loss(outputs, {"targets": targets})
+    assert (float(total), float(weight), metrics) == (np.sum(errors), 2, {})
+    weights = np.array([0.5, 2.0], np.float32)
+    total, weight, _ = regression().loss(outputs, {"targets": targets, "weights": weights})
+    assert (float(total), float(weight)) == (np.sum(errors * weights), 2.5)
 
 
 # task, outputs and targets of a row that stands for padding
@@ -138,8 +148,7 @@ def test_losses_of_each_row_with_every_other_are_refused():
     """Outputs [B, 1] against targets [B] are [B, B], and trained to the mean of all targets in silence."""
     task = Task("squares", lambda outputs, batch: jnp.square(outputs - batch["targets"]))
     batch = {"inputs": jnp.ones((8, 8)), "targets": jnp.arange(8.0)}
-    words = r"losses \[8, 8\].*outputs \[8, 1\], targets \[8\].*write outputs\[:, 0\]"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=r"losses \[8, 8\].*outputs \[8, 1\], targets \[8\]"):
         task_sums(task, jnp.ones((8, 1)), batch, train=True)
     # A dimension that is as large as the batch by chance, and a batch of one row.
     square = {**batch, "targets": jnp.ones((8, 8))}
@@ -154,7 +163,7 @@ def test_named_metrics_are_those_of_scikit_learn():
     logits, targets = draw.normal(size=(200, 4)).astype(np.float32), draw.integers(0, 4, 200).astype(np.int32)
     weights, said = draw.integers(0, 3, 200).astype(np.float32), logits.argmax(-1)
     task = jt.classification(metrics=["accuracy", "top_2", "precision", "recall", "f1"])
-    _, _, sums = task.loss(jnp.asarray(logits), {"targets": jnp.asarray(targets), "weights": jnp.asarray(weights)})
+    _, _, sums = jax.jit(task.loss)(logits, {"targets": targets, "weights": weights})
     found = {name: np.asarray(total / weight) for name, (total, weight) in sums.items()}
     kept = {"sample_weight": weights}
     assert found["accuracy"] == pytest.approx(metrics.accuracy_score(targets, said, **kept))
@@ -165,26 +174,73 @@ def test_named_metrics_are_those_of_scikit_learn():
 
 def test_smoothing_and_class_weights_are_those_of_optax_and_by_hand():
     draw = np.random.default_rng(1)
-    logits, targets = jnp.asarray(draw.normal(size=(20, 3)), jnp.float32), jnp.asarray(draw.integers(0, 3, 20))
+    logits, targets = draw.normal(size=(20, 3)).astype(np.float32), draw.integers(0, 3, 20)
     batch, by_class = {"targets": targets}, np.array([1.0, 2.0, 0.5])
-    total, weight, _ = jt.classification(label_smoothing=0.2).loss(logits, batch)
-    smooth = optax.smooth_labels(jax.nn.one_hot(targets, 3), 0.2)
-    assert float(total / weight) == pytest.approx(
-        float(jnp.mean(optax.softmax_cross_entropy(logits, smooth))), rel=1e-5
-    )
-    total, weight, sums = jt.classification(class_weights=by_class).loss(logits, batch)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    assert float(total / weight) == pytest.approx(
-        np.average(np.asarray(losses), weights=by_class[np.asarray(targets)]), rel=1e-5
-    )
+
+    @jax.jit
+    def run(logits):
+        smooth = optax.softmax_cross_entropy(logits, optax.smooth_labels(jax.nn.one_hot(targets, 3), 0.2))
+        tasks = (jt.classification(label_smoothing=0.2), jt.classification(class_weights=by_class))
+        return *(task.loss(logits, batch) for task in tasks), jnp.mean(smooth)
+
+    (smoothed, count, _), (total, weight, sums), expected = run(logits)
+    assert float(smoothed / count) == pytest.approx(float(expected), rel=1e-5)
+    by_hand = np.average(reference(logits, targets), weights=by_class[targets])
+    assert float(total / weight) == pytest.approx(by_hand, rel=1e-5)
     assert sums["accuracy"][1] == 20
 
 
 def test_errors_by_name_are_those_of_optax():
-    outputs, targets = jnp.array([[0.5, 3.0], [1.0, -1.0]]), jnp.array([[0.0, 1.0], [1.0, 2.0]])
-    total, weight, sums = jt.regression("huber", metrics=["mae", "mse"]).loss(outputs, {"targets": targets})
+    outputs, targets = np.array([[0.5, 3.0], [1.0, -1.0]]), np.array([[0.0, 1.0], [1.0, 2.0]])
+    total, weight, sums = jax.jit(jt.regression("huber", metrics=["mae", "mse"]).loss)(outputs, {"targets": targets})
     assert float(total / weight) == pytest.approx(float(jnp.mean(optax.huber_loss(outputs, targets))))
-    assert float(sums["mae"][0] / weight) == pytest.approx(float(jnp.mean(jnp.abs(outputs - targets))))
-    assert float(sums["mse"][0] / weight) == pytest.approx(float(jnp.mean(jnp.square(outputs - targets))))
-    with pytest.raises(ConfigError, match="there is no metric 'f1'; use mse, mae, huber"):
+    assert float(sums["mae"][0] / weight) == pytest.approx(np.mean(np.abs(outputs - targets)))
+    assert float(sums["mse"][0] / weight) == pytest.approx(np.mean(np.square(outputs - targets)))
+    with pytest.raises(ConfigError, match="there is no metric 'f1'"):
         jt.regression(metrics=["f1"])
+
+
+# Tasks of hidden and tagged tokens.
+HIDDEN = RNG.normal(size=(2, 12, 8)).astype(np.float32)
+KERNEL = RNG.normal(size=(8, 32)).astype(np.float32)
+TOKEN_TARGETS = np.where(RNG.random((2, 12)) < 0.4, RNG.integers(0, 32, (2, 12)), -100).astype(np.int32)
+
+
+def deferred():
+    return jt.DeferredLogits(jnp.asarray(HIDDEN), jnp.asarray(KERNEL))
+
+
+@pytest.mark.parametrize("make", [jt.masked_language_modeling, jt.sequence_to_sequence], ids=["masked", "pairs"])
+@pytest.mark.parametrize("logits", ["whole", "deferred"])
+def test_only_tokens_with_a_target_count(make, logits):
+    outputs = jnp.asarray(HIDDEN @ KERNEL) if logits == "whole" else deferred()
+    task = make()
+    total, weight, metrics = jax.jit(task.evaluation)(outputs, {"targets": TOKEN_TARGETS})
+    counted = TOKEN_TARGETS >= 0
+    plain = reference((HIDDEN @ KERNEL)[counted], TOKEN_TARGETS[counted])
+    assert float(weight) == counted.sum()
+    np.testing.assert_allclose(total, plain.sum(), rtol=1e-5)  # sums of about ten float32 numbers
+    correct = ((HIDDEN @ KERNEL).argmax(-1) == TOKEN_TARGETS)[counted].sum()
+    assert [float(value) for value in metrics["accuracy"]] == [correct, counted.sum()]
+    # Training computes the loss alone: the accuracy would take the logits once more.
+    assert jax.eval_shape(task.loss, outputs, {"targets": TOKEN_TARGETS})[2] == {}
+
+
+def test_accuracy_in_blocks_is_that_of_all_logits(monkeypatch):
+    weights = np.where(TOKEN_TARGETS >= 0, RNG.random((2, 12)), 0).astype(np.float32)
+    best = (HIDDEN @ KERNEL).argmax(-1)
+    targets = np.where(RNG.random((2, 12)) < 0.5, best, 0).astype(np.int32)
+    whole = right.weight_of_right(deferred(), targets, weights)
+    for positions in (3, 5):  # 5 does not divide 12: blocks of 4
+        monkeypatch.setattr(right, "_BLOCK_BYTES", 4 * 2 * 32 * positions)
+        np.testing.assert_allclose(right.weight_of_right(deferred(), targets, weights), whole, rtol=1e-6)
+    np.testing.assert_allclose(whole, weights[best == targets].sum(), rtol=1e-6)  # float32 sums in another order
+
+
+def test_tags_are_classes_of_tokens():
+    logits, targets = jnp.asarray(HIDDEN[..., :5]), np.where(TOKEN_TARGETS >= 0, TOKEN_TARGETS % 5, -100).astype(np.int32)
+    task = jt.token_classification()
+    found, plain = (jax.jit(one.loss)(logits, {"targets": targets}) for one in (task, jt.classification()))
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    assert float(found[1]) == (targets >= 0).sum()
+    assert task.batch_axes["inputs"] == ("batch", "sequence")
