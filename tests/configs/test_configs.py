@@ -52,19 +52,15 @@ def test_the_shipped_configs_are_these():
 
 @pytest.mark.parametrize("name", shipped_configs())
 def test_loads_and_its_header_states_hardware_time_and_result(name):
-    loaded = load_config(name, weights=False)
-    assert loaded.notes == ()
-    for label in ("hardware:", "time:", "result:"):
-        assert label in header(name).lower(), f"configs/{name}.yaml has no {label!r} in its header"
-
-
-@pytest.mark.parametrize("name", sorted(SHIPPED - {"bench_cpu"}))
-def test_header_gives_the_command_and_says_what_was_measured(name):
+    assert load_config(name, weights=False).notes == ()
     text = header(name)
-    assert re.search(rf"jaxtrain train {name}\b", text)
-    assert "easured" in text
-    assert re.search(r"2026-\d\d-\d\d", text)
-    assert "jax 0." in text
+    for label in ("hardware:", "time:", "result:"):
+        assert label in text.lower(), f"configs/{name}.yaml has no {label!r} in its header"
+    if name in SHIPPED - {"bench_cpu"}:
+        assert re.search(rf"jaxtrain train {name}\b", text)
+        assert "easured" in text
+        assert re.search(r"2026-\d\d-\d\d", text)
+        assert "jax 0." in text
 
 
 # config -> keys that replace its data by random rows of the same shape, published parameter count, mesh on 8 devices.
@@ -96,13 +92,8 @@ def test_big_config_traces_whole_on_eight_devices(name):
     assert metrics["loss"].shape == ()
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [*(pytest.param(one, marks=pytest.mark.long) for one in ({"fsdp": 8}, {"tensor": 4})), {"fsdp": 2, "tensor": 2}],
-    ids=str,
-)
-def test_quickstart_divides_over_eight_devices(degrees):
-    config = load_config("quickstart", keywords={"parallel": degrees}).config
+def test_quickstart_divides_over_several_devices():
+    config = load_config("quickstart", keywords={"parallel": {"fsdp": 2, "tensor": 2}}).config
     assert assemble(config, open_run_data(config)).step.mesh.size == 8
 
 
@@ -122,7 +113,7 @@ SHRUNK = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt2_124m", "llama3_8b", "resnet50_imagenet"])
+@pytest.mark.parametrize("name", SHRUNK)
 def test_shrunk_copy_of_a_big_config_learns(name, tmp_path):
     short = ["optimizer.schedule.warmup_steps=2", "train.steps=8", "logging.report=false"]
     loaded = load_config(name, overrides=["data.kind=synthetic", "data.num_rows=256", *SHRUNK[name], *short])
@@ -139,25 +130,20 @@ def losses(run_dir: Path) -> tuple[float, float]:
     return found[0], found[-1]
 
 
-def evaluated(name: str, run_dir: Path) -> float:
-    """Accuracy after a whole run in a process that compiles as a user's does, not as tests do (tests/conftest.py)."""
-    words = [sys.executable, "-m", "jaxtrain", "train", name, "--emulate", "8", "--run-dir", str(run_dir)]
+# Accuracies of the held-out rows, of chance 0.1 and 0.4.
+REACHED = {"digits_mlp": 0.97, "digits_resnet": 0.97, "tabular_mlp": 0.95}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", REACHED)
+def test_a_whole_run_reaches_what_the_header_states(name, tmp_path):
+    """In a process that compiles as a user's does, not as tests do (tests/conftest.py)."""
+    words = [sys.executable, "-m", "jaxtrain", "train", name, "--run-dir", str(tmp_path / "run")]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row["eval_accuracy"] for row in rows if "eval_accuracy" in row][-1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["digits_mlp", "digits_resnet"])
-def test_digits_reach_97_percent_of_the_held_out_images(name, tmp_path):
-    assert evaluated(name, tmp_path / "run") >= 0.97
-
-
-@pytest.mark.long
-def test_tabular_mlp_reaches_what_its_header_states(tmp_path):
-    assert evaluated("tabular_mlp", tmp_path / "run") >= 0.95
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["eval_accuracy"] for row in rows if "eval_accuracy" in row][-1] >= REACHED[name]
 
 
 @pytest.mark.long
@@ -181,16 +167,16 @@ ABOUT_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", ABOUT_WEIGHTS)
-def test_a_config_about_published_weights_does_not_train_without_them(name, monkeypatch):
+def test_a_config_about_published_weights_does_not_train_without_them(monkeypatch):
     def gated(repo, **_):
         raise GatedRepoError("no", response=httpx.Response(403, request=httpx.Request("GET", f"https://hub/{repo}")))
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", gated)
-    with pytest.raises(ConfigError, match=ABOUT_WEIGHTS[name]):
-        load_config(name)
-    assert load_config(name, weights=False).config.model.size
+    for name, says in ABOUT_WEIGHTS.items():
+        with pytest.raises(ConfigError, match=says):
+            load_config(name)
+        assert load_config(name, weights=False).config.model.size
 
 
 @pytest.mark.long

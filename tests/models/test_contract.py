@@ -277,3 +277,12 @@ def test_every_row_of_a_table_belongs_to_a_parameter_of_its_rank(table):
         assert {len(shapes[path]) for path in owned} == {len(row)}, pattern
     if axes is TRANSFORMER:
         assert all(owners.values()), "a parameter without a row"
+
+
+@pytest.mark.parametrize("kind", ["vit", "encoder-decoder", "masked language model"])
+def test_kernels_of_blocks_alone_may_be_stored_in_8_bits(kind):
+    """Neither patches nor heads nor tables."""
+    model = transformer_of(**ENCODERS[0]) if kind == "masked language model" else STRICT[kind][0]()
+    kernels = [path for path in parameter_shapes(model) if path.endswith("/kernel")]
+    assert set(model.linears) == {path for path in kernels if "blocks/" in path}
+    assert len(model.linears) < len(kernels) or kind == "encoder-decoder"

@@ -27,9 +27,9 @@ _SMALL = dict(
 def _model() -> tuple[Model, dict]:
     """A model whose norms, tables and kernels are all large enough to show in the logits."""
     model = build_model(_SMALL, input_shape=(10,), vocab_size=258)
-    params = jax.jit(model.init)(jax.random.key(0))[0]
-    keys = iter(jax.random.split(jax.random.key(1), 64))
-    return model, jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    rng = np.random.default_rng(1)
+    return model, jax.tree.map(lambda x: rng.normal(0.2, 0.3, x.shape).astype(np.float32), shapes)
 
 
 @functools.cache
@@ -48,10 +48,9 @@ def _assert_close(found: jax.Array, wanted: jax.Array) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scale", [None, 1.0], ids=["scores of 1 / sqrt(head_dim)", "scores of 1"])
-def test_tied_embeddings_start_without_a_guess(scale):
+def test_tied_embeddings_start_without_a_guess():
     """Tied embeddings of variance 1 may not name the decoder's own input as the next token."""
-    settings = dict(kind="encoder_decoder", num_layers=4, embed_dim=256, num_heads=4, attention_scale=scale)
+    settings = dict(kind="encoder_decoder", num_layers=4, embed_dim=256, num_heads=4, attention_scale=1.0)
     settings |= dict(tie_embeddings=True, logits_scale=256**-0.5, max_sequence_length=24)
     model = build_model(settings, input_shape=(10,), vocab_size=1000)
     params = jax.jit(model.init)(jax.random.key(0))[0]
@@ -63,29 +62,25 @@ def test_tied_embeddings_start_without_a_guess(scale):
     assert abs(loss - np.log(1000)) < 1.2
 
 
-def test_padding_of_the_input_is_invisible():
-    tokens, output = _tokens(0, 2, 10), _tokens(1, 2, 6)
-    seen = np.repeat([[1] * 7 + [0] * 3], 2, axis=0).astype(np.int32)
-    logits = _applied()({"tokens": tokens, "segments": seen, "decoder_tokens": output})
-    other = np.where(seen == 1, tokens, _tokens(2, 2, 10))
-    np.testing.assert_array_equal(logits, _applied()({"tokens": other, "segments": seen, "decoder_tokens": output}))
-    short = _applied()({"tokens": tokens[:, :7], "decoder_tokens": output})
-    _assert_close(logits, short)
-
-
-def test_packed_documents_see_their_own_input_and_output():
-    tokens, output = _tokens(0, 1, 10), _tokens(1, 1, 6)
-    packed = _applied()(
+def test_what_each_position_sees():
+    """Rows of one batch: two packed documents, each of them alone, and one alone with other tokens as its padding."""
+    tokens, output = _tokens(0, 4, 10), _tokens(1, 4, 6)
+    tokens[1, :4], output[1, :4] = tokens[0, :4], output[0, :4]
+    tokens[2, :6], output[2, :2] = tokens[0, 4:], output[0, 4:]
+    tokens[3, :6], output[3, :2] = tokens[0, 4:], output[0, 4:]
+    logits = _applied()(
         {
             "tokens": tokens,
-            "segments": np.array([[1] * 4 + [2] * 6], np.int32),
+            "segments": np.array([[1] * 4 + [2] * 6, [1] * 4 + [0] * 6, *[[1] * 6 + [0] * 4] * 2], np.int32),
             "decoder_tokens": output,
-            "decoder_segments": np.array([[1] * 4 + [2] * 2], np.int32),
+            "decoder_segments": np.array([[1] * 4 + [2] * 2, *[[1] * 6] * 3], np.int32),
         }
     )
-    first = _applied()({"tokens": tokens[:, :4], "decoder_tokens": output[:, :4]})
-    second = _applied()({"tokens": tokens[:, 4:], "decoder_tokens": output[:, 4:]})
-    _assert_close(packed, jnp.concatenate([first, second], 1))
+    _assert_close(logits[0, :4], logits[1, :4])
+    _assert_close(logits[0, 4:], logits[2, :2])
+    np.testing.assert_array_equal(logits[2, :2], logits[3, :2])
+    # An output sees no token behind it, and the whole input.
+    assert not np.array_equal(logits[2, 2:], logits[3, 2:])
 
 
 def test_the_cache_gives_the_logits_of_training():
@@ -94,16 +89,17 @@ def test_the_cache_gives_the_logits_of_training():
     decoder = model.decoder
     assert decoder is not None
     assert decoder.encode is not None
-    tokens, output, lengths = _tokens(0, 2, 10), _tokens(1, 2, 9), np.array([10, 6], np.int32)
+    tokens, output, lengths = _tokens(0, 2, 10), _tokens(1, 2, 6), np.array([10, 6], np.int32)
     seen = (np.arange(10)[None] < lengths[:, None]).astype(np.int32)
     wanted = _applied()({"tokens": tokens, "segments": seen, "decoder_tokens": output})
-    cache = decoder.encode(params, jnp.asarray(tokens), jnp.asarray(lengths), decoder.init_cache(2, 9, jnp.float32))
+    encode, cache = jax.jit(decoder.encode), decoder.init_cache(2, 6, jnp.float32)
+    cache = encode(params, tokens, lengths, cache)
     decode, found = jax.jit(decoder.decode), []
-    for part in (slice(0, 3), *(slice(i, i + 1) for i in range(3, 9))):
-        positions = jnp.broadcast_to(jnp.arange(9)[part], output[:, part].shape)
+    for part in (slice(0, 3), *(slice(i, i + 1) for i in range(3, 6))):
+        positions = np.broadcast_to(np.arange(6)[part], output[:, part].shape)
         logits, cache = decode(params, output[:, part], positions, cache)
         found.append(logits)
-    _assert_close(jnp.concatenate(found, 1), wanted)
+    _assert_close(np.concatenate(found, 1), wanted)
 
 
 @pytest.mark.long
@@ -139,29 +135,17 @@ def test_a_prompt_is_framed_as_the_rows_of_training_are():
     assert (plain.framed([97, 98]), plain.end) == ([97, 98], None)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "new_tokens", "line"),
-    [
-        ("a" * 25, 4, r"a prompt of 25 tokens exceeds the model's 24 positions; shorten the prompt"),
-        ("a", 25, r"25 new tokens exceed the model's 24 positions; ask for at most 24"),
-    ],
-    ids=["prompt", "new-tokens"],
-)
-def test_more_tokens_than_positions_are_refused(prompt, new_tokens, line):
+def test_more_tokens_than_positions_are_refused():
     model, params = _model()
     sharded = shard_model(model, mesh=make_mesh(data=1, devices=jax.devices()[:1]))
-    with pytest.raises(ConfigError, match=line):
-        generate_text(sharded, params, ByteTokenizer(), [prompt], new_tokens=new_tokens, sampling=Sampling(0))
+    for prompt, new_tokens, line in (("a" * 25, 4, "a prompt of 25 tokens"), ("a", 25, "25 new tokens exceed")):
+        with pytest.raises(ConfigError, match=line):
+            generate_text(sharded, params, ByteTokenizer(), [prompt], new_tokens=new_tokens, sampling=Sampling(0))
 
 
 _ROW = np.ones((1, 4), np.int32)
 _WRONG_INPUTS = {
     "tokens alone": (jnp.ones((1, 4), jnp.int32), r"are a dict of tokens and decoder_tokens, .* not int32\[1, 4\]"),
-    "no output": ({"tokens": _ROW}, r"have no entry 'decoder_tokens'; there are tokens; give a dict"),
-    "another name": (
-        {"tokens": _ROW, "decoder_input_ids": _ROW},
-        r"hold 'decoder_input_ids', .* did you mean 'decoder_tokens'\? It takes tokens, segments",
-    ),
     "floats": ({"tokens": _ROW, "decoder_tokens": np.ones((1, 4), np.float32)}, r"hold float32; cast to int32"),
     "too long": (
         {"tokens": np.ones((1, 25), np.int32), "decoder_tokens": _ROW},
@@ -171,26 +155,20 @@ _WRONG_INPUTS = {
 
 
 @pytest.mark.parametrize(("inputs", "line"), _WRONG_INPUTS.values(), ids=_WRONG_INPUTS)
-def test_wrong_inputs_are_refused_in_one_line(inputs, line):
+def test_wrong_inputs_are_refused(inputs, line):
     model, params = _model()
-    with pytest.raises(ConfigError, match=line) as error:
-        model.apply(params, {}, inputs, key=None, train=False)
-    assert "\n" not in str(error.value)
-
-
-_WRONG_SETTINGS = {
-    "heads": (dict(embed_dim=10, num_heads=4), r"embed_dim 10 is not a multiple of num_heads 4; set head_dim"),
-    "buckets": (dict(relative_buckets=6), r"relative_buckets 6 is not a multiple of 4; use 32"),
-    "distance": (dict(relative_max_distance=8), r"relative_max_distance 8 is not above 8"),
-    "start": (dict(vocab_size=10, start_token=10), r"start_token 10 is not below vocab_size 10; lower it"),
-    "size": (dict(size="t5_tiny"), r"model.size is 't5_tiny' \(keyword\), not one of t5_small, t5_base"),
-}
-
-
-@pytest.mark.parametrize(("settings", "line"), _WRONG_SETTINGS.values(), ids=_WRONG_SETTINGS)
-def test_wrong_settings_are_refused_in_one_line(settings, line):
     with pytest.raises(ConfigError, match=line):
-        load_config({"model": {"kind": "encoder_decoder", **settings}})
+        jax.eval_shape(lambda params: model.apply(params, {}, inputs, key=None, train=False), params)
+
+
+def test_wrong_settings_are_refused():
+    for settings, line in (
+        (dict(relative_buckets=6), r"relative_buckets 6 is not a multiple of 4"),
+        (dict(relative_max_distance=8), r"relative_max_distance 8 is not above 8"),
+        (dict(vocab_size=10, start_token=10), r"start_token 10 is not below vocab_size 10"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            load_config({"model": {"kind": "encoder_decoder", **settings}})
 
 
 @pytest.mark.long

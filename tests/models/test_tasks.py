@@ -238,7 +238,7 @@ def test_accuracy_in_blocks_is_that_of_all_logits(monkeypatch):
 
 
 def test_tags_are_classes_of_tokens():
-    logits, targets = jnp.asarray(HIDDEN[..., :5]), np.where(TOKEN_TARGETS >= 0, TOKEN_TARGETS % 5, -100).astype(np.int32)
+    logits, targets = HIDDEN[..., :5], np.where(TOKEN_TARGETS >= 0, TOKEN_TARGETS % 5, -100).astype(np.int32)
     task = jt.token_classification()
     found, plain = (jax.jit(one.loss)(logits, {"targets": targets}) for one in (task, jt.classification()))
     jax.tree.map(np.testing.assert_array_equal, found, plain)
