@@ -50,7 +50,9 @@ class OwnNNX(nnx.Module):
         self.last = nnx.Linear(8, 3, rngs=rngs)
 
     def __call__(self, x):
-        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+        x = nnx.relu(self.norm(self.first(x)))
+        self.sow(nnx.Intermediate, "seen", x)  # which is no state
+        return self.last(self.dropout(x))
 
 
 class OwnLinen(linen.Module):
@@ -120,6 +122,7 @@ def nodes(tree, path=()):
             yield from nodes(child, (*path, key))
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")  # outside nnx.capture, as old modules do
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_model_is_two_pure_functions(name):
     case = MAKERS[name]()

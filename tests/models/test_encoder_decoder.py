@@ -116,15 +116,12 @@ def test_greedy_outputs_are_those_of_the_likeliest_next_token():
 
 
 @pytest.mark.long
-def test_text_is_the_output_alone_on_one_device_and_on_several():
+def test_text_is_the_output_alone_on_several_devices():
     model, params = _model()
     prompts = ["in one", "and another input"]
-    devices = jax.devices()
-    alone = shard_model(model, mesh=make_mesh(data=1, devices=devices[:1]))
-    texts = generate_text(alone, params, ByteTokenizer(), prompts, new_tokens=5, sampling=Sampling(0))
+    sharded = shard_model(model, mesh=make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4]))
+    texts = generate_text(sharded, params, ByteTokenizer(), prompts, new_tokens=5, sampling=Sampling(0))
     assert not any(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
-    sharded = shard_model(model, mesh=make_mesh(fsdp=2, tensor=2, devices=devices[:4]))
-    assert generate_text(sharded, params, ByteTokenizer(), prompts, new_tokens=5, sampling=Sampling(0)) == texts
 
 
 def test_a_prompt_is_framed_as_the_rows_of_training_are():
@@ -141,24 +138,6 @@ def test_more_tokens_than_positions_are_refused():
     for prompt, new_tokens, line in (("a" * 25, 4, "a prompt of 25 tokens"), ("a", 25, "25 new tokens exceed")):
         with pytest.raises(ConfigError, match=line):
             generate_text(sharded, params, ByteTokenizer(), [prompt], new_tokens=new_tokens, sampling=Sampling(0))
-
-
-_ROW = np.ones((1, 4), np.int32)
-_WRONG_INPUTS = {
-    "tokens alone": (jnp.ones((1, 4), jnp.int32), r"are a dict of tokens and decoder_tokens, .* not int32\[1, 4\]"),
-    "floats": ({"tokens": _ROW, "decoder_tokens": np.ones((1, 4), np.float32)}, r"hold float32; cast to int32"),
-    "too long": (
-        {"tokens": np.ones((1, 25), np.int32), "decoder_tokens": _ROW},
-        r"tokens have 25 positions, more than model.max_sequence_length=24; use shorter rows",
-    ),
-}
-
-
-@pytest.mark.parametrize(("inputs", "line"), _WRONG_INPUTS.values(), ids=_WRONG_INPUTS)
-def test_wrong_inputs_are_refused(inputs, line):
-    model, params = _model()
-    with pytest.raises(ConfigError, match=line):
-        jax.eval_shape(lambda params: model.apply(params, {}, inputs, key=None, train=False), params)
 
 
 def test_wrong_settings_are_refused():

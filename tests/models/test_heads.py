@@ -34,11 +34,7 @@ def gelu_exact(x):
     return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-ACTIVATIONS = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, 0), "gelu": gelu, "gelu_exact": gelu_exact}
+ACTIVATIONS = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, 0), "gelu_exact": gelu_exact}
 
 
 def with_random_parameters(module):
@@ -62,10 +58,9 @@ def dense(layer, x):
     return x @ np.asarray(layer.kernel[...]) + (0 if layer.bias is None else np.asarray(layer.bias[...]))
 
 
-@pytest.mark.parametrize("kind", ["sequence", "regression"])
 @pytest.mark.parametrize("pooling", POOLED)
-def test_labels_of_a_text_are_a_linear_layer_on_what_is_pooled(kind, pooling):
-    head, module = make(kind=kind, pooling=pooling)
+def test_labels_of_a_text_are_a_linear_layer_on_what_is_pooled(pooling):
+    head, module = make(kind="sequence", pooling=pooling)
     np.testing.assert_allclose(run(head, module), dense(module.output, POOLED[pooling]), **CLOSE)
 
 
@@ -76,14 +71,11 @@ def test_a_hidden_layer_comes_before_the_output(hidden):
     np.testing.assert_allclose(run(head, module), expected, **CLOSE)
 
 
-def test_without_segments_nothing_is_padding():
-    head, module = make(kind="embedding", pooling="last")
-    np.testing.assert_array_equal(run(head, module, segments=None), X[:, -1])
-
-
-def test_a_token_head_has_labels_for_each_token():
+def test_a_token_head_has_labels_for_each_token_and_without_segments_nothing_is_padding():
     head, module = make(kind="token")
     np.testing.assert_allclose(run(head, module), dense(module.output, X), **CLOSE)
+    head, module = make(kind="embedding", pooling="last")
+    np.testing.assert_array_equal(run(head, module, segments=None), X[:, -1])
 
 
 def test_an_embedding_can_have_the_norm_1():
@@ -92,19 +84,10 @@ def test_an_embedding_can_have_the_norm_1():
     np.testing.assert_allclose(run(head, module), expected, **CLOSE)
 
 
-def test_what_padding_holds_changes_nothing():
-    for pooling in ("last", "mean"):
-        head, module = make(kind="embedding", pooling=pooling)
-        changed = np.where(SEGMENTS[..., None] == 0, 7.0, X)
-        needs = head_inputs(head, X.shape[:2], SEGMENTS, None)
-        np.testing.assert_array_equal(module(jnp.asarray(changed, jnp.float32), needs), run(head, module))
-
-
 def test_a_row_of_padding_alone_gives_finite_numbers():
     head, module = make(kind="embedding", pooling="mean", normalize=True)
-    found, slope = jax.value_and_grad(lambda x: jnp.sum(module(x, head_inputs(head, X.shape[:2], SEGMENTS * 0, None))))(
-        jnp.asarray(X)
-    )
+    needs = head_inputs(head, X.shape[:2], SEGMENTS * 0, None)
+    found, slope = jax.jit(jax.value_and_grad(lambda x: jnp.sum(module(x, needs))))(X)
     assert found == 0
     assert np.all(np.isfinite(slope))
 
@@ -115,8 +98,8 @@ def test_dropout_keeps_the_mean_and_draws_each_row_alone():
     assert module.output is not None
     module.output.kernel[...] = jnp.eye(64)
     x = jnp.ones((2, 32, 64))
-    draw = lambda seed: np.asarray(module(x, head_inputs(head, (2, 32), None, jax.random.key(seed))))  # noqa: E731
-    found = draw(0)
+    draw = jax.jit(lambda seed: module(x, head_inputs(head, (2, 32), None, jax.random.key(seed))))
+    found = np.asarray(draw(0))
     assert set(np.unique(found)) == {0.0, 2.0}
     # 2,048 draws of a row: the standard deviation of their mean is 1 / sqrt(2048) = 0.022.
     assert np.all(np.abs(found.mean((1, 2)) - 1) < 0.1)
@@ -126,15 +109,14 @@ def test_dropout_keeps_the_mean_and_draws_each_row_alone():
     np.testing.assert_array_equal(module(x, head_inputs(head, (2, 32), None, None)), x)
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_a_masked_language_model_head_transforms_what_the_output_layer_takes(norm):
+def test_a_masked_language_model_head_transforms_what_the_output_layer_takes():
     head = HeadConfig(kind="masked_language_model")
-    built = MaskedLanguageModelHead(head, WIDTH, 11, norm=norm, epsilon=1e-3, rngs=nnx.Rngs(0))
+    built = MaskedLanguageModelHead(head, WIDTH, 11, norm="layernorm", epsilon=1e-3, rngs=nnx.Rngs(0))
     module = with_random_parameters(built)
     y = gelu_exact(dense(module.dense, X))
-    y = y - y.mean(-1, keepdims=True) if norm == "layernorm" else y
+    y = y - y.mean(-1, keepdims=True)
     y = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-3) * np.asarray(module.norm.scale[...])
-    y = y if module.norm.bias is None else y + np.asarray(module.norm.bias[...])
+    y = y + np.asarray(module.norm.bias[...])
     np.testing.assert_allclose(module(jnp.asarray(X)), y, **CLOSE)
     assert module.bias is not None
     assert module.bias[...].shape == (11,)
@@ -143,14 +125,10 @@ def test_a_masked_language_model_head_transforms_what_the_output_layer_takes(nor
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(kind="masked_language_model"),
         dict(kind="masked_language_model", bias=False),
         dict(kind="sequence", hidden="tanh"),
-        dict(kind="sequence", bias=False),
-        dict(kind="token"),
-        dict(kind="regression", hidden="relu"),
+        dict(kind="token", bias=False),
         dict(kind="embedding"),
-        dict(kind="embedding", hidden="tanh"),
     ],
     ids=str,
 )
@@ -166,26 +144,10 @@ def test_the_shapes_are_those_of_the_modules(settings):
     assert found == head_tensors(head, WIDTH, norm="layernorm", vocab_size=11, num_labels=labels)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            dict(kind="token", pooling="mean"),
-            "pooling is for a head of kind sequence, regression, embedding, not token",
-        ),
-        (dict(kind="language_model", num_labels=2), "num_labels is for a head of kind sequence, token, regression"),
-        (dict(kind="sequence", normalize=True), "normalize is for a head of kind embedding, not sequence"),
-        (dict(kind="masked_language_model", hidden="none"), "has a square layer; write gelu_exact"),
-    ],
-    ids=["pooling of tokens", "labels of a language model", "norm of labels", "no square layer"],
-)
-def test_a_setting_that_a_head_does_not_read_is_refused(settings, says):
-    with pytest.raises(ValidationError, match=says):
-        HeadConfig(**settings)
-
-
-def test_a_head_without_a_number_of_labels_is_refused():
-    with pytest.raises(ConfigError, match=r"^model\.head\.num_labels is not set .* set model\.head\.num_labels$"):
+def test_a_setting_that_a_head_does_not_read_is_refused():
+    with pytest.raises(ValidationError, match="pooling is for a head of kind sequence, regression"):
+        HeadConfig(kind="token", pooling="mean")
+    with pytest.raises(ConfigError, match=r"^model\.head\.num_labels is not set"):
         num_labels(HeadConfig(kind="sequence"), None)
     assert num_labels(HeadConfig(kind="sequence", num_labels=4), 7) == 4
     assert num_labels(HeadConfig(kind="embedding"), 7) is None

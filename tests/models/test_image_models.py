@@ -124,14 +124,6 @@ def test_blocks_start_as_the_identity():
     np.testing.assert_array_equal(logits(params), logits(doubled))
 
 
-def test_tokens_are_refused_by_an_mlp():
-    model = mlp(MLPConfig(num_outputs=2), input_shape=(3,))
-    params, _ = jax.eval_shape(model.init, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)
-    with pytest.raises(ConfigError, match=r"^model\.kind=mlp takes floats, but the data gives integers"):
-        jax.eval_shape(lambda p, x: model.apply(p, {}, x, key=None, train=True), params, tokens)
-
-
 def test_an_mlp_by_hand():
     model = mlp(MLPConfig(hidden_dims=(4, 5), num_outputs=2), input_shape=(3, 2))
     shapes, _ = jax.eval_shape(model.init, jax.random.key(0))

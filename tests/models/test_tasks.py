@@ -10,7 +10,7 @@ import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Task
 from jaxtrain.models.task_sums import task_sums
-from jaxtrain.models.tasks import TASKS, classification, cross_entropy, language_modeling, regression
+from jaxtrain.models.tasks import classification, cross_entropy, language_modeling, regression
 from jaxtrain.ops.loss import right
 
 
@@ -114,29 +114,6 @@ def test_regression(outputs, targets, errors):
     weights = np.array([0.5, 2.0], np.float32)
     total, weight, _ = regression().loss(outputs, {"targets": targets, "weights": weights})
     assert (float(total), float(weight)) == (np.sum(errors * weights), 2.5)
-
-
-# task, outputs and targets of a row that stands for padding
-PADDING = {
-    "language modeling": ("language_modeling", (2, 3, 5), np.zeros((2, 3), np.int32)),
-    "classification": ("classification", (2, 5), np.zeros(2, np.int32)),
-    "regression": ("regression", (2, 2), np.zeros((2, 2), np.float32)),
-}
-
-
-@pytest.mark.parametrize(("name", "shape", "targets"), PADDING.values(), ids=PADDING)
-def test_padding_does_not_matter(name, shape, targets):
-    outputs = RNG.normal(size=shape).astype(np.float32)
-    weights = np.ones(targets.shape if name == "language_modeling" else (2,), np.float32)
-    weights[1] = 0
-    loss = jax.jit(TASKS[name]().loss)
-
-    def run(filler, label):
-        padded_outputs, padded_targets = outputs.copy(), targets.copy()
-        padded_outputs[1], padded_targets[1] = filler, label
-        return loss(padded_outputs, {"targets": padded_targets, "weights": weights})
-
-    assert jax.tree.map(float, run(0.0, 0)) == jax.tree.map(float, run(1e4, 3))
 
 
 def test_outputs_of_another_width_are_refused():

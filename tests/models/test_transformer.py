@@ -92,9 +92,11 @@ def test_packed_documents_do_not_see_each_other(net):
             np.testing.assert_allclose(packed[row, here], alone, **CLOSE)
 
 
-def test_a_longer_sequence_than_learned_positions_is_refused(nets):
+def test_positions_that_there_are_not_are_refused(nets):
     with pytest.raises(ConfigError, match=r"sequence length 9 exceeds model\.max_sequence_length=8"):
         nets["gpt"](np.zeros((1, 9), np.int32))
+    with pytest.raises(ValueError, match="head_dim 3 is odd, but rotary positions"):
+        Net(head_dim=3)
 
 
 def test_rotary_attention_depends_on_distances_only(nets):

@@ -38,12 +38,6 @@ class LinenDropout(linen.Module):
         return jnp.stack([first(x), second(x), first(x)])
 
 
-class LinenDeterministic(linen.Module):
-    @linen.compact
-    def __call__(self, x, deterministic: bool = True):
-        return LinenDropout()(x, train=not deterministic)
-
-
 class LinenField(linen.Module):
     is_training: bool = False
 
@@ -106,7 +100,6 @@ def run(model, *arguments):
 DROPOUT = {
     "nnx": lambda: from_nnx(NNXDropout),
     "linen train": lambda: from_linen(LinenDropout(), ONES),
-    "linen deterministic": lambda: from_linen(LinenDeterministic(), ONES),
     "linen field": lambda: from_linen(LinenField(), ONES),
     "linen training, own stream": lambda: from_linen(LinenNoise(), ONES),
 }
@@ -138,11 +131,6 @@ def test_linen_layers_that_nothing_tells_to_train(layer):
         from_linen(LinenUntold(layer), ONES)
 
 
-def test_linen_modules_without_such_layers_need_no_argument():
-    model = from_linen(LinenUntold(linen.Dropout(0.0, deterministic=True)), ONES)
-    assert applied(model, ONES, seed=0, train=True)[0].shape == (4, 64)
-
-
 def test_linen_takes_examples_in_float64_without_a_warning():
     """NumPy's default; the batch norm has `from_linen` look at the module's state as well."""
     model = from_linen(LinenNorm(), ROWS.astype(np.float64))
@@ -169,37 +157,6 @@ def test_batch_statistics(make, statistics):
     running = (ROWS - 0.1 * mean) / np.sqrt(0.9 + 0.1 * variance) + 1
     np.testing.assert_allclose(evaluated, running, atol=1e-5)
     np.testing.assert_array_equal(statistics(same)["mean"], statistics(state)["mean"])
-
-
-class NNXNotes(nnx.Module):
-    """Writes down an activation on the way."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.layer = nnx.Linear(64, 2, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.layer(x)
-        self.sow(nnx.Intermediate, "seen", x)
-        return x
-
-
-class LinenNotes(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x = linen.Dense(2)(x)
-        self.sow("intermediates", "seen", x)
-        return x
-
-
-NOTES = {"nnx": lambda: from_nnx(NNXNotes), "linen": lambda: from_linen(LinenNotes(), ROWS)}
-
-
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")  # outside nnx.capture, as old modules do
-@pytest.mark.parametrize("make", NOTES.values(), ids=NOTES)
-def test_intermediates_are_not_state(make):
-    # A state that grows on the first step would not fit the step's output shardings.
-    _, state = applied(make(), ROWS, seed=0, train=True)
-    assert state == {}
 
 
 class LinenPartitioned(linen.Module):

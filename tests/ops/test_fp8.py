@@ -13,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.fp8 import FORWARD, GRADIENT, fp8_matmul, quantize
 from jaxtrain.ops.linear import linear, use_linear_format
-from jaxtrain.precision.quantized import QuantizedKernel
 
 # Eager operations compile one by one.
 fast_quantize = jax.jit(quantize, static_argnums=1)
@@ -143,15 +142,6 @@ def test_a_model_without_linear_layers_is_told():
         use_linear_format("fp8", required_of="net"),
     ):
         linear(jnp.ones((1, 2)), jnp.ones((2, 2)))  # without low_precision, as an output layer is
-
-
-def test_kernels_that_are_stored_in_integers_are_told():
-    kernel = QuantizedKernel(jnp.ones((2, 2), jnp.int8), jnp.ones(2), activations=False)
-    with (
-        pytest.raises(ConfigError, match=r"precision.policy=fp8 multiplies kernels of floats"),
-        use_linear_format("fp8", required_of="net"),
-    ):
-        linear(jnp.ones((1, 2)), kernel, low_precision=True)
 
 
 def test_remat_keeps_the_product_once():
