@@ -78,10 +78,19 @@ class NNXNet(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
+class Residual(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        up, down = (nnx.with_partitioning(LECUN, names) for names in (("embed", "mlp"), ("mlp", "embed")))
+        self.up = nnx.Linear(8, 16, use_bias=False, kernel_init=up, rngs=rngs)
+        self.down = nnx.Linear(16, 8, use_bias=False, kernel_init=down, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
 class Stages(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        kernel_init = nnx.with_partitioning(LECUN, ("embed", "mlp"))
-        self.blocks = make_stack(lambda rngs: nnx.Linear(8, 8, kernel_init=kernel_init, rngs=rngs), 4, rngs)
+        self.blocks = make_stack(Residual, 4, rngs)
 
 
 def stages(remat: Remat | None = None) -> Model:
@@ -89,7 +98,7 @@ def stages(remat: Remat | None = None) -> Model:
         Stages,
         stack="blocks",
         embed=lambda module, x, key, train: x,
-        block=lambda block, x, inputs, key, train: x + jnp.tanh(block(x)),
+        block=lambda block, x, inputs, key, train: block(x),
         head=lambda module, x, train: x[:, :4],
         remat=remat,
     )
@@ -163,7 +172,10 @@ METADATA = {
         lambda: from_linen(LinenScan(), ROWS),
         {"ScanLinenBlock_0/Dense_0/kernel": (None, "fsdp", "tensor")},
     ),
-    "nnx stack": (stages, {"blocks/kernel": (None, "fsdp", "tensor")}),
+    "nnx stack": (
+        stages,
+        {"blocks/up/kernel": (None, "fsdp", "tensor"), "blocks/down/kernel": (None, "tensor", "fsdp")},
+    ),
 }
 
 
