@@ -157,18 +157,6 @@ class Sowing(linen.Module):
         return linen.Dense(3)(linen.relu(h))
 
 
-def test_a_linen_module_that_draws_in_evaluation_is_one_line():
-    class Noisy(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return linen.Dense(2)(x) + jax.random.normal(self.make_rng("noise"), (2,))
-
-    model = jt.from_linen(Noisy(), np.ones((1, 3), np.float32))
-    params, state = jax.eval_shape(model.init, jax.random.key(0))
-    with pytest.raises(ConfigError, match="Noisy draws random numbers in evaluation"):
-        jax.eval_shape(lambda p: model.apply(p, state, np.ones((1, 3), np.float32), key=None, train=False), params)
-
-
 def test_what_a_linen_module_sows_is_not_state() -> None:
     accumulation_steps = 2
     model = jt.from_linen(Sowing(), jax.ShapeDtypeStruct((1, 4), jnp.float32))

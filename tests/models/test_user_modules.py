@@ -38,14 +38,6 @@ class LinenDropout(linen.Module):
         return jnp.stack([first(x), second(x), first(x)])
 
 
-class LinenField(linen.Module):
-    is_training: bool = False
-
-    @linen.compact
-    def __call__(self, x):
-        return LinenDropout()(x, self.is_training)
-
-
 class LinenNoise(linen.Module):
     """Draws from a stream with a name of its own."""
 
@@ -100,7 +92,6 @@ def run(model, *arguments):
 DROPOUT = {
     "nnx": lambda: from_nnx(NNXDropout),
     "linen train": lambda: from_linen(LinenDropout(), ONES),
-    "linen field": lambda: from_linen(LinenField(), ONES),
     "linen training, own stream": lambda: from_linen(LinenNoise(), ONES),
 }
 
@@ -157,20 +148,6 @@ def test_batch_statistics(make, statistics):
     running = (ROWS - 0.1 * mean) / np.sqrt(0.9 + 0.1 * variance) + 1
     np.testing.assert_allclose(evaluated, running, atol=1e-5)
     np.testing.assert_array_equal(statistics(same)["mean"], statistics(state)["mean"])
-
-
-class LinenPartitioned(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
-        return linen.Dense(2, kernel_init=init)(x)
-
-
-def test_linen_partitioning_boxes_are_taken_off():
-    # Sharding comes from the axes table; a box would be neither a dict nor an array.
-    model = from_linen(LinenPartitioned(), ROWS)
-    assert jax.eval_shape(model.init, jax.random.key(0))[0]["Dense_0"]["kernel"].shape == (64, 2)
-    assert applied(model, ROWS, seed=0, train=True)[0].shape == (4, 2)
 
 
 class FlaxStyle(nnx.Module):

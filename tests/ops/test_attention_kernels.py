@@ -12,7 +12,6 @@ import pytest
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
-from jaxtrain.ops.attention.blocks import row_parts
 from jaxtrain.ops.attention.blockwise import blockwise_attention, parts_of_batch
 from jaxtrain.ops.attention.cudnn import cudnn_attention, refusal
 from jaxtrain.ops.attention.form import CAUSAL, AttentionForm
@@ -125,11 +124,6 @@ def test_only_a_single_cpu_device_takes_rows_one_after_the_other(monkeypatch):
     for count, parts in ((1, 8), (8, 1)):
         with use_layout(Layout(make_mesh(devices=jax.devices()[:count]))):
             assert parts_of_batch(q, CAUSAL, 128) == parts
-
-
-def test_parts_divide_the_rows_and_their_scores_fit_where_they_can():
-    rows = [(16, 196_608, 2, 8), (16, 196_608, 64, 1), (6, 196_608, 2, 3), (7, 2**20, 2, 7), (1, 2**30, 2, 1)]
-    assert [row_parts(*row[:3]) for row in rows] == [parts for *_, parts in rows]
 
 
 # What the kernel is given of a form: its mask, the segments, the cap and the groups.
