@@ -163,12 +163,6 @@ FROM_DATA = {
         # embedding and output, four attention and three MLP matrices, three norms
         2 * 10 * 4 + 4 * 16 + 3 * 16 + 3 * 4,
     ),
-    "config before data": (
-        TransformerConfig(num_layers=1, embed_dim=4, num_heads=1, mlp_dim=4, vocab_size=20),
-        (8,),
-        dict(vocab_size=10),
-        2 * 20 * 4 + 4 * 16 + 3 * 16 + 3 * 4,
-    ),
     "mlp": (MLPConfig(hidden_dims=(5, 6)), (2, 3), dict(num_outputs=7), 6 * 5 + 5 + 5 * 6 + 6 + 6 * 7 + 7),
 }
 

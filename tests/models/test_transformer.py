@@ -231,9 +231,3 @@ def test_long_documents_are_found_wherever_their_positions_begin():
     # Of 0 there are two runs, both padding.
     np.testing.assert_array_equal(found_BL, np.array(longest_BL) >= ORIGINAL)
     assert 0 < np.mean(found_BL) < 1
-
-
-def test_short_rows_and_rows_of_one_document_are_decided_without_a_look_at_them():
-    ids = jnp.ones((2, ORIGINAL), jnp.int32)
-    assert long_documents(SCALING, ids, ids) is None
-    assert long_documents(SCALING, jnp.ones((2, 99), jnp.int32), None) is None
