@@ -46,7 +46,6 @@ def test_a_compiler_s_process_joins_no_cluster(monkeypatch) -> None:
     estimate = with_compiler(analytic_plan(load_config("digits_mlp").config, parse_targets("cpu")[0]), lambda _: None)
     assert estimate.exact is not None, estimate.exact_missing
     assert estimate.exact.state_bytes == pytest.approx(estimate.memory.state_bytes, rel=0.01)
-    assert estimate.fits
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
