@@ -58,7 +58,7 @@ PLAIN = ("v5e data, fsdp, tensor", "v5e stages", "v6e", "8 h100", "2 x 8 h100 st
 # Stages whose inputs outweigh what a layer needs at once.
 ACTIVATIONS = {
     f"activations {schedule}": (
-        *("v5e:2x4", dict(pipe=2), dict(embed_dim=512, num_heads=4, mlp_dim=512, max_sequence_length=64)),
+        *("v5e:2x4", dict(pipe=2), dict(embed_dim=128, num_heads=2, mlp_dim=128, max_sequence_length=64)),
         dict(parallelism=dict(schedule=schedule, microbatches=16)),
         {"collective-permute pipe"},
     )
@@ -92,7 +92,7 @@ def compile_row(name: str) -> dict[str, Any]:
     mesh = make_mesh(**degrees, devices=devices)
     config = TransformerConfig.model_validate({**TRANSFORMER, **keys})
     held = name in ACTIVATIONS
-    shape = (4 * 16 * 64 if held else 32, config.max_sequence_length)
+    shape = (4 * 16 * 256 if held else 32, config.max_sequence_length)
     model = build_model(config, input_shape=shape[1:], vocab_size=512, remat=Remat("full" if held else "dots"))
     options = {
         "policy": "bf16",

@@ -16,7 +16,7 @@ from jaxtrain.plan.cost.training import Cost
 from jaxtrain.plan.memory.record import Memory
 from jaxtrain.plan.report.page import write_page
 from jaxtrain.plan.report.page_plots import spread
-from jaxtrain.plan.report.rows import labels, merged
+from jaxtrain.plan.report.rows import labels
 from jaxtrain.plan.report.show import as_json, table
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
@@ -179,11 +179,6 @@ def test_several_plans_stand_side_by_side_in_even_tables():
     text = table([estimate_on(num_devices=8 * (index + 1)) for index in range(5)])
     heads = [line for line in text.splitlines() if line.lstrip().startswith("h100x")]
     assert [len(line.split()) for line in heads] == [3, 2]
-
-
-def test_rows_of_some_plans_only_keep_their_place():
-    assert merged([["a", "c", "total"], ["a", "b", "c", "total"]]) == ["a", "b", "c", "total"]
-    assert merged([["a", "total"], ["a", "b", "total"], ["x"]]) == ["x", "a", "b", "total"]
 
 
 def test_plans_on_one_target_are_told_apart_by_layout():
