@@ -1,7 +1,6 @@
 """Cost of a run: published times and prices, the model of interruptions against a simulation, and bad input."""
 
 import dataclasses
-import math
 import random
 import re
 
@@ -61,15 +60,6 @@ def test_efficiency_is_highest_at_the_interval_of_daly(mean, published):
     best = max(intervals, key=lambda interval: spot_efficiency(interval, save, restart, mean))
     # Published to two or three digits.
     assert best == pytest.approx(published, rel=0.01)
-
-
-def test_the_interval_of_young_is_near_the_best():
-    save, mean = 60.0, 24 * HOUR
-    young = young_interval(save, mean)
-    assert young == pytest.approx(math.sqrt(2 * save * mean))
-    best = max((young * 1.01**i for i in range(-99, 100)), key=lambda x: spot_efficiency(x, save, 120.0, mean))
-    # The next order (Daly 2006) takes 2/3 of sqrt(δ / 2 M) off Young's. The scan's step is 1 %.
-    assert best == pytest.approx(young * (1 - 2 / 3 * math.sqrt(save / (2 * mean))), rel=0.01)
 
 
 def simulated_efficiency(interval, save, restart, mean, *, segments):

@@ -12,7 +12,6 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.plan.catalogue.hardware import find, target_of
 from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.search.advice import advise
 from jaxtrain.plan.search.analyse import analyse, with_degrees
 from jaxtrain.plan.search.layouts import search
 from jaxtrain.plan.workload.describe import describe_workload
@@ -162,12 +161,6 @@ def test_a_search_varies_base_rank_and_batch() -> None:
     # A smaller base leaves room for more rows at a time.
     largest = {base: max(batch for base_of, batch in fits if base_of == base) for base in (None, "int8", "nf4")}
     assert largest[None] < largest["int8"] <= largest["nf4"]
-
-
-def test_what_does_not_fit_is_told_of_smaller_bases() -> None:
-    estimate = analyse(load_config("llama3.1_8b_lora", weights=False).config, target_of(find("t4"), 1))
-    assert estimate.fits is False
-    assert any("finetune.base=int8" in line for line in advise(estimate))
 
 
 # id: (config, overrides, devices, the line)

@@ -23,7 +23,6 @@ GB = 1e9
 ONE = dict.fromkeys(AXES, 1)
 # 7 billion parameters, whatever shape they have: one matrix of them.
 SEVEN_BILLION = Tensors({"kernel": (7_000, 1_000_000)}, {})
-RESNET = ("data.kind=synthetic", "data.task=images", "data.image_size=224", "data.num_classes=1000")
 TOKENS = (
     *("data.kind=synthetic", "data.task=tokens", "data.vocab_size=32000", "data.sequence_length=1024"),
     "model.max_sequence_length=1024",
@@ -60,17 +59,6 @@ SEVEN_BILLION_TAKE = {
 def test_state_of_7_billion_parameters(overrides, params, optimizer):
     state = state_of(config_of(*overrides), SEVEN_BILLION)
     assert (state.params, state.optimizer) == (params * GB, optimizer * GB)
-
-
-def test_resnet50_takes_100_megabytes_a_copy():
-    # 25.6 M parameters of 4 bytes: "about 100 MB" is 102, and Adam's two moments are twice that. Gradients are whole
-    # where nothing is accumulated.
-    estimate = on("a100-40", 1, *RESNET, "optimizer.kind=adamw", "precision.policy=fp32", config="resnet50_imagenet")
-    assert estimate.num_parameters == 25_557_032
-    parts = estimate.memory.parts
-    copy = 4 * 25_557_032
-    assert (parts["parameters"], parts["gradients"], parts["optimizer state"]) == (copy, copy, 2 * copy)
-    assert copy == pytest.approx(100e6, rel=0.03)
 
 
 def layers(count, remat, *overrides):
@@ -212,12 +200,6 @@ def test_13_billion_parameters_on_24_gigabytes(savers, state, most, fits):
     assert estimate.memory.state_bytes == pytest.approx(state * GB, rel=0.01)
     assert estimate.memory.state_bytes < estimate.memory.total_bytes < most * GB
     assert estimate.fits is fits
-
-
-def test_two_cards_hold_13_billion_parameters():
-    two = on("rtx4090", 2, *GPT3_13B, *SAVERS, "train.global_batch_size=2", "parallel.fsdp=auto")
-    assert two.degrees["fsdp"] == 2
-    assert two.fits
 
 
 def test_a_matmul_of_1024_is_2_billion_operations():

@@ -9,12 +9,11 @@ import os
 import re
 import subprocess
 import sys
-from importlib import resources
 
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.compilers.topology import GPU_TYPES, TPU_TYPES, CompilerMissingError, topology_devices
+from jaxtrain.plan.compilers.topology import CompilerMissingError, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'jaxtrain[aot-tpu]'"
@@ -166,9 +165,3 @@ def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, ex
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(CompilerMissingError, match=rf"which is not installed: pip install 'jaxtrain\[{extra}\]'"):
         topology_devices(name)
-
-
-def test_every_gpu_type_is_described():
-    targets = {path.name for path in (resources.files("jaxtrain.plan.compilers") / "targets").iterdir()}
-    assert targets == {f"{kind}.txtpb" for kind in GPU_TYPES}
-    assert not set(GPU_TYPES) & set(TPU_TYPES)
