@@ -75,7 +75,7 @@ _GPU = tuple(
 
 _SEEN_V5E = (
     "libtpu 0.0.42.1, compiled for v5e:2x4, Llama-3 8B of 8 layers, fsdp=8, one sequence of 4,096 per chip "
-    "(scripts/overlap.py): 65 % of the bytes with both options, 43 % without. On a model of width 1,024 and rows of "
+    "(docs/benchmarks.md): 65 % of the bytes with both options, 43 % without. On a model of width 1,024 and rows of "
     "128 tokens the compiler runs out of vmem with them. Never run on a TPU"
 )
 

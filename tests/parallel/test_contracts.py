@@ -22,10 +22,10 @@ from layouts import (
     transformer,
     with_optimizer,
 )
+from sent import Transfer, transfers
 from waiting import unordered
 
 from jaxtrain.parallel import programs
-from jaxtrain.plan.compilers.schedule import Transfer, transfers
 
 LAYERS, WIDTH, VOCABULARY, LENGTH, BATCH = 8, 32, 256, 32, 32
 # The programs are read and not run, and all that is read is decided before LLVM.
@@ -174,8 +174,7 @@ def test_stage_3_sends_each_parameter_three_times() -> None:
     """The paper's volume: per microbatch two gathers of P elements and one sum of P gradients, in float32 here.
 
     What stands outside the stack is gathered once a step, before the loop over microbatches, so that all stays within
-    3 P. This compiler has no reduce-scatter but for what is written as one: its sums are all-reduces and slices
-    (`test_portability.py` has those of an H100).
+    3 P. This compiler has no reduce-scatter but for what is written as one: its sums are all-reduces and slices.
     """
     count = 4
     one = program("transformer", "fsdp=8", count)

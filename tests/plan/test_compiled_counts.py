@@ -11,7 +11,6 @@ from program_counts import compile_counts, tiny_config
 
 from jaxtrain.config import load_config
 from jaxtrain.config.models import TransformerConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.ops.attention.ring_blocks import score_elements
 from jaxtrain.plan.catalogue.hardware import measured_cpu, parse_targets, target_of
 from jaxtrain.plan.search.analyse import analyse
@@ -115,8 +114,3 @@ def test_a_causal_ring_computes_the_pairs_of_the_step(context):
         step = score_elements(device, size=context, length=length, causal=True)
         assert work.computed * length * length / context == step
     assert work.computed == 0.5 + 0.25 / context
-
-
-def test_more_shards_than_experts_are_refused_in_one_line():
-    with pytest.raises(ConfigError, match=r"use parallel\.expert=2"):
-        planned("4 parallel.expert=4 model.experts.num_experts=2 model.experts.experts_per_token=2")

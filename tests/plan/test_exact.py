@@ -1,16 +1,24 @@
 """The compiler in a plan: beside the analytic figure where it is installed, its lack told in one line where not."""
 
+import dataclasses
 import importlib.util
-import json
 import re
+from typing import Any
 
+import jax
 import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.plan.catalogue.hardware import parse_targets
-from jaxtrain.plan.compilers.exact import _USED
+from jaxtrain.plan.compilers import topology
+from jaxtrain.plan.compilers.exact import exact_memory
+from jaxtrain.plan.search import make
 from jaxtrain.plan.search.analyse import analyse
+from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.make import analytic_plan, how_to_check, with_compiler
+from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.runtime.compiler_options import CompilerOptions, choose_options
+from jaxtrain.train import make_step
 
 has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'jaxtrain[aot-tpu]'")
 LLAMA = ["data.sequence_length=4096", "train.global_batch_size=8", "train.accumulation_steps=1"]
@@ -30,24 +38,6 @@ def test_8b_does_not_fit_a_v5e_and_the_compiler_says_so() -> None:
     assert compiled.exact.state_bytes == pytest.approx(estimate.memory.state_bytes, rel=0.01)
 
 
-@has_libtpu
-def test_a_step_that_fits_has_both_figures() -> None:
-    overrides = ["precision.policy=bf16", "train.accumulation_steps=1", "train.global_batch_size=8"]
-    config = load_config("gpt2_124m", overrides=[*overrides, "model.num_layers=2", "model.vocab_size=4096"]).config
-    compiled = with_compiler(analyse(config, parse_targets("v5e-8")[0]), lambda _: None)
-    assert compiled.exact is not None, compiled.exact_missing
-    assert compiled.fits
-    assert compiled.exact.peak_bytes == pytest.approx(compiled.memory.total_bytes, rel=0.25)
-
-
-@pytest.mark.long
-def test_the_cpu_s_own_compiler_is_always_there(cli) -> None:
-    answer = cli("plan", "digits_mlp", "--on", "cpux2", "--json")
-    assert answer.code == 0
-    plan = json.loads(answer.out)["plans"][0]
-    assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], rel=0.01)
-
-
 def test_a_compiler_s_process_joins_no_cluster(monkeypatch) -> None:
     """As a second one under the number of the process that asks, it would have jax abort all of them."""
     for name, value in {"COORDINATOR_ADDRESS": "127.0.0.1:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
@@ -55,6 +45,7 @@ def test_a_compiler_s_process_joins_no_cluster(monkeypatch) -> None:
     monkeypatch.setenv("JAXTRAIN_JOIN_TIMEOUT_SECONDS", "1")
     estimate = with_compiler(analytic_plan(load_config("digits_mlp").config, parse_targets("cpu")[0]), lambda _: None)
     assert estimate.exact is not None, estimate.exact_missing
+    assert estimate.exact.state_bytes == pytest.approx(estimate.memory.state_bytes, rel=0.01)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
@@ -68,19 +59,13 @@ def test_without_the_compiler_the_analytic_answer_is_given_and_marked(cli) -> No
     assert "pip install" not in cli("plan", "gpt2_124m", "--on", "v5e-8", "--analytic").err
 
 
-@pytest.mark.long
 def test_exact_insists_on_a_compiler(cli, tmp_path) -> None:
     page = tmp_path / "plan.html"
     # No compiler for it runs anywhere.
     answer = cli("plan", "gpt2_124m", "--on", "rtx4090", "--exact", "--html", str(page))
-    assert answer.code == 2
-    assert answer.out == ""
+    assert (answer.code, answer.out) == (2, "")
     assert not page.exists()
-    assert re.fullmatch(r"jaxtrain: --exact: rtx4090: no compiler for it .*; without --exact, .*", answer.err.strip())
-    assert cli("plan", "digits_mlp", "--on", "cpu", "--exact").code == 0
-    both = cli("plan", "gpt2_124m", "--on", "rtx4090", "--exact", "--analytic")
-    assert both.code == 2
-    assert "not allowed with" in both.err
+    assert "--exact: rtx4090: no compiler for it" in answer.err
 
 
 def test_hardware_without_a_compiler_is_no_error() -> None:
@@ -90,14 +75,109 @@ def test_hardware_without_a_compiler_is_no_error() -> None:
     assert how_to_check(estimate) is None
 
 
-@pytest.mark.parametrize(
-    ("message", "used", "available"),
-    [
-        ("Ran out of memory in memory space hbm. Used 50.24G of 15.75G hbm.", "50.24", "15.75"),
-        ("total memory required for HLO temporaries (20.55G) exceeds available HBM (15.75G).", "20.55", "15.75"),
-    ],
-)
-def test_both_of_libtpu_s_messages_are_read(message: str, used: str, available: str) -> None:
-    found = _USED.search(message)
-    assert found is not None
-    assert (found[1], found[3]) == (used, available)
+def compiled_as(monkeypatch, overrides, times) -> tuple[Estimate, Estimate]:
+    """A plan before and after a compiler that finds so many times its peak."""
+    config = load_config("llama3_8b", overrides=overrides).config
+    before = analytic_plan(config, parse_targets("h100x8")[0])
+    answer = {"state_bytes": 1, "peak_bytes": round(times * before.memory.total_bytes), "temporary_bytes": 1}
+    monkeypatch.setattr(make, "_compile", lambda _: {**answer, "capacity_bytes": None, "compile_seconds": 1.0})
+    return before, with_compiler(before, lambda _: None)
+
+
+def test_what_the_compiler_finds_to_fit_needs_no_advice(monkeypatch):
+    before, after = compiled_as(monkeypatch, ["remat.policy=none"], 0.2)
+    assert before.advice
+    assert after.fits
+    assert after.advice == ()
+
+
+def test_advice_leaves_room_for_what_the_compiler_found_more(monkeypatch):
+    before, after = compiled_as(monkeypatch, ["remat.policy=dots"], 3.0)
+    assert before.fits
+    assert after.fits is False
+    usable = after.memory.usable_bytes
+    assert usable is not None
+    sizes = [float(found[1]) * 2**30 for line in after.advice if (found := re.search(r": ([\d.]+) GiB", line))]
+    assert sizes
+    assert all(3 * size <= usable + 3 * 2**27 for size in sizes)
+
+
+OPTION = "xla_llvm_disable_expensive_passes"
+GIVES_UP = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem"
+NO_ROOM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 50.24G of 15.75G hbm."
+HEAP = "RESOURCE_EXHAUSTED: total memory required for HLO temporaries (50.24G) exceeds available HBM (15.75G)."
+# id: (what the compiler says with the option that a run tries, and without; None: it compiles, what the plan says).
+TRIED = {
+    "given up": (GIVES_UP, None, f"compiler: goes without {OPTION}, with which it gave up: {GIVES_UP}"),
+    "no room at all": (GIVES_UP, NO_ROOM, f"compiler: gave up with {OPTION}, and without"),
+    "no room, in libtpu's other words": (GIVES_UP, HEAP, f"compiler: gave up with {OPTION}, and without"),
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_the_memory_is_of_the_program_that_a_run_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_it, without, line = TRIED[name]
+    asked: list[Any] = []
+    compile_for = topology.compile_for
+
+    def choose(*arguments: Any, **options: Any) -> CompilerOptions:
+        return dataclasses.replace(choose_options(*arguments, **options), tried={OPTION: True})
+
+    def compiled(device: Any, lowered: Any, *, on_host: Any = None, options: Any = None) -> Any:
+        asked.append(dict(options))
+        if (said := with_it if options else without) is not None:
+            raise jax.errors.JaxRuntimeError(said)
+        return compile_for(device, lowered, on_host=on_host, options=options)
+
+    monkeypatch.setattr(make_step, "choose_options", choose)
+    monkeypatch.setattr(topology, "compile_for", compiled)
+    config = load_config("digits_mlp").config
+    found = exact_memory(config, describe_workload(config), jax.devices())
+    assert found.lines == (line,)
+    assert asked == [{OPTION: True}, {}]
+    if without is not None:
+        assert (found.peak_bytes, found.capacity_bytes) == (round(50.24 * 2**30), round(15.75 * 2**30))
+
+
+# What takes a compiler a minute or more, with the part by which the planner's peak may differ.
+SHARED = ["train.accumulation_steps=1", "precision.policy=bf16", "remat.policy=full", "parallel.data=1"]
+EIGHT = [*SHARED, "train.global_batch_size=64", "parallel.fsdp=8"]
+# Short rows: what takes a compiler long is the kernels of long ones. 16 divides all lengths: XLA's compiler for absent
+# GPUs, which cannot try tiles out, gives up on others (197 positions of an image of 224 pixels; jax 0.10.2).
+PAIRS = "data={kind: text_pairs, path: null, builtin: python_docstrings, sequence_length: 128, target_length: 64}"
+IMAGES = "data={kind: synthetic, task: images, image_size: 256, num_classes: 1000}"
+ENCODER_DECODER = ["model={kind: encoder_decoder, size: flan_t5_base}", PAIRS, "task=sequence_to_sequence"]
+VISION = ["model={kind: vit, size: vit_base, image_size: 256, pooling: mean}", IMAGES, "task=classification"]
+# 160 M parameters in the blocks: their state is 1.2 GiB, of which 5/6 pass in slices of an array of 256 MiB. Since the
+# weight of a loss depends on its targets, libtpu schedules 0.2 GB more for it than is planned: 2.49 for 1.98.
+SIZES = ("num_layers=8", "embed_dim=1024", "mlp_dim=8192", "num_heads=8", "vocab_size=512")
+SAVERS = [*SHARED, "train.global_batch_size=8", *(f"model.{size}" for size in SIZES)]
+OFFLOADED = ["optimizer.offload=true", "remat.offload=[block_input]"]
+STEPS = {
+    "encoder-decoder": ("v5e-8", [*EIGHT, *ENCODER_DECODER], 0.25),
+    "vision transformer": ("h100x8", [*EIGHT, *VISION], 0.25),
+    "offloaded state": ("v5e-1", [*SAVERS, *OFFLOADED], 0.27),
+    "offloaded state of a GPU": ("h100", [*SAVERS, *OFFLOADED], 0.25),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_takes_what_is_planned(name: str) -> None:
+    on, overrides, near = STEPS[name]
+    package = "libtpu" if on.startswith("v") else "jax_cuda12_plugin"
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'jaxtrain[aot,aot-tpu]'")
+    config = load_config("gpt2_124m", overrides=overrides).config
+    found = with_compiler(analyse(config, parse_targets(on)[0]), lambda _: None)
+    assert found.exact is not None, found.exact_missing
+    assert found.fits
+    # State is a matter of shapes.
+    assert found.exact.state_bytes == pytest.approx(found.memory.state_bytes, rel=0.01)
+    assert found.exact.peak_bytes == pytest.approx(found.memory.total_bytes, rel=near)
+    moved = found.memory.host_parts.get("optimizer state", 0)
+    assert (moved > 0) == ("offloaded" in name)
+    assert found.exact.host_bytes == pytest.approx(sum(found.memory.host_parts.values()), rel=0.05)
+    if moved:
+        # All of it at once, beside gradients as large as the parameters (all other state), would be more than there is.
+        assert found.exact.temporary_bytes < moved + found.exact.state_bytes

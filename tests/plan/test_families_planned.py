@@ -10,20 +10,10 @@ from jaxtrain.plan.search.layouts import search
 
 # Size -> (billions of parameters as published, H100 that it is planned for).
 SIZES = {
-    "llama2_7b": (6.74, 8),
-    "llama2_70b": (68.98, 64),
     "llama3_8b": (8.03, 8),
-    "llama3_70b": (70.55, 64),
-    "mistral_7b_v0.3": (7.25, 8),
     "mixtral_8x7b": (46.70, 64),
-    "qwen2.5_7b": (7.62, 8),
-    "qwen2.5_72b": (72.71, 64),
-    "qwen3_8b": (8.19, 8),
-    "qwen3_32b": (32.76, 64),
     "qwen3_30b_a3b": (30.53, 64),
-    "gemma2_9b": (9.24, 8),
     "gemma2_27b": (27.23, 64),
-    "gemma3_12b": (11.77, 8),
     "gemma3_27b": (27.01, 64),
     "phi3_medium_4k": (13.96, 8),
     "gpt_neox_20b": (20.55, 64),
@@ -46,11 +36,6 @@ KINDS = {
         "data={kind: synthetic, task: tokens, vocab_size: 30000, sequence_length: 512, corruption: {kind: mask}}",
         "task=masked_language_modeling",
     ],
-    "classification of texts": [
-        "model={size: bert_base, head: {kind: sequence, hidden: tanh}}",
-        "data={kind: labelled_text, path: null, builtin: python_docstrings, sequence_length: 128}",
-        "task=classification",
-    ],
 }
 
 
@@ -65,9 +50,6 @@ def check(found: Estimate) -> None:
     # Parameters and two moments, 4 bytes each; what does not divide by the devices stands on each.
     assert found.memory.state_bytes == pytest.approx(12 * found.num_parameters / found.target.num_devices, rel=0.02)
     assert found.memory.total_bytes > found.memory.state_bytes
-    assert found.time is not None
-    assert found.time.low_seconds is not None
-    assert found.time.high_seconds is not None
     assert found.time.low_seconds < found.time.seconds < found.time.high_seconds
     # A step is slower than its model FLOPs alone; by far the most where it computes 16 times those in experts.
     assert 0.005 < found.time.model_flops_utilization < 0.8

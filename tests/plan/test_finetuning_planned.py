@@ -12,7 +12,6 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.plan.catalogue.hardware import find, target_of
 from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.search.advice import advise
 from jaxtrain.plan.search.analyse import analyse, with_degrees
 from jaxtrain.plan.search.layouts import search
 from jaxtrain.plan.workload.describe import describe_workload
@@ -23,9 +22,7 @@ from jaxtrain.train.assemble import build_step
 LORA = "finetune.lora={rank: 4}"
 # config, overrides, devices
 STATES = {
-    "adapters": ("quickstart", [LORA, "precision.policy=bf16"], 1),
     "adapters of some layers": ("quickstart", ["finetune.lora={rank: 2, targets: [query, 'blocks/mlp/*']}"], 1),
-    "trained beside": ("minilm_classify", ["finetune.lora={rank: 4, train_also: ['head/*']}"], 1),
     "int8, fsdp and tensor": (
         *("quickstart", [LORA, "finetune.base=int8", "parallel.fsdp=4", "parallel.tensor=2", "precision.policy=bf16"]),
         8,
@@ -40,8 +37,6 @@ STATES = {
         2,
     ),
     "encoder-decoder, nf4": ("t5_small", [LORA, "finetune.base=nf4"], 1),
-    "vision transformer": ("vit_digits", [LORA, "finetune.base=int8"], 1),
-    "mlp": ("digits_mlp", ["finetune.lora={rank: 4}"], 1),
     "experts without adapters": (
         "quickstart",
         [
@@ -91,13 +86,12 @@ def test_state_is_that_of_the_step(name: str, overrides: list[str], num_devices:
 
 # What is frozen, under every policy, as the step stores it: a plan of too few bytes says that a run fits.
 FROZEN = {
-    "nothing": [],
     "blocks": ["optimizer.freeze=['blocks/*']"],
     "adapters": [LORA],
     "adapters over nf4": [LORA, "finetune.base=nf4"],
 }
-POLICIES = ("fp32", "bf16", "bf16_pure", "fp16", "fp8")
-QUICK = {("blocks", "bf16"), ("blocks", "bf16_pure"), ("adapters over nf4", "bf16_pure")}
+POLICIES = ("fp32", "bf16_pure", "fp8")
+QUICK = {("blocks", "fp32"), ("blocks", "bf16_pure"), ("adapters over nf4", "bf16_pure")}
 
 
 @pytest.mark.parametrize(
@@ -169,59 +163,20 @@ def test_a_search_varies_base_rank_and_batch() -> None:
     assert largest[None] < largest["int8"] <= largest["nf4"]
 
 
-def test_without_adapters_there_is_no_base_to_vary() -> None:
-    with pytest.raises(ConfigError, match=r"cannot search over 'rank' without adapters; set finetune\.lora\.rank"):
-        search(load_config("gpt2_124m").config, target_of(find("h100"), 1), vary=("rank",))
-
-
-def test_what_does_not_fit_is_told_of_smaller_bases() -> None:
-    estimate = analyse(load_config("llama3.1_8b_lora", weights=False).config, target_of(find("t4"), 1))
-    assert estimate.fits is False
-    assert any("finetune.base=int8" in line for line in advise(estimate))
-
-
-WRONG = {
-    "unknown layer": ("finetune.lora={rank: 4, targets: [quary]}", r"lora\.targets: 'quary' matches no linear layer"),
-    "rank": ("finetune.lora={rank: 4096}", r"lora\.rank=4096 exceeds a dim of"),
-    "an adapted kernel trained whole": (
-        "finetune.lora={rank: 4, train_also: ['blocks/mlp/*']}",
-        r"lora\.train_also: 'blocks/mlp/\*' matches blocks/mlp/down/kernel, which has an adapter",
-    ),
-    "nothing to train whole": (
-        "finetune.lora={rank: 4, train_also: ['tail/*']}",
-        r"lora\.train_also: 'tail/\*' matches no parameter; there are",
-    ),
-    "group": (
-        f"{LORA} optimizer.groups=[{{match:[embedding]}}]",
-        r"optimizer\.groups\.0\.match: 'embedding' matches no trained parameter",
-    ),
-}
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
-def test_a_plan_refuses_what_a_run_refuses(words: str, message: str) -> None:
-    overrides = [LORA, words.removeprefix(LORA).strip()] if words.startswith(LORA) else [words]
-    with pytest.raises(ConfigError, match=message):
-        analyse(load_config("quickstart", overrides=overrides).config, target_of(find("h100"), 1))
-
-
 # id: (config, overrides, devices, the line)
 SAME = {
+    "an adapter of no layer": (
+        *("quickstart", ["finetune.lora={rank: 4, targets: [quary]}"], 1),
+        "lora.targets: 'quary' matches no linear layer",
+    ),
+    "rank": ("quickstart", ["finetune.lora={rank: 4096}"], 1, "lora.rank=4096 exceeds a dim of"),
     "nothing frozen": (
         *("quickstart", ["optimizer.freeze=['layerz/*']"], 1),
         "optimizer.freeze: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",
     ),
-    "everything frozen": (
-        *("quickstart", ["optimizer.freeze=['*']"], 1),
-        "optimizer.freeze matches every parameter; leave one to train",
-    ),
     "muon leaves nothing": (
         *("quickstart", ["optimizer={kind: muon, adamw: ['layerz/*']}"], 1),
         "optimizer.adamw: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",
-    ),
-    "a group's muon leaves nothing": (
-        *("quickstart", ["optimizer.groups=[{match: [embedding], optimizer: {kind: muon, adamw: [head]}}]"], 1),
-        "optimizer.groups.0.optimizer.adamw: 'head' matches no parameter; there are blocks/attention/key/kernel, ",
     ),
     "tensor shards nothing": (
         *("digits_mlp", ["model.hidden_dims=[]", "parallel.tensor=2", "parallel.data=1"], 2),
@@ -244,10 +199,3 @@ def test_a_plan_refuses_in_the_words_of_the_step(name: str, overrides: list[str]
         refused.append(str(caught.value))
     assert refused[0].startswith(line)
     assert refused[0] == refused[1]
-
-
-def test_a_plan_refuses_a_roll_back_without_checkpoints_as_a_run_does() -> None:
-    config = load_config("quickstart", overrides=["spikes.action=roll_back", "checkpoint.every=null"]).config
-    assert config.checkpoint.every_minutes is None
-    with pytest.raises(ConfigError, match=r"spikes\.action=roll_back goes back to a checkpoint, and checkpoint\.every"):
-        analyse(config, target_of(find("h100"), 1))

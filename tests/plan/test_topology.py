@@ -9,13 +9,11 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from importlib import resources
 
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.compilers.topology import GPU_TYPES, TPU_TYPES, CompilerMissingError, topology_devices
+from jaxtrain.plan.compilers.topology import CompilerMissingError, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'jaxtrain[aot-tpu]'"
@@ -62,16 +60,6 @@ for _ in range(2):
     jax.clear_caches()
 print(jax.config.jax_persistent_cache_min_compile_time_secs)
 """
-# Loads libtpu and holds it until the other process has loaded it too.
-HOLD = """
-import pathlib, sys, time
-from jaxtrain.plan.compilers.topology import topology_devices
-topology_devices("v5e:2x4")
-mine, other = map(pathlib.Path, sys.argv[1:])
-mine.touch()
-while not other.exists():
-    time.sleep(0.02)
-"""
 # How slices are laid out, and that devices which are there can still be used.
 SLICES = """
 import jax, numpy as np
@@ -108,10 +96,9 @@ def run(program: str, *words: str, **variables: str) -> str:
 
 
 @needs_libtpu
-@pytest.mark.parametrize("variables", [{"JAX_PLATFORMS": "cpu"}, {}], ids=["on the CPU", "no platform chosen"])
-def test_tpu_slices(variables):
+def test_tpu_slices():
     names = ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "v5e:1x1", "v6e:16x16", "tpu7x:2x2x1"]
-    found = json.loads(run(DESCRIBE, *names, "v5e:3x3", **variables))
+    found = json.loads(run(DESCRIBE, *names, "v5e:3x3", JAX_PLATFORMS="cpu"))
     wrong = found.pop("v5e:3x3")
     assert found == {
         "v5e:2x4": [8, "tpu", "TPU v5 lite", 2],
@@ -124,15 +111,6 @@ def test_tpu_slices(variables):
     }
     assert wrong.startswith("no TPU slice v5e:3x3: INVALID_ARGUMENT: ")
     assert "\n" not in wrong
-
-
-@needs_libtpu
-def test_two_processes_compile_at_once(tmp_path):
-    """libtpu keeps other processes off the chips, of which there are none."""
-    pair = [str(tmp_path / "a"), str(tmp_path / "b")]
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(run, HOLD, *words, JAX_PLATFORMS="cpu") for words in (pair, pair[::-1])]:
-            assert done.result() == ""
 
 
 @needs_libtpu
@@ -150,9 +128,8 @@ def test_axes_that_cross_tpu_slices():
 
 
 @needs_cuda
-@pytest.mark.parametrize("variables", [{"JAX_PLATFORMS": "cpu"}, {}], ids=["on the CPU", "no platform chosen"])
-def test_gpu_hosts(variables):
-    assert json.loads(run(DESCRIBE, "h100:1x8", "h100:2x8", "h100:1x1", **variables)) == {
+def test_gpu_hosts():
+    assert json.loads(run(DESCRIBE, "h100:1x8", "h100:2x8", "h100:1x1")) == {
         "h100:1x8": [8, "gpu", "NVIDIA H100 80GB HBM3", 1],
         "h100:2x8": [16, "gpu", "NVIDIA H100 80GB HBM3", 2],
         "h100:1x1": [1, "gpu", "NVIDIA H100 80GB HBM3", 1],
@@ -169,49 +146,22 @@ def test_the_cache_is_left_alone(tmp_path, name):
     assert not [path for path in tmp_path.rglob("*") if "lambda" in path.name]
 
 
-WRITE = "write TYPE:SHAPE, as in v5e:2x4, v5p:2x2x2, v6e:4x4 (chips of a TPU slice) or h100:2x8 (hosts x GPUs)"
-# name: start of the message
 WRONG = {
-    "v9:2x2": "no hardware 'v9' in 'v9:2x2', there are v5e, v5p, v6e, tpu7x, h100, h200; ",
-    "v5e": "cannot read the hardware 'v5e'; ",
-    "v5e:8": "cannot read the hardware 'v5e:8'; ",
-    "v5e:0x4": "cannot read the hardware 'v5e:0x4'; ",
-    "h100x8": "cannot read the hardware 'h100x8'; ",
-    "h100:1x2x8": "'h100:1x2x8' is not hosts x GPUs; ",
-    "": "cannot read the hardware ''; ",
+    "v9:2x2": "no hardware 'v9' in 'v9:2x2', there are v5e, ",
+    "v5e:8": "cannot read",
+    "h100:1x2x8": "is not hosts x GPUs",
 }
 
 
-@pytest.mark.parametrize(("name", "start"), WRONG.items(), ids=WRONG)
-def test_wrong_names(name, start):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("name", "said"), WRONG.items(), ids=WRONG)
+def test_wrong_names(name, said):
+    with pytest.raises(ConfigError, match=f"{said}.*write TYPE:SHAPE, as in v5e:2x4"):
         topology_devices(name)
-    assert str(caught.value) == start + WRITE
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "v5e:2x4",
-            "compiling for v5e:2x4 takes libtpu, which is not installed: pip install 'jaxtrain[aot-tpu]'",
-        ),
-        (
-            "h100:1x8",
-            "compiling for h100 takes jax's CUDA plugin, which is not installed: pip install 'jaxtrain[aot]'",
-        ),
-    ],
-    ids=["tpu", "gpu"],
-)
-def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, message):
+@pytest.mark.parametrize(("name", "extra"), [("v5e:2x4", "aot-tpu"), ("h100:1x8", "aot")], ids=["tpu", "gpu"])
+def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(CompilerMissingError) as caught:
+    with pytest.raises(CompilerMissingError, match=rf"which is not installed: pip install 'jaxtrain\[{extra}\]'"):
         topology_devices(name)
-    assert str(caught.value) == message
-
-
-def test_every_gpu_type_is_described():
-    targets = {path.name for path in (resources.files("jaxtrain.plan.compilers") / "targets").iterdir()}
-    assert targets == {f"{kind}.txtpb" for kind in GPU_TYPES}
-    assert not set(GPU_TYPES) & set(TPU_TYPES)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,7 +53,6 @@ class Program:
 
     computations: dict[str, list[Instruction]]
     entry: str
-    is_scheduled: bool
 
     @cached_property
     def named(self) -> dict[str, dict[str, Instruction]]:
@@ -88,15 +86,6 @@ class Program:
         first = beside.get(state.operands[int(place.group(1))]) if place and state and state.kind == "tuple" else None
         return (number_of(bound) or 0) - ((number_of(first) or 0) if first else 0)
 
-    def flattened(self, name: str) -> Iterator[tuple[Instruction, dict[str, str]]]:
-        """Give the instructions of a computation and of all that it calls, each with the results beside it."""
-        body = self.computations.get(name, [])
-        results = {one.name: one.result for one in body}
-        for one in body:
-            yield one, results
-            for called in one.called:
-                yield from self.flattened(called)
-
 
 def read_program(text: str) -> Program:
     """Read a program.
@@ -115,7 +104,7 @@ def read_program(text: str) -> Program:
         elif name and (match := _INSTRUCTION.match(line)):
             root, *parts = match.groups()
             computations[name].append(Instruction(*parts, is_root=root is not None))
-    return Program(computations, entry, "is_scheduled=true" in text.split("\n", 1)[0])
+    return Program(computations, entry)
 
 
 def number_of(one: Instruction, *, kind: str = "constant") -> int | None:
