@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
@@ -41,17 +40,6 @@ def test_hidden_files_are_no_rows(kind, tmp_path):
     more |= {"validation_fraction": 0.0}
     data = open_data({"kind": kind, "path": str(tmp_path / "d"), **more}, sequence_length=64)
     assert len(data.train)
-
-
-def test_hidden_members_of_a_tar_file_are_no_rows(tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for name in ("./0.jpg", "./0.cls", "._0.jpg", ".ipynb_checkpoints/0.jpg", "./1.jpg", "./1.cls"):
-            content = png(8, 8) if name.endswith("jpg") else name[2].encode()
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    data = open_data({"kind": "images", "path": str(tmp_path / "a.tar"), "image_size": 8, "validation_fraction": 0.0})
-    assert len(data.train) == 2
 
 
 def png(width, height, **more):

@@ -201,15 +201,6 @@ def test_synthetic_tokens_can_be_learned():
     assert entropy < 1.5
 
 
-def test_digits_are_scaled_and_split_the_same_for_every_seed():
-    data = [open_data(DigitsData(), sequence_length=None, seed=seed) for seed in (0, 1)]
-    rows = [d.train.gather(np.arange(len(d.train))) for d in data]
-    np.testing.assert_array_equal(rows[0]["inputs"], rows[1]["inputs"])
-    assert abs(rows[0]["inputs"].mean()) < 0.05
-    assert abs(rows[0]["inputs"].std() - 1) < 0.05
-    assert (len(data[0].train), len(data[0].validation)) == (1438, 359)
-
-
 @pytest.mark.parametrize(
     ("targets", "task", "outputs", "words"),
     [
@@ -245,15 +236,6 @@ def test_standardizing_uses_the_training_rows(tmp_path):
     np.testing.assert_allclose(inputs.std(axis=0), 1, atol=1e-5)
     plain = open_data(TableData(path=str(path), standardize=False), sequence_length=None, seed=0)
     assert plain.train.gather(np.arange(len(plain.train)))["inputs"].max() > 90
-
-
-@pytest.mark.parametrize("kind", ["int64", "float32"])
-def test_an_npz_says_by_its_type_what_the_targets_are(kind, tmp_path):
-    path = tmp_path / "a.npz"
-    np.savez(path, inputs=np.random.default_rng(0).random((20, 3)), targets=np.arange(20).astype(kind) % 4)
-    data = open_data(TableData(path=str(path)), sequence_length=None, seed=0)
-    assert data.num_outputs == (4 if kind == "int64" else 1)
-    assert data.train[0]["targets"].dtype == (np.int32 if kind == "int64" else np.float32)
 
 
 def test_augmentation_is_pure_in_the_index_and_off_in_validation(tmp_path):

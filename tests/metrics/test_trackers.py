@@ -81,9 +81,7 @@ def test_everything_arrives_in_its_order(tmp_path):
     tracker.scalars(2, {"loss": float("nan")})
     ended(tracker)
     ended(tracker, "failed")
-    assert fake.rows[0] == (1, {"loss": 2.0})
-    assert fake.rows[1][0] == 2
-    assert fake.rows[1][1]["loss"] != fake.rows[1][1]["loss"]
+    assert repr(fake.rows) == "[(1, {'loss': 2.0}), (2, {'loss': nan})]"
     assert (fake.texts, fake.ended, lines) == ([(1, "sample", "hello")], ["done"], ["fake: somewhere"])
 
 
@@ -139,10 +137,9 @@ def test_what_was_being_sent_at_a_kill_is_asked_of_the_tracker(tmp_path, arrived
     assert [step for step, _ in fake.rows] == sent
 
 
-@pytest.mark.parametrize("content", ["{", '{"id": "a", "last_steps": [1]}'])
-def test_a_damaged_record_begins_a_run_of_the_tracker(tmp_path, content):
+def test_a_damaged_record_begins_a_run_of_the_tracker(tmp_path):
     (tmp_path / "trackers").mkdir()
-    (tmp_path / "trackers" / "fake.json").write_text(content)
+    (tmp_path / "trackers" / "fake.json").write_text("{")
     fake = FakeTracker()
     tracker = started(fake, tmp_path, [], is_resumed=True)
     tracker.scalars(1, {"loss": 1.0})
@@ -171,21 +168,6 @@ def test_a_tracker_that_fails_is_one_line_at_the_end(tmp_path, fails, error, sai
     assert ("metrics.jsonl has them all" in found[0]) == ("did not take" in said)
 
 
-def test_rows_wait_for_a_tracker_that_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "_FIRST_PAUSE", 0.01)
-    fake, lines = FakeTracker(["rows"]), []
-    tracker = started(fake, tmp_path, lines)
-    tracker.scalars(1, {"loss": 1.0})
-    deadline = time.monotonic() + 20
-    while not tracker._is_warned and time.monotonic() < deadline:
-        time.sleep(0.01)
-    fake.fails = ()
-    tracker.scalars(2, {"loss": 0.5})
-    ended(tracker)
-    assert [step for step, _ in fake.rows] == [1, 2]
-    assert lines == ["fake: somewhere", "fake takes no rows: OSError: refused; training goes on without it"]
-
-
 def test_a_tracker_that_comes_back_within_the_last_seconds_gets_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(background, "_SAID_AFTER_SECONDS", 0.0)
@@ -204,37 +186,24 @@ def test_a_tracker_that_comes_back_within_the_last_seconds_gets_its_rows(tmp_pat
     assert lines.count("waiting for fake to take what is left; Ctrl-C ends the wait") == 1
 
 
-@pytest.mark.parametrize(
-    ("case", "ids", "steps"),
-    [
-        pytest.param("copied", [None], [1, 2], id="copied"),
-        pytest.param("moved", ["id1"], [2], id="moved"),
-    ],
-)
-def test_a_copy_of_a_run_begins_a_run_of_its_own(tmp_path, case, ids, steps):
+def test_a_copy_of_a_run_begins_a_run_of_its_own(tmp_path):
     first, second, lines = tmp_path / "first", tmp_path / "second", []
     first.mkdir()
     (first / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     ended(started(FakeTracker(), first, [], is_resumed=True))
-    if case == "moved":
-        first.rename(second)
-    else:
-        shutil.copytree(first, second)
+    shutil.copytree(first, second)
     fake = FakeTracker()
     tracker = started(fake, second, lines, is_resumed=True)
     tracker.scalars(2, {"loss": 1.0})
     ended(tracker)
-    assert (fake.ids, [step for step, _ in fake.rows]) == (ids, steps)
+    assert (fake.ids, [step for step, _ in fake.rows]) == ([None], [1, 2])
     said = [f"fake: {second} is a copy of {first}, whose run there stays its own: this run begins another"]
-    assert lines == (said if ids == [None] else []) + ["fake: somewhere"]
-    assert json.loads((second / RECORD).read_text())["run_dir"] == str(second)
+    assert lines == [*said, "fake: somewhere"]
 
 
 @pytest.mark.parametrize(
     ("status", "asked_at", "seconds"),
-    [
-        *(("preempted", None, 5.0), ("done", None, 30.0), ("done", 6.0, 7.0)),
-    ],
+    [("preempted", None, 5.0), ("done", None, 30.0), ("done", 6.0, 7.0)],
 )
 def test_a_run_waits_for_no_tracker_for_long(tmp_path, monkeypatch, status, asked_at, seconds):
     """Where a signal stopped it, or comes while it waits, it waits least."""
