@@ -60,19 +60,18 @@ def test_a_config_says_of_itself_what_it_was_written_as(written):
     assert again == config
 
 
-OVERRIDES = {
-    "an argument": (["model.args.width=128"], "model.args.width", 128),
-    "an argument that the file leaves out": (["model.args.depth=2"], "model.args.depth", 2),
-    "another function takes other arguments": (["task.call=mine.losses:other"], "task.args", {}),
-    "a task by name": (["task=classification"], "task", "classification"),
-    "a shipped model": (["model.kind=mlp"], "model.kind", "mlp"),
-}
+OVERRIDES = [
+    ("model.args.width=128", "model.args.width", 128),
+    ("model.args.depth=2", "model.args.depth", 2),
+    ("task.call=mine.losses:other", "task.args", {}),
+    ("task=classification", "task", "classification"),
+    ("model.kind=mlp", "model.kind", "mlp"),
+]
 
 
-@pytest.mark.parametrize("case", OVERRIDES.values(), ids=OVERRIDES)
-def test_overrides(written, case):
-    words, path, wanted = case
-    value = load_config(written(MINE), overrides=words).config
+@pytest.mark.parametrize(("word", "path", "wanted"), OVERRIDES)
+def test_overrides(written, word, path, wanted):
+    value = load_config(written(MINE), overrides=[word]).config
     for part in path.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
     assert value == wanted
@@ -96,40 +95,24 @@ def test_jaxtrain_config_lists_the_keys(written):
 
 
 WRONG_CONFIGS = {
-    "dots alone": (
-        "task.call=mine.losses.focal",
-        "task.call (command line): 'mine.losses.focal' names no function of a module; write module:function, as in "
-        "mine.losses:focal",
-    ),
-    "no function": (
-        "task={args: {gamma: 2}}",
-        "key 'task.call' is missing; task (command line) needs it",
-    ),
-    "a number that JSON lacks": (
-        "model={call: a:b, args: {width: .nan}}",
-        "model.args (command line): width is nan, which run.json cannot hold; leave it out, or write it as a text",
-    ),
-    "arguments without a function": (
-        "model.args.width=3",
-        "unknown key 'model.args' (command line); model.kind=transformer does not have it, model.kind=called does",
-    ),
-    "an option of the loss": (
-        "task={call: a:b}",
-        None,
-    ),
+    "task.call=mine.losses.focal": "task.call (command line): 'mine.losses.focal' names no function of a module; write",
+    "task={args: {gamma: 2}}": "key 'task.call' is missing; task (command line) needs it",
+    "model={call: a:b, args: {width: .nan}}": "model.args (command line): width is nan, which run.json cannot hold;",
+    "model.args.width=3": "unknown key 'model.args' (command line); model.kind=transformer does not have it, model.kind",
 }
 
 
-@pytest.mark.parametrize(("override", "message"), WRONG_CONFIGS.values(), ids=WRONG_CONFIGS)
+@pytest.mark.parametrize(("override", "message"), WRONG_CONFIGS.items(), ids=WRONG_CONFIGS)
 def test_wrong_config(override, message):
-    if message is None:
-        config = load_config(overrides=[override, "loss.z_loss=1e-4"]).config
-        with pytest.raises(ConfigError, match=r"loss.z_loss=0.0001 is for task=language_modeling, but task=a:b"):
-            check_kinds(config)
-        return
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[override])
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
+
+
+def test_an_option_of_the_loss_is_no_matter_of_a_function():
+    config = load_config(overrides=["task={call: a:b}", "loss.z_loss=1e-4"]).config
+    with pytest.raises(ConfigError, match=r"loss.z_loss=0.0001 is for task=language_modeling, but task=a:b"):
+        check_kinds(config)
 
 
 PARTS = """
@@ -158,58 +141,36 @@ def test_a_function_gets_what_its_signature_names(package):
     assert call_function("model", "mine_test.parts:anything", {"width": 4}, offered=offered) == {"width": 4}
 
 
-WRONG_CALLS = {
-    "no such package": (
-        "mine_tset.parts:build",
+# What is called below mine_test, its arguments, and what is wrong.
+WRONG_CALLS = [
+    (
+        "prats:build",
         {},
-        r"model.call=mine_tset.parts:build: there is no module 'mine_tset' in the current directory \(.*\) or on "
-        r"Python's path; did you mean 'mine_test'\?",
+        "there is no module 'mine_test.prats' in the package mine_test (mine_test); did you mean 'parts",
     ),
-    "no such function": (
-        "mine_test.parts:biuld",
-        {},
-        r"model.call=mine_test.parts:biuld: the module mine_test.parts \(mine_test/parts.py\) has no function 'biuld'; "
-        r"did you mean 'build'\?",
-    ),
-    "an argument that it does not take": (
-        "mine_test.parts:build",
-        {"widht": 3},
-        r"model.args.widht: build of model.call=mine_test.parts:build has no such parameter, it takes width, "
-        r"input_shape, depth, num_outputs; did you mean model.args.width\?",
-    ),
-    "an argument that it needs": (
-        "mine_test.parts:build",
-        {},
-        r"model.call=mine_test.parts:build: build needs width; set model.args.width",
-    ),
-    "an error inside": (
-        "mine_test.parts:broken",
+    ("parts:biuld", {}, "(mine_test/parts.py) has no function 'biuld'; did you mean 'build'?"),
+    ("parts:build", {"widht": 3}, "build has no such parameter, it takes width, input_shape, depth, num_outputs; did"),
+    ("parts:build", {}, "build needs width; set model.args.width"),
+    (
+        "parts:broken",
         {"width": 0},
-        r"model.call=mine_test.parts:broken: broken raised ZeroDivisionError: integer division or modulo by zero "
-        r"\(mine_test/parts.py:11\); --debug shows the traceback",
+        "broken raised ZeroDivisionError: integer division or modulo by zero (mine_test/par",
     ),
-    "an import that fails inside": (
-        "mine_test.imports:build",
-        {},
-        r"model.call=mine_test.imports:build: importing mine_test.imports raised ModuleNotFoundError: No module named "
-        r"'no_such_thing' \(mine_test/imports.py:1\); .*",
-    ),
-    "a script that ends": (
-        "mine_test.script:build",
-        {},
-        r"model.call=mine_test.script:build: importing mine_test.script raised SystemExit: 3 "
-        r"\(mine_test/script.py:3\); .*",
-    ),
-}
+    ("imports:build", {}, "importing mine_test.imports raised ModuleNotFoundError: No module named 'no_such_thing'"),
+    ("script:build", {}, "importing mine_test.script raised SystemExit: 3 (mine_test/script.py:3)"),
+]
 
 
-@pytest.mark.parametrize(("call", "arguments", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+@pytest.mark.parametrize(("call", "arguments", "message"), WRONG_CALLS)
 def test_wrong_call(package, call, arguments, message):
     package(PARTS)
     package("import no_such_thing\n", "imports")
     package("import sys\n\nsys.exit(3)\n", "script")
-    with pytest.raises(ConfigError, match=rf"^{message}$"):
-        call_function("model", call, arguments)
+    with pytest.raises(ConfigError) as caught:
+        call_function("model", f"mine_test.{call}", arguments)
+    assert str(caught.value).startswith("model.")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_error_of_ours_inside_keeps_its_type_and_says_where(package):

@@ -157,11 +157,7 @@ def test_every_layout_and_start_holds_the_same_batch(kind, shuffle, request):
 # id: (config, length, what is said)
 REFUSED = {
     "no room": ({"corruption": {"kind": "mask"}}, 2, "data.sequence_length=2 has no room beside 2 special tokens"),
-    "many spans": (
-        {"corruption": {"kind": "spans", "mean_span_length": 1.0}},
-        1024,
-        "the tokenizer has 100 sentinels",
-    ),
+    "many spans": ({"corruption": {"kind": "spans", "mean_span_length": 1.0}}, 1024, "the tokenizer has 100 sentinels"),
     "fractions": (
         {"corruption": {"kind": "mask", "mask_fraction": 0.8, "random_fraction": 0.3}},
         16,

@@ -201,6 +201,14 @@ def test_synthetic_tokens_can_be_learned():
     assert entropy < 1.5
 
 
+def test_digits_are_scaled_and_split_the_same_for_every_seed():
+    data = [open_data(DigitsData(), sequence_length=None, seed=seed) for seed in (0, 1)]
+    rows = [d.train.gather(np.arange(len(d.train))) for d in data]
+    np.testing.assert_array_equal(rows[0]["inputs"], rows[1]["inputs"])
+    assert abs(rows[0]["inputs"].std() - 1) < 0.05
+    assert (len(data[0].train), len(data[0].validation)) == (1438, 359)
+
+
 @pytest.mark.parametrize(
     ("targets", "task", "outputs", "words"),
     [

@@ -263,12 +263,7 @@ WRONG = {
     "a short line": ("a.csv", "text,label\nx\n", {}, r"a.csv:2 has 1 fields, the header has 2"),
     "no rows": ("a.csv", "text,label\n", {}, r"a.csv has no rows"),
     "another format": ("a.txt", "x\n", {}, r"is no .csv, .jsonl or .parquet file"),
-    "no number": (
-        "a.csv",
-        "text,label\nx,abc\n",
-        {"task": "regression"},
-        r"column 'label' is 'abc', not a number",
-    ),
+    "no number": ("a.csv", "text,label\nx,abc\n", {"task": "regression"}, r"column 'label' is 'abc', not a number"),
     "no room": ("a.csv", "text,label\nx,1\n", {"sequence_length": 2}, r"has no room beside 2 special tokens"),
 }
 

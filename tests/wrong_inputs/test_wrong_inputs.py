@@ -172,11 +172,7 @@ ROWS = {
     "Batches: a dict": (lambda: batches_of({"inputs": X}), "a dict of inputs", "ArrayRows"),
     "Batches: data": (lambda: batches_of(data()), "'Data' object", "data.train"),
     "Batches: no size": (lambda: batches_of(size=0), "not 0", "Batches(rows, 32"),
-    "Batches.load: past the end": (
-        lambda: batches_of().load(1, device_shardings()),
-        "batch 1",
-        "batches 0 to 0",
-    ),
+    "Batches.load: past the end": (lambda: batches_of().load(1, device_shardings()), "batch 1", "batches 0 to 0"),
     "build_model: an unknown kind": (lambda: built({"kind": "mpl"}), "'mpl'", "did you mean 'mlp'"),
     "build_model: an unknown key": (lambda: built({**MLP, "width": 3}), "unknown key 'model.width'", "model."),
     "build_model: a number as shape": (lambda: built(input_shape=4), "not 4", "input_shape=(4,)"),
@@ -187,11 +183,7 @@ ROWS = {
         ".config",
     ),
     "Checkpointer: another store": (lambda: jt.Checkpointer("hf://bucket/x"), "hf://bucket/x", "a local folder"),
-    "Checkpointer: keeps none": (
-        lambda: jt.Checkpointer(folder(), keep_last=0),
-        "keep_last is 0",
-        "1 or more",
-    ),
+    "Checkpointer: keeps none": (lambda: jt.Checkpointer(folder(), keep_last=0), "keep_last is 0", "1 or more"),
     "Checkpointer.save: metadata that is no JSON": (
         lambda: checkpointer().save(4, {"w": X}, metadata={"x": X}),
         "metadata",
