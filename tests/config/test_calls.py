@@ -98,7 +98,7 @@ WRONG_CONFIGS = {
     "task.call=mine.losses.focal": "task.call (command line): 'mine.losses.focal' names no function of a module; write",
     "task={args: {gamma: 2}}": "key 'task.call' is missing; task (command line) needs it",
     "model={call: a:b, args: {width: .nan}}": "model.args (command line): width is nan, which run.json cannot hold;",
-    "model.args.width=3": "unknown key 'model.args' (command line); model.kind=transformer does not have it, model.kind",
+    "model.args.width=3": "unknown key 'model.args' (command line); model.kind=transformer does not have it",
 }
 
 
@@ -154,7 +154,7 @@ WRONG_CALLS = [
     (
         "parts:broken",
         {"width": 0},
-        "broken raised ZeroDivisionError: integer division or modulo by zero (mine_test/par",
+        "broken raised ZeroDivisionError: integer division or modulo by zero",
     ),
     ("imports:build", {}, "importing mine_test.imports raised ModuleNotFoundError: No module named 'no_such_thing'"),
     ("script:build", {}, "importing mine_test.script raised SystemExit: 3 (mine_test/script.py:3)"),
