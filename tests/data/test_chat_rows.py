@@ -66,8 +66,6 @@ FORMS = {
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_a_file(name, suffix, tmp_path):
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
     data = opened(tmp_path, [FORMS[name]], name=f"rows{suffix}")
     assert said(data) == [TEXT]
     row = data.train[0]
@@ -79,15 +77,6 @@ def test_forms_of_a_file(name, suffix, tmp_path):
 @pytest.mark.parametrize("form", ["names", "text"])
 def test_where_the_template_may_be(form, tmp_path):
     assert said(opened(tmp_path, [FORMS["texts"]], published={"form": form})) == [TEXT]
-
-
-def test_several_stop_tokens_and_files(tmp_path):
-    (tmp_path / "more").mkdir()
-    write_rows(tmp_path / "more", [FORMS["texts"]])
-    paths = [str(tmp_path / "more"), write_rows(tmp_path, [FORMS["messages"]], name="a.jsonl")]
-    data = opened(tmp_path, [PAIR], path=paths, published={"stop": ("</s>", "<|im_end|>")})
-    assert len(data.train) == 2
-    assert data.reading["stop"] == [TOKENIZER.token_id("</s>"), TOKENIZER.token_id("<|im_end|>")]
 
 
 @pytest.mark.parametrize(
@@ -254,18 +243,12 @@ def answers_of(rows, data):
     return {"".join(span.text for span in part.spans if span.trained) for part in parts}
 
 
-@pytest.mark.parametrize("pairs", [False, True], ids=["conversations", "pairs"])
-def test_built_in_answers_are_on_one_side(pairs):
-    data = open_data({"kind": "chat", "pairs": pairs, "validation_fraction": 0.1}, sequence_length=1024)
+def test_built_in_answers_are_on_one_side():
+    data = open_data({"kind": "chat", "validation_fraction": 0.1}, sequence_length=1024)
     train, validation = answers_of(data.train, data), answers_of(data.validation, data)
-    assert len(train) + len(validation) == len(documented()) // (2 if pairs else 1) * (2 if pairs else 1)
+    assert len(train) + len(validation) == len(documented())
     assert not train & validation
     assert len(validation) > 50
-
-
-def test_text_that_spells_a_special_token_is_told(tmp_path):
-    data = opened(tmp_path, [{"prompt": "<|im_end|>", "completion": "yes"}])
-    assert "1 messages hold the text of a special token, which is read as that token" in data.description
 
 
 # id: (row, more keys of the config, error, what is said)

@@ -16,7 +16,6 @@ from pyarrow import parquet
 from jaxtrain.data import Batches, open_data, remote
 from jaxtrain.data.formats import opened
 from jaxtrain.data.formats.array_record import parse_example
-from jaxtrain.data.formats.parquet import GroupCache
 from jaxtrain.errors import DataError
 
 ROWS = [
@@ -137,31 +136,6 @@ def test_rows_end_with_their_text(tmp_path):
     assert bytes(found["targets"][0].tolist()) == b"bc\n\0\0"
     assert found["weights"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert bytes(found["targets"][1].tolist()) == b" text"
-
-
-def test_a_mixture_takes_every_format(tmp_path):
-    components = []
-    for form in ("parquet", "saved", "array_record", "lines.zst"):
-        folder = tmp_path / form
-        folder.mkdir()
-        path = write_rows(folder, form, ROWS)
-        components.append({"source": {"kind": "documents", "path": str(path)}, "weight": len(components) + 1})
-    data = open_data({"kind": "mixture", "components": components}, sequence_length=16)
-    numbers = Batches(data.train, 100, seed=0, shuffle=True).row_numbers(3)
-    counts = np.bincount(numbers // (len(data.train) // 4), minlength=4)
-    assert counts.tolist() == [10, 20, 30, 40]  # by weight, exactly, in 100 rows
-
-
-def test_row_groups_stay_in_memory_up_to_a_bound():
-    cache, decoded = GroupCache(2_000), []
-    table = pyarrow.table({"a": np.zeros(100)})  # 800 bytes
-
-    def get(group):
-        return cache.get(("file", group), lambda: decoded.append(group) or table)
-
-    for group in (0, 1, 0, 2, 0, 1):
-        get(group)
-    assert decoded == [0, 1, 2, 1]  # the least recently used one went
 
 
 def test_examples_of_tensorflow_are_read(tmp_path):

@@ -129,7 +129,6 @@ def test_a_text_among_numbers_to_predict_is_a_bad_record(form, tmp_path):
 # Numbers beside one NA, the classes; None: it is refused.
 MIXED = {
     "fractions": ([i / 7 for i in range(40)], None),
-    "whole quantities": (list(range(40)), None),
     "few classes": ([i % 2 for i in range(40)], ["0", "1", "NA"]),
 }
 
