@@ -24,6 +24,7 @@ from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prep
 from jaxtrain.data.documents import open_documents
 from jaxtrain.data.row_names import row_name
 from jaxtrain.data.rows import ConcatenatedRows, MappedRows, SelectedRows, selected_rows
+from jaxtrain.data.tokens import token_dtype
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.train.assemble import assemble, open_run_data
 
@@ -187,6 +188,10 @@ def test_prepared_shards_give_the_rows_of_the_text(kind, tokens_per_shard, tmp_p
             np.testing.assert_array_equal(ours["inputs"], theirs["inputs"])
             np.testing.assert_array_equal(ours["targets"], theirs["targets"])
     assert load_tokenizer(tmp_path / "shards" / "tokenizer.json").vocab_size == mapped.tokenizer.vocab_size
+
+
+def test_a_large_vocabulary_takes_four_bytes():
+    assert [token_dtype(size).itemsize for size in (256, 2**16, 2**16 + 1)] == [2, 2, 4]
 
 
 def test_synthetic_tokens_can_be_learned():

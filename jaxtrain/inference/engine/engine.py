@@ -80,6 +80,7 @@ class Engine:
         decoder = _decoder_of(sharded_model)
         check_not_donated(params)
         _check_places(params, sharded_model)
+        check_kind(params, dict, what="Engine: params", takes="the parameters of the model", write=write)
         self._slots = check_whole(slots, what="Engine: slots", least=1, write="slots=8")
         self._length = checked_length(decoder, length, what="Engine: length")
         chunk = check_whole(chunk, what="Engine: chunk", least=1, write="chunk=128")

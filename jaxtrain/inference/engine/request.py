@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.config.arguments import check_whole, refusal
+from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.inference.sampling import Sampling
 
@@ -69,6 +69,7 @@ class Request:
     prompt_log_probabilities: bool = False
 
     def __post_init__(self) -> None:
+        check_kind(self.sampling, Sampling, what="Request: sampling", takes="a record", write="sampling=Sampling()")
         for name, least in (("new_tokens", 1), ("seed", 0), ("top", 0)):
             value = check_whole(getattr(self, name), what=f"Request: {name}", least=least, write=_WRITE)
             object.__setattr__(self, name, value)
