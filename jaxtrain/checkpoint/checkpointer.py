@@ -14,7 +14,6 @@ from jaxtrain.checkpoint.places import Place, RemotePath
 from jaxtrain.checkpoint.space import SaveError, check_space
 from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.checkpoint.upkeep import Upkeep
-from jaxtrain.config.arguments import check_function
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.remarks import print_remark
 
@@ -63,7 +62,6 @@ class Checkpointer:
     ) -> None:
         self.directory = checks.checked_directory(directory)
         last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
-        check_function(report, what="Checkpointer: report", takes="a function of one line", write="report=print")
         self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
         self._read_only, self._is_begun, self._is_closed = read_only, False, False
         self._storage: Storage | None = None
@@ -217,7 +215,7 @@ class Checkpointer:
             CheckpointError: there is no such step, it belongs to another model, or no intact step is left.
         """
         self.wait()
-        prefix = None if prefix is None else tree.stored_name(checks.checked_prefix(prefix))
+        prefix = None if prefix is None else tree.stored_name(prefix)
         wanted = tree.flatten(target, prefix=prefix)
         checks.check_target(target)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
@@ -257,7 +255,6 @@ class Checkpointer:
             DamagedError: a file is missing, or an array differs from what was saved.
             CheckpointError: no dict of arrays, or there is no such step, or no such array in it.
         """
-        checks.check_paths(leaves)
         self.wait()
         info = self.info(step)
         names = {path: tree.name_among(info.leaves, path) for path in leaves}

@@ -9,7 +9,7 @@ from jaxtrain.checkpoint import tree
 from jaxtrain.checkpoint.directory import CheckpointInfo
 from jaxtrain.checkpoint.places import Place, place_at
 from jaxtrain.checkpoint.remote import RemotePath
-from jaxtrain.config.arguments import check_kind, refusal, shown
+from jaxtrain.config.arguments import refusal, shown
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.runtime.donation import first_deleted
 
@@ -56,28 +56,6 @@ def check_target(target: Any) -> None:
         raise CheckpointError(refusal("restore", "a tree of arrays or of their shapes as target", target, write))
 
 
-def check_paths(leaves: Any) -> None:
-    """Raise where what is to be read is no table of arrays by path.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
-    write = "checkpointer.read({'params/w': jax.ShapeDtypeStruct(shape, dtype, sharding=...)}, step=10)"
-    takes = "a dict from path to the shape of the array"
-    check_kind(leaves, Mapping, what="read", takes=takes, write=write, error=CheckpointError)
-
-
-def checked_prefix(prefix: Any) -> str:
-    """Return the path of a part of a saved tree.
-
-    Raises:
-        CheckpointError: it is no text.
-    """
-    takes = "the path of a part of the state"
-    check_kind(prefix, str, what="restore: prefix", takes=takes, write="prefix='params'", error=CheckpointError)
-    return prefix
-
-
 def checked_metadata(metadata: Any) -> dict[str, Any]:
     """Return the metadata of a step as a dict.
 
@@ -117,8 +95,6 @@ def checked_scores(scores: Any) -> dict[int, float | None]:
     Raises:
         CheckpointError: no dict, or a step or a score is no number.
     """
-    takes, write = "a dict from step to score", "score_again({100: 0.5})"
-    check_kind(scores, Mapping, what="score_again", takes=takes, write=write, error=CheckpointError)
     return {checked_step(step): checked_loss(score, name="score") for step, score in scores.items()}
 
 

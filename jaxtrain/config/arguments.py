@@ -152,19 +152,3 @@ def check_choice(value: Any, known: Iterable[str], *, what: str, write: str) -> 
     known = list(known)
     if not isinstance(value, str) or value not in known:
         raise ConfigError(refusal(what, f"one of {', '.join(known)}", value, write))
-
-
-def check_functions(given: Mapping[str, tuple[Any, str]], *, of: str, write: str) -> None:
-    """Raises an error where one of several values cannot be called.
-
-    Args:
-        given: Name of the argument -> what was given, and how the function is called: "(key) -> params".
-        of: The function that takes them.
-        write: As for `refusal`.
-
-    Raises:
-        ConfigError: The first value that is no function.
-    """
-    for name, (value, call) in given.items():
-        if not callable(value):
-            raise ConfigError(refusal(f"{of}: {name}", f"a function {call}", value, write))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import check_kind, check_whole, refusal
+from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.data.masked import check_unmasked
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.card import card
@@ -70,7 +70,6 @@ class Batches:
         example = "Batches(rows, 32, seed=0, shuffle=True)"
         global_batch_size = check_whole(global_batch_size, what="Batches: global_batch_size", least=1, write=example)
         seed = check_whole(seed, what="Batches: seed", least=None, write=example)
-        check_kind(shuffle, bool, what="Batches: shuffle", takes="True or False", write=example)
         if workers is not None:
             workers = check_whole(workers, what="Batches: workers", least=1, write="workers=4, or None for all cores")
         if len(rows) == 0:

@@ -127,15 +127,12 @@ def generate_text(
         >>> texts[0].startswith("To be")
         True
     """
-    _check_call(step, params, tokenizer, prompts, sampling, seed)
+    _check_call(params, tokenizer, prompts, seed)
     sharded_model = step.sharded_model if isinstance(step, TrainStep) else step
     decoder_of(sharded_model.model)
     new_tokens = _checked_new_tokens(new_tokens)
     stop = checked_stops(stop)
-    for name, flag in (("add_special_tokens", add_special_tokens), ("skip_special_tokens", skip_special_tokens)):
-        check_kind(flag, bool, what=f"generate_text: {name}", takes="True or False", write=f"{name}=False")
-    takes, write = "a list of token ids", "stop_tokens=[2]"
-    check_kind(stop_tokens, Collection, what="generate_text: stop_tokens", takes=takes, write=write)
+    write = "stop_tokens=[2]"
     stop_tokens = [check_whole(one, what="generate_text: stop_tokens", least=0, write=write) for one in stop_tokens]
     check_not_donated(params)
     if not len(prompts):
@@ -256,24 +253,16 @@ def generate_rows(
     return found
 
 
-def _check_call(step: Any, params: Any, tokenizer: Any, prompts: Any, sampling: Any, seed: Any) -> None:
+def _check_call(params: Any, tokenizer: Any, prompts: Any, seed: Any) -> None:
     """Raise where an argument of `generate_text` is of another type."""
-    write = "generate_text(step, ...), or generate_text(shard_model(model), ...)"
-    check_kind(step, (TrainStep, ShardedModel), what="generate_text", takes="a train step", write=write)
     if isinstance(params, TrainState) or params is None:
         raise ConfigError(refusal("generate_text: params", "parameters", params, "state.params"))
     if isinstance(prompts, str | bytes):
         raise ConfigError(f"prompts is one text, {prompts[:20]!r}; use a list of texts: [{prompts[:20]!r}]")
     what, takes, write = "generate_text: prompts", "a list of texts", "['Once upon a time']"
     check_kind(prompts, Sequence, what=what, takes=takes, write=write)
-    for prompt in prompts:
-        check_kind(prompt, str, what=what, takes=takes, write=write)
     if not callable(getattr(tokenizer, "encode", None)) or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(refusal("generate_text: tokenizer", "a tokenizer", tokenizer, "data.tokenizer"))
-    temperature = sampling if is_number(sampling) else 0.8
-    write = f"sampling=Sampling(temperature={temperature})"
-    for one in sampling if isinstance(sampling, list | tuple) else [sampling]:
-        check_kind(one, Sampling, what="generate_text: sampling", takes="a record", write=write)
     for one in seed if isinstance(seed, list | tuple) else [seed]:
         check_whole(one, what="generate_text: seed", least=None, write="seed=0")
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.adapter import lora_settings
-from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.arguments import refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
@@ -117,10 +117,6 @@ def load_adapter(folder: str | Path, *, base: "Pretrained | str | Path") -> tupl
         >>> model.adapted.targets
         ('blocks/attention/query/kernel', 'blocks/attention/value/kernel')
     """
-    write = "load_adapter('adapters/mine', base='models/llama')"
-    check_kind(folder, (str, Path), what="load_adapter", takes="the path of an adapter's folder", write=write)
-    takes = "the path of a published model, or what load_pretrained gave"
-    check_kind(base, (str, Path, Pretrained), what="load_adapter: base", takes=takes, write=write)
     pretrained = base if isinstance(base, Pretrained) else load_pretrained(base)
     rows = pretrained.published.family.tensors(settings_of(pretrained.config))
     opened = open_adapter(folder, rows, base=pretrained.published, places=pretrained.places.params)
@@ -192,9 +188,6 @@ def save_adapter(
         >>> sorted(file.name for file in folder.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
-    write = "save_adapter('adapters/mine', params, model=adapted, base=pretrained)"
-    check_kind(folder, (str, Path), what="save_adapter", takes="the path of a folder", write=write)
-    check_kind(model, Model, what="save_adapter: model", takes="the adapted model", write=write)
     digests: Mapping[str, str] = {}
     if isinstance(base, Pretrained):
         group, published = base.config, base.published

@@ -8,7 +8,7 @@ import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
 
 # The mesh axes that shard one dim, as in a PartitionSpec; None: the dim is not sharded.
@@ -61,7 +61,7 @@ Example:
 """
 
 
-def check_axes(axes: object, *, what: str, write: str = "{'layer/kernel': ('embed', 'mlp')}") -> None:
+def check_axes(axes: Mapping[str, object], *, what: str, write: str = "{'layer/kernel': ('embed', 'mlp')}") -> None:
     """Raises an error where something is no table of logical axes.
 
     Args:
@@ -70,18 +70,15 @@ def check_axes(axes: object, *, what: str, write: str = "{'layer/kernel': ('embe
         write: How such a table is written.
 
     Raises:
-        ConfigError: It is no mapping, or a row is no tuple.
+        ConfigError: A row is no tuple.
     """
-    takes = "a dict from path to the logical name of each dim"
-    check_kind(axes, Mapping, what=what, takes=takes, write=write)
-    assert isinstance(axes, Mapping)
     for path, row in axes.items():
         if not isinstance(row, tuple):
             example = f"{{{path!r}: ({row!r},)}}" if isinstance(row, str) else write
             raise ConfigError(refusal(f"{what}: {path}", "a tuple with the name of each dim", row, example))
 
 
-def check_rules(rules: object, *, what: str) -> None:
+def check_rules(rules: Mapping[str, object] | None, *, what: str) -> None:
     """Raises an error where something is no table of sharding rules.
 
     Args:
@@ -89,14 +86,11 @@ def check_rules(rules: object, *, what: str) -> None:
         what: Name of the argument, for the message.
 
     Raises:
-        ConfigError: It is no mapping, or a row is no tuple of mesh axes.
+        ConfigError: A row is no tuple of mesh axes.
     """
     if rules is None:
         return
     write = f"{what}={{'mlp': ('tensor',)}}"
-    takes = "a dict from logical axis to mesh axes"
-    check_kind(rules, Mapping, what=what, takes=takes, write=write)
-    assert isinstance(rules, Mapping)
     for name, axes in rules.items():
         if not isinstance(axes, tuple | list):
             example = f"{what}={{{name!r}: ({axes!r},)}}" if isinstance(axes, str) else write

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.arguments import check_choice, check_kind
+from jaxtrain.config.arguments import check_choice
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
@@ -77,8 +77,6 @@ def _adapt(
     model: Model, lora: LoraConfig | None, base: str | None, double_quantization: bool, *, from_folder: bool
 ) -> Model:
     check_is_model(model, what="adapt")
-    if lora is not None:
-        check_kind(lora, LoraConfig, what="adapt: lora", takes="a LoraConfig", write="lora=jt.LoraConfig(rank=16)")
     if base is not None:
         check_choice(base, FORMATS, what="adapt: base", write=f"base={FORMATS[0]!r}")
     if lora is None and base is None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.arguments import check_kind
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply
 
@@ -45,9 +44,6 @@ def from_functions(
             f"from_functions takes apply or parts, not {'neither' if apply is None else 'both'}; "
             "write from_functions(init, apply)"
         )
-    if parts is not None:
-        write = "parts=Parts('blocks', num_layers, embed, layers, head)"
-        check_kind(parts, Parts, what="from_functions: parts", takes="a record of parts", write=write)
 
     def apply_model(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool

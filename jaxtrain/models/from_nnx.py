@@ -10,7 +10,7 @@ import jax
 from flax import linen, nnx
 from jax.core import Tracer
 
-from jaxtrain.config.arguments import check_function, check_kind, shown
+from jaxtrain.config.arguments import check_kind, shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.sharding import shard_key
@@ -217,12 +217,6 @@ def from_nnx(
     make = building(maker_of(make, of="from_nnx"))
     if axes is not None:
         check_axes(axes, what="from_nnx: axes")
-    if call is not None:
-        takes, write = (
-            "a function (module, inputs, key, train) -> outputs",
-            "call=lambda module, inputs, key, train: ...",
-        )
-        check_function(call, what="from_nnx: call", takes=takes, write=write)
     takes = "a tuple of top-level names of parameters"
     write = f"gathers_itself=({gathers_itself!r},)" if isinstance(gathers_itself, str) else "gathers_itself=('blocks',)"
     check_kind(gathers_itself, tuple, what="from_nnx: gathers_itself", takes=takes, write=write)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxtrain.config.arguments import check_functions, check_kind, check_whole, refusal
+from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.config.finetune import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import parameters_table, parameters_text
@@ -128,15 +128,7 @@ class Parts:
     head: Head
 
     def __post_init__(self) -> None:
-        takes = "the top-level name of the stack in params"
-        check_kind(self.stack, str, what="Parts: stack", takes=takes, write="stack='blocks'")
         check_whole(self.num_layers, what="Parts: num_layers", least=1, write="num_layers=12")
-        calls = {
-            "embed": (self.embed, "embed(params, inputs, *, key, train) -> carry"),
-            "layers": (self.layers, "layers(stack, carry, inputs, *, first_layer, key, train) -> carry"),
-            "head": (self.head, "head(params, carry, *, train) -> outputs"),
-        }
-        check_functions(calls, of="Parts", write="Parts('blocks', 12, embed, layers, head)")
 
 
 @dataclass(frozen=True)
@@ -192,13 +184,6 @@ class Model:
     convolutional: bool = False
 
     def __post_init__(self) -> None:
-        write = "Model('mine', init, apply), or from_functions(init, apply) for functions without state"
-        check_kind(self.name, str, what="Model: name", takes="a text", write=write)
-        calls = {
-            "init": (self.init, "init(key) -> (params, model_state)"),
-            "apply": (self.apply, "apply(params, model_state, inputs, *, key, train) -> (outputs, model_state)"),
-        }
-        check_functions(calls, of="Model", write=write)
         check_axes(self.axes, what=f"axes of the model {self.name}")
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, Params
@@ -45,7 +45,6 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
         >>> small = jt.quantize(params, text_model)  # in place of params in `apply`, EvaluationState or generate_text
     """
     write = "quantize(state.params, step.model)"
-    check_kind(model, Model, what="quantize: model", takes="a jaxtrain.Model", write=write)
     if not isinstance(params, Mapping):
         raise ConfigError(refusal("quantize: params", "the parameters of the model", params, write))
     if not isinstance(format, str) or format not in FORMATS:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.arguments import check_kind, check_whole
+from jaxtrain.config.arguments import check_whole
 from jaxtrain.layout.gather import gather_parameters
 from jaxtrain.layout.sharding import platform
 from jaxtrain.layout.stack_sums import attach_sums, enter_stack, leave_stack
@@ -34,8 +34,6 @@ def make_stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nn
     make = building(maker_of(make, of="make_stack"))
     example = "make_stack(make, 12, rngs)"
     num_layers = check_whole(num_layers, what="make_stack: num_layers", least=1, write=example)
-    write = f"{example} with rngs=nnx.Rngs(0), or the rngs of the module around"
-    check_kind(rngs, nnx.Rngs, what="make_stack: rngs", takes="the random streams of a module", write=write)
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), num_layers)
     layers = jax.vmap(lambda key: to_dict(nnx.state(make(nnx.Rngs(key)))))(keys)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.arguments import check_functions, check_kind
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.models.from_nnx import building, from_dict, linear_kernels, maker_of, metadata_axes, to_dict
@@ -75,19 +74,8 @@ def from_stages(
         2
     """
     make = building(maker_of(make, of="from_stages"))
-    takes = "the name of the attribute that holds the stack"
-    check_kind(stack, str, what="from_stages: stack", takes=takes, write="stack='blocks'")
-    calls = {
-        "embed": (embed, "(module, inputs, key, train) -> carry"),
-        "block": (block, "(block, carry, inputs, key, train) -> carry"),
-        "head": (head, "(module, carry, train) -> outputs"),
-    }
-    check_functions(calls, of="from_stages", write="from_stages(make, stack='blocks', embed=..., block=..., head=...)")
     if axes is not None:
         check_axes(axes, what="from_stages: axes")
-    if remat is not None:
-        write = f"remat=Remat({remat!r})" if isinstance(remat, str) else "remat=Remat('full')"
-        check_kind(remat, Remat, what="from_stages: remat", takes="a policy", write=write)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, template, rest = nnx.split(abstract, nnx.Param, ...)
     others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]

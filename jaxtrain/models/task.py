@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.arguments import check_function, check_functions, shown
+from jaxtrain.config.arguments import check_function, shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.runtime.card import card
@@ -54,11 +54,6 @@ class LogitsLoss:
     train: Loss
     evaluate: Loss
     has_separate_rows: bool = False
-
-    def __post_init__(self) -> None:
-        call = "(outputs, batch) -> (sum, weight, metrics)"
-        calls = {"train": (self.train, call), "evaluate": (self.evaluate, call)}
-        check_functions(calls, of="LogitsLoss", write="LogitsLoss(train, evaluate)")
 
     def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
         return self.train(outputs, batch)
@@ -175,9 +170,6 @@ class Task:
                 f"Task.calling takes a name and a loss function, not {shown(name)} and {shown(loss)}; "
                 "write Task.calling('name', loss) with loss(apply, batch, key) -> (sum, weight, metrics)"
             )
-        if reference is not None:
-            write = "reference=jaxtrain.answer_log_probabilities"
-            check_function(reference, what="Task.calling: reference", takes="(apply, batch) -> [B, ...]", write=write)
         return cls(name, CallingLoss(loss, reference), batch_axes or {}, reads_weights, rows=rows)
 
     @property

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import check_kind, refusal
+from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides, run_manually, spec_of, vary_alike, vary_like
 from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, has_parts, use_and_add
@@ -80,9 +80,6 @@ def _check_call(table: Any, indices: Any, rows: Any) -> None:
         is_array = isinstance(value, jax.Array | np.ndarray)
         if not is_array or value.ndim != ndim or not jnp.issubdtype(value.dtype, kind):
             raise ConfigError(refusal(f"embedding_lookup: {name}", takes, value, write))
-    if rows is not None:
-        takes = "the logical axis of the rows, or None"
-        check_kind(rows, str, what="embedding_lookup: rows", takes=takes, write="rows='vocab'")
 
 
 def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | None) -> jax.Array:

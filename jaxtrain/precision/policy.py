@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxtrain.config.arguments import check_kind, check_whole, refusal
+from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.precision.kernels import is_quantized
@@ -59,8 +59,6 @@ class Policy:
                 "Policy: linear_format='fp8' takes compute_dtype bfloat16 or float32, not float16, in which products "
                 "of 8-bit numbers overflow; write compute_dtype=jnp.bfloat16"
             )
-        write = "loss_scaled=True"
-        check_kind(self.loss_scaled, bool, what="Policy: loss_scaled", takes="True or False", write=write)
         try:
             with jax.default_matmul_precision(self.matmul_precision):  # pyright: ignore[reportArgumentType] None too
                 pass

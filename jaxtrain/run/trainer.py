@@ -246,9 +246,6 @@ def _check_call(config: Any, overrides: Any, resume: Any, progress: Any) -> None
         check_kind(overrides, Mapping, what="run_config: overrides", takes="a dict of keys", write=write)
     if resume is not None:
         check_choice(resume, ("auto", "must", "never"), what="run_config: resume", write="resume='auto'")
-    if progress is not None:
-        write = "progress=None, which shows it on standard error"
-        check_kind(progress, Progress, what="run_config: progress", takes="what shows it", write=write)
 
 
 def _check_parts(*, model: "Model | None", task: "Task | None", data: "Data | None") -> None:

@@ -175,7 +175,7 @@ def build_step(
         >>> step.model.name
         'mlp'
     """
-    _check_call(config, input_shape)
+    _check_call(config)
     own = own or OwnStep()
     mesh = own.mesh or make_mesh(**config_degrees(config.parallel), devices=devices)
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
@@ -216,13 +216,11 @@ def spike_rule(config: Config) -> SpikeRule | None:
     return None if spikes is None else SpikeRule(spikes.window, spikes.sigmas, spikes.watch)
 
 
-def _check_call(config: Any, input_shape: Any) -> None:
+def _check_call(config: Any) -> None:
     """Raise where an argument of `build_step` is of another type."""
     name = config if isinstance(config, str) else "quickstart"
     write = f"build_step(load_config({name!r}).config, input_shape=data.input_shape)"
     check_kind(config, Config, what="build_step", takes="the config of a run", write=write)
-    write = f"input_shape=({input_shape},)" if isinstance(input_shape, int) else "input_shape=data.input_shape"
-    check_kind(input_shape, (tuple, list), what="build_step: input_shape", takes="the shape of one row", write=write)
 
 
 def build_sharded_model(

@@ -86,8 +86,8 @@ def make_train_step(
     task = named_task(task)
     check_parts(model, task, optimizer)
     check_options(accumulation_steps, clip_norm, ema_decay, trainable)
-    check_placement(mesh, rules, parallelism, of="make_train_step")
-    check_settings(learning_rate, loss_scaling, compiler_options, offload_optimizer, spikes)
+    check_placement(mesh, rules, of="make_train_step")
+    check_settings(learning_rate, loss_scaling)
     if trainable is None and model.adapted is not None and model.adapted.lora is not None:
         trainable = model.adapted.trains
     mesh = make_mesh() if mesh is None else mesh

@@ -1,6 +1,6 @@
 """Options of a train step, checked before anything is made of them: one line for each mistake."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +9,9 @@ import jax.numpy as jnp
 from jaxtrain.config.arguments import check_kind, check_number, refusal, shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.policy import LossScaling
-from jaxtrain.train.spikes import SpikeRule
 
 
-def check_settings(
-    learning_rate: Any, loss_scaling: Any, compiler_options: Any, offload_optimizer: Any, spikes: Any
-) -> None:
+def check_settings(learning_rate: Any, loss_scaling: Any) -> None:
     """Raise where an option of `make_train_step` is of another type.
 
     Raises:
@@ -30,15 +27,6 @@ def check_settings(
         write = f"loss_scaling=LossScaling(initial={initial})"
         takes = "the rule of a loss scale"
         check_kind(loss_scaling, LossScaling, what="make_train_step: loss_scaling", takes=takes, write=write)
-    if compiler_options is not None:
-        write = "compiler_options={'xla_cpu_enable_fast_math': False}"
-        takes = "a dict from option to value"
-        check_kind(compiler_options, Mapping, what="make_train_step: compiler_options", takes=takes, write=write)
-    write = "offload_optimizer=True"
-    check_kind(offload_optimizer, bool, what="make_train_step: offload_optimizer", takes="True or False", write=write)
-    if spikes is not None:
-        write = "spikes=SpikeRule(window=128, sigmas=6.0)"
-        check_kind(spikes, SpikeRule, what="make_train_step: spikes", takes="the rule of spikes", write=write)
 
 
 def _check_schedule(schedule: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from jaxtrain.config.arguments import check_choice, check_kind, check_number, check_whole, refusal
+from jaxtrain.config.arguments import check_choice, check_number, check_whole, refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import check_mesh, make_mesh
 from jaxtrain.layout.rules import DEFAULT_RULES, check_rules
@@ -63,8 +63,6 @@ class Parallelism:
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or self.zero not in STAGES:
             raise ConfigError(f"parallel.zero={self.zero}; use 0, 1, 2 or 3")
-        what, write = "Parallelism: sequence_parallel", "sequence_parallel=True"
-        check_kind(self.sequence_parallel, bool, what=what, takes="True or False", write=write)
         what, write = "Parallelism: context_attention", "context_attention='auto'"
         check_choice(self.context_attention, ("auto", *CONTEXT_WAYS), what=what, write=write)
         check_choice(self.schedule, SCHEDULES, what="Parallelism: schedule", write="schedule='1f1b'")
@@ -133,11 +131,11 @@ def check_stages(task: Task, mesh: Mesh) -> None:
     check_task_stages(mesh.shape, task=task.name, calls_model=task.calls_model, rows=task.rows)
 
 
-def check_placement(mesh: object, rules: object, parallelism: object, *, of: str) -> None:
+def check_placement(mesh: object, rules: Mapping[str, object] | None, *, of: str) -> None:
     """Raise where what places a model is of another type.
 
     Args:
-        mesh, rules, parallelism: what was given; None stands for the default.
+        mesh, rules: what was given; None stands for the default.
         of: the function that takes them.
 
     Raises:
@@ -145,9 +143,6 @@ def check_placement(mesh: object, rules: object, parallelism: object, *, of: str
     """
     check_mesh(mesh, what=f"{of}: mesh")
     check_rules(rules, what="rules")
-    if parallelism is not None:
-        what, takes = f"{of}: parallelism", "the options of the mesh axes"
-        check_kind(parallelism, Parallelism, what=what, takes=takes, write="parallelism=Parallelism(zero=1)")
 
 
 def shard_model(
@@ -182,7 +177,7 @@ def shard_model(
         (4, 3)
     """
     check_model(model)
-    check_placement(mesh, rules, parallelism, of="shard_model")
+    check_placement(mesh, rules, of="shard_model")
     if task is not None:
         check_task(task)
     if trainable is not None and not callable(trainable):

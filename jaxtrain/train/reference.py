@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.config.arguments import check_kind, check_whole, shown
+from jaxtrain.config.arguments import check_whole, shown
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.model_call import ModelCall
@@ -118,10 +118,6 @@ def reference_rows(
     from jaxtrain.data.batches import check_rows
     from jaxtrain.data.entries import with_entry
 
-    write = "reference_rows(step, step.init(0), rows)"
-    check_kind(step, TrainStep, what="reference_rows: step", takes="a train step", write=write)
-    takes = "the state that training starts from"
-    check_kind(state, (TrainState, EvaluationState), what="reference_rows: state", takes=takes, write=write)
     check_rows(rows, what="reference_rows", write="reference_rows(step, state, jaxtrain.ArrayRows({...}))")
     batch_size = check_whole(batch_size, what="reference_rows: batch_size", least=1, write="batch_size=32")
     if step.task.reference is None:

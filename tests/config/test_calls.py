@@ -1,7 +1,6 @@
 """A config that names functions: what it takes, how it is written, and one line for each mistake. No jax is needed."""
 
 import sys
-from dataclasses import dataclass
 
 import pytest
 
@@ -61,33 +60,21 @@ def test_a_config_says_of_itself_what_it_was_written_as(written):
     assert again == config
 
 
-@dataclass
-class Override:
-    given: list
-    path: str
-    value: object
+OVERRIDES = [
+    ("model.args.width=128", "model.args.width", 128),
+    ("model.args.depth=2", "model.args.depth", 2),
+    ("task.call=mine.losses:other", "task.args", {}),
+    ("task=classification", "task", "classification"),
+    ("model.kind=mlp", "model.kind", "mlp"),
+]
 
 
-OVERRIDES = {
-    "an argument": Override(["model.args.width=128"], "model.args.width", 128),
-    "an argument that the file leaves out": Override(["model.args.depth=2"], "model.args.depth", 2),
-    "all arguments": Override(["model.args={depth: 2}"], "model.args.depth", 2),
-    "another function": Override(["model.call=mine.models:other"], "model.call", "mine.models:other"),
-    "another function takes other arguments": Override(["task.call=mine.losses:other"], "task.args", {}),
-    "a task by name": Override(["task=classification"], "task", "classification"),
-    "a shipped model": Override(["model.kind=mlp"], "model.kind", "mlp"),
-    "a tuple becomes a list": Override([("model.args.sides", (3, 4))], "model.args.sides", [3, 4]),
-}
-
-
-@pytest.mark.parametrize("case", OVERRIDES.values(), ids=OVERRIDES)
-def test_overrides(written, case):
-    words = [word for word in case.given if isinstance(word, str)]
-    keywords = dict(word for word in case.given if not isinstance(word, str))
-    value = load_config(written(MINE), overrides=words, keywords=keywords).config
-    for part in case.path.split("."):
+@pytest.mark.parametrize(("word", "path", "wanted"), OVERRIDES)
+def test_overrides(written, word, path, wanted):
+    value = load_config(written(MINE), overrides=[word]).config
+    for part in path.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
-    assert value == case.value
+    assert value == wanted
 
 
 def test_a_function_takes_the_place_of_a_shipped_kind_and_says_what_gave_way():
@@ -108,68 +95,24 @@ def test_jaxtrain_config_lists_the_keys(written):
 
 
 WRONG_CONFIGS = {
-    "a path": (
-        "model.call=mine/models.py:build",
-        "model.call (command line): 'mine/models.py:build' names no function of a module; write module:function, as in "
-        "mine.models:build",
-    ),
-    "dots alone": (
-        "task.call=mine.losses.focal",
-        "task.call (command line): 'mine.losses.focal' names no function of a module; write module:function, as in "
-        "mine.losses:focal",
-    ),
-    "a method": (
-        "model.call=mine.models:Net.build",
-        "model.call (command line): 'mine.models:Net.build' names no function of a module; write module:function, as "
-        "in my_package.models:build",
-    ),
-    "no function": (
-        "task={args: {gamma: 2}}",
-        "key 'task.call' is missing; task (command line) needs it",
-    ),
-    "arguments that are no mapping": (
-        "model={call: a:b, args: 3}",
-        "model.args is 3 (command line); it takes map of any value",
-    ),
-    "a number that JSON lacks": (
-        "model={call: a:b, args: {width: .nan}}",
-        "model.args (command line): width is nan, which run.json cannot hold; leave it out, or write it as a text",
-    ),
-    "arguments without a function": (
-        "model.args.width=3",
-        "unknown key 'model.args' (command line); model.kind=transformer does not have it, model.kind=called does",
-    ),
-    "a key of a shipped model": (
-        "model={call: a:b, num_layers: 2}",
-        "unknown key 'model.num_layers' (command line); model.kind=called does not have it, model.kind=transformer "
-        "does",
-    ),
-    "a kind beside it": (
-        "model={kind: mlp, call: a:b}",
-        "unknown key 'model.call' (command line); model.kind=mlp does not have it, model.kind=called does",
-    ),
-    "an option of the loss": (
-        "task={call: a:b}",
-        None,
-    ),
+    "task.call=mine.losses.focal": "task.call (command line): 'mine.losses.focal' names no function of a module; write",
+    "task={args: {gamma: 2}}": "key 'task.call' is missing; task (command line) needs it",
+    "model={call: a:b, args: {width: .nan}}": "model.args (command line): width is nan, which run.json cannot hold;",
+    "model.args.width=3": "unknown key 'model.args' (command line); model.kind=transformer does not have it",
 }
 
 
-@pytest.mark.parametrize(("override", "message"), WRONG_CONFIGS.values(), ids=WRONG_CONFIGS)
+@pytest.mark.parametrize(("override", "message"), WRONG_CONFIGS.items(), ids=WRONG_CONFIGS)
 def test_wrong_config(override, message):
-    if message is None:
-        config = load_config(overrides=[override, "loss.z_loss=1e-4"]).config
-        with pytest.raises(ConfigError, match=r"loss.z_loss=0.0001 is for task=language_modeling, but task=a:b"):
-            check_kinds(config)
-        return
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[override])
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
 
 
-def test_an_argument_from_python_that_no_file_can_hold():
-    with pytest.raises(ConfigError, match=r"model.args \(keyword\): make is of type function, which a config file"):
-        load_config(keywords={"model": {"call": "a:b", "args": {"make": lambda: 1}}})
+def test_an_option_of_the_loss_is_no_matter_of_a_function():
+    config = load_config(overrides=["task={call: a:b}", "loss.z_loss=1e-4"]).config
+    with pytest.raises(ConfigError, match=r"loss.z_loss=0.0001 is for task=language_modeling, but task=a:b"):
+        check_kinds(config)
 
 
 PARTS = """
@@ -181,13 +124,9 @@ def build(width, input_shape, depth=2, num_outputs=None):
 def anything(**kwargs):
     return kwargs
 
-def by_place(width, /):
-    return width
-
 def broken(width):
     return 1 // width
 
-number = 3
 """
 
 
@@ -202,93 +141,42 @@ def test_a_function_gets_what_its_signature_names(package):
     assert call_function("model", "mine_test.parts:anything", {"width": 4}, offered=offered) == {"width": 4}
 
 
-WRONG_CALLS = {
-    "no such package": (
-        "mine_tset.parts:build",
+# What is called below mine_test, its arguments, and what is wrong.
+WRONG_CALLS = [
+    (
+        "prats:build",
         {},
-        r"model.call=mine_tset.parts:build: there is no module 'mine_tset' in the current directory \(.*\) or on "
-        r"Python's path; did you mean 'mine_test'\?",
+        "there is no module 'mine_test.prats' in the package mine_test (mine_test); did you mean 'parts",
     ),
-    "no such module": (
-        "mine_test.prats:build",
-        {},
-        r"model.call=mine_test.prats:build: there is no module 'mine_test.prats' in the package mine_test "
-        r"\(mine_test\); did you mean 'parts'\?",
-    ),
-    "no such function": (
-        "mine_test.parts:biuld",
-        {},
-        r"model.call=mine_test.parts:biuld: the module mine_test.parts \(mine_test/parts.py\) has no function 'biuld'; "
-        r"did you mean 'build'\?",
-    ),
-    "no function": (
-        "mine_test.parts:number",
-        {},
-        r"model.call=mine_test.parts:number: number is of type int, not a function that is called",
-    ),
-    "an argument that it does not take": (
-        "mine_test.parts:build",
-        {"widht": 3},
-        r"model.args.widht: build of model.call=mine_test.parts:build has no such parameter, it takes width, "
-        r"input_shape, depth, num_outputs; did you mean model.args.width\?",
-    ),
-    "an argument that it needs": (
-        "mine_test.parts:build",
-        {},
-        r"model.call=mine_test.parts:build: build needs width; set model.args.width",
-    ),
-    "parameters without names": (
-        "mine_test.parts:by_place",
-        {"width": 3},
-        r"model.call=mine_test.parts:by_place: by_place takes width by its place only; .*",
-    ),
-    "an error inside": (
-        "mine_test.parts:broken",
+    ("parts:biuld", {}, "(mine_test/parts.py) has no function 'biuld'; did you mean 'build'?"),
+    ("parts:build", {"widht": 3}, "build has no such parameter, it takes width, input_shape, depth, num_outputs; did"),
+    ("parts:build", {}, "build needs width; set model.args.width"),
+    (
+        "parts:broken",
         {"width": 0},
-        r"model.call=mine_test.parts:broken: broken raised ZeroDivisionError: integer division or modulo by zero "
-        r"\(mine_test/parts.py:14\); --debug shows the traceback",
+        "broken raised ZeroDivisionError: integer division or modulo by zero",
     ),
-    "a mistake of its own grammar": (
-        "mine_test.grammar:build",
-        {},
-        r"model.call=mine_test.grammar:build: importing mine_test.grammar raised SyntaxError: .* "
-        r"\(mine_test/grammar.py:2\); .*",
-    ),
-    "an import that fails inside": (
-        "mine_test.imports:build",
-        {},
-        r"model.call=mine_test.imports:build: importing mine_test.imports raised ModuleNotFoundError: No module named "
-        r"'no_such_thing' \(mine_test/imports.py:1\); .*",
-    ),
-    "a script that ends": (
-        "mine_test.script:build",
-        {},
-        r"model.call=mine_test.script:build: importing mine_test.script raised SystemExit: 3 "
-        r"\(mine_test/script.py:3\); .*",
-    ),
-}
+    ("imports:build", {}, "importing mine_test.imports raised ModuleNotFoundError: No module named 'no_such_thing'"),
+    ("script:build", {}, "importing mine_test.script raised SystemExit: 3 (mine_test/script.py:3)"),
+]
 
 
-@pytest.mark.parametrize(("call", "arguments", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+@pytest.mark.parametrize(("call", "arguments", "message"), WRONG_CALLS)
 def test_wrong_call(package, call, arguments, message):
     package(PARTS)
-    package("import os\nimport = 3\n", "grammar")
     package("import no_such_thing\n", "imports")
     package("import sys\n\nsys.exit(3)\n", "script")
-    with pytest.raises(ConfigError, match=rf"^{message}$"):
-        call_function("model", call, arguments)
+    with pytest.raises(ConfigError) as caught:
+        call_function("model", f"mine_test.{call}", arguments)
+    assert str(caught.value).startswith("model.")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_error_of_ours_inside_keeps_its_type_and_says_where(package):
     package("from jaxtrain.errors import DataError\n\ndef read():\n    raise DataError('no rows')\n")
     with pytest.raises(DataError, match=r"^data.call=mine_test.parts:read: read: no rows \(mine_test/parts.py:4\)"):
         call_function("data", "mine_test.parts:read", {})
-
-
-def test_an_error_of_data_is_one_of_data(package):
-    package("def read():\n    return open('missing.csv')\n")
-    with pytest.raises(DataError, match=r"read raised FileNotFoundError: .*missing.csv' \(mine_test/parts.py:2\)"):
-        call_function("data", "mine_test.parts:read", {}, error=DataError)
 
 
 def test_the_digest_is_of_the_file_that_defines_the_function(package):

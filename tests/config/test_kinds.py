@@ -1,34 +1,21 @@
-"""What of a config does not belong together, told before any data is read; keys that do nothing are told too."""
+"""Which rows, tasks, heads and models belong together: one line for each that does not, before any data is read."""
 
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.kinds import check_kinds, row_form
 from jaxtrain.errors import ConfigError
 
 # id: (overrides, what `load_config` says)
 WHERE = {
     "no names": (["remat.policy=names"], r"remat \(command line\): remat.policy=names needs remat.names; known: query"),
-    "offload under dots": (
-        ["remat.offload=[block_input]"],
-        r"remat \(command line\): remat.offload=\['block_input'\] does not work under remat.policy=dots",
-    ),
-    "text for offload": (["remat.offload=block_input"], r"takes list of text, as in \[block_input\]"),
     "a head that sees one token": (
         ["model.head.kind=sequence"],
         r"head.pooling=first with causal: true gives what the first token alone says.*set head.pooling: last",
     ),
-    "masks that the model cannot look behind": (
-        ["model.head.kind=masked_language_model"],
-        r"a masked_language_model head with causal: true sees nothing after a masked token; set causal: false",
-    ),
     "a ramp of no width": (
         ["model.rope_scaling={factor: 8, low_frequency_factor: 4}"],
         r"low_frequency_factor 4.0 is not between 0 and high_frequency_factor 4.0; Llama 3.1 has 1 and 4",
-    ),
-    "yarn without a base": (
-        ["model.rope_scaling={kind: yarn, factor: 8, original_length: 64}", "model.rope_theta=1"],
-        r"rope_theta 1.0 is not above 1, which yarn takes",
     ),
     "block of whatever": (["loss.block=3"], r"loss \(command line\): loss.block=3 has no effect with loss.logits=auto"),
 }
@@ -42,9 +29,8 @@ def test_told_with_where_it_was_set(name):
 
 
 # id: (overrides, what is refused)
-REFUSED = {
+TOLD = {
     "a task of other data": (["task=classification"], "set task=language_modeling"),
-    "a model of other data": (["model.kind=mlp"], "use model.kind=transformer"),
     "fp8 over kernels in 4 bits": (
         ["precision.policy=fp8", "finetune.base=nf4", "finetune.lora.rank=2"],
         "finetune.base=nf4 stores them in 4 bits; use precision.policy=bf16, or leave finetune.base out",
@@ -52,10 +38,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", TOLD)
 def test_train_bench_and_plan_refuse_and_config_remarks(cli, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # rows beside it train in runs/quickstart too
-    overrides, said = REFUSED[name]
+    overrides, said = TOLD[name]
     with pytest.raises(ConfigError, match=said):
         check_kinds(load_config("quickstart", overrides=overrides).config)
     planned = cli("plan", "quickstart", "--on", "h100", "--analytic", *overrides)
@@ -89,12 +75,6 @@ def test_options_of_a_loss_that_is_not_there_are_refused():
     check_kinds(config, own_task=True)  # which may read them
 
 
-@pytest.mark.parametrize("words", [["data.tokenizer.path=x.json"], ["data.tokenizer={kind: byte, path: x.json}"]])
-def test_a_tokenizer_that_is_not_read_is_refused(words):
-    with pytest.raises(ConfigError, match=r"x\.json is not read with kind=b.*set kind=file, or leave the path out$"):
-        load_config("quickstart", overrides=words)
-
-
 def test_data_from_python_is_checked_by_what_it_gives():
     config = load_config({"task": "classification", "model": {"kind": "mlp"}}).config  # whose own data is text
     check_kinds(config, unit="examples")
@@ -102,3 +82,87 @@ def test_data_from_python_is_checked_by_what_it_gives():
         check_kinds(config, unit="tokens")
     with pytest.raises(ConfigError, match="task=language_modeling, but the data given gives examples"):
         check_kinds(load_config({}).config, unit="examples")
+
+
+MASKED = ["task=masked_language_modeling", "data.corruption.kind=mask", "model.causal=false"]
+LABELLED = [
+    "task=classification",
+    "data.kind=labelled_text",
+    "data.builtin=null",
+    "model.causal=false",
+    "model.head.kind=sequence",
+]
+SPANS = ["task=sequence_to_sequence", "data.corruption.kind=spans", "model.kind=encoder_decoder"]
+
+# id: (overrides, form of the rows)
+TAKEN = {
+    "next token": ([], "tokens"),
+    "masks": (MASKED, "masked tokens"),
+    "spans": (SPANS, "pairs of texts"),
+    "pairs": (
+        ["task=sequence_to_sequence", "data.kind=text_pairs", "data.builtin=null", "model.kind=encoder_decoder"],
+        "pairs of texts",
+    ),
+    "labels": (LABELLED, "labelled text"),
+    "numbers": ([*LABELLED, "task=regression", "model.head.kind=regression"], "labelled text"),
+    "tags": (
+        ["task=token_classification", "data.kind=tagged_text", "model.causal=false", "model.head.kind=token"],
+        "tagged text",
+    ),
+    "preferences": (["task=dpo", "data.kind=chat"], "pairs of answers"),
+    "images for a vit": (
+        ["task=classification", "data.kind=digits", "model.kind=vit", "model.patch_size=2"],
+        "examples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_belongs_together(name):
+    overrides, form = TAKEN[name]
+    config = load_config("quickstart", overrides=overrides).config
+    assert row_form(config) == form
+    check_kinds(config)
+
+
+# id: (overrides, what is said)
+REFUSED = {
+    "masks without masked rows": (
+        ["task=masked_language_modeling", "model.causal=false"],
+        "set data.corruption.kind=mask or task=language_modeling",
+    ),
+    "masks for one who sees half": ([*MASKED, "model.causal=true"], "set model.causal=false"),
+    "spans for a transformer": (
+        ["task=sequence_to_sequence", "data.corruption.kind=spans"],
+        "does not take the pairs of texts of data.kind=text; use model.kind=encoder_decoder",
+    ),
+    "labels without a head": (
+        ["task=classification", "data.kind=labelled_text", "data.builtin=null", "model.causal=false"],
+        "task=classification takes model.head.kind=sequence, but it is language_model",
+    ),
+    "labels for tags": (
+        [*LABELLED, "task=token_classification"],
+        "gives labelled text; set task=classification or reg",
+    ),
+    "preferences for the next token": (
+        ["data.kind=chat", "data.pairs=true"],
+        "task=language_modeling, but data.kind=chat gives pairs of answers; set task=dpo or reward",
+    ),
+    "texts for an mlp": (
+        ["task=classification", "data.kind=labelled_text", "data.builtin=null", "model.kind=mlp"],
+        "does not take the labelled text of data.kind=labelled_text; use model.kind=transformer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not(name):
+    overrides, said = REFUSED[name]
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_kinds(load_config("quickstart", overrides=overrides).config)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_of_the_loss_are_those_of_every_task_of_tokens():
+    for overrides in (MASKED, SPANS):
+        check_kinds(load_config("quickstart", overrides=[*overrides, "loss.z_loss=1e-4"]).config)

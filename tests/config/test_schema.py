@@ -1,18 +1,20 @@
-"""The schema: frozen, documented, small, and free of jax."""
+"""The schema: frozen, documented, small, free of jax, and every number has a least and a largest value."""
 
 import subprocess
 import sys
-from typing import get_args, get_origin
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from jaxtrain.config import Config, load_config, shipped_configs
 from jaxtrain.config.base import Group
 from jaxtrain.config.keys import members, nearest, walk
 from jaxtrain.config.models import ResNetConfig, TransformerConfig
-from jaxtrain.config.optimizers import AdamWConfig
 from jaxtrain.config.sizes import RESNET_SIZES, TRANSFORMER_SIZES
+from jaxtrain.errors import ConfigError
 
 
 def groups(group: type[Group], seen: dict[str, type[Group]]) -> dict[str, type[Group]]:
@@ -28,20 +30,13 @@ def groups(group: type[Group], seen: dict[str, type[Group]]) -> dict[str, type[G
 ALL = groups(Config, {})
 
 
-def test_the_walk_reaches_every_kind():
+def test_every_key_has_one_line_of_doc():
     # One of each level: a kind, a kind's nested group, a group inside a list.
     assert {"MLPConfig", "RopeScaling", "Component", "LossScaleConfig", "LionConfig"} <= set(ALL)
-
-
-@pytest.mark.parametrize("group", ALL.values(), ids=ALL)
-def test_every_key_has_one_line_of_doc(group):
-    for key, field in group.model_fields.items():
-        doc = field.description
-        assert doc, key
-        assert doc.endswith("."), key
-        assert "\n" not in doc, key
-        # What `jaxtrain config` prints in a column.
-        assert len(doc) < 120, key
+    docs = {f"{group}.{key}": doc.description for group, kind in ALL.items() for key, doc in kind.model_fields.items()}
+    # What `jaxtrain config` prints in a column.
+    wrong = [key for key, doc in docs.items() if not doc or not doc.endswith(".") or "\n" in doc or len(doc) >= 120]
+    assert not wrong
 
 
 def test_defaults_are_valid():
@@ -66,14 +61,11 @@ def test_defaults_are_valid():
         group.model_validate(asked)
 
 
-@pytest.mark.parametrize("path", ["", "train", "optimizer.schedule"])
-def test_frozen(path):
-    group = load_config().config
-    for part in filter(None, path.split(".")):
-        group = getattr(group, part)
-    key = next(iter(type(group).model_fields))
-    with pytest.raises(ValidationError, match="frozen"):
-        setattr(group, key, getattr(group, key))
+def test_frozen():
+    for group in (load_config().config, load_config().config.optimizer.schedule):
+        key = next(iter(type(group).model_fields))
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(group, key, getattr(group, key))
 
 
 def keys_of(config):
@@ -89,19 +81,13 @@ def keys_of(config):
 MOST_KEYS, MOST_OF_A_MODEL = 112, 48
 
 
-@pytest.mark.parametrize("name", shipped_configs())
-def test_shipped_configs_load_and_stay_small(name):
-    loaded = load_config(name, weights=False)
-    beside, of_model = keys_of(loaded.config)
-    assert beside < MOST_KEYS
-    assert of_model < MOST_OF_A_MODEL
-    assert loaded.notes == ()
-
-
-def test_the_largest_kinds_stay_small():
-    beside, of_model = keys_of(load_config(overrides=["model.size=llama3.1_8b"]).config)
-    assert beside < MOST_KEYS
-    assert of_model < MOST_OF_A_MODEL
+def test_shipped_configs_load_and_stay_small():
+    for name in shipped_configs():
+        loaded = load_config(name, weights=False)
+        beside, of_model = keys_of(loaded.config)
+        assert beside < MOST_KEYS, name
+        assert of_model < MOST_OF_A_MODEL, name
+        assert loaded.notes == (), name
 
 
 @pytest.mark.parametrize(
@@ -118,36 +104,9 @@ def test_every_size_is_a_valid_config(group, sizes):
             assert found == (tuple(value) if isinstance(value, list) else value), (size, key)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("steps", "train.steps"),
-        ("train.stepz", "train.steps"),
-        ("learning_rate", "optimizer.learning_rate"),
-        ("optimiser.learning_rate", "optimizer.learning_rate"),
-        ("precison", "precision"),
-        ("warmup", "optimizer.schedule.warmup_steps"),
-        ("xyzzy", None),
-    ],
-)
-def test_nearest(wrong, right):
-    assert nearest(wrong, {}) == right
-
-
-def test_walk_gives_type_and_default():
-    keys = {key.path: key for key in walk(Config, load_config(overrides=["data={kind: jsonl, path: a}"]).config)}
-    assert (keys["train.steps"].type, keys["train.steps"].default) == ("int", 1000)
-    assert keys["parallel.data"].type == "int | auto"
-    assert keys["optimizer.freeze"].type == "list of text"
-    assert keys["optimizer.clip_norm"].type == "number | null"
-    assert keys["logging.report"].type == "true | false"
-    assert keys["data.path"].default == "(required)"
-
-
-def test_groups_take_python_values():
-    assert AdamWConfig(freeze=("a",)).freeze == ("a",)
-    with pytest.raises(ValidationError):
-        AdamWConfig(learning_rate="1e-3")
+def test_nearest():
+    right = {"steps": "train.steps", "optimiser.learning_rate": "optimizer.learning_rate", "xyzzy": None}
+    assert {wrong: nearest(wrong, {}) for wrong in right} == right
 
 
 def test_loading_imports_no_jax():
@@ -157,3 +116,75 @@ def test_loading_imports_no_jax():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+# Beyond what any bound may be; 1e39 is beyond float32, in which steps compute.
+EXTREMES = {int: (-(10**18), 10**18), float: (-1e39, 1e39)}
+# Fields whose types have no bounds -> why.
+ELSEWHERE = {
+    "Config.compiler_options": "the options of a compiler, which knows their range",
+    "LossConfig.beta": "check_preference says what it may be; in EXTREMES_OF_GROUPS below",
+    "LossConfig.label_smoothing": "check_preference says what it may be; in EXTREMES_OF_GROUPS below",
+}
+EXTREMES_OF_GROUPS = ["loss.beta=-1e39", "loss.beta=1e39", "loss.label_smoothing=-1", "loss.label_smoothing=0.5"]
+
+
+def numbers(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """The types int and float inside a type, each with its bounds."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from numbers(get_args(annotation)[0], (*get_args(annotation)[1:], *metadata))
+    elif origin in (Union, types.UnionType, tuple, list, dict):
+        for inner in get_args(annotation):
+            yield from numbers(inner)
+    elif annotation in EXTREMES:
+        yield Annotated[(annotation, *metadata)] if metadata else annotation
+
+
+FIELDS = {
+    f"{name}.{key}": (field.annotation, tuple(field.metadata))
+    for name, group in ALL.items()
+    for key, field in group.model_fields.items()
+}
+
+
+def unbounded(annotation: Any, metadata: tuple[Any, ...]) -> list[Any]:
+    taken = []
+    for number in numbers(annotation, metadata):
+        kind = get_args(number)[0] if get_origin(number) is Annotated else number
+        for extreme in EXTREMES[kind]:
+            try:
+                TypeAdapter(number).validate_python(extreme)
+                taken.append(extreme)
+            except ValidationError:
+                pass
+    return taken
+
+
+def test_every_number_has_both_bounds():
+    found = {name: taken for name, field in FIELDS.items() if (taken := unbounded(*field))}
+    assert sorted(found) == sorted(ELSEWHERE), found
+
+
+def test_bounds_that_a_group_checks():
+    for word in EXTREMES_OF_GROUPS:
+        with pytest.raises(ConfigError, match=r"^loss"):
+            load_config(overrides=["task=dpo", word])
+
+
+MEMORY = "model={num_layers: 10000, embed_dim: 1048576, num_heads: 1024, mlp_dim: 1048576, vocab_size: 16777216}"
+# Words of a command line -> how the line begins.
+SENSELESS = {
+    "train.steps=1" + "0" * 23: f"train.steps is 1{'0' * 23} (command line); it takes int, less than or equal to 10000",
+    "optimizer.learning_rate=1e39": "optimizer.learning_rate is 1e+39 (command line); it takes number, less than",
+    "optimizer.learning_rate=1e-300": "optimizer.learning_rate (command line): 1e-300 would be 0 in float32; use at",
+    MEMORY: "model (command line): the sizes make a model of 6.6e+16 parameters; lower num_layers, embed_dim",
+    "model={kind: resnet, stage_blocks: [1, 1, 1, 1, 1, 1, 1, 1, 1]}": "model.stage_blocks is [1, 1, 1, 1, 1, 1, 1, 1",
+}
+
+
+@pytest.mark.parametrize(("word", "line"), SENSELESS.items(), ids=SENSELESS.values())
+def test_senseless_value(word, line):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[word])
+    assert str(caught.value).startswith(line)

@@ -1,4 +1,4 @@
-"""Chat templates of real families: ids are those of transformers, and the trained tokens are those marked by hand."""
+"""Chats as tokens: ids are those of transformers, the trained tokens those marked by hand, and where answers end."""
 
 import importlib.util
 import re
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_files import CONVERSATIONS, ENCODER, EXPECTED, STOPS, TOKENIZER, masked, messages, template_of
+from chat_files import CONVERSATIONS, ENCODER, EXPECTED, STOPS, TOKENIZER, masked, messages, template_of, write_rows
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxtrain.config.chat import ChatData
 from jaxtrain.config.tokenizer import TokenizerConfig
-from jaxtrain.data.chat.conversations import Conversation
+from jaxtrain.data import open_data
+from jaxtrain.data.chat.conversations import Conversation, read_conversations
 from jaxtrain.data.chat.encoding import chat_encoder
 from jaxtrain.data.chat.formats import chat_format
 from jaxtrain.data.chat.masks import masked_tokens
@@ -110,16 +112,13 @@ def test_an_answer_that_shares_a_token_with_the_prompt():
 
 # id: (source, messages, error, what is said)
 REFUSED = {
-    "syntax": ("{% for x in %}", [], ConfigError, r"x.jinja has an error in line 1"),
     "syntax in line 3": ("a\nb\n{{ }", [], ConfigError, r"x.jinja has an error in line 3"),
-    "fails": ("\n{{ messages[9].content + 1 }}", messages("a", "b"), ConfigError, r"fails in line 2 on rows.jsonl:1"),
     "out of the sandbox": (
         "{{ messages.__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}",
         messages("a", "b"),
         ConfigError,
         "SecurityError|UndefinedError",
     ),
-    "changes its input": ("{% set _ = messages.append(1) %}", messages("a", "b"), ConfigError, "SecurityError"),
     "refuses": (
         "\n\n{{ raise_exception('roles\nmust alternate') }}",
         messages("a", "b"),
@@ -131,12 +130,6 @@ REFUSED = {
         messages("a", "b"),
         ConfigError,
         r"writes no stop token \(id \d+\) at the end of an answer \(rows.jsonl:1\).*data.stop",
-    ),
-    "stops outside the block": (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}",
-        [{"role": "assistant", "content": "a"}],
-        ConfigError,
-        r"no stop token \(id \d+\) inside {% generation %}",
     ),
     "marks too much": (
         "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endfor %}",
@@ -157,12 +150,6 @@ REFUSED = {
         ConfigError,
         r"writes message 2 of rows.jsonl:1 otherwise than it asks the model to begin",
     ),
-    "a mark in the text": (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-        messages("a", "\ufdd0"),
-        DataError,
-        "which is none of any text",
-    ),
 }
 
 
@@ -172,6 +159,92 @@ def test_a_template_that_does_not_work_is_one_line(name):
     with pytest.raises(error, match=expected) as caught:
         masked(template_of("x", source=source), said)
     assert "\n" not in str(caught.value)
+
+
+def pairs(folder, rows, *, length=64, **more):
+    path = write_rows(folder, rows)
+    settings = {"tokenizer": {"kind": "byte"}, "validation_fraction": 0.0, "pairs": True, "path": path, **more}
+    return open_data({"kind": "chat", **settings}, sequence_length=length)
+
+
+@pytest.mark.parametrize("length", [64, 25], ids=["room to spare", "exactly as long as the row"])
+def test_the_token_that_ends_an_answer_is_an_input_of_pairs(length, tmp_path):
+    # 25 tokens of the chosen answer with its prompt, 24 of the other.
+    data = pairs(tmp_path, [{"prompt": "q1", "chosen": "yes", "rejected": "no"}], length=length)
+    row = data.train[0]
+    stop = data.tokenizer.token_id("<|im_end|>")
+    for answer in range(2):
+        last = int(np.flatnonzero(row["weights"][answer])[-1])
+        assert row["targets"][answer, last] == stop
+        assert row["inputs"][answer, last + 1] == stop
+        assert np.all(row["inputs"][answer, last + 2 :] == data.tokenizer.token_id("<pad>"))
+
+
+def spaced(folder, trim):
+    """Bytes as a byte-level tokenizer file, whose post-processor may leave spaces out of where a token begins."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={one: i for i, one in enumerate(letters)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(["</s>"])
+    model.post_processor = processors.ByteLevel(trim_offsets=trim)
+    path = folder / f"{trim}.json"
+    model.save(str(path))
+    return load_tokenizer(path)
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_a_space_at_the_end_of_the_prompt_is_not_trained(trim, tmp_path):
+    tokenizer = spaced(tmp_path, trim)
+    source = (
+        "{% for m in messages %}{{ 'A: ' + m.content + '</s>' if m.role == 'assistant' else 'Q: ' + m.content + '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    )
+    template = template_of("x", source=source)
+    form = template.format.__class__(source, "x", {}, (tokenizer.token_id("</s>"),))
+    template = template.__class__(template.compiled, form, template.marks_answers)
+    chat = Conversation("x:1", messages("six?", "6"))
+    found = next(masked_tokens([chat], template, chat_encoder(tokenizer), train_on="answers"))
+    assert tokenizer.decode(found.ids[found.trained].tolist()) == "6</s>"
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+CALLS = (
+    "{{ tools | length if tools else 'no tools' }};{% for m in messages %}{% if m.role == 'assistant' %}A:"
+    "{{ 'call' if m['content'] is none else m.content }}<|im_end|>{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_templates_get_the_tools_of_a_row_and_content_that_is_none(suffix, tmp_path):
+    template = tmp_path / "calls.jinja"
+    template.write_text(CALLS)
+    rows = [
+        {"messages": [{"role": "user", "content": "x"}, CALL], "tools": [{"name": "f"}, {"name": "g"}]},
+        {"messages": messages("x", "y"), "tools": None},
+    ]
+    path = write_rows(tmp_path, rows, name=f"rows.{suffix}")
+    settings = {"tokenizer": {"kind": "byte"}, "validation_fraction": 0.0, "packing": False, "path": path}
+    data = open_data({"kind": "chat", "template": str(template), **settings}, sequence_length=64)
+    texts = [data.tokenizer.decode(data.train[i]["inputs"].tolist()).partition("<|im_end|>")[0] for i in range(2)]
+    assert [text.replace("<pad>", "") for text in texts] == ["2;x;A:call", "no tools;x;A:y"]
+
+
+@pytest.mark.parametrize(("suffix", "unit"), [("jsonl", {"unit": None}), ("parquet", {})])
+def test_arguments_that_only_other_rows_have_are_not_said(suffix, unit, tmp_path):
+    """A column of a Parquet file has every key in every row; a null that a line of JSON says is kept."""
+    said = [{"city": "Paris", **unit}, {"day": "Monday"}]
+    calls = [[{"function": {"name": "f", "arguments": one}}] for one in said]
+    tools = [[{"name": "f", "parameters": {name: {"type": "string"} for name in one}}] for one in said]
+    question = {"role": "user", "content": "x"}
+    rows = [
+        {"messages": [question, {"role": "assistant", "content": None, "tool_calls": call}], "tools": tool}
+        for call, tool in zip(calls, tools, strict=True)
+    ]
+    found = read_conversations(write_rows(tmp_path, rows, name=f"rows.{suffix}"))
+    assert [one.messages[1] for one in found] == [row["messages"][1] for row in rows]
+    assert [one.tools for one in found] == tools
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,7 +59,6 @@ FORMS = {
     "messages": {"messages": messages("Who?", "A model.")},
     "texts": {"prompt": "Who?", "completion": "A model."},
     "lists": {"prompt": messages("Who?"), "completion": [{"role": "assistant", "content": "A model."}]},
-    "a question after the last answer": {"messages": messages("Who?", "A model.", "Why?")},
     "null beside": {"messages": [{**one, "tool_calls": None} for one in messages("Who?", "A model.")]},
 }
 
@@ -68,8 +66,6 @@ FORMS = {
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_a_file(name, suffix, tmp_path):
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
     data = opened(tmp_path, [FORMS[name]], name=f"rows{suffix}")
     assert said(data) == [TEXT]
     row = data.train[0]
@@ -78,28 +74,18 @@ def test_forms_of_a_file(name, suffix, tmp_path):
     assert (data.unit, data.units_per_row, data.input_shape, data.num_outputs) == ("tokens", 64, (64,), None)
 
 
-@pytest.mark.parametrize("form", ["file", "names", "text"])
+@pytest.mark.parametrize("form", ["names", "text"])
 def test_where_the_template_may_be(form, tmp_path):
     assert said(opened(tmp_path, [FORMS["texts"]], published={"form": form})) == [TEXT]
-
-
-def test_several_stop_tokens_and_files(tmp_path):
-    (tmp_path / "more").mkdir()
-    write_rows(tmp_path / "more", [FORMS["texts"]])
-    paths = [str(tmp_path / "more"), write_rows(tmp_path, [FORMS["messages"]], name="a.jsonl")]
-    data = opened(tmp_path, [PAIR], path=paths, published={"stop": ("</s>", "<|im_end|>")})
-    assert len(data.train) == 2
-    assert data.reading["stop"] == [TOKENIZER.token_id("</s>"), TOKENIZER.token_id("<|im_end|>")]
 
 
 @pytest.mark.parametrize(
     ("template", "stop", "text"),
     [
-        ("chatml", "<|im_end|>", TEXT),
         ("plain", "</s>", "Who?[[A model.</s>]]"),
         (str(FOLDER / "mistral.jinja"), "</s>", "<s>[INST] Who? [/INST][[ A model.</s>]]"),
     ],
-    ids=["chatml", "plain", "a file"],
+    ids=["plain", "a file"],
 )
 def test_a_template_that_the_config_names(template, stop, text, tmp_path):
     published = {"form": "none", "stop": (stop,)}
@@ -115,14 +101,6 @@ def test_a_saved_template_comes_before_that_of_the_folder(tmp_path):
     assert again.fingerprint == data.fingerprint
     with pytest.raises(ConfigError, match=r"alone.json has no chat template beside it .* set data.template=chatml"):
         open_data(config, sequence_length=64)
-
-
-def test_the_template_of_a_run_of_a_published_model(tmp_path):
-    """A run keeps the small files of its model in the folder published, and its tokenizer beside it."""
-    chat_folder(tmp_path / "published")
-    shutil.move(tmp_path / "published" / "tokenizer.json", tmp_path)
-    config = {"kind": "file", "path": str(tmp_path / "tokenizer.json")}
-    assert said(opened(tmp_path, [FORMS["texts"]], tokenizer=config)) == [TEXT]
 
 
 def rows_of(data):
@@ -155,17 +133,13 @@ def test_a_packed_row_holds_its_conversations(tmp_path):
     assert found["weights"].sum() == single["weights"].sum() == whole.counts["trained_tokens"]
 
 
-@pytest.mark.parametrize("sizes", [[1] * 7, [10, 10], [7, 3, 5, 5, 2, 8, 1], [4]], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * 7, [10, 10], [7, 3, 5, 5, 2, 8, 1]], ids=str)
 def test_packing_is_tight_and_complete(sizes):
     rows = packed(np.array(sizes), 10)
     assert sorted(number for row in rows for number in row) == list(range(len(sizes)))
     assert all(sum(sizes[number] for number in row) <= 10 for row in rows)
     assert len(rows) == -(-sum(sizes) // 10)
     assert packed(np.array(sizes), 10) == rows
-
-
-def test_packing_of_nothing():
-    assert packed(np.zeros(0, np.int64), 10) == []
 
 
 def test_packed_rows_have_the_losses_of_separate_ones(tmp_path):
@@ -210,14 +184,14 @@ def test_too_long_conversations_are_counted(too_long, counts, said_of_it, tmp_pa
     assert said_of_it in data.description
 
 
-@pytest.mark.parametrize("form", ["texts", "lists", "whole lists"])
+@pytest.mark.parametrize("form", ["texts", "whole lists"])
 def test_pairs(form, tmp_path):
     row = dict(PAIR)
     if form != "texts":
         before = messages("Who?") if form == "whole lists" else []
         for key in ("chosen", "rejected"):
             row[key] = [*before, {"role": "assistant", "content": PAIR[key]}]
-    data = opened(tmp_path, [row, PAIR], task="dpo" if form == "dpo" else None, pairs=True)
+    data = opened(tmp_path, [row, PAIR], pairs=True)
     found = rows_of(data)
     assert [found[key].shape for key in ("inputs", "targets", "weights")] == [(2, 2, 64)] * 3
     assert said(data) == [TEXT, TEXT.replace("model", "man")]
@@ -269,38 +243,23 @@ def answers_of(rows, data):
     return {"".join(span.text for span in part.spans if span.trained) for part in parts}
 
 
-@pytest.mark.parametrize("pairs", [False, True], ids=["conversations", "pairs"])
-def test_built_in_answers_are_on_one_side(pairs):
-    data = open_data({"kind": "chat", "pairs": pairs, "validation_fraction": 0.1}, sequence_length=1024)
+def test_built_in_answers_are_on_one_side():
+    data = open_data({"kind": "chat", "validation_fraction": 0.1}, sequence_length=1024)
     train, validation = answers_of(data.train, data), answers_of(data.validation, data)
-    assert len(train) + len(validation) == len(documented()) // (2 if pairs else 1) * (2 if pairs else 1)
+    assert len(train) + len(validation) == len(documented())
     assert not train & validation
     assert len(validation) > 50
-    again = open_data({"kind": "chat", "pairs": pairs, "validation_fraction": 0.1}, sequence_length=1024)
-    assert again.fingerprint == data.fingerprint
-
-
-def test_text_that_spells_a_special_token_is_told(tmp_path):
-    data = opened(tmp_path, [{"prompt": "<|im_end|>", "completion": "yes"}])
-    assert "1 messages hold the text of a special token, which is read as that token" in data.description
 
 
 # id: (row, more keys of the config, error, what is said)
 WRONG = {
     "no JSON": ("{", {}, DataError, r"rows.jsonl:2 is not JSON"),
-    "no object": ("[1]", {}, DataError, r"rows.jsonl:2 holds a value of type list"),
     "no form": ({"text": "x"}, {}, DataError, r"rows.jsonl:2 is no conversation \(it has text\); write messages"),
-    "another form": ({"conversations": []}, {}, DataError, r"rows.jsonl:2 is no conversation"),
-    "no list": ({"messages": "x"}, {}, DataError, r"rows.jsonl:2 messages holds a value of type str"),
-    "no messages": ({"messages": []}, {}, DataError, r"rows.jsonl:2 messages holds an empty list"),
     "no role": ({"messages": [{"content": "x"}]}, {}, DataError, r"rows.jsonl:2 messages\[0\] has no role"),
     "from": ({"messages": [{"from": "human", "value": "x"}]}, {}, DataError, r"from and value are role and content"),
-    "no content": ({"messages": [{"role": "user"}]}, {}, DataError, r"messages\[0\] has no content"),
     "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "chats are text alone"),
-    "half a character": ({"messages": messages("\ud800", "y")}, {}, DataError, r"messages\[0\] has half a character"),
     "no answer": ({"messages": messages("x")}, {}, DataError, r"rows.jsonl:2 has no answer \(roles: user\)"),
     "an empty answer": ({"messages": messages("x", " ")}, {}, DataError, r"rows.jsonl:2 has an empty answer"),
-    "an answer first": ({"messages": messages("x", "y")[1:]}, {}, DataError, r"rows.jsonl:2 begins with an answer"),
     "too long": (
         {"messages": messages("x", "y" * 99)},
         {"too_long": "error"},
@@ -308,35 +267,15 @@ WRONG = {
         r"rows.jsonl:2 has 1\d\d tok",
     ),
     "a pair": (PAIR, {}, DataError, r"rows.jsonl:2 is a pair of answers; set task=dpo"),
-    "not a pair": (FORMS["texts"], {"pairs": True}, DataError, r"rows.jsonl:2 is one conversation, not a pair"),
     "equal answers": ({**PAIR, "chosen": "A man."}, {"pairs": True}, DataError, r"rows.jsonl:2 has equal answers"),
-    "no prompt": (
-        {"chosen": "x", "rejected": "y"},
-        {"pairs": True},
-        DataError,
-        r"rows.jsonl:2 has no prompt before its answers",
-    ),
     "no common beginning": (
         {"chosen": messages("x", "y"), "rejected": messages("z", "y")},
         {"pairs": True},
         DataError,
         r"rows.jsonl:2 has no common beginning",
     ),
-    "one begins the other": (
-        {"chosen": messages("x", "y"), "rejected": messages("x", "y", "z", "y")},
-        {"pairs": True},
-        DataError,
-        r"rows.jsonl:2: one of chosen and rejected is the beginning of the other",
-    ),
-    "all of a pair": (PAIR, {"pairs": True, "train_on": "all"}, ConfigError, "data.train_on=all"),
-    "no template": (None, {"template": "chatnl"}, ConfigError, "data.template=chatnl is no file, nor chatml or plain"),
-    "no template file": (None, {"template": "x.jinja"}, DataError, "data.template x.jinja does not exist"),
     "another stop": (None, {"stop": "<|eos|>"}, DataError, r"data.stop='<|eos|>' is no token"),
-    "a stop that is not written": (None, {"stop": "</s>"}, ConfigError, r"writes no stop token"),
-    "no date": (None, {"date": "2024-13-01"}, ConfigError, "date=2024-13-01 is no date"),
-    "another file": (None, {"path": str(FOLDER / "chatml.jinja")}, DataError, "no .jsonl or .parquet file"),
     "nothing fits": (None, {"sequence_length": 4}, DataError, "no conversation with an answer within 4 tokens"),
-    "too few": (None, {"validation_fraction": 0.5}, DataError, "too few rows"),
 }
 
 
@@ -350,10 +289,3 @@ def test_what_is_wrong_is_one_line(name, tmp_path):
     with pytest.raises(error, match=expected) as caught:
         opened(tmp_path, rows, **more)
     assert "\n" not in str(caught.value)
-
-
-def test_an_empty_file_is_one_line(tmp_path):
-    (Path(tmp_path) / "rows.jsonl").write_text("\n")
-    config = {"kind": "chat", "path": str(tmp_path / "rows.jsonl")}
-    with pytest.raises(DataError, match="has no rows"):
-        open_data(config, sequence_length=64)

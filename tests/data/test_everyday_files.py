@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
@@ -31,27 +30,16 @@ def write_rows(path, rows):
     return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("hidden", [".cache/b.jsonl", ".b.jsonl", "deep/.tmp/b.jsonl", "deep/._a.jsonl"])
 @pytest.mark.parametrize("kind", ["jsonl", "documents", "labelled_text", "table", "chat"])
-def test_hidden_files_are_no_rows(kind, hidden, tmp_path):
+def test_hidden_files_are_no_rows(kind, tmp_path):
     row = {"text": "some text", "x": 1.5, "label": 1, "messages": [ASK, answer("a")]}
     write_rows(tmp_path / "d" / "deep" / "a.jsonl", [row, row | {"label": 0, "messages": [ASK, answer("b")]}] * 20)
-    write(tmp_path / "d" / hidden, "no JSON at all")
+    for hidden in (".cache/b.jsonl", "deep/._a.jsonl"):
+        write(tmp_path / "d" / hidden, "no JSON at all")
     more = {"columns": ["x"], "target": "label"} if kind == "table" else {"tokenizer": BYTES}
     more |= {"validation_fraction": 0.0}
     data = open_data({"kind": kind, "path": str(tmp_path / "d"), **more}, sequence_length=64)
     assert len(data.train)
-
-
-def test_hidden_members_of_a_tar_file_are_no_rows(tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for name in ("./0.jpg", "./0.cls", "._0.jpg", ".ipynb_checkpoints/0.jpg", "./1.jpg", "./1.cls"):
-            content = png(8, 8) if name.endswith("jpg") else name[2].encode()
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    data = open_data({"kind": "images", "path": str(tmp_path / "a.tar"), "image_size": 8, "validation_fraction": 0.0})
-    assert len(data.train) == 2
 
 
 def png(width, height, **more):
@@ -60,9 +48,8 @@ def png(width, height, **more):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_photographs_stand_as_viewers_show_them(orientation, suffix, tmp_path):
+def test_photographs_stand_as_viewers_show_them(orientation, tmp_path):
     scene = np.zeros((96, 64, 3), np.uint8)
     scene[:48, :, 0], scene[:, :32, 1] = 255, 255  # red above, green on the left
     upright = Image.fromarray(scene)
@@ -80,16 +67,10 @@ def test_photographs_stand_as_viewers_show_them(orientation, suffix, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = orientation
     for name, image, more in (("turned", stored, {"exif": exif}), ("plain", upright, {})):
-        image.save(tmp_path / f"{name}.{suffix}", **more)
-    files = [tmp_path / f"{name}.{suffix}" for name in ("turned", "plain")]
+        image.save(tmp_path / f"{name}.jpg", **more)
+    files = [tmp_path / f"{name}.jpg" for name in ("turned", "plain")]
     turned, plain = (centered_images(files, image_size=16)[i]["inputs"] for i in range(2))
     np.testing.assert_allclose(turned, plain, atol=0.3)
-
-
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
-def test_damaged_exif_is_no_damaged_image(suffix, tmp_path):
-    Image.new("RGB", (30, 20)).save(tmp_path / f"a.{suffix}", exif=b"Exif\0\0garbage garbage")
-    assert len(centered_images([tmp_path / f"a.{suffix}"], image_size=8)[0]["inputs"]) == 8
 
 
 def trained_text(row, tmp_path, **config):
@@ -99,7 +80,7 @@ def trained_text(row, tmp_path, **config):
     return bytes(i for i in one["targets"][one["weights"] > 0].tolist() if i < 256).decode()
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0.0}, {"training": False}, {"loss": False}, {"weight": 0, "name": "x"}])
+@pytest.mark.parametrize("mark", [{"weight": 0.0}, {"training": False}])
 @pytest.mark.parametrize("train_on", ["answers", "last"])
 def test_an_answer_without_weight_is_not_trained(train_on, mark, tmp_path):
     said = [ASK, answer("one", weight=1), ASK, answer("two", train=True), ASK, answer("three", **mark)]
@@ -110,10 +91,8 @@ def test_an_answer_without_weight_is_not_trained(train_on, mark, tmp_path):
     ("row", "config", "said"),
     [
         ({"messages": [ASK, answer("a", weight=0), ASK, answer("b")]}, {"train_on": "all"}, "set it to answers"),
-        ({"messages": [ASK, answer("a", weight=0)]}, {}, "no answer with a weight"),
         ({"messages": [ASK, answer("a", weight=0.5)]}, {}, "weight: 0.5; write 0"),
         ({"prompt": "q", "completion": "a", "label": False}, {}, "label: false"),
-        ({"prompt": [ASK], "completion": [answer("a")], "label": 0}, {}, "label: false"),
     ],
 )
 def test_rows_that_would_train_what_is_not_meant_are_refused(row, config, said, tmp_path):
@@ -139,22 +118,6 @@ def test_bad_chats_and_pairs_are_left_out_where_the_config_says_so(task, tmp_pat
             open_data(wrong, sequence_length=64, task=task)
 
 
-def test_what_the_template_refuses_is_left_out(tmp_path):
-    template = write(
-        tmp_path / "t.jinja",
-        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('no') }}{% endif %}<|im_start|>"
-        "{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    )
-    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}] * 3
-    path = write_rows(tmp_path / "a.jsonl", [*rows, rows[0] | {"rejected": "a "}, rows[0] | {"chosen": "no"}])
-    group = {"kind": "chat", "path": path, "tokenizer": BYTES, "template": template, "validation_fraction": 0.0}
-    with pytest.raises(DataError, match=r"a.jsonl:(4 has equal answers|5: line 1)"):
-        open_data(group, sequence_length=64, task="dpo")
-    data = open_data(group | {"on_bad_record": "skip", "max_bad_fraction": 0.5}, sequence_length=64, task="dpo")
-    assert (len(data.train), data.counts["dropped"], data.skipped[0].count) == (3, 0, 2)
-
-
 def labelled(tmp_path, labels, name="a.jsonl"):
     return write_rows(tmp_path / name, [{"text": f"text {i}", "label": label} for i, label in enumerate(labels)])
 
@@ -171,14 +134,7 @@ def test_rows_without_a_class_are_evaluated_by_nobody_and_trained_on_by_nobody(t
     assert len(again.train) == 2
 
 
-@pytest.mark.parametrize("labels", [[-1, 1], [1, -1, 2, -2]])
-def test_numbers_around_a_missing_zero_are_classes(labels, tmp_path):
-    group = {"kind": "labelled_text", "path": labelled(tmp_path, labels * 4), "tokenizer": BYTES}
-    assert open_data(group, sequence_length=16).reading["classes"] == [str(one) for one in sorted(labels)]
-
-
-@pytest.mark.parametrize("separator", [";", "\t", ","])
-@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+@pytest.mark.parametrize(("suffix", "separator"), [("csv", ";"), ("csv", "\t"), ("tsv", ",")])
 def test_tables_with_other_separators_and_truth_values(suffix, separator, tmp_path):
     lines = [["open", "size, in m", "kind"], *([["TRUE", "false"][i % 2], str(i), "ab"[i % 2]] for i in range(20))]
     path = write(tmp_path / f"a.{suffix}", "".join(separator.join(f'"{one}"' for one in row) + "\n" for row in lines))
@@ -187,13 +143,6 @@ def test_tables_with_other_separators_and_truth_values(suffix, separator, tmp_pa
     assert data.reading["classes"] == ["a", "b"]
     texts = {"kind": "labelled_text", "path": path, "text": "size, in m", "label": "kind", "tokenizer": BYTES}
     assert open_data(texts, sequence_length=8).reading["classes"] == ["a", "b"]
-
-
-def test_a_comma_in_a_name_of_a_tsv_separates_nothing(tmp_path):
-    path = write(
-        tmp_path / "a.tsv", "size, in m\tweight\tkind\n" + "".join(f"{i}\t{i}\t{'ab'[i % 2]}\n" for i in range(8))
-    )
-    assert open_data({"kind": "table", "path": path}).reading["columns"] == ["size, in m", "weight"]
 
 
 def save_classes(path, features, **columns):
@@ -231,24 +180,6 @@ def test_the_classes_that_a_file_names_are_the_classes(tmp_path):
     path = save_classes(tmp_path / "b.parquet", {"tags": tags}, words=[["a", "b"]] * 8, tags=[[1, 0]] * 8)
     group = {"kind": "tagged_text", "path": path, "tokenizer": BYTES, "tags": "tags", "words": "words"}
     assert open_data(group, sequence_length=8).reading["classes"] == ["O", "B-PER"]
-
-
-@pytest.mark.parametrize("kind", ["chat", "images"])
-def test_views_in_parquet_files_are_read(kind, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    text = pyarrow.string_view()
-    if kind == "chat":
-        columns = {name: pyarrow.array([name] * 8, text) for name in ("prompt", "completion")}
-    else:
-        image = pyarrow.struct([("bytes", pyarrow.binary_view()), ("path", text)])
-        rows = [{"bytes": png(8, 8), "path": None}] * 8
-        columns = {"image": pyarrow.array(rows, image), "label": pyarrow.array(["a", "b"] * 4, text)}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    more = {"tokenizer": BYTES, "packing": False} if kind == "chat" else {"image_size": 8}
-    group = {"kind": kind, "path": str(tmp_path / "a.parquet"), "validation_fraction": 0.0, **more}
-    assert len(open_data(group, sequence_length=32).train) == 8
 
 
 def test_a_written_end_of_text_divides_plain_text_alone(tmp_path):

@@ -97,17 +97,13 @@ def test_parts_of_hidden_rows_keep_their_epochs(masked):
 
 @pytest.mark.parametrize(
     ("length", "tokens", "targets"),
-    [(512, 568, 114), (1024, 1137, 229), (64, 70, 14)],
-    ids=["T5", "twice T5's row", "a short row"],
+    [(512, 568, 114), (64, 70, 14)],
+    ids=["T5", "a short row"],
 )
 def test_sizes_of_spans_are_those_of_the_paper(length, tokens, targets):
     """T5's own code makes 568 tokens and 114 targets of rows of 512; the others follow from the same formula."""
     sizes = span_sizes(SpanCorruption(), length)
     assert (sizes.num_tokens, sizes.inputs_length, sizes.targets_length) == (tokens, length, targets)
-
-
-def test_every_length_from_three_is_filled():
-    assert [span_sizes(SpanCorruption(), length).inputs_length for length in range(3, 300)] == [*range(3, 300)]
 
 
 def test_inputs_and_targets_of_spans_make_the_text_again(spans):
@@ -161,18 +157,12 @@ def test_every_layout_and_start_holds_the_same_batch(kind, shuffle, request):
 # id: (config, length, what is said)
 REFUSED = {
     "no room": ({"corruption": {"kind": "mask"}}, 2, "data.sequence_length=2 has no room beside 2 special tokens"),
-    "short spans": ({"corruption": {"kind": "spans"}}, 2, "cannot be filled with spans"),
-    "many spans": (
-        {"corruption": {"kind": "spans", "mean_span_length": 1.0}},
-        1024,
-        "the tokenizer has 100 sentinels",
-    ),
+    "many spans": ({"corruption": {"kind": "spans", "mean_span_length": 1.0}}, 1024, "the tokenizer has 100 sentinels"),
     "fractions": (
         {"corruption": {"kind": "mask", "mask_fraction": 0.8, "random_fraction": 0.3}},
         16,
         "mask_fraction \\+ random_fraction is 1.1; let them sum to at most 1",
     ),
-    "no kind": ({"corruption": {"kind": "masks"}}, 16, "masks"),
 }
 
 

@@ -77,7 +77,7 @@ def test_workers_and_prefetching_change_nothing(tmp_path: Path) -> None:
     images = [random.integers(0, 256, (40 + number, 48, 3), np.uint8) for number in range(COUNT)]
     rows = open_data(write(tmp_path, images), sequence_length=None, seed=0).train
     runs = []
-    for workers, depth in ((1, 0), (3, 2), (16, 4)):
+    for workers, depth in ((1, 0), (3, 2)):
         batches = Batches(rows, 4, seed=5, shuffle=True, workers=workers)
         place = dict.fromkeys(batches.spec(), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
         loaded = prefetch(lambda k, load=batches.load, place=place: load(k, place), 0, 6, depth=depth)
@@ -89,21 +89,3 @@ def test_workers_and_prefetching_change_nothing(tmp_path: Path) -> None:
             assert batch.keys() == wanted.keys()
             for name in batch:
                 np.testing.assert_array_equal(batch[name], wanted[name])
-
-
-def test_a_gray_image_of_16_bits_is_read_in_8(tmp_path: Path) -> None:
-    gray = np.linspace(0, 255, SIDE).astype(np.uint8)[None].repeat(SIDE, 0)
-    for name, pixels in (("eight", gray), ("sixteen", gray.astype(np.uint16) << 8)):
-        for label in ("a", "b"):
-            folder = tmp_path / name / label
-            folder.mkdir(parents=True)
-            for count in range(2):
-                PIL.fromarray(pixels).save(folder / f"{count}.png")
-    found = [
-        open_data(
-            ImageFolderData(path=str(tmp_path / name), image_size=SIZE, validation_fraction=0.5), seed=0
-        ).validation
-        for name in ("eight", "sixteen")
-    ]
-    assert all(rows is not None for rows in found)
-    np.testing.assert_array_equal(found[0][0]["inputs"], found[1][0]["inputs"])  # pyright: ignore

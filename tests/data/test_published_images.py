@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from jaxtrain.data.sources.published_images import process_image, published_images
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import ConfigError
 from jaxtrain.published.image_processor import PROCESSOR_FILE, read_image_processing
 
 MADE = np.load(Path(__file__).with_name("published_images.npz"))
@@ -52,22 +52,9 @@ def test_older_files_name_a_size_alone(tmp_path):
     assert read_image_processing(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize(("kind", "found"), [("CLIP", ((4, 4), 3)), ("Bit", ((4, 4), 3)), ("ViT", (None, 2))])
-def test_what_a_file_leaves_out_is_as_transformers_has_it(tmp_path, kind, found):
-    """The class attributes of transformers 5.23: CLIP and Bit keep the centre and use the cubic filter."""
-    processing = processing_of(tmp_path, {**WHOLE, "image_processor_type": f"{kind}ImageProcessor", "crop_size": 4})
-    assert (processing.crop, processing.resample) == found
-
-
 WRONG = {
-    "no JSON": ("{", "is not JSON"),
-    "a list": ([], "holds no object"),
     "another kind": ({**WHOLE, "image_processor_type": "OwlViTImageProcessor"}, "image_processor_type"),
     "no size": ({**WHOLE, "size": None}, "size is null"),
-    "a longest edge": ({**WHOLE, "size": {"longest_edge": 8}}, "longest_edge"),
-    "two channels": ({**WHOLE, "image_mean": [0.5, 0.5]}, "three numbers, one per channel"),
-    "a deviation of 0": ({**WHOLE, "image_std": [0.5, 0, 0.5]}, "above 0"),
-    "another filter": ({**WHOLE, "resample": 9}, "0 to 5"),
     "padding": ({**WHOLE, "do_pad": True}, "do_pad is true"),
 }
 
@@ -77,13 +64,3 @@ def test_what_is_not_known_is_one_line(tmp_path, config, said):
     with pytest.raises(ConfigError, match=said) as raised:
         processing_of(tmp_path, config)
     assert "\n" not in str(raised.value)
-
-
-def test_an_image_that_is_too_small_or_broken_is_named(tmp_path):
-    tiny = {**WHOLE, "do_resize": False, "do_center_crop": True, "crop_size": 8}
-    Image.new("RGB", (20, 4)).save(tmp_path / "flat.png")
-    with pytest.raises(DataError, match=r"flat\.png has 4 x 20 pixels"):
-        process_image(tmp_path / "flat.png", processing_of(tmp_path, tiny))
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"broken\.png cannot be decoded"):
-        process_image(tmp_path / "broken.png", processing_of(tmp_path, WHOLE))

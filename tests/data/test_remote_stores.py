@@ -85,8 +85,8 @@ def opened(path, cache):
 
 @pytest.mark.parametrize(
     ("path", "files"),
-    [("s3://bucket/rows/a.parquet", 1), ("s3://bucket/rows", 2), ("s3://bucket/rows/*.parquet", 2)],
-    ids=["a file", "a folder", "a pattern"],
+    [("s3://bucket/rows/a.parquet", 1), ("s3://bucket/rows/*.parquet", 2)],
+    ids=["a file", "a pattern"],
 )
 def test_files_are_copied_once(store, tmp_path, capsys, path, files):
     data = opened(path, tmp_path)
@@ -112,29 +112,20 @@ def test_a_changed_file_is_copied_again(store, tmp_path, capsys):
     assert len(opened("s3://bucket/changing", tmp_path).train) < len(second.train)
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("s3://bucket/none.parquet", "data.path s3://bucket/none.parquet does not exist, or holds no file"),
-        ("s3://no-bucket/a.parquet", "data.path s3://no-bucket/a.parquet does not exist, or holds no file"),
-    ],
-    ids=["no file", "no bucket"],
-)
-def test_what_is_not_there_is_one_line(store, tmp_path, path, message):
+@pytest.mark.parametrize("path", ["s3://bucket/none.parquet", "s3://no-bucket/a.parquet"])
+def test_what_is_not_there_is_one_line(store, tmp_path, path):
     with pytest.raises(DataError) as error:
         opened(path, tmp_path)
-    assert str(error.value).startswith(message)
+    assert str(error.value).startswith(f"data.path {path} does not exist, or holds no file")
     assert "\n" not in str(error.value)
 
 
-def test_missing_credentials_are_one_line(store, tmp_path):
-    script = (
-        "import sys; from jaxtrain.cli import main; sys.exit(main(['train', 'quickstart', 'data.kind=documents', "
-        f"'data.path=s3://bucket/rows', 'data.cache={tmp_path}', '--run-dir', '{tmp_path}/run']))"
-    )
-    hidden = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_ACCESS", "AWS_SECRET"))}
-    hidden["HOME"] = str(tmp_path)
-    answer = subprocess.run([sys.executable, "-c", script], env=hidden, capture_output=True, text=True, timeout=300)
-    last = answer.stderr.splitlines()[-1]
-    assert (answer.returncode, last.startswith("jaxtrain: data.path s3://bucket/rows")) == (3, True)
-    assert "credentials" in last
+def test_missing_credentials_are_one_line(store, tmp_path, monkeypatch):
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(DataError, match=r"^data.path s3://bucket/rows.*credentials"):
+        opened("s3://bucket/rows", tmp_path)

@@ -62,8 +62,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-@pytest.mark.parametrize("post_processor", [True, False], ids=["the file's frame", "the usual frame"])
+@pytest.mark.parametrize(("suffix", "post_processor"), [(".csv", True), (".jsonl", False), (".parquet", True)])
 def test_pairs_are_framed_and_padded(suffix, post_processor, tmp_path):
     config = {
         "kind": "labelled_text",
@@ -110,7 +109,7 @@ def test_the_longer_text_gives_way(texts, length, kept, cut):
 def test_pairs_are_truncated_as_the_tokenizers_library_does(tmp_path):
     config = write_bert(tmp_path)
     model, tokens = Tokenizer.from_file(config["path"]), framed_tokens(load_tokenizer(config["path"]), None)
-    pairs = [["a " * first, "dog " * second] for first in range(9) for second in range(9)]
+    pairs = [["a " * first, "dog " * second] for first in range(0, 9, 2) for second in range(9)]
     for length in (9, 10):
         model.enable_truncation(length, strategy="longest_first")
         column = framed_texts(tokens, pairs, sequence_length=length)[0]["tokens"]
@@ -206,13 +205,9 @@ SENTENCES = ["Bob went to Paris", "the cat sat", "Bob sat to the cat"] * 5
 # Normalizer, pre-tokenizer, whether it adds the space before a word by itself, so that the tokens are the library's.
 SPACES = {
     "as Llama's": (PREPEND, None, True),
-    "as Llama's, split": (PREPEND, pre_tokenizers.Split("▁", "merged_with_next"), True),
     "Metaspace": (None, pre_tokenizers.Metaspace(), True),
-    "Metaspace, first": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), True),
-    "Metaspace, never": (None, pre_tokenizers.Metaspace(prepend_scheme="never"), False),
     "bytes with a space": (None, pre_tokenizers.ByteLevel(add_prefix_space=True), True),
     "bytes": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), False),
-    "as Gemma's": (normalizers.Replace(" ", "▁"), pre_tokenizers.Split("▁", "merged_with_next"), False),
     "as BERT's": (normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), True),
 }
 
@@ -263,39 +258,18 @@ WRONG = {
         {},
         r"a.csv:1 has no column 'label' \(it has: text, tag\); set data.label",
     ),
-    "no field": ("a.jsonl", '{"text": "x"}\n', {}, r"a.jsonl:1 has no column 'label'"),
     "no text": ("a.jsonl", '{"text": 3, "label": 1}\n', {}, r"a.jsonl:1 column 'text' holds a value of type int"),
     "no label": ("a.csv", "text,label\nx,\n", {}, r"a.csv:2 column 'label' has no value"),
-    "a list as label": ("a.jsonl", '{"text": "x", "label": [1]}\n', {}, r"is \[1\], which is no class"),
-    "the label of other libraries for none": ("a.csv", "text,label\nx,-100\n", {}, r"is -100, by which other"),
-    "not JSON": ("a.jsonl", "{\n", {}, r"a.jsonl:1 is not JSON"),
-    "no object": ("a.jsonl", "[1]\n", {}, r"holds a value of type list, not an object"),
     "a short line": ("a.csv", "text,label\nx\n", {}, r"a.csv:2 has 1 fields, the header has 2"),
-    "a column twice": ("a.csv", "text,text\nx,1\n", {}, r"names column 'text' twice"),
     "no rows": ("a.csv", "text,label\n", {}, r"a.csv has no rows"),
     "another format": ("a.txt", "x\n", {}, r"is no .csv, .jsonl or .parquet file"),
-    "no Parquet": ("a.parquet", "x\n", {}, r"is no Parquet file"),
-    "no number": (
-        "a.csv",
-        "text,label\nx,abc\n",
-        {"task": "regression"},
-        r"column 'label' is 'abc', not a number",
-    ),
-    "an unknown name": (
-        "a.csv",
-        "text,label\nx,1\n",
-        {"tokenizer": {"padding": "<none>"}},
-        r"data.tokenizer.padding='<none>' is no token of the tokenizer",
-    ),
+    "no number": ("a.csv", "text,label\nx,abc\n", {"task": "regression"}, r"column 'label' is 'abc', not a number"),
     "no room": ("a.csv", "text,label\nx,1\n", {"sequence_length": 2}, r"has no room beside 2 special tokens"),
-    "one row": ("a.csv", "text,label\nx,1\n", {"validation_fraction": 0.5}, r"too few rows"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_in_a_file_is_one_line(name, tmp_path):
-    if name == "no Parquet":
-        pytest.importorskip("pyarrow")
     file, content, more, said = WRONG[name]
     (tmp_path / file).write_text(content)
     task = more.get("task")
@@ -304,21 +278,6 @@ def test_what_is_wrong_in_a_file_is_one_line(name, tmp_path):
     with pytest.raises(DataError, match=said) as caught:
         open_data(config, sequence_length=16, task=task)
     assert "\n" not in str(caught.value)
-
-
-def test_no_path_and_wrong_counts_are_one_line(tmp_path):
-    with pytest.raises(DataError, match=r"data.path is null; set data.path .* or data.builtin=python_docstrings"):
-        open_data({"kind": "labelled_text"}, sequence_length=16)
-    path = write_rows(tmp_path, ".jsonl", [{"words": ["a", "b"], "tags": ["O"]}])
-    with pytest.raises(DataError, match=r"rows.jsonl:1 has 2 words in column 'words' and 1 classes in column 'tags'"):
-        open_data({"kind": "tagged_text", "path": path, "validation_fraction": 0.0}, sequence_length=16)
-
-
-@pytest.mark.parametrize(("tags", "found"), [([1.0, 2.0], "1.0"), (["x", None], "null")])
-def test_a_list_says_what_in_it_is_wrong(tags, found, tmp_path):
-    path = write_rows(tmp_path, ".jsonl", [{"words": ["a", "b"], "tags": tags}])
-    with pytest.raises(DataError, match=f"rows.jsonl:1 column 'tags' holds a list with {found} in it, no text and no"):
-        open_data({"kind": "tagged_text", "path": path, "validation_fraction": 0.0}, sequence_length=16)
 
 
 def test_built_in_docstrings():

@@ -1,5 +1,7 @@
 """Model FLOPs against published counts, and the table of peaks."""
 
+import functools
+
 import pytest
 
 from jaxtrain.config import load_config
@@ -11,32 +13,15 @@ from jaxtrain.run.flops import step_flops
 from jaxtrain.runtime.peaks import peak_flops
 from jaxtrain.train.assemble import assemble, open_run_data
 
-
-def _flops(
-    config,
-    *,
-    sequence_length=None,
-    input_shape=None,
-    num_outputs=None,
-    vocab_size=None,
-    decoder_length=None,
-    trained=None,
-):
-    return model_flops_per_row(
-        config,
-        decoder_length=decoder_length,
-        trained=trained,
-        sequence_length=sequence_length,
-        input_shape=input_shape,
-        num_outputs=num_outputs,
-        vocab_size=vocab_size,
-    )
+_flops = functools.partial(
+    model_flops_per_row, sequence_length=None, input_shape=None, num_outputs=None, vocab_size=None
+)
 
 
 @pytest.mark.parametrize(
     ("size", "multiply_adds"),
     # torchvision's model pages (GFLOPS column, which counts multiply-adds), two decimals.
-    [("resnet18", 1.81e9), ("resnet34", 3.66e9), ("resnet50", 4.09e9), ("resnet101", 7.80e9)],
+    [("resnet18", 1.81e9), ("resnet50", 4.09e9)],
 )
 def test_resnets_take_the_published_multiply_adds(size, multiply_adds):
     flops = _flops(ResNetConfig(size=size), input_shape=(224, 224, 3), num_outputs=1000)
@@ -90,7 +75,6 @@ def test_experts_count_their_router_and_those_chosen():
     ("form", "pairs"),
     [
         pytest.param({}, 1024**2 / 2, id="causal"),
-        pytest.param({"sliding_window": 4096}, 1024**2 / 2, id="window wider than the sequence"),
         pytest.param({"causal": False}, 1024**2, id="encoder"),
         # A query sees itself and the 63 before it; the first 63 see fewer.
         pytest.param({"sliding_window": 64}, sum(min(query + 1, 64) for query in range(1024)), id="window"),
@@ -127,13 +111,11 @@ def test_local_layers_count_the_pairs_of_their_window():
         pytest.param(keys, id=" ".join(keys))
         for keys in (
             {"activation": "geglu"},
-            *({"block": form} for form in ("post", "sandwich", "parallel")),
+            {"block": "parallel"},
             {"bias": "qkv", "qk_norm": True, "norm_offset": True, "embedding_norm": True, "token_types": 2},
             {"rotary_fraction": 0.5, "attention_scale": 1.0, "embedding_scale": 8.0, "logits_scale": 0.5},
             {"attention_softcap": 50.0, "logits_softcap": 30.0},
             {"position": "relative"},
-            {"position": "learned", "position_offset": 2},
-            {"position": "none"},
         )
     ],
 )
@@ -145,7 +127,7 @@ def test_settings_that_change_no_matmul_count_nothing(keys):
 @pytest.mark.parametrize(
     ("size", "multiply_adds"),
     # torchvision's model pages (GFLOPS column, which counts multiply-adds), two decimals, patches of 16 pixels.
-    [("vit_base", 17.56e9), ("vit_large", 61.55e9)],
+    [("vit_base", 17.56e9)],
 )
 def test_vision_transformers_take_the_published_multiply_adds(size, multiply_adds):
     flops = _flops(ViTConfig(size=size), input_shape=(224, 224, 3), num_outputs=1000)
@@ -217,47 +199,18 @@ def test_a_resnet_whose_head_alone_is_trained_runs_forward():
     assert _flops(config, **sizes, trained=last) == forward + 2 * block + 2 * head
 
 
-def test_mlp_counts_its_matrices():
-    config = MLPConfig(hidden_dims=(16, 32))
-    assert _flops(config, input_shape=(8, 8, 1), num_outputs=10) == 6 * (64 * 16 + 16 * 32 + 32 * 10)
-
-
-def test_sizes_of_the_model_come_before_those_of_the_data():
-    config = TransformerConfig(vocab_size=300)
-    assert _flops(config, sequence_length=8, vocab_size=100) == _flops(config, sequence_length=8)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [TransformerConfig(), ResNetConfig(), MLPConfig()],
-    ids=lambda config: config.kind,
-)
-def test_none_when_a_size_is_missing(config):
-    assert _flops(config) is None
-
-
 @pytest.mark.parametrize(
     ("kind", "policy", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
-        ("NVIDIA H100 80GB HBM3", "bf16_pure", 989.4e12),
         ("NVIDIA H200", "tf32", 494.7e12),
         ("NVIDIA H200", "fp8", 1978.9e12),
         ("NVIDIA A100-SXM4-80GB", "fp8", 312e12),  # in bf16, as on every device without such units
-        ("TPU v5 lite", "fp8", 197e12),
-        ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
         ("NVIDIA A100-SXM4-40GB", "fp32", 19.5e12),
-        ("NVIDIA B200", "bf16", 2250e12),
         ("Tesla V100-SXM2-16GB", "bf16", None),
-        ("Tesla T4", "fp16", 65e12),
-        ("TPU v3", "bf16", 61.5e12),
         ("TPU v5 lite", "bf16", 197e12),
-        ("TPU v5 lite", "fp32", None),
-        ("TPU v6e", "bf16", 918e12),
-        ("TPU7x", "bf16", 1153.5e12),
         ("cpu", "fp32", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
-        ("NVIDIA H100 80GB HBM3", "unknown", None),
     ],
 )
 def test_peaks(kind, policy, peak):

@@ -4,7 +4,6 @@ Each is asked through its own API or its own file. Their packages are in the ext
 these tests say so. A run is a process, because its trackers keep threads and warn of other packages.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -173,38 +172,3 @@ def history(data):
             if found.WhichOneof("record_type") == "history":
                 items = found.history.item
                 yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
-def test_two_runs_that_begin_at_once_make_one_database(tmp_path):
-    """As trials of `sweep --jobs 2` do: MLflow makes the tables at the first use, and takes seconds over it."""
-    code = (
-        "from pathlib import Path; from jaxtrain.metrics.trackers.table import open_mlflow; "
-        "from jaxtrain.metrics.trackers.tracker import TrackedRun; "
-        "open_mlflow(TrackedRun(Path('run'), 'p', 'n', None, {'a': 1}, {}))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_DISABLE_TELEMETRY": "true"}
-    environment["MLFLOW_TRACKING_URI"] = address(tmp_path)
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    both = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=240)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
-        found = connection.execute("select count(*) from runs").fetchone()
-    assert (found, os.listdir(tmp_path)) == ((2,), ["mlflow.db"])
-
-
-def test_servers_that_are_down_cost_rows_and_not_the_run(folder):
-    environment = {
-        **os.environ,
-        **{"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_DISABLE_TELEMETRY": "true"},
-        # Its own retries take minutes; the queue is what is tried here.
-        **{"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
-        **{"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},
-    }
-    command = [sys.executable, "-m", "jaxtrain", "train", "tiny.yaml", "logging.trackio=false", "--run-dir", "down"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "metrics.jsonl has them all" in line]
-    assert [line.split()[0] for line in lines] == ["mlflow", "wandb"]
-    assert "Traceback" not in done.stderr
-    assert json.loads((folder / "down" / "run.json").read_text())["status"] == "done"

@@ -1,6 +1,5 @@
 """Mistakes of a classifier on the page, small pictures as PNG, and several runs on one page."""
 
-import base64
 import io
 import json
 import math
@@ -50,35 +49,6 @@ def test_the_confusion_matrix_and_the_worst_mistakes_are_shown(tmp_path):
     assert 'src="data:image/png;base64,aGVsbG8="' in html
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        pytest.param(
-            {"read": 13, "of_rows": 13}, "7 of 10 held-out rows were classified correctly after step 10. 3 further "
-            "rows are not counted, for an ignored target or the weight 0.", id="ignored-targets",
-        ),
-        pytest.param(
-            {"read": 11, "of_rows": 20}, "10 held-out rows (among 11 spread over 20) were classified",
-            id="ignored-and-spread",
-        ),
-        pytest.param(
-            {"read": 10, "of_rows": 20}, "7 of 10 held-out rows (spread over 20) were", id="spread",
-        ),
-        pytest.param(
-            {"read": 10, "has_weights": True}, "after step 10. Rows are counted here without their weights; the "
-            "held-out accuracy weighs them.", id="weights",
-        ),
-    ],
-)  # fmt: skip
-def test_which_held_out_rows_are_counted_is_said(tmp_path, found, words):
-    assert words in _text(write_report(_run(tmp_path, held_out=_HELD_OUT | found)).read_text())
-
-
-def test_short_names_head_the_columns(tmp_path):
-    short = _HELD_OUT | {"classes": ["cat", "dog", "owl"]}
-    assert "cat dog owl cat 4 2 ·" in _text(write_report(_run(tmp_path, held_out=short)).read_text())
-
-
 def test_many_classes_are_told_in_words(tmp_path):
     many = _HELD_OUT | {"num_classes": 1000, "classes": None, "matrix": None, "of_rows": 50_000}
     text = _text(write_report(_run(tmp_path, held_out=many)).read_text())
@@ -87,24 +57,8 @@ def test_many_classes_are_told_in_words(tmp_path):
     assert "Confusion matrix" not in text
 
 
-def test_mistakes_of_an_earlier_end_say_so(tmp_path):
-    html = write_report(_run(tmp_path, held_out=_HELD_OUT, rows=[{"step": 15, "loss": 1.0}])).read_text()
-    assert "after step 10, an earlier end of this run." in _text(html)
-
-
-@pytest.mark.parametrize(
-    "held_out",
-    [
-        pytest.param({}, id="empty"),
-        pytest.param({"task": "other", "rows": 3}, id="of-another-task"),
-        pytest.param(_HELD_OUT | {"rows": "many"}, id="rows-that-are-no-number"),
-        pytest.param(_HELD_OUT | {"matrix": 3, "mistakes": 3, "confusions": None, "classes": 3}, id="no-lists"),
-        pytest.param(_HELD_OUT | {"matrix": [[0, 9, 1], ["x"]], "mistakes": [{"row": "x"}, 3]}, id="odd-entries"),
-        pytest.param(_HELD_OUT | {"classes": ["a"]}, id="too-few-names"),
-        pytest.param(_HELD_OUT | {"right": 10}, id="no-mistakes"),
-    ],
-)
-def test_a_damaged_record_leaves_the_page_whole(tmp_path, held_out):
+def test_a_damaged_record_leaves_the_page_whole(tmp_path):
+    held_out = _HELD_OUT | {"matrix": [[0, 9, 1], ["x"]], "mistakes": [{"row": "x"}, 3]}
     assert "</html>" in write_report(_run(tmp_path, held_out=held_out)).read_text()
 
 
@@ -118,11 +72,9 @@ def test_a_picture_cannot_leave_its_attribute(tmp_path):
     ("shape", "dtype", "size"),
     [
         ((8, 6), np.float32, (8, 6)),
-        ((8, 6, 1), np.int32, (8, 6)),
         ((100, 60, 3), np.uint8, (32, 32)),
-        ((33, 8, 3), np.float64, (32, 8)),
     ],
-    ids=["grey", "one-channel", "colour-averaged", "barely-too-high"],
+    ids=["grey", "colour-averaged"],
 )
 def test_thumbnails_are_pictures_that_others_read(shape, dtype, size):
     values = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
@@ -136,24 +88,9 @@ def test_thumbnails_are_pictures_that_others_read(shape, dtype, size):
         np.testing.assert_allclose(drawn, (plain - plain.min()) / np.ptp(plain), atol=0.5 / 255 + 1e-6)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.zeros(5),
-        np.zeros((4, 4, 2)),
-        np.zeros((1, 64)),
-        np.zeros((0, 4)),
-        np.full((4, 4), np.nan),
-        np.zeros((2, 2, 2, 2)),
-    ],
-    ids=["row", "two-channels", "flat-line", "empty", "nan", "four-dims"],
-)
-def test_what_is_no_picture_has_no_thumbnail(values):
-    assert thumbnail(values) is None
-
-
-def test_a_constant_picture_is_drawn():
-    assert base64.b64encode(thumbnail(np.ones((4, 4))))
+def test_what_is_no_picture_has_no_thumbnail():
+    assert thumbnail(np.zeros(5)) is None
+    assert thumbnail(np.full((4, 4), np.nan)) is None
 
 
 _ROWS = {"fingerprint": {"kind": "digits"}, "num_outputs": 10}
@@ -184,50 +121,39 @@ def test_runs_are_compared_on_one_page(tmp_path):
     assert math.isclose(html.count("<figure>"), 3)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        ({"task": "regression"}, {}, "The tasks differ (a regression, b classification): their losses are of"),
-        ({"data": _ROWS}, {"data": {"fingerprint": {"kind": "x"}}}, "The data differs between the runs"),
-        ({"status": "diverged"}, {}, "a is diverged: its last row is of step 4."),
-    ],
-    ids=["tasks", "data", "status"],
-)
-def test_what_cannot_be_compared_is_said(tmp_path, first, second, words):
-    assert words in _text(_compared(tmp_path, first, second))
-
-
 _GIVEN = {"kind": "batches", "num_validation_rows": 20, "validation": {"kind": "arrays", "sha256": "a"}}
 _OTHER = _GIVEN | {"validation": {"kind": "arrays", "sha256": "b"}}
 
 
-def _evaluated(fingerprint, *, most: int | None = 50, size=8):
-    config = {"evaluation": {"max_batches": most}, "train": {"global_batch_size": size}}
+def _evaluated(fingerprint, *, most=50):
+    config = {"evaluation": {"max_batches": most}, "train": {"global_batch_size": 8}}
     return {"data": {"fingerprint": fingerprint}, "config": config}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        pytest.param(_evaluated(_GIVEN), _evaluated(_GIVEN), None, id="the-same-rows"),
-        pytest.param(_evaluated(_GIVEN, most=3), _evaluated(_GIVEN, most=None, size=16), None, id="all-rows-of-both"),
-        pytest.param(_evaluated(_GIVEN), _evaluated(_OTHER), "The data differs", id="other-rows"),
-        pytest.param(
-            _evaluated(_GIVEN), _evaluated(_GIVEN, most=1), "different numbers of held-out rows (a all, b 8)",
-            id="fewer",
-        ),
-        pytest.param(
-            _evaluated({"kind": "batches", "num_validation_rows": 20}),
-            _evaluated({"kind": "batches", "num_validation_rows": 20}),
-            "Which held-out rows a and b evaluated is not recorded", id="not-identified",
-        ),
-        pytest.param(
-            _evaluated({"kind": "dataset"}), _evaluated({"kind": "dataset"}), "a and b evaluated is not recorded",
-            id="drawn-anew",
-        ),
-    ],
-)  # fmt: skip
-def test_only_losses_of_the_same_rows_are_ranked(tmp_path, first, second, words):
+def _dpo(beta):
+    config = {"task": "dpo", "loss": {"beta": beta, "label_smoothing": 0.0}}
+    return {"task": "dpo", "task_is_shipped": True, "config": config, "data": _ROWS}
+
+
+def _called(p):
+    return {"config": {"task": {"call": "own.py:task", "args": {"p": p}}}, "data": _ROWS}
+
+
+# Two runs, and why they are not ranked; None: they are.
+_COMPARED = {
+    "tasks": ({"task": "regression"}, {}, "The tasks differ (a regression, b classification): their losses are of"),
+    "data": ({"data": _ROWS}, {"data": {"fingerprint": {"kind": "x"}}}, "The data differs between the runs"),
+    "the same rows": (_evaluated(_GIVEN), _evaluated(_GIVEN), None),
+    "other rows": (_evaluated(_GIVEN), _evaluated(_OTHER), "The data differs"),
+    "fewer rows": (_evaluated(_GIVEN), _evaluated(_GIVEN, most=1), "different numbers of held-out rows (a all, b 8)"),
+    "the same loss": (_dpo(0.1), _dpo(0.1), None),
+    "another beta": (_dpo(0.1), _dpo(0.5), "The settings of the loss differ (a: dpo with loss.beta 0.1"),
+    "another argument": (_called(1), _called(2), "The settings of the loss differ"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "words"), _COMPARED.values(), ids=_COMPARED)
+def test_only_losses_of_the_same_rows_and_settings_are_ranked(tmp_path, first, second, words):
     html = _compared(tmp_path, first, second)
     ranked = ["has the lowest held-out loss" in _text(html), f"<b>{0.3} (step 4)</b>" in html]
     assert ranked == [words is None] * 2
@@ -251,83 +177,6 @@ def test_the_sentence_and_the_bold_number_are_of_the_same_run_and_never_of_one_t
     assert "not finite" in _text(html)
 
 
-def _dpo(beta, *, given=None, shipped=True):
-    config = {"task": "dpo", "loss": {"beta": beta, "label_smoothing": 0.0}}
-    return {"task": "dpo", "task_is_shipped": shipped, "config": config, "data": _ROWS, "from_python": {"task": given}}
-
-
-def _given(task="mine", *, shipped=False):
-    info = {"task": task, "task_is_shipped": shipped, "data": _ROWS}
-    return info | {"from_python": {"task": task}}
-
-
-def _called(sha256):
-    group = {"call": "own.py:task", "args": {"p": 1}}
-    return {"config": {"task": group}, "called": {"task": {"call": group["call"], "sha256": sha256}}, "data": _ROWS}
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        pytest.param(_dpo(0.1), _dpo(0.1), None, id="the-same"),
-        pytest.param(_given(), _given(), None, id="one-name-from-Python"),
-        pytest.param(
-            _given("regression", shipped=True), _given("regression"), "The settings of the loss differ",
-            id="shipped-and-another-of-its-name",
-        ),
-        pytest.param(_called("a"), _called("a"), None, id="the-same-function"),
-        pytest.param(_called("a"), _called("b"), "The settings of the loss differ", id="another-file-of-a-function"),
-        pytest.param(_dpo(0.1), _dpo(0.5), "The settings of the loss differ (a: dpo with loss.beta 0.1", id="beta"),
-        pytest.param(_dpo(0.1, given="dpo"), _dpo(0.1, given="dpo"), None, id="defaults-from-Python"),
-        pytest.param(
-            _dpo(0.1, given="dpo", shipped=False), _dpo(0.1, given="dpo"), "The settings of the loss differ",
-            id="from-Python",
-        ),
-        pytest.param(
-            {"config": {"task": {"call": "own.py:task", "args": {"p": 1}}}, "data": _ROWS},
-            {"config": {"task": {"call": "own.py:task", "args": {"p": 2}}}, "data": _ROWS},
-            "The settings of the loss differ", id="arguments-of-a-function",
-        ),
-    ],
-)  # fmt: skip
-def test_only_losses_with_the_same_settings_are_ranked(tmp_path, first, second, words):
-    text = _text(_compared(tmp_path, first, second))
-    assert ("has the lowest held-out loss" in text) == (words is None)
-    assert words is None or words in text
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "words"),
-    [(50, None), (100, "The runs evaluated different numbers of held-out rows (a 64, b all)"), (None, "may have ev")],
-)
-def test_other_batch_sizes_are_ranked_where_both_evaluate_all_rows(tmp_path, num_rows, words):
-    fingerprint = {"kind": "text", "sha256": "a"}
-    first, second = (_evaluated(fingerprint, most=8, size=size) for size in (8, 16))
-    for info in (first, second):
-        info["data"] = {"fingerprint": fingerprint, "num_validation_rows": num_rows}
-    text = _text(_compared(tmp_path, first, second))
-    assert ("has the lowest held-out loss" in text) == (words is None)
-    assert words is None or words in text
-
-
-@pytest.mark.parametrize("count", [23, 24])
-def test_a_picture_is_called_smoothed_where_it_is(tmp_path, count):
-    html = _compared(tmp_path, {}, {}, rows=[{"step": step + 1, "loss": 1.0} for step in range(count)])
-    assert ("<figcaption>Training loss, smoothed</figcaption>" in html) == (count == 24)
-    assert ("<figcaption>Training loss</figcaption>" in html) == (count == 23)
-
-
-def test_a_run_without_metrics_or_held_out_rows_is_said(tmp_path):
-    runs = [
-        _run(tmp_path / "a", rows=[{"step": 1, "loss": 1.0, "eval_loss": 1.0}]),
-        _run(tmp_path / "b", rows=[{"step": 1, "loss": 1.0}]),
-        _run(tmp_path / "c"),
-    ]
-    text = _text(write_comparison(runs, tmp_path / "page.html").read_text())
-    assert "b has no held-out loss: it evaluated no held-out rows." in text
-    assert "c has logged no metrics." in text
-
-
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
@@ -335,23 +184,3 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     text = _text(write_comparison(runs, tmp_path / "page.html").read_text())
     assert "x/run" in text
     assert "y/run" in text
-
-
-def test_a_long_name_is_shortened_on_the_pictures_only(tmp_path):
-    name = "a_run_with_" + "a_very_" * 10 + "long_name"
-    runs = [_run(tmp_path / one, rows=[{"step": 1, "loss": 1.0}]) for one in (name, "b")]
-    html = write_comparison(runs, tmp_path / "page.html").read_text()
-    assert f"<b>{name}</b>" in html
-    shown = [label for label in re.findall(r">([^<>]*…[^<>]*)</text>", html)]
-    assert len(shown) == 1
-    # 48 letters and the line before them take 329 of the 440 pixels of a picture.
-    assert len(shown[0]) == 48
-
-
-def test_eight_long_runs_give_a_page_below_200_kb(tmp_path):
-    rows = [
-        {"step": step, "loss": 1.0 + 1 / step, "grad_norm": 2.5, "learning_rate": 1e-3, "tokens_per_second": 1e4 + step}
-        for step in range(1, 1001)
-    ]
-    runs = [_run(tmp_path / f"run{index}", rows=rows) for index in range(8)]
-    assert len(write_comparison(runs, tmp_path / "page.html").read_text()) < 200_000

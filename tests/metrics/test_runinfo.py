@@ -1,15 +1,15 @@
-"""run.json: strict, written whole, with versions and the git commit and without the environment."""
+"""run.json: strict, written whole, with versions and the git commit; rates from host times in rows of metrics."""
 
 import json
 import math
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.metrics.runinfo import finished_info, git_state, package_versions, run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import finished_info, git_state, run_info, write_json_atomic
+from jaxtrain.metrics.throughput import Meter
 from jaxtrain.runtime import files
 
 
@@ -36,23 +36,12 @@ def test_run_info_is_strict_json_without_the_environment(tmp_path, monkeypatch):
     assert done["finished"] >= info["created"]
 
 
-def test_missing_package_has_no_version():
-    assert package_versions(["no-such-package"])["no-such-package"] is None
-
-
 def _git(directory, *arguments):
     subprocess.run(
         ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(directory), *arguments],
         check=True,
         capture_output=True,
     )
-
-
-def test_git_state_of_a_folder_that_was_deleted(tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert git_state(Path()) == (None, None)
 
 
 def test_git_state(tmp_path):
@@ -94,3 +83,40 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         write_json_atomic(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def _row(meter, step):
+    return meter.row(step, loss=1.0, grad_norm=2.0, learning_rate=0.1, skipped_steps=0, device_memory_bytes=None)
+
+
+def test_row_has_the_keys_of_the_design():
+    unit = "tokens"
+    assert list(_row(Meter(unit, 100), 1)) == [
+        "step", "loss", "grad_norm", "learning_rate", unit, f"{unit}_per_second", "step_seconds",
+        "data_wait_seconds", "model_flops_utilization", "device_memory_bytes", "skipped_steps",
+    ]  # fmt: skip
+
+
+def test_rates_are_of_the_window_and_counts_of_the_run():
+    meter = Meter("tokens", 100, flops_per_step=50.0, peak_flops=200.0)
+    for step, seconds, wait in ((11, 0.5, 0.1), (12, 0.5, 0.0), (13, 3.0, 0.2)):
+        meter.record(step, seconds, wait)
+    row = _row(meter, 13)
+    assert row["tokens"] == 1300
+    assert row["tokens_per_second"] == pytest.approx(300 / 4.0)
+    assert row["step_seconds"] == 0.5
+    assert row["data_wait_seconds"] == pytest.approx(0.1)
+    assert row["model_flops_utilization"] == pytest.approx(3 * 50 / 4.0 / 200)
+    # A row starts a new window: the slow step is gone.
+    meter.record(14, 0.25, 0.0)
+    assert _row(meter, 14)["tokens_per_second"] == pytest.approx(400)
+
+
+@pytest.mark.parametrize(
+    ("flops", "peak"),
+    [pytest.param(None, 1e12, id="unknown-flops"), pytest.param(1e9, None, id="unknown-peak")],
+)
+def test_utilization_is_none_when_something_is_unknown(flops, peak):
+    meter = Meter("tokens", 1, flops_per_step=flops, peak_flops=peak)
+    meter.record(1, 1.0, 0.0)
+    assert meter.rates()["model_flops_utilization"] is None

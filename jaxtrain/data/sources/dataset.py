@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from jaxtrain.config import load_config
-from jaxtrain.config.arguments import check_choice, check_kind, check_whole, refusal
+from jaxtrain.config.arguments import check_choice, check_whole, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
@@ -97,8 +97,6 @@ class Data:
         for name, rows in (("train", self.train), ("validation", self.validation)):
             if (rows is not None or name == "train") and not isinstance(rows, BatchStream):
                 check_rows(rows, what=f"Data: {name}", write=f"{name}=jaxtrain.ArrayRows({{...}})")
-        write = "fingerprint={'name': 'mine'}"
-        check_kind(self.fingerprint, Mapping, what="Data: fingerprint", takes="a dict of JSON values", write=write)
         check_choice(self.unit, ("tokens", "examples"), what="Data: unit", write="unit='examples'")
 
     def __repr__(self) -> str:
@@ -234,9 +232,6 @@ def _check_call(config: Any, sequence_length: Any, seed: Any, task: Any, reading
     check_whole(seed, what="open_data: seed", least=None, write="seed=0")
     if task is not None:
         check_choice(task, get_args(TaskName), what="open_data: task", write="task='classification'")
-    if reading is not None:
-        takes = "what the data of a run says of its reading"
-        check_kind(reading, Mapping, what="open_data: reading", takes=takes, write="reading=data.reading")
 
 
 def _synthetic_tokens(config: SyntheticData, sequence_length: int, seed: int) -> Data:

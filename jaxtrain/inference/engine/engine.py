@@ -78,9 +78,9 @@ class Engine:
         takes = "a model on a mesh, from shard_model"
         check_kind(sharded_model, ShardedModel, what="Engine: sharded_model", takes=takes, write=write)
         decoder = _decoder_of(sharded_model)
-        check_kind(params, dict, what="Engine: params", takes="the parameters of the model", write=write)
         check_not_donated(params)
         _check_places(params, sharded_model)
+        check_kind(params, dict, what="Engine: params", takes="the parameters of the model", write=write)
         self._slots = check_whole(slots, what="Engine: slots", least=1, write="slots=8")
         self._length = checked_length(decoder, length, what="Engine: length")
         chunk = check_whole(chunk, what="Engine: chunk", least=1, write="chunk=128")
@@ -91,9 +91,6 @@ class Engine:
         speculate = check_whole(speculate, what="Engine: speculate", least=0, write="speculate=4")
         self._speculate = min(speculate, self._length - 1)
         self._ring = ring_of(decoder, self._length, max(self._chunk, 1 + self._speculate))
-        check_kind(
-            reuse_prefixes, bool, what="Engine: reuse_prefixes", takes="True or False", write="reuse_prefixes=True"
-        )
         self._reuse, self._cache_dtype, self._queue = reuse_prefixes, cache_dtype, queue
         self._model, self._params = sharded_model, params
         self._waiting = Waiting()
@@ -168,9 +165,6 @@ class Engine:
             EngineDead: the engine was not started or was closed, or its device failed.
             ConfigError: the prompt and the new tokens exceed the cache, or an id is outside the vocabulary.
         """
-        check_kind(
-            request, Request, what="submit", takes="a Request", write="submit(Request((72, 105), 16, Sampling()))"
-        )
         if self._thread is None:
             raise EngineDead(_CLOSED if self._closing else "the engine does not run; call start() first")
         self._check(request)

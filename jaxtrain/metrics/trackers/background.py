@@ -283,7 +283,7 @@ class BackgroundTracker:
             RefusedError: the tracker refuses it, or it failed as often as it may be tried.
             _GivenUpError: the run has ended.
         """
-        pause, count, first = _FIRST_PAUSE, 0, ""
+        pause, count = _FIRST_PAUSE, 0
         while True:
             until = self._until
             if not self._has_answered:
@@ -296,10 +296,8 @@ class BackgroundTracker:
             except RefusedError:
                 raise
             except Exception as error:
-                reason, count = _line(error), count + 1
-                # What fails later may be a consequence alone.
-                first = first or reason
-                self._reason = first if reason == first else f"{first}; then {reason}"
+                count += 1
+                self._reason = _line(error)
             if count == tries:
                 raise RefusedError(self._reason)
             if is_last:

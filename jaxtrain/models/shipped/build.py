@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.config import load_config
-from jaxtrain.config.arguments import check_kind, check_whole, refusal
+from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.config.base import Group
 from jaxtrain.config.models import CalledModel, ModelConfig
 from jaxtrain.config.remat import BLOCK_INPUT
@@ -69,7 +69,7 @@ def build_model(
         >>> jt.count_parameters(model)
         259
     """
-    _check_call(config, input_shape, vocab_size, num_outputs, remat)
+    _check_call(config, input_shape, vocab_size, num_outputs)
     if isinstance(config, Mapping):
         config = load_config({"model": config}).config.model
     if isinstance(config, CalledModel):
@@ -96,7 +96,7 @@ def build_model(
     return dataclasses.replace(model, remat=given, rebuild=Rebuild(model.apply, model.parts, build))
 
 
-def _check_call(config: Any, input_shape: Any, vocab_size: Any, num_outputs: Any, remat: Any) -> None:
+def _check_call(config: Any, input_shape: Any, vocab_size: Any, num_outputs: Any) -> None:
     """Raise where an argument of `build_model` is of another type."""
     if not (isinstance(config, Group) or (isinstance(config, Mapping) and config)):
         word = config if isinstance(config, str) else "mlp"
@@ -112,6 +112,3 @@ def _check_call(config: Any, input_shape: Any, vocab_size: Any, num_outputs: Any
     for name, size in (("vocab_size", vocab_size), ("num_outputs", num_outputs)):
         if size is not None:
             check_whole(size, what=f"build_model: {name}", least=1, write=f"{name}=data.{name}")
-    if remat is not None:
-        write = f"remat=Remat({remat!r})" if isinstance(remat, str) else "remat=Remat('full')"
-        check_kind(remat, Remat, what="build_model: remat", takes="a policy", write=write)

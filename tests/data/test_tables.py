@@ -1,10 +1,12 @@
-"""What a cell of a table may be: quotes, whole numbers, fractions, texts among numbers; one rule for every format."""
+"""What a cell of a table may be, and rows of another file read as the run read its own: scales, classes, columns."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
+from jaxtrain.config.data import TableData
 from jaxtrain.data import open_data
 from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.errors import DataError
@@ -27,16 +29,12 @@ QUOTES = {
         {},
         '{0}:11 opens a quote (") that is never closed, so that it runs to the end of the file',
     ),
-    "never closed, under skip": (STRAY, {"on_bad_record": "skip"}, "{0}:11 opens a quote"),
-    "in the first column": (STRAY.replace('9,"dog', '"9,dog'), {"on_bad_record": "skip"}, "{0}:11 opens a quote"),
     "closed by the next one": (
         lines("a,y", '1,"cat', "2,dog", '3,"cat', "4,dog"),
         {"on_bad_record": "skip"},
         '{0}:2 opens a quote (") that runs to line 4',
     ),
-    "in the header": (lines('a,"y"x', "1,2"), {"on_bad_record": "skip"}, "{0}:1 has text after the quote"),
     "text after it": (lines("a,y", "1,cat", '2,"do"g'), {}, '{0}:3 has text after the quote (") that closes a field'),
-    "rows of several lines": (lines("a,y", "1,cat", '2,"a', 'b",3'), {}, "{0}:3-4 has 3 fields, the header has 2"),
 }
 
 
@@ -50,32 +48,14 @@ def test_a_stray_quote_takes_no_rows_with_it(name, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_stray_quotes_in_texts_and_in_rows_to_predict(tmp_path):
-    (tmp_path / "a.csv").write_text(STRAY.replace("a,y", "text,label"))
-    with pytest.raises(DataError, match=r"a.csv:11 opens a quote"):
-        open_data({"kind": "labelled_text", "path": str(tmp_path / "a.csv")}, sequence_length=16)
-    (tmp_path / "a.csv").write_text(STRAY)
-    with pytest.raises(DataError, match=r"a.csv:11 opens a quote"):
-        read_input_columns(str(tmp_path / "a.csv"), ["a"], num_columns=1, target=None)
-
-
 def test_a_line_with_text_after_a_quote_is_left_out_alone(tmp_path):
     (tmp_path / "a.csv").write_text(lines("a,y", "1,cat", '2,"do"g', "3,dog", '4,"d""g, or\nnot"', "5,cat"))
     data = rows_of(tmp_path / "a.csv", on_bad_record="skip", validation_fraction=0.0)
     assert (len(data.train), data.reading["classes"]) == (4, ["cat", 'd"g, or\nnot', "dog"])
 
 
-def test_a_long_document_is_a_cell(tmp_path):
-    long = "word " * 40_000
-    (tmp_path / "a.csv").write_text(lines("text,label", f'"{long}",x', "short,y"))
-    config = {"kind": "labelled_text", "path": str(tmp_path / "a.csv"), "validation_fraction": 0.0}
-    assert len(open_data(config, sequence_length=16).train) == 2
-
-
 BIG = {
     "int64": [9007199254740992 + i for i in range(4)],
-    "uint64": [2**63 + i for i in range(4)],
-    "beyond": [2**70 + i for i in range(4)],
     "beside a text": [9007199254740992, 9007199254740993, 9007199254740994, "none"],
 }
 
@@ -93,17 +73,10 @@ def test_large_class_ids_stay_apart(name, form, tmp_path):
     assert np.bincount([data.train[i]["targets"] for i in range(20)]).tolist() == [5] * 4
 
 
-def test_whole_numbers_with_a_point_are_the_same_classes(tmp_path):
-    (tmp_path / "a.csv").write_text(lines("a,y", *(f"{i},{['1', '1.0', '2', '2e0'][i % 4]}" for i in range(20))))
-    assert rows_of(tmp_path / "a.csv").reading["classes"] == ["1", "2"]
-
-
 # Targets, whether float32 tells them apart.
 STEPS = {
     "times of minutes": (1_700_000_000.0 + np.arange(200), False),
     "times of years": (1_700_000_000.0 + 1e5 * np.arange(200), True),
-    "one time": (np.full(50, 1_700_000_001.0), True),
-    "floats of the file": ((1_700_000_000 + 128 * (np.arange(200) % 3)).astype(np.float32), True),
     "prices": (100_000.5 + np.arange(200), True),
 }
 
@@ -121,12 +94,6 @@ def test_targets_that_float32_merges_are_refused(name, tmp_path):
         rows_of(tmp_path / "a.npz", task="regression")
 
 
-def test_labels_of_texts_that_float32_merges_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_text(lines("text,label", *(f"t,{1_700_000_000 + i}" for i in range(20))))
-    with pytest.raises(DataError, match="steps of 128 there"):
-        open_data({"kind": "labelled_text", "path": str(tmp_path / "a.csv")}, sequence_length=16, task="regression")
-
-
 def test_truth_values_and_texts_of_numbers_are_read_alike_in_training_and_prediction(tmp_path):
     path = tmp_path / "a.jsonl"
     values = [True, "2.5", 3, False, 0.5]
@@ -135,18 +102,6 @@ def test_truth_values_and_texts_of_numbers_are_read_alike_in_training_and_predic
     trained = sorted(data.train[i]["inputs"].tolist() for i in range(5))
     predicted = read_input_columns(str(path), ["a"], num_columns=1, target="y").tolist()
     assert trained == sorted(predicted) == [[0.0], [0.5], [1.0], [2.5], [3.0]]
-
-
-def test_decimals_of_parquet_are_numbers(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    from decimal import Decimal
-
-    path = tmp_path / "a.parquet"
-    columns = {"a": [Decimal("1.5"), Decimal("2.5")] * 5, "y": [Decimal(9007199254740992 + i % 2) for i in range(10)]}
-    parquet.write_table(arrow.table(columns), path)
-    assert rows_of(path).reading["classes"] == ["9007199254740992", "9007199254740993"]
-    assert read_input_columns(str(path), ["a"], num_columns=1, target=None).tolist()[:2] == [[1.5], [2.5]]
 
 
 def with_gap(form, tmp_path, numbers):
@@ -164,18 +119,16 @@ def with_gap(form, tmp_path, numbers):
 def test_a_text_among_numbers_to_predict_is_a_bad_record(form, tmp_path):
     path, where = with_gap(form, tmp_path, [i / 7 for i in range(40)])
     config = {"kind": "table", "path": str(path)}
-    for more, task in (({"task": "regression"}, None), ({}, "regression")):
-        with pytest.raises(DataError) as caught:
-            open_data({**config, **more}, task=task)
-        assert str(caught.value).startswith(f"{where} column 'y' is 'NA', not a number; fix or remove the row, or set")
-        data = open_data({**config, **more, "on_bad_record": "skip", "validation_fraction": 0.0}, task=task)
-        assert (len(data.train), data.reading["classes"]) == (40, None)
+    with pytest.raises(DataError) as caught:
+        open_data(config, task="regression")
+    assert str(caught.value).startswith(f"{where} column 'y' is 'NA', not a number; fix or remove the row, or set")
+    data = open_data({**config, "on_bad_record": "skip", "validation_fraction": 0.0}, task="regression")
+    assert (len(data.train), data.reading["classes"]) == (40, None)
 
 
 # Numbers beside one NA, the classes; None: it is refused.
 MIXED = {
     "fractions": ([i / 7 for i in range(40)], None),
-    "whole quantities": (list(range(40)), None),
     "few classes": ([i % 2 for i in range(40)], ["0", "1", "NA"]),
 }
 
@@ -216,26 +169,86 @@ def test_names_of_columns_have_no_spaces_around_them_and_dates_are_no_numbers(tm
         rows_of(path)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_column_that_the_first_row_lacks_is_not_left_out_unsaid(form, tmp_path, capsys):
-    rows = [{"a": float(i), "y": i % 2} | ({"b": 1.0} if i else {}) for i in range(10)]
-    if form == "jsonl":
-        path, first, later = tmp_path / "a.jsonl", "a.jsonl:1", "a.jsonl:2"
-        path.write_text(lines(*map(json.dumps, rows)))
-    else:
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        path, first, later = tmp_path, "a.parquet row 1", "b.parquet"
-        for name, part in (("a", rows[:1]), ("b", [{"__index_level_0__": 1, **row} for row in rows[1:]])):
-            parquet.write_table(arrow.Table.from_pylist(part), tmp_path / f"{name}.parquet")
-    found = rows_of(path, target="y", validation_fraction=0)
-    assert (found.reading["columns"], len(found.train)) == (["a"], 10)
-    folder = f"{tmp_path}/"
-    assert capsys.readouterr().err == (
-        f"{folder}{later} has column 'b', which {folder}{first} lacks: it is no input; give all rows the same columns, "
-        "or list the inputs in data.columns\n"
-    )
-    # Nothing is said where the inputs are known, and a row with more columns is no bad one.
-    assert rows_of(path, target="y", columns=["a"]).reading["columns"] == ["a"]
-    assert open_data({"kind": "table", "path": str(path), "target": "y"}, reading=found.reading).train
-    assert capsys.readouterr().err == ""
-    assert len(rows_of(path, target="y", on_bad_record="skip", validation_fraction=0).train) == 10
+def gathered(rows):
+    return rows.gather(np.arange(len(rows)))
+
+
+def test_other_rows_are_read_with_the_scales_and_classes_of_the_first(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n" + "".join(f"{i},{['ant', 'bee', 'cat'][i % 3]}\n" for i in range(60)))
+    (tmp_path / "b.csv").write_text("x,y\n" + "".join(f"{1000 + i},{['cat', 'bee'][i % 2]}\n" for i in range(20)))
+    first = open_data(TableData(path=str(tmp_path / "a.csv")))
+    reading = json.loads(json.dumps(first.reading))
+    other = open_data(TableData(path=str(tmp_path / "b.csv"), validation_fraction=0.5), reading=reading)
+    rows = gathered(other.validation)
+    values = rows["inputs"][:, 0].astype(np.float64) * reading["deviation"][0] + reading["mean"][0]
+    assert sorted(rows["targets"].tolist()) == sorted(2 if round(value) % 2 == 0 else 1 for value in values)
+    assert values.min() > 999
+    assert (other.num_outputs, other.reading) == (3, first.reading)
+    again = open_data(TableData(path=str(tmp_path / "a.csv")), reading=reading)
+    assert again.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("table", "settings", "error"),
+    [
+        ("x,y\n1,ant\n2,dog\n3,ant\n", {}, "has class 'dog', which the run was not trained on (its classes: ant, bee)"),
+        ("x,y\n1,ant\n2,bee\n", {"standardize": False}, "data.standardize=false differs from the run"),
+    ],
+    ids=["class", "standardize"],
+)
+def test_other_rows_must_fit_the_reading(table, settings, error, tmp_path):
+    (tmp_path / "a.csv").write_text(table)
+    reading = {"kind": "table", "classes": ["ant", "bee"], "mean": [0.0], "deviation": [1.0]}
+    with pytest.raises(DataError, match=re.escape(error)) as caught:
+        open_data(TableData(path=str(tmp_path / "a.csv"), **settings), reading=reading)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_constant_column_carries_nothing(tmp_path):
+    for name, unseen in (("a", 0.1), ("b", 0.6)):
+        rows = "".join(f"{unseen if i == 0 else 0.1},{i},{'ab'[i % 2]}\n" for i in range(30))
+        (tmp_path / f"{name}.csv").write_text("x,z,y\n" + rows)
+    first = open_data(TableData(path=str(tmp_path / "a.csv")))
+    assert not gathered(first.train)["inputs"][:, 0].any()
+    other = open_data(TableData(path=str(tmp_path / "b.csv")), reading=first.reading)
+    seen = [*gathered(other.train)["inputs"][:, 0], *gathered(other.validation)["inputs"][:, 0]]
+    assert max(seen) == pytest.approx(0.5)
+
+
+# Codes of the run's table, codes of another one, the classes that its rows have; None: the one that is refused.
+CODES = {
+    "texts of the same number": (["1", "01", "2A", "2B"], ["01", "1"], ["01", "1"]),
+    "a number in other words": (["1", "2"], ["01", "2.0"], ["1", "2"]),
+    "another code": (["01", "02", "2A"], ["01", "03"], "03"),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_class_is_what_is_written_and_a_number_only_where_that_is_none(name, tmp_path):
+    own, others, found = CODES[name]
+    for file, codes in (("a.csv", own), ("b.csv", others)):
+        (tmp_path / file).write_text("x,y\n" + "".join(f"{i},{codes[i % len(codes)]}\n" for i in range(24)))
+    reading = open_data(TableData(path=str(tmp_path / "a.csv"), task="classification")).reading
+    other = TableData(path=str(tmp_path / "b.csv"), validation_fraction=0)
+    if isinstance(found, str):
+        with pytest.raises(DataError, match=f"has class '{found}', which the run was not trained on"):
+            open_data(other, reading=reading)
+        return
+    rows = gathered(open_data(other, reading=reading).train)
+    values = np.round(rows["inputs"][:, 0] * reading["deviation"][0] + reading["mean"][0]).astype(int)
+    assert [reading["classes"][i] for i in rows["targets"]] == [found[i % len(found)] for i in values]
+
+
+def test_columns_of_other_rows_are_found_by_their_names(tmp_path):
+    def table(name, columns):
+        values = {"x": lambda i: i, "z": lambda i: 100 * i + i % 7, "y": lambda i: i % 2}
+        lines = [",".join(str(values[column[0]](i)) for column in columns) for i in range(40)]
+        (tmp_path / name).write_text(",".join(columns) + "\n" + "\n".join(lines) + "\n")
+        return TableData(path=str(tmp_path / name), target="y")
+
+    first = open_data(table("a.csv", ["x", "z", "y"]))
+    other = open_data(table("b.csv", ["z", "x", "y"]), reading=first.reading)
+    np.testing.assert_array_equal(gathered(other.train)["inputs"], gathered(first.train)["inputs"])
+    assert other.reading == first.reading
+    with pytest.raises(DataError, match=r"no input column 'z', which the run was trained on \(it has: x, zz\)"):
+        open_data(table("c.csv", ["x", "zz", "y"]), reading=first.reading)
