@@ -25,8 +25,6 @@ def test_lists_the_steps(cli, text_run):
     assert header.split() == ["step", "time", "size", "eval_loss", "ok"]
     assert [row.split()[0] for row in rows] == ["2", "4"]
     assert {row.split()[-1] for row in rows} == {"yes"}
-    verified = json.loads(cli("ckpt", "ls", str(text_run), "--verify", "--json").out)
-    assert [(row["step"], row["ok"], row["verified"]) for row in verified] == [(2, True, True), (4, True, True)]
 
 
 def test_lists_abandoned_steps_with_their_directory(cli, text_run, tmp_path):
@@ -37,13 +35,10 @@ def test_lists_abandoned_steps_with_their_directory(cli, text_run, tmp_path):
     answer = cli("ckpt", "ls", str(copy))
     assert [row.split()[0] for row in answer.out.splitlines()[1:]] == ["2", "4"]
     assert answer.out.splitlines()[2].endswith(f"yes, in {folder.name}")
-    listed = json.loads(cli("ckpt", "ls", str(copy), "--json").out)
-    assert [(row["step"], row["abandoned"]) for row in listed] == [(2, None), (4, folder.name)]
     assert json.loads(cli("ckpt", "show", str(copy), "--json").out)["step"] == 2
 
 
 def test_verify_finds_damage(cli, damaged_run):
-    assert cli("ckpt", "ls", str(damaged_run)).code == 0
     answer = cli("ckpt", "ls", str(damaged_run), "--verify")
     assert answer.code == 4
     assert [line.split()[-1] for line in answer.out.splitlines()[1:]] == ["verified", "damaged"]
@@ -51,26 +46,21 @@ def test_verify_finds_damage(cli, damaged_run):
     assert "4 is damaged" in answer.err
 
 
-@pytest.mark.parametrize("words", [("ls", "--verify"), ("ls",), ("show",)], ids=" ".join)
-def test_a_step_that_a_run_deletes_meanwhile_is_left_out(cli, text_run, tmp_path, monkeypatch, words):
-    """The older one before its record is read, or, with `show`, the newer one."""
+def test_a_step_that_a_run_deletes_meanwhile_is_left_out(cli, text_run, tmp_path, monkeypatch):
     copy = shutil.copytree(text_run, tmp_path / "run")
-    goes, stays = ("4", "2") if words == ("show",) else ("2", "4")
     read, info = [], Checkpointer.info
 
     def deleting(self, step):
         if not read:
-            shutil.rmtree(copy / "checkpoints" / goes)
+            shutil.rmtree(copy / "checkpoints" / "2")
         read.append(step)
         return info(self, step)
 
     monkeypatch.setattr(Checkpointer, "info", deleting)
-    answer = cli("ckpt", words[0], str(copy), *words[1:], "--json")
+    answer = cli("ckpt", "ls", str(copy), "--json")
     assert answer.code == 0
-    found = json.loads(answer.out)
-    assert [row["step"] for row in (found if words[0] == "ls" else [found])] == [int(stays)]
-    if words[0] == "ls":
-        assert answer.err == f"step 2 was deleted from {copy / 'checkpoints'} while the list was made\n"
+    assert [row["step"] for row in json.loads(answer.out)] == [4]
+    assert answer.err == f"step 2 was deleted from {copy / 'checkpoints'} while the list was made\n"
 
 
 def test_a_damaged_newest_step_is_passed_over(cli, damaged_run):
@@ -83,14 +73,6 @@ def test_a_damaged_newest_step_is_passed_over(cli, damaged_run):
     exact = cli("sample", str(damaged_run), *words, "--step", "4")
     assert (exact.code, exact.out) == (4, "")
     assert sorted(path.name for path in (damaged_run / "checkpoints").iterdir()) == ["2", "4"]
-
-
-def test_a_run_without_checkpoints_lists_none(cli, tmp_path):
-    (tmp_path / "run.json").write_text('{"config": {}}')
-    answer = cli("ckpt", "ls", str(tmp_path))
-    assert (answer.code, answer.out) == (0, "")
-    assert answer.err.startswith("no checkpoints in ")
-    assert json.loads(cli("ckpt", "ls", str(tmp_path), "--json").out) == []
 
 
 def test_shows_leaves_totals_and_metadata(cli, text_run):

@@ -6,6 +6,7 @@ asks of a model is tested without it in tests/inference/test_asked.py.
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import shutil
@@ -74,10 +75,7 @@ metric_list: [{{metric: exact_match}}]
     ("words", "said"),
     [
         (["--tasks", "a.yaml"], "--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'"),
-        (["--tasks", ","], "--tasks is empty; give a task file, or names with commas between them"),
         (["--limit", "3"], "--limit is for --tasks; for held-out rows write evaluation.max_batches=N"),
-        (["--chat"], "--chat is for --tasks"),
-        (["--tasks", "a.yaml", "model.embed_dim=8"], "model.embed_dim=8 cannot change for a trained run"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -148,11 +146,8 @@ def test_the_three_kinds_of_tasks_give_what_the_model_says(cli, text_run, folder
 
 
 WRONG = {
-    "no such file": ("nothing.yaml", None, 2, "there is no such file"),
     "data that is not there": ("lost.yaml", TEXTS.replace("colours.jsonl", "lost.jsonl"), 3, "lost.jsonl"),
     "a field that no document has": ("field.yaml", WORDS.replace("{{{{thing}}}}", "{{{{thong}}}}"), 3, "thong"),
-    "settings that are not known": ("beams.yaml", WORDS.replace("max_gen_toks: 4", "num_beams: 4"), 2, "num_beams"),
-    "a kind of output that there is none of": ("kind.yaml", WORDS.replace("generate_until", "sing"), 3, "kind.yaml"),
     "no YAML": ("broken.yaml", "task: [", 3, "broken.yaml"),
 }
 
@@ -170,11 +165,10 @@ def test_a_task_that_fails_is_one_line(cli, text_run, folder, name, text, code, 
 
 
 @needs_lm_eval
-@pytest.mark.parametrize("max_length", [1, 2, 4, 7])
-def test_windows_are_those_of_the_harness(max_length):
+def test_windows_are_those_of_the_harness():
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    for length in range(20):
+    for max_length, length in itertools.product((1, 2, 4, 7), range(20)):
         theirs = map(make_disjoint_window, get_rolling_token_windows(list(range(length)), 99, max_length, 1))
         ours = scored_windows(range(length), prefix=99, max_length=max_length)
         # The harness gives context and targets; the model reads both but the last token.

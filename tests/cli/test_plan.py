@@ -64,20 +64,10 @@ def test_json_holds_what_the_table_shows(cli):
         assert trained == pytest.approx(977 * one["time"]["seconds"])
 
 
-def test_the_network_is_shown_and_set(cli):
-    llama = ("plan", "llama3_8b", "--analytic", "parallel.fsdp=64", "train.accumulation_steps=1", "--on", "a100-80x64")
-    shown = cli(*llama, "--network", "200Gb").out
-    assert re.search(r"network +25 GB/s \(200 Gbit/s\) a device between nodes", shown)
-    assert re.search(r"unplanned downtime +0\.0\d+ %", shown)
-    of_cloud, slow, same = (
-        plans(cli(*llama, "--json", *words))[0] for words in [(), ("--network", "1Gb"), ("--network", "0.125GB")]
-    )
-    assert slow["time"] == same["time"]
-    assert slow["time"]["seconds"] > 2 * of_cloud["time"]["seconds"]
-    assert slow["target"]["hardware"]["sources"]["network_bandwidth"] == "--network"
+def test_cost_follows_what_is_asked(cli, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("h100: {on_demand_usd_hour: 1.5}\n")
 
-
-def test_cost_follows_what_is_asked(cli):
     def cost(*words):
         return plans(cli(*PLAN, "h100x8", "--json", *words))[0]["cost"]
 
@@ -86,9 +76,10 @@ def test_cost_follows_what_is_asked(cli):
     assert cost("--epochs", "2", "--rows-per-epoch", "1000")["steps"] == 250
     assert cost("--usd-per-kwh", "0.24")["energy_usd"] == pytest.approx(2 * plain["energy_usd"])
     assert cost("--checkpoint-minutes", "7")["spot"]["checkpoint_interval_seconds"] == 420
-    # Young's interval goes with the square root of the time between interruptions.
-    often, seldom = (cost("--interruptions-per-day", n)["spot"]["recommended_interval_seconds"] for n in ("8", "2"))
-    assert seldom == pytest.approx(2 * often)
+    own = cost("--hardware", str(path))
+    assert own["on_demand_usd"] == pytest.approx(1.5 * own["device_hours"])
+    slow = cost("parallel.fsdp=16", "--on", "h100x16", "--network", "1Gb")
+    assert slow["hours"] > cost("parallel.fsdp=16", "--on", "h100x16", "--network", "200Gb")["hours"]
 
 
 MIXTURE = ("model.experts.num_experts=8", "model.experts.experts_per_token=2")
@@ -96,12 +87,6 @@ IMAGES = ("optimizer.ema_decay=0.9",)
 # id: (config, devices, overrides). The real step's abstract state has the bytes of a real run: it is what is allocated.
 STATES = {
     "one device": ("quickstart", 1, ()),
-    "data=8": ("quickstart", 8, ()),
-    "fsdp=8": ("quickstart", 8, ("parallel.fsdp=8",)),
-    "tensor=4, data=2": ("quickstart", 8, ("parallel.tensor=4",)),
-    "pipe=2": ("quickstart", 8, ("parallel.pipe=2", "model.num_layers=4", "train.global_batch_size=32")),
-    "context=4": ("quickstart", 8, ("parallel.context=4",)),
-    "zero=1": ("quickstart", 8, ("parallel.zero=1",)),
     "zero=2": ("quickstart", 8, ("parallel.zero=2", "parallel.tensor=2")),
     "zero=3": ("quickstart", 8, ("parallel.zero=3",)),
     "all at once": (
@@ -109,17 +94,12 @@ STATES = {
         ("parallel.pipe=2", "parallel.fsdp=2", "parallel.tensor=2", "model.num_layers=4", "parallel.zero=1"),
     ),
     "experts": ("quickstart", 8, (*MIXTURE, "parallel.expert=4", "parallel.fsdp=2")),
-    "sgd": ("quickstart", 8, ("optimizer.kind=sgd", "parallel.fsdp=8")),
     "sgd without momentum": ("quickstart", 1, ("optimizer.kind=sgd", "optimizer.momentum=0")),
-    "lion": ("quickstart", 8, ("optimizer.kind=lion", "parallel.fsdp=8")),
-    "adafactor": ("quickstart", 1, ("optimizer.kind=adafactor",)),
     "adafactor, fsdp=8": ("quickstart", 8, ("optimizer.kind=adafactor", "parallel.fsdp=8")),
     "adafactor, zero=1, tensor=2": (
         *("quickstart", 8),
         ("optimizer.kind=adafactor", "parallel.zero=1", "parallel.tensor=2", "optimizer.b1=0.9"),
     ),
-    "bfloat16 moments": ("quickstart", 8, ("optimizer.moments=bfloat16", "parallel.fsdp=8")),
-    "int8 moments": ("quickstart", 1, ("optimizer.moments=int8",)),
     # 160 = 2 x 80 elements of a block do not divide by 8: their exponents are whole on each shard.
     "int8 moments, fsdp=8, zero=1": (
         *("quickstart", 8),
@@ -141,10 +121,8 @@ STATES = {
     "no masters": ("quickstart", 1, ("precision.policy=bf16_pure",)),
     "loss scale": ("quickstart", 1, ("precision.policy=fp16",)),
     "tied, learned positions": ("quickstart", 1, ("model.size=gpt2", "model.num_layers=2", "data.sequence_length=64")),
-    "resnet": ("digits_resnet", 8, IMAGES),
     "resnet, fsdp=4, zero=1": ("digits_resnet", 8, (*IMAGES, "parallel.fsdp=4", "parallel.zero=1")),
     "mlp": ("digits_mlp", 8, ("parallel.tensor=2", "parallel.fsdp=2")),
-    "table": ("tabular_mlp", 1, ()),
 }
 
 
@@ -202,15 +180,6 @@ def test_search_ranks_and_explains(cli):
     assert answer.out.count("NVIDIA H100 SXM 80 GB") == 2
 
 
-def test_a_search_without_a_time_says_that_it_ranks_by_memory(cli, tmp_path):
-    words = ("plan", "gpt2_124m", "--on", "t4", "--analytic", "precision.policy=bf16", "--search")
-    answer = cli(*words, "--vary", "microbatches", "--config", str(tmp_path / "planned.yaml"))
-    assert answer.code == 0
-    assert re.search(
-        r"^t4: \d of \d+ layouts fit; the first by memory, since no time is known:$", answer.out, re.MULTILINE
-    )
-
-
 def test_search_as_json_tells_layouts_apart_by_what_varied(cli):
     answer = cli(*PLAN, "h100x8", "--search", "--vary", "precision,optimizer", "--json")
     (found,) = json.loads(answer.out)["searches"]
@@ -220,15 +189,6 @@ def test_search_as_json_tells_layouts_apart_by_what_varied(cli):
     assert len(set(layouts)) == 9
     assert any(layout.endswith("bf16_pure, adafactor") for layout in layouts)
     assert all(one["step_seconds"] > 0 and one["memory_bytes"] > 0 for one in found["ranking"])
-
-
-def test_auto_is_planned_as_a_run_would_choose(cli):
-    answer = cli("plan", "llama3_8b", "parallel=auto", "--on", "h100x8", "--analytic", "--json", "--top", "1")
-    assert answer.code == 0
-    (plan,) = json.loads(answer.out)["plans"]
-    # Remat and accumulation stay as the config has them.
-    assert plan["config"]["remat"]["policy"] == "full"
-    assert plan["config"]["train"]["accumulation_steps"] == 8
 
 
 def test_the_largest_batch(cli):
@@ -244,6 +204,7 @@ def test_the_largest_batch(cli):
 def test_advice_is_shown_where_it_does_not_fit(cli):
     answer = cli("plan", "llama3_8b", "--on", "h100x8", "--analytic", "remat.policy=none")
     assert answer.code == 0
+    assert re.match(r"h100x8 does not fit: .*; to change: remat\.policy=dots: .* GiB, step", answer.out)
     assert re.search(r"verdict +does not fit: [\d.]+ GiB of [\d.]+ GiB", answer.out)
     assert re.search(r"^- .*remat\.policy=dots: [\d.]+ GiB, step [\d.]+ x as long$", answer.out, re.MULTILINE)
 
@@ -262,7 +223,6 @@ def test_writes_a_page(cli, tmp_path):
     "words",
     [
         pytest.param(("--on", "h100x8", "parallel.fsdp=8"), id="as asked"),
-        pytest.param(("--on", "h100x8", "--search", "--top", "1"), id="the best of a search"),
         pytest.param(("--on", "v5e-8", "parallel=auto", "--top", "1"), id="auto"),
     ],
 )
@@ -288,60 +248,31 @@ def test_list_shows_all_hardware(cli):
     assert {entry["name"] for entry in listed} == set(catalogue())
 
 
-def test_prices_of_a_file_are_used(cli, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("h100: {on_demand_usd_hour: 1.5}\n")
-    (plan,) = plans(cli(*PLAN, "h100", "--hardware", str(path), "--json"))
-    assert plan["cost"]["on_demand_usd"] == pytest.approx(1.5 * plan["cost"]["device_hours"])
-
-
 H100X8 = "quickstart --on h100x8"
 # id: (words after `plan --analytic`, pattern of the line)
 MISTAKES = {
     "no config": ("", r"CONFIG is missing; 'jaxtrain plan --list' lists the hardware"),
-    "unknown config": ("quikstart --on h100", r"no config 'quikstart'.*did you mean 'quickstart'\?"),
     "unknown hardware": ("quickstart --on h101x8", r"no 'h101' in the catalogue: did you mean h100\?.*--hardware"),
-    "no hardware": ("quickstart --on ,", r"no hardware in ','; write NAME, NAMExN"),
-    "no devices": ("quickstart --on h100x0", r"0 devices of h100: ask for 1 or more"),
     "rows longer than the model": (
         "gpt2_124m --on h100 data.sequence_length=2048",
         r"data\.sequence_length=2048 exceeds model\.max_sequence_length=1024; lower it",
-    ),
-    "more token ids than the model has": (
-        # Of a tokenizer that is still to be learned, only its bytes are sure.
-        "quickstart --on h100 model.vocab_size=200",
-        r"model\.vocab_size=200 is below the 256 token ids of the data",
     ),
     "more classes than the model has": (
         "digits_resnet --on h100 model.num_classes=5",
         r"the model has 5 outputs but the data 10 classes",
     ),
-    "auto and a degree": (
-        f"{H100X8} parallel=auto parallel.fsdp=8",
-        r"chooses every degree, but parallel\.fsdp is set",
-    ),
     "unknown thing to vary": (f"{H100X8} --search --vary mesh,colour", r"cannot search over 'colour'; known: mesh, "),
-    "vary without a search": (f"{H100X8} --vary mesh", r"--vary mesh says what a search varies; add --search"),
-    "no places": (f"{H100X8} --search --top 0", r"--top: '0' is not a whole number of 1 or more"),
     "negative tokens": (f"{H100X8} --tokens -5", r"tokens is -5\.0; give a positive number"),
-    "tokens and epochs": (f"{H100X8} --tokens 5 --epochs 1", r"tokens 5\.0 and epochs 1\.0; give one of the two"),
-    "epochs alone": (f"{H100X8} --epochs 3", r"epochs 3 take the number of rows"),
-    "tokens of images": ("digits_mlp --on h100 --tokens 5", r"tokens 5 without tokens_per_step"),
-    "negative price": (f"{H100X8} --usd-per-kwh -1", r"usd_per_kwh is -1\.0; give a positive number"),
     "network in no unit": (f"{H100X8} --network 400", r"--network '400': write bits/s or bytes/s of one device, as in"),
-    "no interval": (f"{H100X8} --checkpoint-minutes 0", r"checkpoint_interval_seconds is 0\.0; give a positive"),
     "key of the hardware file": (f"{H100X8} --hardware hardware.yaml", r"hardware\.yaml:1: h100: no key 'colour'"),
-    "missing hardware file": (f"{H100X8} --hardware none.yaml", r"none\.yaml: No such file"),
-    "page in no folder": (f"{H100X8} --html no/plan.html", r"--html no/plan\.html: No such file or directory; give a"),
     "config in no folder": (f"{H100X8} --config no/x.yaml", r"--config no/x\.yaml: No such file or directory; give a"),
-    "nothing to write": ("llama3_8b --on t4 parallel.fsdp=1 --config x.yaml", r"--config x\.yaml: no plan fits"),
     "data of unknown size": (
         "tabular_mlp --on h100 data.path=my.csv",
         r"a plan does not open data\.path=my\.csv; plan",
     ),
 }
 # Where what is wrong comes after the answer.
-ANSWERED = ("page in no folder", "config in no folder", "nothing to write")
+ANSWERED = ("config in no folder",)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -356,19 +287,9 @@ def test_mistake_is_one_line(cli, tmp_path, monkeypatch, name):
     assert re.search(pattern, answer.err), answer.err
 
 
-# id: words; importing jax would take longer than all else that they do.
-WITHOUT_JAX = {
-    "405 B on 1,024 devices": [
-        *("llama3_8b", "model.size=llama3.1_405b", "--on", "h100x1024", "--analytic"),
-        *("parallel.tensor=8", "parallel.fsdp=128", "train.global_batch_size=1024"),
-    ],
-    "several": ["quickstart", "--on", "h100x8,v5e-8,rtx4090", "--analytic", "--json"],
-    "list": ["--list"],
-}
-
-
-@pytest.mark.parametrize("words", WITHOUT_JAX.values(), ids=WITHOUT_JAX)
-def test_plans_without_jax(words):
+def test_plans_without_jax():
+    """Importing jax would take longer than all else that the command does."""
+    words = ["quickstart", "--on", "h100x8,v5e-8,rtx4090", "--analytic", "--json"]
     done = subprocess.run([sys.executable, "-c", WATCHED, "plan", *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -379,10 +300,7 @@ def test_plans_without_jax(words):
     ("words", "taken"),
     [
         pytest.param("llama3_8b --on h100x4", "fsdp=4, .*because .*fsdp=8 makes 8", id="fewer devices"),
-        pytest.param("llama3_8b --on h100x64", "fsdp=.*because train.global_batch_size=64 does not", id="more devices"),
         pytest.param("smollm2_lora --on h100x8", "fsdp=8, .*batch 8, because .*batch_size=4 does", id="a larger batch"),
-        pytest.param("quickstart --on h100x8 parallel.tensor=7", "because .*tensor=7 makes 7", id="a degree"),
-        pytest.param("quickstart --on h100,h100x8 parallel.fsdp=8", "one device, .*fsdp=8 makes 8", id="of several"),
     ],
 )
 def test_a_layout_that_the_devices_cannot_take_is_fitted_and_said(cli, words, taken):
@@ -393,19 +311,9 @@ def test_a_layout_that_the_devices_cannot_take_is_fitted_and_said(cli, words, ta
     assert re.match(f"planned for h100.* with .*{taken}", fitted)
 
 
-def test_what_does_not_fit_says_what_would(cli):
-    answer = cli("plan", "llama3_8b", "--on", "h100", "--analytic")
-    assert answer.code == 0
-    assert re.match(r"h100 does not fit: .*; to change: \S+=\S+ and .* GiB, step", answer.out)
-
-
 def test_batches_are_compared_at_equal_tokens(cli):
     answer = cli("plan", "gpt2_124m", "--on", "4090", "--analytic", "--search", "--vary", "batch", "--top", "3")
     assert "layouts fit; the first by tokens/s, at equal tokens of the run:" in answer.out
     rates = re.findall(r"^ +\d+\. +([\d.]+)k tokens/s .* batch (\d+)$", answer.out, re.MULTILINE)
     assert sorted((float(rate) for rate, _ in rates), reverse=True) == [float(rate) for rate, _ in rates]
     assert len(rates) > 3
-    answer = cli("plan", "gpt2_124m", "--on", "4090", "--analytic", "--search", "--vary", "batch", "--json")
-    found = json.loads(answer.out)["plans"]
-    totals = {one["cost"]["steps"] * one["config"]["train"]["global_batch_size"] for one in found}
-    assert max(totals) == pytest.approx(min(totals), rel=1e-3)

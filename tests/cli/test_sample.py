@@ -1,16 +1,30 @@
-"""`jaxtrain sample`: deterministic, batched, and equal to what full forward passes give."""
+"""`jaxtrain sample`: equal to full forward passes, written as it comes, from runs and from published folders."""
 
 import io
 import json
+import os
+import shutil
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+import jaxtrain as jt
+from jaxtrain.cli import main
+from jaxtrain.commands.sample_print import print_stream
+from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.inference.generate import generate_ids
+from jaxtrain.inference.text_stream import TokenTexts
+from jaxtrain.inference.written import TokenScore, Written
 from jaxtrain.run.open_run import open_run
 
 GREEDY = ("--temperature", "0")
+PUBLISHED = Path(__file__).resolve().parents[1] / "interop" / "published"
+# Of the fixtures: T5 ends texts with 1, Llama begins them with 1.
+SPECIAL = {"t5": "$A </s>", "llama": "<s> $A"}
 
 
 def sample(cli, run, *words):
@@ -19,9 +33,9 @@ def sample(cli, run, *words):
     return answer.out
 
 
-def test_greedy_is_the_argmax_of_full_forward_passes(cli, text_run):
-    """The KV cache against the model as it trains, token by token."""
-    prompt, count = "The class", 12
+def test_greedy_is_the_argmax_of_full_forward_passes(cli, text_run, monkeypatch):
+    """The KV cache against the model as it trains, token by token; the prompt comes from standard input."""
+    prompt, count = "The\nclass", 12
     run = open_run(text_run)
     ids = list(run.tokenizer.encode(prompt))
 
@@ -34,97 +48,203 @@ def test_greedy_is_the_argmax_of_full_forward_passes(cli, text_run):
         padded = np.zeros((1, run.config.model.max_sequence_length), np.int32)
         padded[0, : len(ids)] = ids
         ids.append(int(np.argmax(np.asarray(forward(run.params, padded))[0, len(ids) - 1])))
-    assert sample(cli, text_run, "-p", prompt, "-n", str(count), *GREEDY) == run.tokenizer.decode(ids) + "\n"
-
-
-def test_seed_decides(cli, text_run):
-    words = ("-p", "a", "-n", "20", "--temperature", "1")
-    first, again, other = (sample(cli, text_run, *words, "--seed", seed) for seed in ("1", "1", "2"))
-    assert first == again
-    assert first != other
-
-
-@pytest.mark.long
-def test_a_batch_gives_each_prompt_its_own_text(cli, text_run):
-    prompts = ["a", "The class statement"]
-    single = [sample(cli, text_run, "-p", prompt, "-n", "8", *GREEDY) for prompt in prompts]
-    words = [word for prompt in prompts for word in ("-p", prompt)]
-    assert sample(cli, text_run, *words, "-n", "8", *GREEDY) == "\n".join(single)
-    lines = sample(cli, text_run, *words, "-n", "8", *GREEDY, "--json").splitlines()
-    assert [json.loads(line)["prompt"] for line in lines] == prompts
-    assert [json.loads(line)["text"] + "\n" for line in lines] == single
-
-
-LIMITS = [("--top-k", "1"), ("--top-p", "1e-6"), ("--min-p", "1"), ("--beams", "1")]
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [
-        pytest.param(limit, id=limit[0].strip("-"), marks=() if limit[0] == "--top-p" else pytest.mark.long)
-        for limit in LIMITS
-    ],
-)
-def test_limits_down_to_one_token_are_greedy(cli, text_run, limit):
-    words = ("-p", "ab", "-n", "8")
-    assert sample(cli, text_run, *words, "--temperature", "1", *limit) == sample(cli, text_run, *words, *GREEDY)
-
-
-def test_a_text_ends_before_a_stop(cli, text_run):
-    words = ("-p", "ab", "-n", "8", *GREEDY)
-    whole = sample(cli, text_run, *words).removesuffix("\n")
-    stop = whole[4:6]
-    wanted = whole[: whole.index(stop, 2)]
-    assert sample(cli, text_run, *words, "--stop", "never there", "--stop", stop) == wanted + "\n"
-
-
-def test_beams_draw_nothing(cli, text_run):
-    answer = cli("sample", str(text_run), "-p", "ab", "--beams", "2", "--top-k", "3")
-    assert answer.code == 2
-    assert "leave those or beams out" in answer.err
-
-
-def test_other_checkpoint_other_text(cli, text_run):
-    words = ("-p", "ab", "-n", "20", "--temperature", "1")
-    assert sample(cli, text_run, *words, "--step", "2") != sample(cli, text_run, *words, "--step", "4")
-
-
-def test_fills_the_positions_of_the_model_by_default(cli, text_run):
-    run = open_run(text_run)
-    text = sample(cli, text_run, "-p", "ab", "--top-k", "1")
-    # Bytes that are no text are one sign each or fewer, so the count is an upper limit.
-    assert len("ab") < len(text) - 1 <= run.config.model.max_sequence_length
-
-
-def test_prompt_comes_from_standard_input(cli, text_run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert sample(cli, text_run, "-n", "3", *GREEDY).startswith("two\nlines")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{prompt}\n"))
+    assert sample(cli, text_run, "-n", str(count), *GREEDY) == run.tokenizer.decode(ids) + "\n"
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     answer = cli("sample", str(text_run))
     assert (answer.code, answer.out) == (2, "")
     assert answer.err == "jaxtrain sample: no prompt; give -p TEXT, or text on standard input\n"
 
 
-def test_does_not_open_the_data(cli, text_run, tmp_path):
+def test_the_seed_decides_and_the_data_is_not_opened(cli, text_run, tmp_path):
+    words = ("-p", "a", "-n", "20", "--temperature", "1")
     info = json.loads((text_run / "run.json").read_text())
     info["config"]["data"]["path"] = "/gone/text.txt"
     (tmp_path / "run.json").write_text(json.dumps(info))
     for name in ("checkpoints", "tokenizer.json"):
         (tmp_path / name).symlink_to(text_run / name)
-    words = ("-p", "a", "-n", "4", *GREEDY)
-    assert sample(cli, tmp_path, *words) == sample(cli, text_run, *words)
+    first = sample(cli, text_run, *words, "--seed", "1")
+    assert first == sample(cli, tmp_path, *words, "--seed", "1")
+    assert first != sample(cli, text_run, *words, "--seed", "2")
     (tmp_path / "tokenizer.json").unlink()
     answer = cli("sample", str(tmp_path), "-p", "a")
     assert answer.code == 3
     assert "tokenizer.json is gone" in answer.err
 
 
+def test_a_text_fills_the_positions_or_ends_before_a_stop(cli, text_run):
+    whole = sample(cli, text_run, "-p", "ab", "--top-k", "1").removesuffix("\n")
+    # Bytes that are no text are one sign each or fewer, so the count is an upper limit.
+    assert len("ab") < len(whole) <= open_run(text_run).config.model.max_sequence_length
+    stop = whole[4:6]
+    stopped = sample(cli, text_run, "-p", "ab", *GREEDY, "--stop", "never there", "--stop", stop)
+    assert stopped == whole[: whole.index(stop, 2)] + "\n"
+
+
 @pytest.mark.long
-def test_quantized_layers_write_text(cli, text_run):
-    """The likeliest bytes of a model whose weights moved by half a percent: mostly the same ones."""
-    words = ("sample", str(text_run), "-p", "The ", "-n", "8", "--temperature", "0")
-    plain, quantized = cli(*words), cli(*words, "--quantize", "int8")
-    assert quantized.code == 0, quantized.err
-    assert "int8: linear layers of " in quantized.err
-    assert len(quantized.out) == len(plain.out)
-    assert quantized.out.startswith("The ")
+def test_limits_down_to_one_token_are_greedy(cli, text_run):
+    words = ("-p", "ab", "-n", "8")
+    greedy = sample(cli, text_run, *words, *GREEDY)
+    for limit in (("--top-p", "1e-6"), ("--min-p", "1"), ("--beams", "1")):
+        assert sample(cli, text_run, *words, "--temperature", "1", *limit) == greedy, limit
+
+
+@pytest.mark.long
+def test_a_stream_and_a_whole_text_are_the_same(cli, text_run):
+    """One program writes both, so that not even rounding differs; `run.sample` is a third way to the same text."""
+    words = ("-p", "ab", "-p", "The class", "-n", "6", "--temperature", "0")
+    whole = sample(cli, text_run, *words)
+    assert sample(cli, text_run, *words, "--stream") == whole
+    texts = open_run(text_run).sample(["ab", "The class"], new_tokens=6, temperature=0)
+    assert "\n\n".join(texts) + "\n" == whole
+    assert sample(cli, text_run, *words[:2], *words[4:]) == texts[0] + "\n"
+    lines = sample(cli, text_run, *words, "--json", "--logprobs", "2").splitlines()
+    byte = TokenTexts(open_run(text_run).tokenizer)  # of a byte that is no character: U+FFFD
+    for text, line in zip(texts, map(json.loads, lines), strict=True):
+        assert line["text"] == text
+        assert len(line["logprobs"]) == 6
+        for one in line["logprobs"]:
+            # Greedy: the chosen token is the likeliest.
+            first, second = one["top_logprobs"]
+            assert {"token": one["token"], "logprob": one["logprob"]} == first
+            assert 0 >= first["logprob"] >= second["logprob"]
+            assert one["token"] in {byte(i) for i in range(256)}
+
+
+STREAMS = {
+    "the second waits for the first": ((("0", "a"), ("1", "x"), ("0", "b"), ("1", "y")), "ab\n\nxy\n"),
+    "the second ended long ago": ((("1", "x"), ("1", ""), ("0", "a"), ("0", "")), "a\n\nx\n"),
+}
+
+
+@pytest.mark.parametrize(("pieces", "printed"), STREAMS.values(), ids=STREAMS)
+def test_texts_of_a_batch_are_printed_one_after_another(capsys, pieces, printed):
+    rows = sorted({row for row, _ in pieces})
+    last = {row: max(i for i, piece in enumerate(pieces) if piece[0] == row) for row in rows}
+    made = [Written(int(row), text, ended=last[row] == i) for i, (row, text) in enumerate(pieces)]
+    print_stream(made, len(rows), scored=False)
+    assert capsys.readouterr().out == printed
+
+
+def test_scores_follow_their_text(capsys):
+    score = TokenScore(" b", -0.5, ((" b", -0.5), ("c", -1.25)))
+    print_stream([Written(0, "a"), Written(0, " b", (score,), True)], 1, scored=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "a b", "logprob  token  likeliest", '-0.5000  " b"   " b" -0.5000  "c" -1.2500',
+    ]  # fmt: skip
+
+
+def interrupted(*_):
+    yield Written(0, "half a li")
+    raise KeyboardInterrupt
+
+
+def endless(*_):
+    while True:
+        yield Written(0, "more and more")
+
+
+def test_ctrl_c_ends_the_line(cli, text_run, monkeypatch):
+    monkeypatch.setattr("jaxtrain.commands.sample.write_continuations", interrupted)
+    answer = cli("sample", str(text_run), "-p", "a", "--stream")
+    assert (answer.code, answer.out, answer.err) == (130, "half a li\n", "")
+
+
+def test_a_reader_that_leaves_ends_the_stream_quietly(text_run, monkeypatch, capfd):
+    monkeypatch.setattr("jaxtrain.commands.sample.write_continuations", endless)
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as left:
+        monkeypatch.setattr(sys, "stdout", left)
+        assert main(["sample", str(text_run), "-p", "a", "--stream"]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_gets_text_as_it_is_written(cli, text_run, monkeypatch):
+    pieces = []
+    monkeypatch.setattr("jaxtrain.commands.sample.print_stream", lambda written, count, scored: pieces.extend(written))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert cli("sample", str(text_run), "-p", "ab", "-n", "6", "--temperature", "0").code == 0
+    # The prompt, and a piece per token at most: one program step may end no character.
+    assert pieces[0].text == "ab"
+    assert len(pieces) >= 6
+
+
+WRONG = {
+    "objects in pieces": (("--json", "--stream"), "leave one out"),
+    "beams in pieces": (("--beams", "2", "--stream"), "--beams finds whole texts"),
+    "beams that draw": (("--beams", "2", "--top-k", "3"), "leave those or beams out"),
+    "a hundred alternatives": (("--logprobs", "100"), "at most 20"),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG)
+def test_what_does_not_go_together_is_one_line(cli, text_run, words, said):
+    answer = cli("sample", str(text_run), "-p", "a", *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert said in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Copies a model of the fixtures and gives it a tokenizer of words, with special tokens around a text."""
+
+    def copy(name):
+        folder = tmp_path / name
+        shutil.copytree(PUBLISHED / name, folder)
+        size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        sign = SPECIAL[name].replace("$A", "").strip()
+        vocab = {"<pad>": 0, sign: 1, **{f"w{i}": i for i in range(2, size)}}
+        made = Tokenizer(models.WordLevel(vocab, unk_token="w2"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue] a setter
+        made.add_special_tokens(["<pad>", sign])
+        made.post_processor = processors.TemplateProcessing(single=SPECIAL[name], special_tokens=[(sign, 1)])  # pyright: ignore[reportAttributeAccessIssue] a setter
+        made.save(str(folder / "tokenizer.json"))
+        return folder
+
+    return copy
+
+
+def sample_folder(cli, folder, *words):
+    answer = cli("sample", str(folder), "-p", "w5 w6 w7", "-n", "6", "--temperature", "0", "--emulate", "8", *words)
+    assert answer.code == 0, answer.err
+    return answer.out
+
+
+@pytest.mark.long
+def test_a_prompt_of_a_decoder_begins_as_its_tokenizer_says(published, cli):
+    folder = published("llama")
+    base = jt.load_pretrained(folder)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    sharded = jt.shard_model(base.model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    new = generate_ids(
+        sharded, base.params, [np.array([1, 5, 6, 7], np.int32)], new_tokens=6, sampling=jt.Sampling(temperature=0)
+    )[0]
+    # Special tokens (ids 0 and 1) that the model writes are not shown.
+    shown = [5, 6, 7, *(token for token in new.tolist() if token > 1)]
+    assert sample_folder(cli, folder) == tokenizer.decode(shown) + "\n"
+    everything = sample_folder(cli, folder, "--special-tokens")
+    assert everything == tokenizer.decode([5, 6, 7, *new.tolist()]) + "\n"
+    for words, said in ((("-p", "a", "--step", "1"), "--step 1 is for"), (("--chat", "Why?"), "has no chat template")):
+        answer = cli("sample", str(folder), *words)
+        assert (answer.code, answer.out) == (2, "")
+        assert said in answer.err
+
+
+@pytest.mark.long
+def test_an_encoder_decoder_writes_its_output(published, cli):
+    folder = published("t5")
+    base = jt.load_pretrained(folder)
+    sharded = jt.shard_model(base.model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    greedy = jt.Sampling(temperature=0)
+    expected = jt.generate_text(sharded, base.params, tokenizer, ["w5 w6 w7"], new_tokens=6, sampling=greedy)[0]
+    assert sample_folder(cli, folder, "--stream") == expected + "\n"
+    assert sample_folder(cli, folder, "--beams", "1") == expected + "\n"
+
+
+def test_a_folder_without_a_tokenizer_is_one_line(cli):
+    answer = cli("sample", str(PUBLISHED / "llama"), "-p", "a")
+    assert (answer.code, answer.out) == (2, "")
+    assert "has no tokenizer.json" in answer.err

@@ -45,26 +45,18 @@ def folder(tmp_path_factory) -> Path:
 
 WRONG = {
     "nothing there": (("{tmp}/none",), "is no run and no published folder"),
-    "a folder of something else": (("{tmp}",), "holds neither run.json nor config.json"),
-    "no tokenizer": (("{published}/smollm2",), "has no tokenizer.json"),
     "an open address without a key": (("{tmp}", "--host", "0.0.0.0"), "can be reached from other machines"),
-    "an address of no machine": (("{tmp}", "--host", "no.such.name.invalid"), "use 127.0.0.1"),
     "an empty key": (("{tmp}", "--api-key-file", "{tmp}/empty"), "holds no key"),
-    "a key file that is not there": (("{tmp}", "--api-key-file", "{tmp}/none"), "cannot be read"),
     "a port that is taken": (("{tmp}", "--port", "{taken}"), "is in use; use another"),
-    "a port beyond all ports": (("{tmp}", "--port", "70000"), "is beyond the last one"),
     "a step of what is no run": (("{published}/smollm2", "--step", "1"), "--step 1 is for runs"),
-    "a model that says nothing": (("{published}/vit_classification",), "has no tokenizer.json"),
 }
 # These take a model that can be served.
 WRONG_FOR_A_MODEL = {
-    "a key of the config": (("{folder}", "modle.head=1"), "unknown key"),
     "a length beyond the model": (("{folder}", "--length", "65"), "64 positions"),
     "a head without weights": (
         ("{folder}", "model.head.kind=embedding", "model.head.pooling=last", "model.head.hidden=tanh"),
         "no weights for",
     ),
-    "an adapter that is none": (("{folder}", "--adapter", "{tmp}"), "adapter_config.json"),
 }
 
 

@@ -12,57 +12,34 @@ from jaxtrain.commands.table import COMMANDS, Command
 # id: (words, exit code, pattern of the line)
 USAGE = {
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),
-    "end of a command": ("ls", 2, r"no command 'ls', did you mean 'ckpt ls'\?"),
-    "unknown option before the command": ("--nothing train", 2, r"no option '--nothing'"),
     "group alone": ("ckpt", 2, r"jaxtrain ckpt: no command, it has ls and show"),
-    "group with a wrong member": ("data prepar", 2, r"jaxtrain data: no command 'prepar', it has prepare"),
     "missing config": ("train", 2, r"jaxtrain train: CONFIG is missing; 'jaxtrain train --help' shows what it takes"),
-    "override in place of the config": ("train train.steps=5", 2, r"CONFIG is missing before train\.steps=5"),
-    "missing run": ("sample", 2, r"jaxtrain sample: RUN\|FOLDER is missing"),
-    "missing output": ("data prepare quickstart", 2, r"-o/--output is missing"),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
     "unknown option": ("doctor --fast", 2, r"jaxtrain doctor: no option --fast"),
     "key of another trainer as an option": ("train quickstart --lr 1", 2, r"is written optimizer\.learning_rate=VALUE"),
-    "key of another trainer": ("train quickstart --lr=1", 2, r"'lr'.*did you mean 'optimizer\.learning_rate'\?"),
     "key as an option without a value": ("train quickstart --train.steps 5", 2, r"is written train\.steps=VALUE"),
-    "wrong choice": ("train quickstart --resume maybe", 2, r"--resume: invalid choice: 'maybe'"),
-    "not a number": ("train quickstart --emulate many", 2, r"--emulate: 'many' is not a whole number of 1 or more"),
     "no devices": ("train quickstart --emulate 0", 2, r"--emulate: '0' is not a whole number of 1 or more"),
-    "option without its value": ("eval run --step", 2, r"--step: expected one argument"),
-    "temperature of words": ("sample run --temperature hot", 2, r"--temperature: 'hot' is not a number"),
     "one word too many": ("doctor now", 2, r"'now' is one word too many"),
-    "two forms": ("config quickstart --yaml --sharding", 2, r"--sharding: not allowed with argument --yaml"),
     "unknown config": ("train quikstart", 2, r"no config 'quikstart'.*did you mean 'quickstart'\?"),
     "unknown key": ("train quickstart train.step=5", 2, r"unknown key 'train\.step' \(command line\); did you mean"),
-    "unknown key as an option": ("train quickstart --trian.steps=5", 2, r"unknown key 'trian.*did you mean 'train"),
     "wrong type": ("train quickstart train.steps=many", 2, r"train\.steps is 'many' \(command line\); it takes int"),
-    "no override": ("train quickstart fast", 2, r"cannot read 'fast' \(command line\); write key=value"),
     "missing data": ("train quickstart data.path=/no/such.txt", 3, r"data\.path /no/such\.txt does not exist"),
     "filter that matches nothing": ("config quickstart --only optimzer", 2, r"--only optimzer: .*'optimizer'"),
-    "form without a config": ("config --yaml", 2, r"jaxtrain config: name a config, one of .*quickstart"),
-    "encoding what is no text": ("data prepare quickstart -o x data.kind=synthetic", 2, r"only text and jsonl"),
     "resume without a checkpoint": ("train quickstart --resume must --run-dir new", 4, r"no checkpoint in new/"),
     "evaluating nothing": ("eval nowhere", 2, r"no run at nowhere; .*run\.json"),
-    "sampling nothing": ("sample nowhere -p a", 2, r"no run at nowhere; .*run\.json"),
-    "listing nothing": ("ckpt ls nowhere", 2, r"no run at nowhere; .*run\.json"),
-    "a run that is a file": ("ckpt show file", 2, r"file is a file; give the directory of a run, with its run\.json"),
     "a folder that is no run": ("eval folder", 2, r"folder is not a run: it has no run\.json"),
-    "the folder of an adapter": ("export adapter -o x", 2, r"adapter is not a run: .*import adapter --base FOLDER -o"),
     "a published folder": ("eval published", 2, r"published is not a run: .*jaxtrain import published -o RUN_DIR"),
-    "a broken run.json": ("eval broken", 2, r"run\.json is not JSON"),
     "a foreign run.json": ("eval foreign", 2, r"run\.json holds no config"),
     "a run without checkpoints": ("eval fresh", 4, r"no checkpoint in .*fresh/checkpoints"),
-    "showing a run without checkpoints": ("ckpt show fresh", 4, r"no checkpoint in .*fresh/checkpoints"),
-    "name that begins as ours": ("train jaxtrain.yaml", 2, r"jaxtrain: no config 'jaxtrain\.yaml'"),
     "a run directory that is a file": ("train quickstart --run-dir file", 2, r"run directory file is a file"),
 }
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["help"]], ids=str)
-def test_help_lists_the_commands(words, cli):
-    answer = cli(*words)
-    assert (answer.code, answer.err) == (0, "")
-    assert all(f"  {name} " in answer.out for name in COMMANDS)
+def test_help_lists_the_commands(cli):
+    for words in ([], ["--help"], ["help"]):
+        answer = cli(*words)
+        assert (answer.code, answer.err) == (0, "")
+        assert all(f"  {name} " in answer.out for name in COMMANDS)
 
 
 def one_line(err: str, pattern: str) -> None:
@@ -79,13 +56,12 @@ def places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     fresh = '{"config": {}, "data": {"input_shape": [8], "vocab_size": 256, "reading": {}}}'
-    for name, content in (("folder", None), ("broken", "{"), ("foreign", "[1]"), ("fresh", fresh)):
+    for name, content in (("folder", None), ("foreign", "[1]"), ("fresh", fresh)):
         (tmp_path / name).mkdir()
         if content is not None:
             (tmp_path / name / "run.json").write_text(content)
-    for name, file in (("adapter", "adapter_config.json"), ("published", "config.json")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("{}")
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text("{}")
 
 
 @pytest.mark.parametrize(("words", "code", "pattern"), USAGE.values(), ids=USAGE.keys())
@@ -98,17 +74,11 @@ def test_mistake_is_one_line(cli, places, words, code, pattern):
 # id: (words after the run, exit code, pattern); the run is a text run with checkpoints of steps 2 and 4
 RUN_MISTAKES = {
     "step that is not there": ("eval {text} --step 3", 4, r"no checkpoint of step 3 in .*; there are 2, 4"),
-    "sample of a step that is not there": ("sample {text} -p a --step 3", 4, r"no checkpoint of step 3"),
-    "show of a step that is not there": ("ckpt show {text} --step 3", 4, r"no checkpoint of step 3"),
     "key that belongs to training": ("eval {text} model.num_layers=3", 2, r"model\.num_layers=3 cannot change"),
-    "mistyped key": ("eval {text} data.sequence_lenght=8", 2, r"unknown key 'data\.sequence_lenght'.*did you mean"),
     "no held-out rows": ("eval {text} data.validation_fraction=0", 3, r"no held-out rows.*validation_fraction=1$"),
-    "degrees that do not fit": ("eval {text} parallel.fsdp=3", 2, r"fsdp=3 makes 3"),
     "text of an image model": ("sample {image} -p a", 2, r"model\.kind=resnet of .* does not generate text"),
-    "negative temperature": ("sample {text} -p a --temperature -1", 2, r"temperature is -1\.0; use 0 \(greedy\)"),
     "top-p above one": ("sample {text} -p a --top-p 2", 2, r"top_p is 2\.0"),
     "more tokens than positions": ("sample {text} -p abcdef -n 60", 2, r"exceed the model's 32 positions.*at most 26"),
-    "prompt that fills the model": ("sample {text} -p " + "a" * 40, 2, r"exceed the model's 32 positions"),
     "other images as text": (
         "eval {image} data.kind=text data.sequence_length=8",
         2,
@@ -148,14 +118,12 @@ class XlaRuntimeError(RuntimeError):
 # id: (what the command raises, exit code, pattern of the line or "" for silence)
 CRASHES = {
     "ours": (ValueError("first\nsecond"), 1, r"internal error: ValueError: first; run again with --debug"),
-    "without words": (KeyError(), 1, r"internal error: KeyError: ; run again"),
     "device memory": (
         XlaRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
         2,
         r"train\.global_batch_size.*remat\.policy",
     ),
     "host memory": (MemoryError(), 2, r"out of memory; lower train\.global_batch_size"),
-    "platform": (RuntimeError("Unable to initialize backend 'foo': no\nmore"), 2, r"Unable to .*'foo': no; unset it"),
     "disk": (OSError(28, "No space left on device", "/x/y"), 1, r"cannot use /x/y: No space left on device"),
     "Ctrl-C": (KeyboardInterrupt(), 130, ""),
 }
@@ -172,10 +140,9 @@ def test_crash_is_one_line(cli, monkeypatch, error, code, pattern):
         assert answer.err == ""
 
 
-@pytest.mark.parametrize("words", [("--debug", "doctor"), ("doctor", "--debug")], ids=["before", "after"])
-def test_debug_adds_the_traceback(cli, monkeypatch, words):
+def test_debug_adds_the_traceback(cli, monkeypatch):
     monkeypatch.setitem(COMMANDS, "doctor", raising(ValueError("wrong")))
-    answer = cli(*words)
+    answer = cli("--debug", "doctor")
     assert answer.code == 1
     assert "Traceback" in answer.err
     assert "internal error: ValueError: wrong" in answer.err.splitlines()[-1]
@@ -191,7 +158,6 @@ def test_options_stand_anywhere_and_overrides_take_dashes(monkeypatch):
     )
     same = (
         "--run-dir r quickstart train.steps=5 seed=3",
-        "quickstart train.steps=5 --run-dir r seed=3",
         "quickstart --train.steps=5 --seed=3 --run-dir=r",
         "quickstart --train.steps=5 --run-dir r seed=3",
     )

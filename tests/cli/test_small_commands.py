@@ -1,0 +1,165 @@
+"""`jaxtrain report`, `data prepare` and `doctor`: what they write and print, and each mistake as one line."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.commands.doctor import version_problems
+from jaxtrain.config import load_config
+from jaxtrain.data import open_data
+
+
+def _run(folder, name):
+    run_dir = folder / name
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text(json.dumps({"name": name, "status": "done", "config": {}}))
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    return run_dir
+
+
+def test_one_run_gets_its_page_again(cli, tmp_path):
+    run_dir = _run(tmp_path, "a")
+    answer = cli("report", str(run_dir))
+    assert (answer.code, answer.out) == (0, f"report: {run_dir / 'report.html'}\n")
+    assert "<svg" in (run_dir / "report.html").read_text()
+    assert cli("report", str(run_dir), "--output", str(tmp_path / "page.html")).code == 0
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_a_folder_of_runs_and_more_than_eight_get_a_table(cli, tmp_path, monkeypatch):
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    runs = [str(_run(folder, f"{number:03d}")) for number in range(9)]
+    (folder / "previous").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli("report", "sweep").out == f"report: {Path('sweep') / 'report.html'}\n"
+    assert cli("report", *runs).out == "report: compare.html\n"
+    assert (folder / "report.html").read_text() == (tmp_path / "compare.html").read_text()
+    assert "<h1>9 runs</h1>" in (folder / "report.html").read_text()
+    assert cli("report", "sweep", "-o", "page.html").out == "report: page.html\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{here}/a", "{here}/a/../a"], "is given twice; give each run once"),
+        (["{here}/a", "-o", "{here}"], "--output {here} is a folder; give the path of a page"),
+        (["{here}/a", "-o", "{here}/no/page.html"], "there is no folder {here}/no; make it"),
+    ],
+    ids=["twice", "folder", "no-folder"],
+)
+def test_mistakes_are_one_line(cli, tmp_path, words, said):
+    _run(tmp_path, "a")
+    answer = cli("report", *(word.format(here=tmp_path) for word in words))
+    assert answer.code == 2
+    assert said.format(here=tmp_path) in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_metrics_that_cannot_be_read_are_named(cli, tmp_path):
+    run_dir = _run(tmp_path, "a")
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "metrics.jsonl").mkdir()
+    answer = cli("report", str(run_dir))
+    assert answer.code == 2
+    assert f"cannot read {run_dir}/metrics.jsonl: Is a directory" in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (errno.EACCES, 2, "cannot write {page}: Permission denied; name another file with --output FILE"),
+        (errno.ENOSPC, 1, "free space or use another folder"),
+    ],
+    ids=["permission", "full"],
+)
+def test_a_page_that_cannot_be_written_is_named(cli, tmp_path, monkeypatch, number, code, said):
+    run_dir = _run(tmp_path, "a")
+
+    def refuse(path, text):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("jaxtrain.metrics.report.page.write_text_atomic", refuse)
+    answer = cli("report", str(run_dir))
+    assert answer.code == code
+    assert said.format(page=run_dir / "report.html") in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):
+    (tmp_path / "text.txt").write_text("Some words and more words. " * 50)
+    words = (f"data.path={tmp_path / 'text.txt'}", "data.tokenizer.kind=byte", "--tokens-per-shard", "500")
+    answer = cli("data", "prepare", "quickstart", *words, "-o", str(tmp_path / "tokens"))
+    assert answer.code == 0
+    assert "one document, 1,351 tokens of 256 ids (uint16) in 3 files" in answer.err
+    (tmp_path / "config.yaml").write_text(answer.out)
+    config = load_config(tmp_path / "config.yaml").config
+    assert (config.data.kind, config.data.path) == ("tokens", str(tmp_path / "tokens"))
+    data = open_data(config.data, sequence_length=32, seed=0)
+    assert (data.vocab_size, data.units_per_row) == (256, 32)
+    again = cli("data", "prepare", "quickstart", *words, "-o", str(tmp_path / "tokens"))
+    assert (again.code, again.out) == (3, "")
+    assert again.err.startswith("jaxtrain: output ")
+    assert again.err.count("\n") == 1
+
+
+GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8"}
+# id: (versions, what the problems say)
+VERSIONS = {
+    "newest pair": (GOOD | {"jax": "0.12.0", "flax": "0.12.12"}, []),
+    "old flax on new jax": (GOOD | {"jax": "0.11.1"}, ["flax 0.12.8 does not work with jax 0.11.1"]),
+    "first that was mended": (GOOD | {"jax": "0.11.1", "flax": "0.12.10"}, []),
+    "old jax": (GOOD | {"jax": "0.9.3"}, ["jax 0.9.3 is older than 0.10.2"]),
+    "missing package": (GOOD | {"optax": None}, ["optax is not installed"]),
+}
+
+
+@pytest.mark.parametrize(("versions", "expected"), VERSIONS.values(), ids=VERSIONS.keys())
+def test_version_problems(versions, expected):
+    problems = version_problems(versions)
+    assert len(problems) == len(expected)
+    for problem, start in zip(problems, expected, strict=True):
+        assert problem.what.startswith(start)
+        assert problem.fatal
+        assert "pip install" in problem.mend
+
+
+def test_reports_what_is_here(cli):
+    answer = cli("doctor", "--json")
+    assert (answer.code, answer.err) == (0, "")
+    found = json.loads(answer.out)
+    assert found["devices"]["count"] == 8
+    assert found["collective_works"] is True
+    assert set(found["matmul_gflops_per_second"]) == {"float32", "bfloat16"}
+    assert min(found["matmul_gflops_per_second"].values()) > 0
+    assert found["versions"].keys() >= {"python", "jax", "flax", "optax", "orbax-checkpoint", "grain"}
+    assert all(not problem["fatal"] for problem in found["problems"])
+
+
+def test_each_problem_comes_with_what_mends_it(cli, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(
+        "jaxtrain.runtime.accelerators.unused_accelerator", lambda platform: "there is a card: pip install x"
+    )
+    answer = cli("doctor")
+    assert answer.code == 0
+    lines = [line for line in answer.out.splitlines() if line.startswith("problem: ")]
+    assert lines[0] == "problem: there is a card; pip install x"
+    assert "cannot be written; export JAXTRAIN_CACHE_DIR=FOLDER" in lines[1]
+
+
+def test_a_broken_pair_cannot_work(cli, monkeypatch):
+    monkeypatch.setattr(
+        "jaxtrain.commands.doctor.package_versions",
+        lambda names: {name: "0.12.9" if name == "flax" else "0.12.0" for name in names},
+    )
+    answer = cli("doctor")
+    assert answer.code == 2
+    assert "problem: flax 0.12.9 does not work with jax 0.12.0" in answer.out
+    assert "pip install -U 'flax>=0.12.10'" in answer.out
+    assert "matmul" not in answer.out
