@@ -29,10 +29,8 @@ def draws(logits: list[float], count: int = 100, **sampling: Any) -> set[int]:
 RULES = {
     "greedy takes the first of equals": (TIES, dict(temperature=0), {1}),
     "top_k of 1": (TIES, dict(temperature=1.0, top_k=1), {1}),
-    "a small top_p": (TIES, dict(temperature=1.0, top_p=0.2), {1}),
     "a top_p that float32 rounds to 0": (TIES, dict(temperature=1.0, top_p=1e-60), {1}),
     "a subnormal temperature": (TIES, dict(temperature=1e-38), {1}),
-    "the smallest temperature": (TIES, dict(temperature=1e-45), {1}),
     "top_k among equals": (TIES, dict(temperature=1.0, top_k=2), {1, 2}),
     "top_p among equals": (TIES, dict(temperature=1.0, top_p=0.5), {1, 2}),
     "3 / 1.2e-38 is more than float32 holds": (TIES, dict(temperature=1.2e-38), {1, 2, 3}),
@@ -41,8 +39,6 @@ RULES = {
     "top_p just above one token": (RISING, dict(temperature=1.0, top_p=0.64), {3, 4}),
     "top_p of what top_k left": (RISING, dict(temperature=1.0, top_k=2, top_p=0.72), {4}),
     "min_p": (RISING, dict(temperature=1.0, min_p=0.3), {3, 4}),
-    "min_p of 1": (TIES, dict(temperature=1.0, min_p=1.0), {1, 2, 3}),
-    "negative logits": ([-5.0, -1.0, -1.0, -9.0], dict(temperature=1.0, top_k=2), {1, 2}),
 }
 
 
@@ -93,7 +89,7 @@ def test_penalties_change_the_greedy_choice(sampling, logits, wanted):
     """The prompt has token 0, the output token 2, three times."""
     one = jt.Sampling(temperature=0, **sampling)
     bias = bias_rows([one], 3)
-    found = choose_rows(
+    found = chosen_of(
         jnp.array([logits]),
         row_sampling([one], [0]),
         jnp.zeros(1, jnp.int32),
@@ -113,19 +109,6 @@ def test_log_probabilities_are_of_the_raw_logits():
     np.testing.assert_array_equal(ids, jnp.argsort(-wanted)[:, :4])
     np.testing.assert_allclose(values, jnp.sort(wanted)[:, ::-1][:, :4], atol=2e-6)
     assert log_probabilities_of(logits, jnp.array([3, 49]), 0)[1].shape == (2, 0)
-
-
-WRONG = [
-    dict(min_p=1.5), dict(min_p=True), dict(repetition_penalty=0), dict(repetition_penalty=-1.0),
-    dict(repetition_penalty=float("inf")), dict(presence_penalty=3), dict(frequency_penalty="1"),
-    dict(logit_bias={1: 200.0}), dict(logit_bias={-1: 1.0}), dict(logit_bias="1"), dict(logit_bias=((1,),)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_rule_that_means_nothing_is_one_line(wrong):
-    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is [^\n]*; use [^\n]*$"):
-        jt.Sampling(**wrong)
 
 
 def test_a_bias_of_a_token_that_is_not_there_is_one_line():

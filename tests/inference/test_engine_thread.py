@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from scripted import TOKENIZER
 
 import jaxtrain as jt
@@ -25,7 +24,7 @@ from jaxtrain.inference.engine.slots import Slot, slot_for
 from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.server.served import Served
-from jaxtrain.inference.server.service import start_service
+from jaxtrain.inference.server.service import embedded_length
 from jaxtrain.models.decoder import NOWHERE, Decoder
 
 VOCABULARY = 1000
@@ -165,51 +164,6 @@ def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_o
     assert programs.positions == [[NOWHERE, 1], [NOWHERE, 2]]
 
 
-def test_parameters_on_other_devices_than_the_mesh_are_one_line(sharded_model):
-    mesh = jt.make_mesh(devices=jax.devices()[:2])
-    on_two = jt.shard_model(sharded_model.model, mesh=mesh)
-    params = {"kernel": jax.device_put(np.zeros(4), jax.devices()[1])}
-    with pytest.raises(
-        ConfigError, match=r"params holds kernel on \S+, and the model's mesh is on \S+ and 1 more; place"
-    ):
-        Engine(on_two, params)
-    Engine(on_two, {"kernel": jax.device_put(np.zeros(4), NamedSharding(mesh, PartitionSpec()))})
-    turned = jax.sharding.Mesh(np.array(jax.devices()[1::-1]), ("x",))
-    with pytest.raises(ConfigError, match=r"mesh is on \S+ and 1 more, in another order; place them there, "):
-        Engine(on_two, {"kernel": jax.device_put(np.zeros(4), NamedSharding(turned, PartitionSpec()))})
-    Engine(on_two, {"kernel": jax.numpy.zeros(4)})  # is on no device for good
-
-
-@pytest.mark.parametrize(
-    ("length", "says"),
-    [
-        (1, "--length takes a whole number of 2 or more, not 1; write --length 64"),
-        (65, "--length 65 exceeds the model's 64 positions; use --length 64"),
-    ],
-)
-def test_a_length_of_the_command_line_is_named_as_there(sharded_model, length, says):
-    served = Served("counts", sharded_model, {}, {}, TOKENIZER, None, False, 0)
-    with pytest.raises(ConfigError) as caught:
-        start_service(served, slots=2, length=length, queue=2)
-    assert str(caught.value) == says
-
-
-def test_the_queue_comes_beside_the_slots(engine):
-    """Requests that came since the last step wait although slots are free; as many are taken as will run and wait."""
-    engine, programs = engine
-    programs.gate.clear()
-    tickets = [engine.submit(request(10 * index)) for index in (1, 2, 3, 4)]
-    with pytest.raises(EngineFull, match="4 requests run or wait, as many as 2 slots and a queue of 2 take"):
-        engine.submit(request(50))
-    until(lambda: engine.counters().slots_in_use == 2)
-    assert engine.counters().queued == 2
-    with pytest.raises(EngineFull):
-        engine.submit(request(50))
-    programs.gate.set()
-    assert [len(list(ticket)) for ticket in tickets] == [3] * 4
-    assert [len(list(ticket)) for ticket in [engine.submit(request(10)) for _ in range(4)]] == [3] * 4
-
-
 def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):
     engine, programs = engine
     programs.gate.clear()
@@ -227,30 +181,20 @@ def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):
     assert engine.counters().slots_in_use == 0
 
 
-def test_closing_finishes_what_runs_or_cancels_it(engine):
-    engine, programs = engine
-    programs.gate.clear()
-    tickets = [engine.submit(request(10 * index)) for index in (1, 2)]
-    until(lambda: engine.counters().queued == 0)
-    tickets.append(engine.submit(request(30)))
-    threading.Timer(0.05, programs.gate.set).start()
-    engine.close(drain=True)
-    assert [len(list(ticket)) for ticket in tickets] == [3, 3, 3]
-    with pytest.raises(EngineDead, match="closed"):
-        engine.submit(request(1))
-
-
-def test_closing_without_draining_cancels(engine):
+@pytest.mark.parametrize("drain", [True, False], ids=["finishes", "cancels"])
+def test_closing_finishes_what_runs_or_cancels_it(engine, drain):
     engine, programs = engine
     programs.gate.clear()
     tickets = [engine.submit(request(10 * index, new_tokens=40)) for index in (1, 2)]
     until(lambda: engine.counters().queued == 0)
     tickets.append(engine.submit(request(30)))
     threading.Timer(0.05, programs.gate.set).start()
-    engine.close(drain=False)
+    engine.close(drain=drain)
     for ticket in tickets:
-        assert len(list(ticket)) < ticket.request.new_tokens
-        assert ticket.finish_reason == "cancelled"
+        assert (len(list(ticket)) == ticket.request.new_tokens) == drain
+        assert ticket.finish_reason == ("length" if drain else "cancelled")
+    with pytest.raises(EngineDead, match="closed"):
+        engine.submit(request(1))
 
 
 def test_a_device_that_fails_ends_every_request_in_one_line(engine):
@@ -299,11 +243,9 @@ def test_the_slot_is_the_one_that_has_most_of_the_prompt():
 
 DRAFTS = {
     "a pair seen before": ([1, 2, 3, 4, 9, 1, 2], 3, [3, 4, 9]),
-    "a triple before a pair": ([7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2], 2, [5, 8]),
     "the last of several": ([1, 2, 3, 1, 2, 4, 1, 2], 1, [4]),
     "a period that goes on": ([5, 6, 5, 6], 5, [5, 6, 5, 6, 5]),
     "nothing twice": ([1, 2, 3, 4], 3, []),
-    "too short": ([1], 3, []),
 }
 
 
@@ -319,23 +261,13 @@ def test_a_draft_is_accepted_up_to_the_first_wrong_token():
     assert accepted([], [3]) == 0
 
 
-def test_the_end_of_the_interpreter_does_not_wait_for_an_event_that_nobody_takes(engine, monkeypatch):
-    engine, _ = engine
-    monkeypatch.setattr(engine_module, "_ENDING_SECONDS", 0.1)
-    entered, taken = threading.Event(), threading.Event()
+def test_texts_to_embed_are_as_long_as_the_model_has_positions_at_most(sharded_model):
+    def length(positions, asked):
+        return embedded_length(Served("x", sharded_model, {}, {}, TOKENIZER, None, True, 0, positions), asked)
 
-    def on_event(ticket: Any, event: Any) -> None:
-        entered.set()
-        taken.wait(60)
-
-    engine.submit(request(5), on_event)
-    assert entered.wait(20)
-    ending = threading.Thread(target=engine._end)
-    ending.start()
-    ending.join(20)
-    assert not ending.is_alive()
-    assert engine._thread.is_alive()
-    taken.set()
+    assert [length(512, None), length(131_072, None), length(512, 40)] == [512, 4096, 40]
+    with pytest.raises(ConfigError, match="--length 513 exceeds the 512 positions of x"):
+        length(512, 513)
 
 
 LEFT_OPEN = """

@@ -2,12 +2,14 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import jaxtrain as jt
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.inference import generate
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.harness.tokens import task_tokens
 from jaxtrain.inference.prompts import encode_prompts
@@ -28,7 +30,6 @@ CHATS = {"kind": "chat", "template": "", "label": "x", "tokens": {}, "stop": [25
 RUNS = {
     "imported": ({"status": "imported", "data": {"reading": None}}, True),
     "trained on plain text": ({"status": "done", "data": {"reading": None}}, False),
-    "killed while it trained on plain text": ({"status": "running"}, False),
     "trained on chats": ({"status": "done", "data": {"reading": CHATS}}, True),
 }
 
@@ -83,8 +84,6 @@ def words():
         ("tokenizer", "hi", [0, 0, 1]),  # <s> h i
         ("words", "the cat", [0, 0, 3]),
         ("words", [3, 0, 1], [0, 3, 7]),  # the text of ids has the <s>
-        ("words", [0, 1], [0, 3]),
-        ("tokenizer", "", [0]),
     ],
     ids=str,
 )
@@ -124,16 +123,8 @@ def test_of_a_published_folder(model, tokenizer, tmp_path):
     assert reader.of_text("hi", add_special_tokens=False).tokens == tuple(tokenizer.encode("hi"))
 
 
-def test_bytes_have_no_beginning(model, tmp_path):
-    found = read_everywhere(model, ByteTokenizer(), special_of_run({"status": "imported"}, tmp_path, ByteTokenizer()))
-    assert found == [[104, 105]] * 3
-
-
 def test_special_tokens_that_a_model_writes_are_hidden(model, tokenizer, monkeypatch):
     """They are the likeliest tokens of a model whose logits say so; a stop is shown by neither choice."""
-    import jax
-
-    from jaxtrain.inference import generate
 
     class Found:
         tokens = np.array([[104, 256, 105, 257, 104]], np.int32)
