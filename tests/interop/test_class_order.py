@@ -1,4 +1,4 @@
-"""Classes of data that a published head would take for one another are refused, and unknown names are said."""
+"""Classes of data that a published head would take for one another are refused, and exports name those of the run."""
 
 import json
 import shutil
@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.save import Origin, saved_dtypes, write_published
+from jaxtrain.interop.settings import settings_of
 from jaxtrain.run.class_order import class_notes
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.trainer import run_config
@@ -34,8 +37,6 @@ def config_of(folder, **model):
 ROWS = {
     "the same": (NAMES, None),
     "whole numbers": (("0", "1", "2"), None),
-    "no classes": (None, None),
-    "another number": (("ant", "cat"), None),
     "other names": (("a", "b", "c"), "calls its outputs wolf, cat, ant: the classes of the data, a, b, c"),
 }
 
@@ -67,3 +68,27 @@ def test_another_order_is_refused_before_anything_is_made(tmp_path):
     with pytest.raises(ConfigError, match=said):
         import_run(folder, tmp_path / "imported", overrides=words)
     assert not (tmp_path / "imported").exists()
+
+
+ORIGIN = Path(__file__).parent / "published" / "bert_sequence"
+OLD = {"id2label": {"0": "no", "1": "maybe", "2": "yes"}, "problem_type": "multi_label_classification"}
+
+
+@pytest.mark.parametrize(
+    ("classes", "wanted"),
+    [
+        pytest.param(None, ["no", "maybe", "yes"], id="those of the origin"),
+        pytest.param(("ham", "spam", "mail"), ["ham", "spam", "mail"], id="as many others"),
+        pytest.param(("ham", "spam"), ["ham", "spam", "LABEL_2"], id="fewer than outputs"),
+    ],
+)
+def test_classes_are_those_that_were_trained(classes, wanted, tmp_path):
+    start = jt.load_pretrained(ORIGIN)
+    origin = Origin({**start.published.source.config, **OLD}, {}, saved_dtypes(start.published))
+    settings = settings_of(start.config)
+    write_published(tmp_path / "out", settings, start.params, start.model_state, origin=origin, classes=classes)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["id2label"] == {str(number): name for number, name in enumerate(wanted)}
+    assert classes is None or said["label2id"] == {name: number for number, name in enumerate(wanted)}
+    # Rows of one class each are not those of the origin.
+    assert said.get("problem_type") == (OLD["problem_type"] if classes is None else None)

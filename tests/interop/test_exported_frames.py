@@ -46,7 +46,6 @@ FRAMED = {
     "an encoder's tokens": own(),
     "an end and padding": words("<pad>", "</s>"),
     "a processor that adds nothing": words("<s>", "</s>", processor=MOVES),
-    "several that add nothing": words("<s>", "</s>", processor=processors.Sequence([MOVES, MOVES])),
 }
 
 
@@ -132,51 +131,17 @@ def test_a_published_tokenizer_without_the_frame_of_the_run_gets_it(theirs, data
     assert Tokenizer.from_str(str(files["tokenizer.json"])).encode("one two").tokens == ["one", "two", "<eos>"]
 
 
-@pytest.mark.parametrize(
-    ("data", "special", "tokens", "framed"),
-    [
-        pytest.param(
-            {"kind": "text_pairs"},
-            *(("<pad>", "</s>"), {"pad_token": "<pad>"}, ["o", "</s>"]),
-            id="pairs for an encoder-decoder",
-        ),
-        pytest.param(
-            {"kind": "text", "corruption": {"kind": "mask"}},
-            *(("[PAD]", "[CLS]", "[SEP]", "[MASK]"), NAMED | {"mask_token": "[MASK]"}, ["[CLS]", "o", "[SEP]"]),
-            id="masked text for an encoder",
-        ),
-    ],
-)
-def test_other_rows_with_a_frame_have_it(data, special, tokens, framed):
-    is_pairs = data["kind"] == "text_pairs"
-    model = {"kind": "encoder_decoder"} if is_pairs else {"kind": "transformer", "causal": False}
-    made = load_config({"model": model, "data": data}).config
-    found, _ = exported_texts({}, own(special), None, model=MODEL, config=made)
-    assert found.tokens == tokens
-    assert found.tokenizer is not None
-    assert Tokenizer.from_str(found.tokenizer).encode("o").tokens == framed
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("causal", [False, True], ids=["encoder", "decoder"])
-def test_a_folder_reads_the_rows_of_its_run(causal, tmp_path):
+def test_a_folder_reads_the_rows_of_its_run(tmp_path):
     lines = [{"text": f"{name} of one", "label": name} for name in ("ham", "mail", "spam") for _ in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     published = Path(__file__).parent / "published" / "bert_sequence"
-    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "max_sequence_length": 16}
-    model = {"from": str(tmp_path / "base")}
-    if causal:
-        model = {"kind": "transformer", **sizes, "head": {"kind": "sequence", "pooling": "last", "bias": False}}
-    else:
-        shutil.copytree(published, tmp_path / "base")
-        (tmp_path / "base" / "tokenizer.json").write_text(words("[PAD]", "[CLS]", "[SEP]").to_json())
+    shutil.copytree(published, tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text(words("[PAD]", "[CLS]", "[SEP]").to_json())
     made = {
         "task": "classification",
-        "model": model,
-        "data": {
-            **{"kind": "labelled_text", "path": str(tmp_path / "rows.jsonl"), "sequence_length": 16},
-            **({"tokenizer": {"kind": "bpe", "vocab_size": 280}} if causal else {}),
-        },
+        "model": {"from": str(tmp_path / "base")},
+        "data": {"kind": "labelled_text", "path": str(tmp_path / "rows.jsonl"), "sequence_length": 16},
         "train": {"steps": 1, "global_batch_size": 8},
         "logging": {"report": False},
     }
@@ -187,6 +152,8 @@ def test_a_folder_reads_the_rows_of_its_run(causal, tmp_path):
     trained = {tuple(one["tokens"][one["segments"] > 0].tolist()) for one in inputs}
     read = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     assert trained == {tuple(read.encode(one["text"]).ids) for one in lines}
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert tuple(said["id2label"].values()) == run.classes == ("ham", "mail", "spam")
     found = predict_published(tmp_path / "out", tmp_path / "rows.jsonl", probabilities=True)
     expected = run.predict_file(tmp_path / "rows.jsonl", probabilities=True)
     # One float32 program reads rows of another length than the other.

@@ -13,11 +13,11 @@ from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
 from jaxtrain.data.chat.templates import compile_template, render
 from jaxtrain.data.tokenizer import ByteTokenizer, build_tokenizer
 from jaxtrain.inference.chat import answer_ends
-from jaxtrain.interop.companions import Texts, companions, without_ids
+from jaxtrain.interop.companions import Texts, companions
 from jaxtrain.interop.save import Origin, write_published
 from jaxtrain.interop.settings import settings_of
 from jaxtrain.run.answers import format_of_run
-from jaxtrain.run.exported_texts import exported_texts, texts_beside
+from jaxtrain.run.exported_texts import exported_texts
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.served import open_served
 
@@ -48,24 +48,12 @@ ALL = {"bos_token_id": 257, "eos_token_id": [258, 0], "pad_token_id": None}
 FOUND = {
     "text": ({}, BPE, None, None, {"eos_token": "<|endoftext|>"}, {**dict.fromkeys(ALL), "eos_token_id": 0}, None),
     "bytes": ({}, ByteTokenizer(), None, None, {}, dict.fromkeys(ALL), None),
-    "no tokenizer": ({}, None, None, None, {}, {}, None),
-    "text of a published model": ({}, BPE, origin(), None, {}, {}, None),
     "the end of text that the run chose": (
         CHOSE, BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
         "'<|endoftext|>' as the end of a text",
     ),
-    "the end that the published model has, too": (
-        CHOSE, BPE, origin(generation={"eos_token_id": [0, 258]}), None, {}, {}, None,
-    ),
     "chats": (reading(), BPE, None, BUILT_IN["chatml"], NAMED, ALL, None),
-    "chats in bytes": (
-        reading(stop=(257,)), ByteTokenizer((BEGINS, ENDS)), None, BUILT_IN["chatml"], NAMED,
-        {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}, None,
-    ),
     "as the published model": (reading(), BPE, origin(), None, {}, {}, None),
-    "as its generation config": (
-        reading(stop=(258, 0)), BPE, origin(config={}, generation={"eos_token_id": [0, 258]}), None, {}, {}, None,
-    ),
     "another template": (
         reading("plain"), BPE, origin(), BUILT_IN["plain"], {}, {},
         "published model says: the chat template plain (built in)",
@@ -74,10 +62,6 @@ FOUND = {
     "another stop token": (
         reading(stop=(0,)), BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
         "'<|endoftext|>' as the end of an answer",
-    ),
-    "a stop token beside that of the template": (
-        reading("plain", stop=(0,)), BPE, origin(template=BUILT_IN["plain"]), None, {}, {"eos_token_id": 0},
-        "as the end of an answer",
     ),
 }  # fmt: skip
 
@@ -106,30 +90,9 @@ def test_a_template_takes_the_place_of_that_of_the_published_model(file):
     assert companions(given.config, given.files, None, Texts()) == given.files
 
 
-def test_the_older_file_of_special_tokens_follows():
-    files = {"special_tokens_map.json": json.dumps({"eos_token": {"content": "</s>"}, "unk_token": "<unk>"})}
-    found = companions({}, files, None, Texts(tokens={"eos_token": ENDS, "bos_token": BEGINS}))
-    assert json.loads(found["special_tokens_map.json"]) == {"eos_token": ENDS, "unk_token": "<unk>"}
-
-
-@pytest.mark.parametrize(
-    ("group", "writes_text"),
-    [
-        ({}, True),
-        ({"causal": False}, False),
-        ({"head": {"kind": "sequence", "num_labels": 2, "pooling": "last"}}, False),
-    ],
-    ids=["a decoder", "an encoder", "classes"],
-)
-def test_a_model_without_tokenizer_names_no_token_of_its_family(group, writes_text):
-    said = without_ids(settings_of(jt.load_config({"model": {**GROUP, **group}}).config.model))
-    assert said == (dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) if writes_text else {})
-
-
 # Families in the order in which a model is written as one, and what makes it that one.
 FAMILIES = {
     "llama": {},
-    "qwen3": {"qk_norm": True},
     "gpt2": {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
 }
 
@@ -153,20 +116,6 @@ def test_an_encoder_decoder_begins_with_its_padding(tmp_path):
     write_published(tmp_path / "out", settings_of(start.config), start.params, start.model_state, texts=texts)
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [said[key] for key in ("model_type", *ALL)] == ["t5", None, 0, 0]
-
-
-def test_an_adapter_may_have_a_template_of_its_own(tmp_path):
-    said = {"base": {"chat_template": "base", **NAMED}, "bare": {}, "own": {"chat_template": "own"}}
-    for name, settings in said.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "base" / "generation_config.json").write_text("{}")
-    file = tmp_path / "base" / "tokenizer.json"
-    wanted = {None: "base", tmp_path / "bare": "base", tmp_path / "own": "own"}
-    for adapter, template in wanted.items():
-        found = texts_beside(file, adapter)
-        assert set(found) == {"tokenizer_config.json", "generation_config.json"}
-        assert json.loads(found["tokenizer_config.json"])["chat_template"] == template
 
 
 def asked(form, tokenizer):

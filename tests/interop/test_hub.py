@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -35,6 +36,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, asked=None):
         path = unquote(urlsplit(self.path).path)
+        if path == "/ended":
+            self.fetched.append("ended")
         name = next((name for name in self.repositories if f"/{name}/" in f"{path}/"), None)
         if name is None:
             return self.send(401, headers={"X-Error-Code": "RepoNotFound"})
@@ -99,38 +102,49 @@ def hub(tmp_path):
     server.server_close()
 
 
-def jaxtrain(words, environment, folder, code=0):
-    """What a command printed, after its exit code was compared."""
-    command = [sys.executable, "-m", "jaxtrain", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+COMMANDS = """
+import json, os, sys, urllib.error, urllib.request
+from jaxtrain.cli import main
+for number, words in enumerate(json.loads(sys.argv[1])):
+    code = main(words)
+    print(f"code of {number}: {code}", file=sys.stderr, flush=True)
+    try:
+        urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/ended")
+    except urllib.error.HTTPError:
+        pass
+"""
 
 
-def test_a_model_and_a_text_are_trained_by_their_ids_and_a_plan_fetches_no_weights(hub, tmp_path):
+def jaxtrain(commands, environment, folder):
+    """What the commands said, one after another in one process, each with its exit code."""
+    words = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    said = re.split(r"code of \d+: (\d+)\n", done.stderr)
+    assert len(said) == 2 * len(commands) + 1, done.stderr
+    return list(zip(said[::2], map(int, said[1::2]), strict=False))
+
+
+def test_models_and_texts_are_used_by_their_ids_and_a_plan_fetches_no_weights(hub, tmp_path):
     model = "model.from=people/tiny"
-    jaxtrain(["plan", "quickstart", model, "data.sequence_length=32", "--analytic", "--on", "h100"], hub, tmp_path)
-    assert "config.json" in Hub.fetched
-    assert not [name for name in Hub.fetched if name.endswith(".safetensors")]
+    plan = ["plan", "quickstart", model, "data.sequence_length=32", "--analytic", "--on", "h100"]
     short = ["train.steps=2", "train.global_batch_size=2", "data.sequence_length=32", "logging.report=false"]
     data = ["data.kind=text", "data.path=hf://datasets/people/texts/data/train.txt"]
-    words = ["train", "quickstart", model, *data, *short, "parallel.data=1", "evaluation.every=null"]
-    jaxtrain([*words, "--run-dir", "run"], hub, tmp_path)
+    train = ["train", "quickstart", model, *data, *short, "parallel.data=1", "evaluation.every=null"]
+    wrong = [["train", "quickstart", f"model.from=people/{name}"] for name in ("gated", "nobody")]
+    _, trained, gated, nobody = found = jaxtrain([plan, [*train, "--run-dir", "run"], *wrong], hub, tmp_path)
+    assert [code for _, code in found] == [0, 0, 2, 2], found
+    ended = Hub.fetched.index("ended")
+    assert "config.json" in Hub.fetched[:ended]
+    assert not [name for name in Hub.fetched[:ended] if name.endswith(".safetensors")]
     assert {"model.safetensors", "data/train.txt"} <= set(Hub.fetched)
+    for (said, _), says in ((gated, "is gated"), (nobody, "is neither here nor at")):
+        assert says in said
+        assert len(said.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
     # The run names the commit, and the hub's cache is all that a second one takes.
     said = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["model"]["from"]
-    assert said.endswith(f"models--people--tiny/snapshots/{COMMIT}")
+    assert said.endswith(f"models--people--tiny/snapshots/{COMMIT}"), trained
     Hub.fetched.clear()
     offline = {**hub, "HF_HUB_OFFLINE": "1"}
-    jaxtrain(["sample", "people/tiny", "-p", "a", "-n", "2"], offline, tmp_path)
-    assert Hub.fetched == []
-
-
-@pytest.mark.parametrize(
-    ("name", "says"), [("people/gated", "is gated"), ("people/nobody", "is neither here nor at")], ids=["gated", "none"]
-)
-def test_what_the_hub_does_not_give_is_one_line(name, says, hub, tmp_path):
-    said = jaxtrain(["train", "quickstart", f"model.from={name}"], hub, tmp_path, code=2)
-    assert says in said
-    assert len(said.splitlines()) == 1
-    assert not (tmp_path / "runs").exists()
+    assert jaxtrain([["sample", "people/tiny", "-p", "a", "-n", "2"]], offline, tmp_path)[0][1] == 0
+    assert Hub.fetched == ["ended"]

@@ -8,15 +8,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.interop import load
 from jaxtrain.interop.load import by_path, copy_into, read_places
 from jaxtrain.published.folder import open_folder
-from jaxtrain.run.kept_tokenizer import COPY_FILE, DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
-from jaxtrain.runtime.files import write_json_atomic
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 WANTED = dict(np.load(LLAMA / "expected.npz"))
@@ -34,20 +32,9 @@ class CountingSource:
         return found
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"fsdp": 4},
-        {"tensor": 2},
-        {"data": 8},
-        pytest.param({"fsdp": 2, "tensor": 2, "data": 2}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_weights_on_a_mesh(mesh):
+def test_weights_on_a_mesh():
     pretrained = jt.load_pretrained(LLAMA)
-    count = int(np.prod(list(mesh.values())))
-    sharded = jt.shard_model(pretrained.model, mesh=jt.make_mesh(**mesh, devices=jax.devices()[:count]))
+    sharded = jt.shard_model(pretrained.model, mesh=jt.make_mesh(fsdp=2, tensor=2, data=2))
     source = CountingSource(pretrained.published.source)
     published = dataclasses.replace(pretrained.published, source=source)
     wanted = by_path(sharded.abstract_params)
@@ -87,7 +74,7 @@ def test_memory_is_one_share_and_the_largest_tensor(tmp_path):
     assert peak <= 1.3 * share + largest
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
 @pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "in tiles"])
 def test_transposed_views_are_copied_number_for_number(order, has_cpu, monkeypatch):
     if not has_cpu:  # as with JAX_PLATFORMS=cuda
@@ -133,15 +120,9 @@ def test_a_tokenizer_of_the_folder_is_the_default(tmp_path):
 def test_a_step_starts_from_a_folder():
     pretrained = jt.load_pretrained(LLAMA)
     mesh = jt.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    step = jt.make_train_step(pretrained.model, jt.language_modeling(), jt_sgd(), mesh=mesh)
+    step = jt.make_train_step(pretrained.model, jt.language_modeling(), optax.sgd(0.1), mesh=mesh)
     state = step.init(0, params=LLAMA)
     jax.tree.map(np.testing.assert_array_equal, state.params, pretrained.params)
-
-
-def jt_sgd():
-    import optax
-
-    return optax.sgd(0.1)
 
 
 @pytest.mark.long
@@ -187,15 +168,3 @@ def test_weights_are_read_at_step_0_only(tmp_path):
     folder.rename(tmp_path / "gone")
     again = jt.run_config(tmp_path / "run", overrides={"train.steps": 3})
     assert (first.step, again.step) == (2, 3)
-
-
-@pytest.mark.long
-def test_an_export_takes_the_second_copy_of_a_damaged_tokenizer(cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / "run"
-    assert cli("import", str(LLAMA), "-o", "run").code == 0
-    digest, _ = keep_tokenizer(run, ByteTokenizer(["<a>"]))
-    write_json_atomic(run / "run.json", {**json.loads((run / "run.json").read_text()), DIGEST_KEY: digest})
-    (run / TOKENIZER_FILE).write_text("damaged")
-    assert cli("export", "run", "-o", "out").code == 0
-    assert (tmp_path / "out" / TOKENIZER_FILE).read_bytes() == (run / COPY_FILE).read_bytes()

