@@ -16,7 +16,6 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.config import load_config
-from jaxtrain.models.shipped.build import build_model
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.schedules import build_schedule
 
@@ -286,11 +285,6 @@ def test_debug_shows_the_users_own_traceback(here, cli):
     assert answer.code == 3
 
 
-def test_a_mapping_gives_a_model_in_python_too(here):
-    model = build_model({"call": "my_package.models:build", "args": {"width": 3}}, input_shape=(8,), num_outputs=2)
-    assert jt.count_parameters(model) == 8 * 3 + 3 + 3 * 2 + 2
-
-
 @pytest.fixture
 def in_subprocesses(monkeypatch):
     """Processes that the commands start find jaxtrain as this one did, before the current directory changed."""
@@ -321,17 +315,6 @@ def test_the_compiler_checks_a_plan(here, cli, in_subprocesses):
     (plan,) = json.loads(answer.out)["plans"]
     assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], abs=64)  # counters
     assert plan["fits"] is True
-
-
-@pytest.mark.long
-def test_rows_of_ones_own_leave_the_planner_all_it_knows(here, cli, in_subprocesses):
-    words = ["model.kind=mlp", "task=classification", "optimizer.kind=adamw"]
-    answer = cli("plan", "mine.yaml", *words, "--on", "h100x8", "--analytic", "--json", "--search")
-    assert answer.code == 0, answer.err
-    plan = json.loads(answer.out)["plans"][0]
-    assert plan["fits"] is True
-    assert plan["time"]["seconds"] > 0
-    assert plan["workload"]["num_outputs"] == 4
 
 
 @pytest.mark.long

@@ -76,16 +76,6 @@ def test_colours_on_a_terminal(folder, monkeypatch, capsys):
     assert "\x1b[2m<|im_start|>user" in shown  # dim
 
 
-def test_text_and_ids_are_shown_too(cli, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    (folder / "text.txt").write_text("One line after another. " * 40)
-    text = cli("data", "show", "quickstart", "data.path=text.txt", "data.tokenizer.kind=byte", "--rows", "1")
-    assert "-- text: 129 tokens, 128 with a loss\nO[[ne line after another. One" in text.out
-    ids = cli("data", "show", "quickstart", "data.kind=synthetic", "--rows", "1")
-    assert ids.code == 0
-    assert "-- text: 129 tokens, 128 with a loss" in ids.out
-
-
 # id: (words, exit code, what is said)
 REFUSED = {
     "images": (["quickstart", "data.kind=digits"], 2, "data.kind=digits gives examples; data show takes chats, text"),

@@ -59,13 +59,6 @@ def test_key_is_described(overrides, path, expected):
     assert (key.value, key.type, key.default, key.origin) == expected
 
 
-def test_only_prints_the_yaml_of_one_group_at_its_place(cli, tmp_path):
-    answer = cli("config", "quickstart", "optimizer.schedule.warmup_steps=7", "--yaml", "--only", "optimizer.schedule")
-    (tmp_path / "part.yaml").write_text(answer.out)
-    assert answer.out.splitlines()[:2] == ["optimizer:", "  schedule:"]
-    assert load_config(tmp_path / "part.yaml").config.optimizer.schedule.warmup_steps == 7
-
-
 def test_a_terminal_shows_groups_with_their_keys(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -4,7 +4,6 @@ The package lm-eval is the extra `harness`, which is not in `dev`; what needs it
 asks of a model is tested without it in tests/inference/test_asked.py.
 """
 
-import dataclasses
 import importlib.util
 import itertools
 import json
@@ -17,9 +16,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import jaxtrain as jt
-from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
-from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.harness.asked import AskedModel
 from jaxtrain.inference.harness.scored import scored_windows
 from jaxtrain.inference.harness.tokens import task_tokens
@@ -145,25 +141,6 @@ def test_the_three_kinds_of_tasks_give_what_the_model_says(cli, text_run, folder
     assert "--shots (or num_fewshot in the task) asks for more examples than the task has rows" in few.err
 
 
-WRONG = {
-    "data that is not there": ("lost.yaml", TEXTS.replace("colours.jsonl", "lost.jsonl"), 3, "lost.jsonl"),
-    "a field that no document has": ("field.yaml", WORDS.replace("{{{{thing}}}}", "{{{{thong}}}}"), 3, "thong"),
-    "no YAML": ("broken.yaml", "task: [", 3, "broken.yaml"),
-}
-
-
-@needs_lm_eval
-@pytest.mark.parametrize(("name", "text", "code", "said"), WRONG.values(), ids=WRONG)
-def test_a_task_that_fails_is_one_line(cli, text_run, folder, name, text, code, said):
-    where, _ = folder
-    if text is not None:
-        (where / name).write_text(text.format(folder=where) if "{folder}" in text else text)
-    answer = cli("eval", str(text_run), "--tasks", str(where / name))
-    (line,) = [line for line in answer.err.splitlines() if line.startswith("jaxtrain: ")]
-    assert (answer.code, answer.out) == (code, "")
-    assert said in line
-
-
 @needs_lm_eval
 def test_windows_are_those_of_the_harness():
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -174,33 +151,6 @@ def test_windows_are_those_of_the_harness():
         # The harness gives context and targets; the model reads both but the last token.
         expected = [(tuple([*context, *targets][:-1]), tuple(targets)) for context, targets in theirs]
         assert [(row.inputs, row.targets) for row in ours] == expected
-
-
-@needs_lm_eval
-def test_chats_are_written_by_the_template(text_run):
-    from jaxtrain.inference.harness.model import HarnessModel
-
-    run = jt.open_run(text_run)
-    tokenizer = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
-    form = ChatFormat(BUILT_IN["chatml"], "chatml", {}, (257,))
-    tokens = task_tokens(tokenizer, {}, form)
-    given = (run.sharded_model, run.params, run.model_state, tokens)
-    model = HarnessModel(*given, form=form)
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
-    assert model.apply_chat_template(chat[:1]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    started = model.apply_chat_template(chat, add_generation_prompt=False)
-    assert started == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nSo"
-    assert tokens.contexts([started])[0][:2] == [256, ord("u")]
-    assert tokens.stop == {257}
-    assert model.chat_template(True) == BUILT_IN["chatml"]
-    loud = dataclasses.replace(form, source="{% for one in messages %}{{ one['content'] | upper }}{% endfor %}")
-    with pytest.raises(DataError, match="writes the beginning of an answer, 'So', in other words"):
-        HarnessModel(*given, form=loud).apply_chat_template(chat, add_generation_prompt=False)
-    plain = HarnessModel(*given)
-    assert plain.chat_template(True) == ""
-    assert plain.tokenizer_name != model.tokenizer_name
-    with pytest.raises(ConfigError, match="leave --chat out"):
-        plain.apply_chat_template(chat)
 
 
 @needs_lm_eval

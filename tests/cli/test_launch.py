@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.cli import main
-
 # A process that does as the word of its index says, and writes its own id and that of a helper that it starts.
 CHILD = """
 import os, signal, subprocess, sys, time
@@ -194,14 +192,6 @@ def test_a_mistake_is_told_once_before_anything_starts(cli, monkeypatch, tmp_pat
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.count("\n") == 1
     assert re.search(pattern, answer.err), answer.err
-
-
-def test_words_behind_the_dashes_belong_to_the_command(monkeypatch):
-    seen = []
-    monkeypatch.setattr("jaxtrain.commands.launch.run_launch", lambda words, **settings: seen.append((words, settings)))
-    words = ["train", "quickstart", "--debug", "--run-dir", "x", "seed=1"]
-    assert not main(["launch", "--processes", "2", "--emulate", "4", "--", *words])
-    assert seen == [([*words, "--emulate", "4"], {"num_processes": 2})]
 
 
 def test_the_launcher_does_not_import_jax(tmp_path):

@@ -152,17 +152,6 @@ def test_the_written_config_has_the_steps_that_were_asked_for(cli, tmp_path):
     assert (written.train.steps, written.optimizer.schedule.warmup_steps) == (977, 97)
 
 
-def test_the_written_config_has_the_largest_batch(cli, tmp_path):
-    path = tmp_path / "planned.yaml"
-    # Rows as they are do not fit on one device, and the least batch does.
-    words = ("plan", "gpt2_124m", "--on", "rtx4090", "--analytic", "--json", "train.accumulation_steps=1")
-    answer = cli(*words, "--largest-batch", "--tokens", "1e9", "--config", str(path))
-    (found,) = json.loads(answer.out)["largest_batch"]
-    written = load_config(path).config.train
-    assert found == {"target": "rtx4090", "rows": written.global_batch_size, "checked_by": "formulas"}
-    assert written.steps == -(-(10**9) // (1024 * written.global_batch_size))
-
-
 def test_search_ranks_and_explains(cli):
     answer = cli(*PLAN, "h100x8", "--search", "--top", "2")
     assert answer.code == 0
@@ -309,11 +298,3 @@ def test_a_layout_that_the_devices_cannot_take_is_fitted_and_said(cli, words, ta
     fits, time, cost, fitted, *_ = answer.out.splitlines()
     assert (" fits: " in fits, time[:6], cost[:6]) == (True, "time: ", "cost: ")
     assert re.match(f"planned for h100.* with .*{taken}", fitted)
-
-
-def test_batches_are_compared_at_equal_tokens(cli):
-    answer = cli("plan", "gpt2_124m", "--on", "4090", "--analytic", "--search", "--vary", "batch", "--top", "3")
-    assert "layouts fit; the first by tokens/s, at equal tokens of the run:" in answer.out
-    rates = re.findall(r"^ +\d+\. +([\d.]+)k tokens/s .* batch (\d+)$", answer.out, re.MULTILINE)
-    assert sorted((float(rate) for rate, _ in rates), reverse=True) == [float(rate) for rate, _ in rates]
-    assert len(rates) > 3

@@ -50,14 +50,6 @@ WRONG = {
     "a port that is taken": (("{tmp}", "--port", "{taken}"), "is in use; use another"),
     "a step of what is no run": (("{published}/smollm2", "--step", "1"), "--step 1 is for runs"),
 }
-# These take a model that can be served.
-WRONG_FOR_A_MODEL = {
-    "a length beyond the model": (("{folder}", "--length", "65"), "64 positions"),
-    "a head without weights": (
-        ("{folder}", "model.head.kind=embedding", "model.head.pooling=last", "model.head.hidden=tanh"),
-        "no weights for",
-    ),
-}
 
 
 @pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG)
@@ -68,12 +60,6 @@ def test_a_mistake_is_one_line_and_exit_2(cli, tmp_path, words, said):
 def test_a_missing_extra_is_named(cli, monkeypatch, tmp_path):
     monkeypatch.setattr("jaxtrain.commands.serve._PACKAGES", ("starlette", "no_such_package"))
     assert_one_line(cli, tmp_path, ("{tmp}",), "needs no_such_package: pip install 'jaxtrain[serve]'")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("words", "said"), WRONG_FOR_A_MODEL.values(), ids=WRONG_FOR_A_MODEL)
-def test_a_mistake_about_a_model_is_one_line_and_exit_2(cli, tmp_path, folder, words, said):
-    assert_one_line(cli, tmp_path, words, said, folder=folder)
 
 
 def assert_one_line(cli, tmp_path, words, said, **places):
@@ -150,17 +136,6 @@ def test_an_adapter_is_opened_over_its_base(folder, tmp_path):
     for served in (open_served(folder, adapter=adapter, mesh=mesh), open_served(adapter, mesh=mesh)):
         assert_equal_trees(served.params, expected)
         assert served.chat is not None
-
-
-@pytest.mark.long
-def test_a_run_is_opened_as_it_was_trained(text_run):
-    run = jt.open_run(text_run)
-    served = open_served(text_run)
-    assert (served.name, served.chat, served.embeds) == ("text", None, False)
-    assert_equal_trees(served.params, run.params)
-    assert served.sharded_model.mesh.shape["data"] == 8
-    small = open_served(text_run, quantize="int8", name="small", overrides=["parallel.tensor=2"])
-    assert (small.name, small.sharded_model.mesh.shape["tensor"]) == ("small", 2)
 
 
 @pytest.mark.long

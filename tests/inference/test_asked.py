@@ -1,7 +1,6 @@
 """What benchmarks ask of a model, without lm-eval: against log-softmax and argmax of logits, row by row in NumPy."""
 
 import dataclasses
-import logging
 
 import jax
 import numpy as np
@@ -13,8 +12,7 @@ from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.harness.asked import AskedModel
 from jaxtrain.inference.harness.generation import fitted, read_generation
-from jaxtrain.inference.harness.log_likelihood import LogLikelihood
-from jaxtrain.inference.harness.scored import Scored, batches_of, scored_pair, scored_windows
+from jaxtrain.inference.harness.scored import Scored, batches_of
 from jaxtrain.inference.harness.tokens import task_tokens
 
 LENGTH = 24
@@ -105,33 +103,6 @@ def test_a_text_is_the_sum_of_its_windows(asked, log_softmax):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_every_token_of_a_text_is_predicted_once_with_full_context_in_the_last_window():
-    # The example in the documentation of the harness: ten tokens, four positions.
-    found = scored_windows(range(10), prefix=99, max_length=4)
-    assert [(row.inputs, row.targets) for row in found] == [
-        ((99, 0, 1, 2), (0, 1, 2, 3)),
-        ((3, 4, 5, 6), (4, 5, 6, 7)),
-        ((5, 6, 7, 8), (8, 9)),
-    ]
-
-
-def test_few_shapes_are_compiled(sharded, params, caplog):
-    generator = np.random.default_rng(0)
-    rows = []
-    for _ in range(40):
-        length = int(generator.integers(2, LENGTH + 1))
-        ids = generator.integers(0, 256, length).tolist()
-        rows.append(
-            scored_pair(ids, generator.integers(0, 256, int(generator.integers(1, 9))).tolist(), max_length=LENGTH)
-        )
-    score = LogLikelihood(sharded, params, {}, rows=8)
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        found = score(rows)
-        assert score(rows[::-1]) == found[::-1]
-    compiled = [record for record in caplog.records if "Finished XLA compilation of jit(_score)" in record.getMessage()]
-    assert len(compiled) <= 1
-
-
 def test_a_chunk_of_logits_at_a_time_gives_the_same(sharded, params, monkeypatch):
     rows = [scored_pair([1, 2, 3], list(range(9, 25)), max_length=LENGTH), scored_pair([7], [8], max_length=LENGTH)]
     whole = LogLikelihood(sharded, params, {})(rows)
@@ -198,13 +169,6 @@ def test_what_has_no_log_likelihood_is_one_line(asked):
         asked.score_continuations([("a context", "")])
     with pytest.raises(DataError, match=r"a continuation of 25 tokens exceeds the model's 24 positions"):
         asked.score_continuations([("a", "b" * 25)])
-
-
-def test_other_models_are_refused():
-    model = jt.build_model({"kind": "mlp", "hidden_dims": [4]}, input_shape=(4,), num_outputs=3)
-    sharded = jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
-    with pytest.raises(ConfigError, match="does not predict the next token"):
-        LogLikelihood(sharded, {}, {})
 
 
 def test_a_tokenizer_with_a_first_token_puts_it_before_contexts_once():

@@ -16,7 +16,6 @@ import jaxtrain as jt
 from jaxtrain.inference.choose import bias_rows, choose_rows, row_sampling
 from jaxtrain.inference.engine.cache_layout import cache_layout
 from jaxtrain.inference.engine.compiled import Programs
-from jaxtrain.inference.engine.compiles import CompileCounter
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.programs import SlotState, prefill_chunk
 from jaxtrain.inference.engine.request import Request
@@ -234,33 +233,12 @@ def test_a_chat_that_goes_on_is_not_read_again(engine):
     assert ticket.cached_tokens == len(first.tokens) + len(answer) - 1
 
 
-REFUSED = {
-    "an id of no vocabulary": (dict(tokens=(VOCABULARY,)), f"token {VOCABULARY}, but the model's vocabulary has"),
-    "more than the cache": (dict(tokens=(1, 2), new_tokens=LENGTH), f"at most {LENGTH - 2} new tokens"),
-    "a bias outside the vocabulary": (dict(sampling=Sampling(logit_bias=((VOCABULARY, 1.0),))), "logit_bias"),
-}
-
-
-@pytest.mark.parametrize(("changed", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_request_that_cannot_be_served_is_one_line(engine, changed, words):
-    with pytest.raises(jt.ConfigError, match=words) as caught:
-        engine.submit(Request(**{**dict(tokens=(1, 2), new_tokens=4, sampling=GREEDY), **changed}))
-    assert "\n" not in str(caught.value)
-
-
 def test_an_engine_has_the_length_for_which_positions_rotate_alike(model):
     """Those of longer caches rotate by other frequencies."""
     sharded_model, params = model
     decoder = dataclasses.replace(sharded_model.model.decoder, short_length=40)
     short = dataclasses.replace(sharded_model, model=dataclasses.replace(sharded_model.model, decoder=decoder))
     assert Engine(short, params).length == 40
-
-
-def test_a_compile_is_counted():
-    counter = CompileCounter()
-    with counter.on_this_thread():
-        jax.jit(lambda x: x * 3 + 1)(jnp.ones(7))
-    assert counter.count > 0
 
 
 VARIANTS = {

@@ -119,12 +119,6 @@ def test_a_ticket_gives_tokens_and_events_in_order(engine):
     assert list(ticket) == []  # a second iteration ends
 
 
-def test_a_stop_token_is_emitted_and_ends_the_answer(engine):
-    ticket = engine[0].submit(request(5, new_tokens=30, stop_tokens=frozenset({8})))
-    assert [one.token for one in ticket] == [6, 7, 8]
-    assert ticket.finish_reason == "stop"
-
-
 def test_answers_go_on_while_a_long_prompt_is_read():
     programs: Any = CountingPrograms(slots=2, chunk=4)
     waiting = Waiting()

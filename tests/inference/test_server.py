@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,9 +13,8 @@ from scripted import END, LENGTH, ScriptedEngine, embed, service, serving
 from starlette.testclient import TestClient
 
 from jaxtrain.inference.engine.ticket import Ticket
-from jaxtrain.inference.server.address import bind, listen
 from jaxtrain.inference.server.app import EventStream, build_app
-from jaxtrain.inference.server.incoming import SEND_SECONDS, Limits, read_body
+from jaxtrain.inference.server.incoming import Limits, read_body
 from jaxtrain.inference.server.prometheus import HttpCounters, metrics_text
 from jaxtrain.inference.server.refused import RefusedError
 
@@ -193,14 +191,6 @@ def test_a_client_that_takes_nothing_counts_as_gone():
     assert "http_clients_left_total 1" in metrics_text(counters, None)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="an option of Linux")
-def test_the_system_drops_a_client_that_takes_nothing():
-    with bind("127.0.0.1", 0, has_key=False) as taken:
-        listen(taken)
-        with socket.create_connection(taken.getsockname()), taken.accept()[0] as accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SEND_SECONDS
-
-
 def test_tokens_over_http(address):
     def asked(path: str, body: Any) -> Any:
         return httpx.post(address + path, json=body).json()
@@ -363,19 +353,3 @@ def test_embeddings():
             one.completions.create(model="tiny", prompt="a")
         lines = [line for line in httpx.get(f"{address}/metrics").text.splitlines() if "compiled" in line]
         assert lines[-1] == "jaxtrain_compiled_total 3"
-
-
-@pytest.mark.long
-def test_many_clients_get_their_own_answers(address):
-    """Each asks for a text of its own; the engine answers them in parallel."""
-
-    async def ask(client: openai.AsyncOpenAI, number: int) -> bool:
-        text = f"{number:03d}-"
-        stream = await client.completions.create(model="tiny", prompt=text, max_tokens=24, stream=True)
-        return "".join([chunk.choices[0].text async for chunk in stream]) == text * 6
-
-    async def all_of_them() -> list[bool]:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, number) for number in range(64)))
-
-    assert all(asyncio.run(all_of_them()))

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -107,16 +106,6 @@ def test_outputs_are_those_of_the_model(kind, tmp_path):
     (found,) = run_alone(tmp_path / "out", inputs).values()
     # The same operations, compiled in another process: sums of float32 in another order at most.
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
-
-
-def test_a_program_may_stand_in_the_current_folder(tmp_path, monkeypatch):
-    model, rows = sharded("mlp")
-    params, model_state = jax.jit(model.init)(jax.random.key(0))
-    program = make_program(model, params, model_state, rows, batch=1)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    write_program(Path("."), program, about={})
-    assert sorted(file.name for file in Path.cwd().iterdir()) == sorted(FILES)
 
 
 def custom_calls(exported):
@@ -224,10 +213,3 @@ def test_a_mistake_is_one_line(words, code, line, run_dir, tmp_path, monkeypatch
     assert line in answer.err
     assert answer.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
-
-
-def test_flatbuffers_is_asked_for(run_dir, tmp_path, monkeypatch, cli):
-    monkeypatch.setitem(sys.modules, "flatbuffers", None)
-    answer = cli("export", str(run_dir), str(tmp_path / "out"), "--to", "stablehlo")
-    assert (answer.code, answer.out) == (2, "")
-    assert "run pip install 'jaxtrain[export]'" in answer.err

@@ -22,7 +22,6 @@ from jaxtrain.interop.load import by_path
 from jaxtrain.interop.weights import open_published
 from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.precision.low_rank import LowRankKernel
-from jaxtrain.published.bitsandbytes import QuantizedSource
 from jaxtrain.published.bitsandbytes_writing import pack_floats, packed_parts
 from jaxtrain.published.folder import open_folder
 from jaxtrain.published.safetensors import map_tensor, read_header, write_safetensors
@@ -69,26 +68,6 @@ def test_read_as_floats_it_gives_the_logits_of_transformers():
     apply = jax.jit(lambda params, x: pretrained.model.apply(params, {}, x, key=None, train=False)[0])
     logits = apply(pretrained.params, expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
-
-
-@pytest.mark.long
-def test_read_as_a_base_it_is_taken_as_it_is():
-    """Codes and scales of the file, also on a mesh, and the logits of the floats."""
-    step, params = start(FOLDER, fsdp=2, tensor=2)
-    source = open_published(FOLDER).source
-    assert isinstance(source, QuantizedSource)
-    packed = source.packed(UP)
-    base = "blocks/mlp/up/kernel/base"
-    np.testing.assert_array_equal(params[f"{base}/codes"][1], packed.codes.T)
-    np.testing.assert_array_equal(params[f"{base}/absmax"][1], packed.absmax.T)
-    np.testing.assert_array_equal(params[f"{base}/nested_absmax"][1], packed.nested_absmax)
-    assert float(params[f"{base}/offset"][1]) == packed.offset
-    expected = np.load(FOLDER / "expected.npz")
-
-    def forward(params: Any, tokens: np.ndarray) -> jax.Array:
-        return step.sharded_model.apply(params, {}, tokens, key=None, train=False)[0]
-
-    np.testing.assert_allclose(jax.jit(forward)(params[""], expected["tokens"]), expected["logits"], atol=1e-5)
 
 
 @pytest.mark.long
@@ -148,8 +127,15 @@ def bases(params: Any) -> Any:
     return jax.tree.map(one, params, is_leaf=is_kernel)
 
 
-def test_kernels_that_bitsandbytes_quantized_are_written_as_they_were(tmp_path):
+def test_kernels_that_bitsandbytes_quantized_are_read_and_written_as_they_were(tmp_path):
+    """Codes and scales of the file, on a mesh."""
     _, params = start(FOLDER, fsdp=2, tensor=2)
+    source: Any = open_published(FOLDER).source
+    packed, base = source.packed(UP), "blocks/mlp/up/kernel/base"
+    np.testing.assert_array_equal(params[f"{base}/codes"][1], packed.codes.T)
+    np.testing.assert_array_equal(params[f"{base}/absmax"][1], packed.absmax.T)
+    np.testing.assert_array_equal(params[f"{base}/nested_absmax"][1], packed.nested_absmax)
+    assert float(params[f"{base}/offset"][1]) == packed.offset
     jt.save_pretrained(tmp_path / "out", bases(params[""]), model=jt.load_pretrained(FOLDER), base="nf4")
     assert stored(tmp_path / "out") == stored(FOLDER)
     said, wanted = (

@@ -69,18 +69,6 @@ def test_the_file_frames_texts_as_rows_are(name, pair):
     assert framed_file(text, again, special, pair=pair) is None
 
 
-BEGINS = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [words("<s>", "</s>", processor=BEGINS), words("<|endoftext|>")],
-    ids=["a frame of its own", "an end between documents"],
-)
-def test_what_needs_no_frame_stays(tokenizer):
-    assert framed_file(tokenizer.to_json(), tokenizer, special_ids(tokenizer, None), pair=False) is None
-
-
 def config(*, kind="labelled_text", causal=False):
     model = {"kind": "transformer", "causal": causal, "head": {"kind": "sequence", "pooling": "last"}}
     return load_config({"task": "classification", "model": model, "data": {"kind": kind}}).config

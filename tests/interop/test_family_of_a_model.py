@@ -44,13 +44,6 @@ def test_the_family_that_a_model_is_written_as(name, family):
     assert family_for(settings(name)).name == family
 
 
-@pytest.mark.parametrize("name", ["bert_mlm", "roberta_mlm"])
-def test_an_encoder_of_these_families_has_token_types(name):
-    config = config_of(name) | {"type_vocab_size": 0}
-    with pytest.raises(ConfigError, match="type_vocab_size: 0"):
-        family_of(config["model_type"]).from_published(config)
-
-
 @pytest.mark.parametrize(("name", "key"), [("gpt2", "eos_token_id"), ("phi3_longrope", "pad_token_id")])
 def test_a_special_token_of_the_family_that_a_small_vocabulary_lacks_is_null(name, key):
     model = settings(name)

@@ -7,9 +7,8 @@ import pytest
 from gguf_files import gguf_bytes
 from tokenizers import Tokenizer
 
-from jaxtrain.data.chat.formats import files_beside, published_format
-from jaxtrain.data.tokenizer import BpeTokenizer, load_tokenizer
-from jaxtrain.errors import CheckpointError, DataError
+from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.errors import CheckpointError
 from jaxtrain.published.gguf_tokenizer import tokenizer_files
 
 PATH = Path("some.gguf")
@@ -109,19 +108,6 @@ def test_a_model_stops_at_the_ends_of_texts_turns_and_messages(said, kinds, ends
     assert json.loads(files["tokenizer_config.json"]).get("eos_token") == (None if "eos_token_id" in said else "<eos>")
 
 
-def test_chats_over_a_file_stop_at_its_end_of_turn(tmp_path):
-    template = "{% for m in messages %}{{ m['content'] + '<end_of_turn>' }}{% endfor %}"
-    given = {"model": "llama", "tokens": TURNS, "scores": [0.0] * 5, "token_type": [3, 3, 1, 1, 1], "eos_token_id": 0}
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in given.items()}
-    path = tmp_path / "m.gguf"
-    path.write_bytes(gguf_bytes(metadata | {"tokenizer.chat_template": template}, {}))
-    tokenizer = load_tokenizer(path)
-    assert isinstance(tokenizer, BpeTokenizer)
-    form = published_format(files_beside(path), str(path), tokenizer)
-    assert form is not None
-    assert form.stop == (0, 1)
-
-
 def test_special_tokens_and_chat_template_are_kept():
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     more = {"tokenizer.chat_template": template, "tokenizer.ggml.unknown_token_id": 0}
@@ -179,10 +165,3 @@ def test_a_gguf_file_is_a_tokenizer_of_the_data(tmp_path):
     # What a run saves of it is a tokenizer.json of the same ids.
     tokenizer.save(tmp_path / "tokenizer.json")
     assert list(load_tokenizer(tmp_path / "tokenizer.json").encode("abc ab")) == list(ids)
-
-
-def test_a_gguf_file_without_a_tokenizer_is_one_line(tmp_path):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(gguf_bytes({}, {}))
-    with pytest.raises(DataError, match=r"m\.gguf holds no tokenizer; give the model's published tokenizer\.json"):
-        load_tokenizer(path)

@@ -155,16 +155,3 @@ def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
         answer = cli(*words)
         assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
         assert said in answer.err
-
-
-@pytest.mark.long
-def test_weights_are_read_at_step_0_only(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((LLAMA / name).read_bytes())
-    config = {**CONFIG, "model": {"from": str(folder)}}
-    first = jt.run_config(config, run_dir=tmp_path / "run")
-    folder.rename(tmp_path / "gone")
-    again = jt.run_config(tmp_path / "run", overrides={"train.steps": 3})
-    assert (first.step, again.step) == (2, 3)
