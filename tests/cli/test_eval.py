@@ -2,14 +2,9 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-import jaxtrain as jt
 from jaxtrain.cli import main
-from jaxtrain.config.data import TextData, TokenizerConfig
-from jaxtrain.data import prepare_tokens
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
 
@@ -88,59 +83,6 @@ def test_data_from_python_is_not_replaced_by_that_of_the_config(cli, text_run, t
     assert (data.tokenizer.kind, data.tokenizer.path) == ("file", str(run / "tokenizer.json"))
 
 
-CLASSES = """
-name: classes
-model: {kind: transformer, num_layers: 1, embed_dim: 16, num_heads: 2, max_sequence_length: 16}
-data: {kind: text, tokenizer: {kind: byte}}
-train: {steps: 1, global_batch_size: 8}
-evaluation: {max_batches: 1}
-logging: {report: true, tensorboard: false}
-"""
-
-
-def brier():
-    """A task that no config describes: the squared distance of the probabilities from what came."""
-
-    def loss(outputs, batch):
-        wanted = jax.nn.one_hot(batch["targets"], outputs.shape[-1])
-        error = jnp.square(jax.nn.softmax(outputs.astype(jnp.float32)) - wanted).sum(-1)
-        weights = batch.get("weights", jnp.ones(error.shape))
-        return jnp.sum(error * weights), jnp.sum(weights), {}
-
-    return jt.Task("brier", loss, jt.language_modeling().batch_axes)
-
-
-@pytest.fixture(scope="module")
-def own_run(tmp_path_factory):
-    """A run whose task came from Python."""
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "classes.yaml").write_text(CLASSES)
-    result = jt.run_config(folder / "classes.yaml", task=brier(), run_dir=folder / "run")
-    return folder / "run", result
-
-
-@pytest.mark.long
-def test_a_task_from_python_is_not_replaced_by_that_of_the_config(cli, own_run):
-    run_dir, result = own_run
-    assert json.loads((run_dir / "run.json").read_text())["from_python"] == {
-        "model": None,
-        "task": "brier",
-        "data": None,
-        "optimizer": None,
-    }
-    answer = cli("eval", str(run_dir))
-    assert (answer.code, answer.out) == (2, "")
-    (line,) = [line for line in answer.err.splitlines() if line.startswith("jaxtrain: ")]
-    assert "task (brier) from Python" in line
-    assert f"jt.open_run({str(run_dir)!r}, task=...)" in line
-    assert jt.open_run(run_dir, task=brier()).evaluate()["eval_loss"] == pytest.approx(
-        result.metrics["eval_loss"], rel=TOLERANCE
-    )
-    # The text of a model does not depend on what it was compared with.
-    assert cli("sample", str(run_dir), "-p", "a", "-n", "2").code == 0
-    assert "perplexity" not in (run_dir / "report.html").read_text()
-
-
 @pytest.fixture(scope="module")
 def table_run(tmp_path_factory):
     """A finished run of a small network on a table of three classes that one column tells apart."""
@@ -168,13 +110,3 @@ def test_another_table_is_read_as_the_run_read_its_own(cli, table_run, tmp_path)
     write_table(tmp_path / "b.csv", ["bee", "cat"])
     overrides = [f"data.path={tmp_path / 'b.csv'}", "data.validation_fraction=0.5"]
     assert evaluate(cli, table_run, *overrides)["eval_accuracy"] == 1
-
-
-def test_shards_of_another_tokenizer_are_refused(cli, text_run, tmp_path):
-    (tmp_path / "a.txt").write_text("some words of a text " * 300)
-    settings = TokenizerConfig(kind="bpe", vocab_size=257)
-    prepare_tokens(TextData(path=str(tmp_path / "a.txt"), tokenizer=settings), tmp_path / "bpe")
-    overrides = ["data.validation_fraction=0.3", "data.kind=tokens"]
-    answer = cli("eval", str(text_run), *overrides, f"data.path={tmp_path / 'bpe'}")
-    assert answer.code == 3
-    assert "made with another tokenizer than the run's" in answer.err

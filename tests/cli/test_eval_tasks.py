@@ -8,12 +8,8 @@ import importlib.util
 import itertools
 import json
 import math
-import shutil
-from pathlib import Path
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import jaxtrain as jt
 from jaxtrain.inference.harness.asked import AskedModel
@@ -151,26 +147,3 @@ def test_windows_are_those_of_the_harness():
         # The harness gives context and targets; the model reads both but the last token.
         expected = [(tuple([*context, *targets][:-1]), tuple(targets)) for context, targets in theirs]
         assert [(row.inputs, row.targets) for row in ours] == expected
-
-
-@needs_lm_eval
-def test_a_published_folder_needs_no_run(cli, folder, tmp_path):
-    where, _ = folder
-    source = Path(__file__).resolve().parents[1] / "interop" / "published" / "llama"
-    for file in ("config.json", "model.safetensors"):
-        shutil.copy(source / file, tmp_path)
-    words = ["<s>", "</s>", "The", "thing", "number", "is", "red", "green", "blue", "?"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    answer = cli("eval", str(tmp_path), "--tasks", f"{where}/colours.yaml", "--json")
-    assert answer.code == 0, answer.err
-    found = json.loads(answer.out)
-    assert found["step"] is None
-    # The number of a thing is no word of the tokenizer: every question is the same, and so is its answer.
-    pretrained = jt.load_pretrained(tmp_path)
-    sharded = jt.shard_model(pretrained.model)
-    row = np.array([[2, 3, 4, 9, 5]], np.int32)
-    logits = sharded.model.apply(pretrained.read(sharded)[0], {}, row, key=None, train=False)[0]
-    best = int(logits[0, -1, 6:9].argmax())
-    assert found["tasks"][0]["value"] == sum(best == i % 3 for i in range(5)) / 5

@@ -82,52 +82,39 @@ def test_cost_follows_what_is_asked(cli, tmp_path):
     assert slow["hours"] > cost("parallel.fsdp=16", "--on", "h100x16", "--network", "200Gb")["hours"]
 
 
-MIXTURE = ("model.experts.num_experts=8", "model.experts.experts_per_token=2")
-IMAGES = ("optimizer.ema_decay=0.9",)
-# id: (config, devices, overrides). The real step's abstract state has the bytes of a real run: it is what is allocated.
+# id: config, devices and overrides. The abstract state of the real step has the bytes that a run allocates.
+LAYERS = "model.num_layers=4"
+MIXTURE = "model.experts.num_experts=8 model.experts.experts_per_token=2"
+GROUPS = '[{"match":["embedding"],"optimizer":{"kind":"sgd"}},{"match":["*/mlp/*"],"optimizer":{"kind":"muon"}}]'
 STATES = {
-    "one device": ("quickstart", 1, ()),
-    "zero=2": ("quickstart", 8, ("parallel.zero=2", "parallel.tensor=2")),
-    "zero=3": ("quickstart", 8, ("parallel.zero=3",)),
-    "all at once": (
-        *("quickstart", 8),
-        ("parallel.pipe=2", "parallel.fsdp=2", "parallel.tensor=2", "model.num_layers=4", "parallel.zero=1"),
-    ),
-    "experts": ("quickstart", 8, (*MIXTURE, "parallel.expert=4", "parallel.fsdp=2")),
-    "sgd without momentum": ("quickstart", 1, ("optimizer.kind=sgd", "optimizer.momentum=0")),
-    "adafactor, fsdp=8": ("quickstart", 8, ("optimizer.kind=adafactor", "parallel.fsdp=8")),
-    "adafactor, zero=1, tensor=2": (
-        *("quickstart", 8),
-        ("optimizer.kind=adafactor", "parallel.zero=1", "parallel.tensor=2", "optimizer.b1=0.9"),
-    ),
+    "one device": "quickstart 1",
+    "zero=2": "quickstart 8 parallel.zero=2 parallel.tensor=2",
+    "zero=3": "quickstart 8 parallel.zero=3",
+    "all at once": f"quickstart 8 parallel.pipe=2 parallel.fsdp=2 parallel.tensor=2 {LAYERS} parallel.zero=1",
+    "experts": f"quickstart 8 {MIXTURE} parallel.expert=4 parallel.fsdp=2",
+    "sgd without momentum": "quickstart 1 optimizer.kind=sgd optimizer.momentum=0",
+    "adafactor, fsdp=8": "quickstart 8 optimizer.kind=adafactor parallel.fsdp=8",
+    "adafactor, zero=1": "quickstart 8 optimizer.kind=adafactor parallel.zero=1 parallel.tensor=2 optimizer.b1=0.9",
     # 160 = 2 x 80 elements of a block do not divide by 8: their exponents are whole on each shard.
-    "int8 moments, fsdp=8, zero=1": (
-        *("quickstart", 8),
-        ("optimizer.moments=int8", "parallel.fsdp=4", "parallel.tensor=2", "parallel.zero=1"),
-    ),
-    "lion, bfloat16 momentum": ("quickstart", 8, ("optimizer.kind=lion", "optimizer.moments=bfloat16")),
-    "muon": ("quickstart", 8, ("optimizer.kind=muon", "parallel.fsdp=4", "optimizer.adamw=['*/mlp/*']")),
-    "muon of experts": ("quickstart", 8, (*MIXTURE, "optimizer.kind=muon", "parallel.expert=4", "parallel.zero=1")),
-    "moving average": ("quickstart", 8, ("optimizer.ema_decay=0.99", "parallel.zero=1")),
-    "frozen": ("quickstart", 8, ("optimizer.freeze=['blocks/*']", "parallel.fsdp=4")),
-    "parameter groups": (
-        *("quickstart", 8),
-        (
-            "optimizer.groups=[{match: [embedding], optimizer: {kind: sgd}}, "
-            "{match: ['*/mlp/*'], optimizer: {kind: muon}}]",
-            "parallel.fsdp=4",
-        ),
-    ),
-    "no masters": ("quickstart", 1, ("precision.policy=bf16_pure",)),
-    "loss scale": ("quickstart", 1, ("precision.policy=fp16",)),
-    "tied, learned positions": ("quickstart", 1, ("model.size=gpt2", "model.num_layers=2", "data.sequence_length=64")),
-    "resnet, fsdp=4, zero=1": ("digits_resnet", 8, (*IMAGES, "parallel.fsdp=4", "parallel.zero=1")),
-    "mlp": ("digits_mlp", 8, ("parallel.tensor=2", "parallel.fsdp=2")),
+    "int8 moments": "quickstart 8 optimizer.moments=int8 parallel.fsdp=4 parallel.tensor=2 parallel.zero=1",
+    "lion, bfloat16 momentum": "quickstart 8 optimizer.kind=lion optimizer.moments=bfloat16",
+    "muon": "quickstart 8 optimizer.kind=muon parallel.fsdp=4 optimizer.adamw=['*/mlp/*']",
+    "muon of experts": f"quickstart 8 {MIXTURE} optimizer.kind=muon parallel.expert=4 parallel.zero=1",
+    "moving average": "quickstart 8 optimizer.ema_decay=0.99 parallel.zero=1",
+    "frozen": "quickstart 8 optimizer.freeze=['blocks/*'] parallel.fsdp=4",
+    "parameter groups": f"quickstart 8 optimizer.groups={GROUPS} parallel.fsdp=4",
+    "no masters": "quickstart 1 precision.policy=bf16_pure",
+    "loss scale": "quickstart 1 precision.policy=fp16",
+    "tied, learned positions": "quickstart 1 model.size=gpt2 model.num_layers=2 data.sequence_length=64",
+    "resnet": "digits_resnet 8 optimizer.ema_decay=0.9 parallel.fsdp=4 parallel.zero=1",
+    "mlp": "digits_mlp 8 parallel.tensor=2 parallel.fsdp=2",
 }
 
 
-@pytest.mark.parametrize(("name", "num_devices", "overrides"), STATES.values(), ids=STATES)
-def test_state_bytes_are_those_of_the_step(cli, name, num_devices, overrides):
+@pytest.mark.parametrize("words", STATES.values(), ids=STATES)
+def test_state_bytes_are_those_of_the_step(cli, words):
+    name, count, *overrides = words.split(" ")
+    num_devices = int(count)
     target = f"h100x{num_devices}" if num_devices > 1 else "h100"
     (plan,) = plans(cli("plan", name, "--analytic", "--on", target, "--json", *overrides))
     config = load_config(name, overrides=overrides).config
@@ -282,7 +269,7 @@ def test_plans_without_jax():
     done = subprocess.run([sys.executable, "-c", WATCHED, "plan", *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    assert done.stderr.splitlines() == ["loaded:"]
+    assert not {"jax", "flax", "optax", "orbax", "grain"} & set(done.stderr.split())
 
 
 @pytest.mark.parametrize(

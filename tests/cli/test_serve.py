@@ -117,27 +117,6 @@ def test_answers_are_those_of_the_model(opened):
     assert started.service.engine.counters().compiled == 0
 
 
-def assert_equal_trees(first, second):
-    assert jax.tree.structure(first) == jax.tree.structure(second)
-    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.long
-def test_an_adapter_is_opened_over_its_base(folder, tmp_path):
-    """By its base, and by itself where it names a base that is here; its parameters are those of `load_adapter`."""
-    base = jt.load_pretrained(folder)
-    adapted = jt.adapt(base.model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
-    drawn, _ = jax.jit(adapted.init)(jax.random.key(1))
-    moved = jax.tree.map(lambda leaf: leaf + 0.01, drawn)  # a factor that begins at 0 would hide the other
-    adapter = jt.save_adapter(tmp_path / "adapter", moved, model=adapted, base=base)
-    _, expected = jt.load_adapter(adapter, base=base)
-    mesh = jt.make_mesh(devices=jax.devices()[:1])
-    for served in (open_served(folder, adapter=adapter, mesh=mesh), open_served(adapter, mesh=mesh)):
-        assert_equal_trees(served.params, expected)
-        assert served.chat is not None
-
-
 @pytest.mark.long
 def test_embeddings_do_not_depend_on_padding_or_neighbours(folder):
     """Of the same folder with another head: the mean of all tokens, of any length and in any batch."""

@@ -59,16 +59,6 @@ def test_mistakes_are_one_line(cli, tmp_path, words, said):
     assert len(answer.err.splitlines()) == 1
 
 
-def test_metrics_that_cannot_be_read_are_named(cli, tmp_path):
-    run_dir = _run(tmp_path, "a")
-    (run_dir / "metrics.jsonl").unlink()
-    (run_dir / "metrics.jsonl").mkdir()
-    answer = cli("report", str(run_dir))
-    assert answer.code == 2
-    assert f"cannot read {run_dir}/metrics.jsonl: Is a directory" in answer.err
-    assert len(answer.err.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
@@ -138,19 +128,6 @@ def test_reports_what_is_here(cli):
     assert min(found["matmul_gflops_per_second"].values()) > 0
     assert found["versions"].keys() >= {"python", "jax", "flax", "optax", "orbax-checkpoint", "grain"}
     assert all(not problem["fatal"] for problem in found["problems"])
-
-
-def test_each_problem_comes_with_what_mends_it(cli, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(
-        "jaxtrain.runtime.accelerators.unused_accelerator", lambda platform: "there is a card: pip install x"
-    )
-    answer = cli("doctor")
-    assert answer.code == 0
-    lines = [line for line in answer.out.splitlines() if line.startswith("problem: ")]
-    assert lines[0] == "problem: there is a card; pip install x"
-    assert "cannot be written; export JAXTRAIN_CACHE_DIR=FOLDER" in lines[1]
 
 
 def test_a_broken_pair_cannot_work(cli, monkeypatch):

@@ -149,14 +149,6 @@ def test_trials_end_in_their_ways_and_only_the_unfinished_run_again(cli, trials)
     assert "running:" not in page
 
 
-def test_another_sweep_is_not_mixed_in(cli, trials):
-    assert cli("sweep", "quickstart", "seed=3", "--run-dir", str(trials)).code == 0
-    answer = cli("sweep", "quickstart", "seed=4", "--run-dir", str(trials))
-    assert answer.code == 2
-    assert "000 holds a trial of another sweep (['seed=3']); use another --run-dir" in answer.err
-    assert cli("sweep", "quickstart", "seed=3,4", "--run-dir", str(trials)).code == 0  # the same one, made longer
-
-
 SWEEP = """
 name: tiny
 model: {kind: transformer, num_layers: 1, embed_dim: 32, num_heads: 4, max_sequence_length: 32}

@@ -12,7 +12,8 @@ from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.harness.asked import AskedModel
 from jaxtrain.inference.harness.generation import fitted, read_generation
-from jaxtrain.inference.harness.scored import Scored, batches_of
+from jaxtrain.inference.harness.log_likelihood import LogLikelihood
+from jaxtrain.inference.harness.scored import Scored, batches_of, scored_pair
 from jaxtrain.inference.harness.tokens import task_tokens
 
 LENGTH = 24

@@ -1,7 +1,6 @@
 """The engine gives each request what it would get alone, and compiles nothing after its start."""
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,16 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxtrain as jt
 from jaxtrain.inference.choose import bias_rows, choose_rows, row_sampling
-from jaxtrain.inference.engine.cache_layout import cache_layout
 from jaxtrain.inference.engine.compiled import Programs
 from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.engine.programs import SlotState, prefill_chunk
 from jaxtrain.inference.engine.request import Request
-from jaxtrain.inference.generate import generate_ids
 from jaxtrain.inference.sampling import Sampling
 
 LENGTH, VOCABULARY = 64, 62
@@ -197,33 +192,6 @@ def test_prompts_and_alternatives_have_the_log_probabilities_of_a_forward_pass(e
         np.testing.assert_allclose([table_LV[at, token] for token, _ in one.top], best, rtol=0, atol=1e-3)
 
 
-def test_a_chunk_has_logits_of_all_its_tokens_only_behind_a_question(model):
-    """Of the program, the shapes that are computed outside its branches."""
-    sharded_model, params = model
-    decoder, tokens_8, zero = sharded_model.model.decoder, np.zeros(8, np.int32), np.int32(0)
-    layout = cache_layout(decoder, sharded_model.layout, slots=2, length=LENGTH, chunk=8, dtype=jnp.float32)
-    counts, one = np.zeros((2, VOCABULARY), np.int32), np.bool_(True)
-    state = SlotState(decoder.init_cache(2, LENGTH, jnp.float32), counts, counts, counts.astype(np.float32))
-    read = functools.partial(prefill_chunk, decoder=decoder, layout=layout)
-    given = (zero, tokens_8, zero, np.int32(8), one, row_sampling([GREEDY], [0]), one, tokens_8, one)
-    with sharded_model.context():
-        program = jax.make_jaxpr(read)(params, state, *given)
-
-    def outside(jaxpr: Jaxpr) -> set[tuple[int, ...]]:
-        found = {tuple(getattr(variable.aval, "shape", ())) for equation in jaxpr.eqns for variable in equation.outvars}
-        for equation in jaxpr.eqns:
-            if equation.primitive.name != "cond":
-                for inner in jax.tree.leaves(list(equation.params.values())):
-                    if isinstance(inner, ClosedJaxpr | Jaxpr):
-                        found |= outside(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
-        return found
-
-    assert f"f32[8,{VOCABULARY}]" in str(program)
-    assert not any(
-        shape[-2:] in ((8, VOCABULARY), (1, VOCABULARY)) and len(shape) > 2 for shape in outside(program.jaxpr)
-    )
-
-
 def test_a_chat_that_goes_on_is_not_read_again(engine):
     first = Request(tuple(range(30, 55)), new_tokens=6, sampling=GREEDY)
     answer = [one.token for one in engine.submit(first)]
@@ -248,19 +216,6 @@ VARIANTS = {
 
 
 @pytest.mark.long
-def test_a_cache_of_8_bits_gives_almost_the_same_log_probabilities(model, alone):
-    with Engine(*model, slots=2, chunk=8, cache_dtype="int8") as engine:
-        ticket = engine.submit(Request(tuple(range(5, 24)), 1, GREEDY, prompt_log_probabilities=True))
-        list(ticket)
-    table_LV = alone(ticket.request)[2]
-    entries = [one for one in ticket.prompt_log_probabilities or [] if one is not None]
-    wanted = [table_LV[at, entry.token] for at, entry in enumerate(entries)]
-    assert len(wanted) == len(ticket.request.tokens) - 1
-    # Keys and values rounded to 1/127 of the largest of a head: some hundredths of these log-probabilities.
-    np.testing.assert_allclose([one.log_probability for one in entries], wanted, rtol=0.05, atol=0.5)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("changed", VARIANTS.values(), ids=VARIANTS)
 def test_every_kind_of_model_gives_what_it_would_give_alone(changed):
     model = sharded(**changed)
@@ -277,18 +232,6 @@ def test_a_sharded_engine_gives_what_one_device_gives(model, alone):
     with Engine(sharded_model, placed, slots=4, chunk=8, speculate=2) as engine:
         check_like_alone(engine, alone, random_requests(12, seed=3), threads=3)
         assert engine.counters().compiled == 0
-
-
-@pytest.mark.long
-def test_quantized_kernels_write_what_they_write_alone(model):
-    sharded_model, params = model
-    small = jt.quantize(params, sharded_model.model, "nf4")
-    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 9, 20)]
-    with Engine(sharded_model, small, slots=2, chunk=8) as engine:
-        tickets = [engine.submit(Request(tuple(prompt.tolist()), 8, GREEDY)) for prompt in prompts]
-        found = [[one.token for one in ticket] for ticket in tickets]
-    wanted = [generate_ids(sharded_model, small, [one], new_tokens=8, sampling=GREEDY)[0] for one in prompts]
-    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import jaxtrain as jt
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.data.tokenizer import BpeTokenizer
 from jaxtrain.inference import generate
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.harness.tokens import task_tokens
@@ -19,7 +19,7 @@ from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.tokens import tokenizer_info
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.inference.text_stream import TokenTexts
-from jaxtrain.run.special import beginning_note, special_of_folder, special_of_run
+from jaxtrain.run.special import special_of_folder, special_of_run
 
 GROUP = {
     "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16,
@@ -98,14 +98,6 @@ def test_places_of_a_prompt_are_those_in_its_text(request, name, prompt, expecte
     assert [one.offset for one in piece.scored] == expected
     after = (choice.feed(Emitted(tokens[-1], -0.5, ())), choice.finish("length"))
     assert [one.offset for part in after for one in part.scored] == [len(piece.text)]
-
-
-@pytest.mark.parametrize(("info", "added"), RUNS.values(), ids=RUNS)
-def test_export_says_that_its_readers_begin_a_text_otherwise(model, tokenizer, info, added):
-    line = beginning_note(info, tokenizer, model)
-    assert (line is None) == added
-    assert added or "without '<s>' before them, and tokenizer.json adds it" in str(line)
-    assert beginning_note(info, ByteTokenizer(), model) is None  # nothing stands before its texts
 
 
 def test_of_a_published_folder(model, tokenizer, tmp_path):

@@ -50,14 +50,11 @@ WRONG_COMPLETIONS = {
     "half of a surrogate pair": ({"prompt": "a\ud800"}, "prompt", "surrogate"),
     "temperature below 0": ({"temperature": -1}, "temperature", "from 0 to 2"),
     "temperature NaN": ({"temperature": float("nan")}, "temperature", "from 0 to 2"),
-    "top_p of 0": ({"top_p": 0}, "top_p", "above 0, up to 1"),
     "a bias outside of the vocabulary": ({"logit_bias": {"258": 1}}, "logit_bias", "0 to 257"),
     "n of a thousand": ({"n": 1000}, "n", "from 1 to 128"),
-    "a hundred stops": ({"stop": ["a"] * 100}, "stop", "has 100 texts; use 0 to 4"),
     "nothing at all": ({"max_tokens": 0}, "max_tokens", "set echo"),
     "too many log-probabilities": ({"logprobs": 21}, "logprobs", "from 0 to 20"),
     "stream as a text": ({"stream": "yes"}, "stream", "true or false"),
-    "options of no stream": ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
     "the best of several": ({"best_of": 3}, "best_of", "not supported"),
 }
 WRONG_CHATS = {
@@ -70,8 +67,6 @@ WRONG_CHATS = {
     ),
     "tools": ({"tools": [{"type": "function"}]}, "tools", "calls no tools"),
     "alternatives without log-probabilities": ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
-    "two limits": ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them"),
-    "no room for an answer": ({"max_tokens": 0}, "max_tokens", "1 or more"),
 }
 
 

@@ -53,14 +53,6 @@ def test_what_each_token_gives_out(tokenizer, tokens, options, wanted):
     assert stream.stopped == any(end in text for end in ends)
 
 
-def test_characters_are_never_divided_whatever_the_text():
-    text = "naïve 🙂 日本語 e\u0301 <|x|> \n\t end"
-    stream = TextStream(BYTES, stop=["never"])
-    pieces = fed(stream, text.encode())
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
-
-
 def bytes_alone() -> BpeTokenizer:
     """A token for each byte; its decoder writes all of a row of them as U+FFFD if one is wrong."""
     model = Model(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))

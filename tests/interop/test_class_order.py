@@ -48,10 +48,6 @@ def test_names_that_do_not_contradict(tmp_path, classes, said):
     assert said is None or said in notes[0]
 
 
-def test_another_head_has_no_order(tmp_path):
-    assert class_notes(config_of(folder_of(tmp_path / "model"), num_classes=4), sorted(NAMES)) == []
-
-
 def test_another_order_is_refused_before_anything_is_made(tmp_path):
     folder = folder_of(tmp_path / "model")
     for name in NAMES:

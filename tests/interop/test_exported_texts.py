@@ -2,7 +2,6 @@
 
 import datetime
 import json
-from pathlib import Path
 
 import jax
 import pytest
@@ -11,7 +10,7 @@ import jaxtrain as jt
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
 from jaxtrain.data.chat.templates import compile_template, render
-from jaxtrain.data.tokenizer import ByteTokenizer, build_tokenizer
+from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.inference.chat import answer_ends
 from jaxtrain.interop.companions import Texts, companions
 from jaxtrain.interop.save import Origin, write_published
@@ -47,7 +46,6 @@ CHOSE = {"config": {"data": {"tokenizer": {"kind": "file", "end": "<|endoftext|>
 ALL = {"bos_token_id": 257, "eos_token_id": [258, 0], "pad_token_id": None}
 FOUND = {
     "text": ({}, BPE, None, None, {"eos_token": "<|endoftext|>"}, {**dict.fromkeys(ALL), "eos_token_id": 0}, None),
-    "bytes": ({}, ByteTokenizer(), None, None, {}, dict.fromkeys(ALL), None),
     "the end of text that the run chose": (
         CHOSE, BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
         "'<|endoftext|>' as the end of a text",
@@ -58,7 +56,6 @@ FOUND = {
         reading("plain"), BPE, origin(), BUILT_IN["plain"], {}, {},
         "published model says: the chat template plain (built in)",
     ),
-    "the first template": (reading(), BPE, origin(template=None), BUILT_IN["chatml"], {}, {}, None),
     "another stop token": (
         reading(stop=(0,)), BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
         "'<|endoftext|>' as the end of an answer",
@@ -108,14 +105,6 @@ def test_every_family_says_where_a_text_ends(family, tmp_path):
     assert [config[key] for key in ("model_type", *ALL)] == [family, None, 0, None]
     assert said["generation_config.json"] == {"eos_token_id": 0}
     assert said["tokenizer_config.json"]["eos_token"] == "<|endoftext|>"
-
-
-def test_an_encoder_decoder_begins_with_its_padding(tmp_path):
-    start = jt.load_pretrained(Path(__file__).parent / "published" / "t5")
-    texts, _ = exported_texts({}, BPE, None, model=start.model)
-    write_published(tmp_path / "out", settings_of(start.config), start.params, start.model_state, texts=texts)
-    said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert [said[key] for key in ("model_type", *ALL)] == ["t5", None, 0, 0]
 
 
 def asked(form, tokenizer):

@@ -44,14 +44,6 @@ def test_the_family_that_a_model_is_written_as(name, family):
     assert family_for(settings(name)).name == family
 
 
-@pytest.mark.parametrize(("name", "key"), [("gpt2", "eos_token_id"), ("phi3_longrope", "pad_token_id")])
-def test_a_special_token_of_the_family_that_a_small_vocabulary_lacks_is_null(name, key):
-    model = settings(name)
-    family = family_for(model)
-    assert family.to_published(model)[key] is None
-    assert key not in family.to_published(model | {"vocab_size": 60000})
-
-
 @pytest.mark.parametrize("scaling", [{"kind": "linear", "factor": 2.0}], ids=["linear"])
 @pytest.mark.parametrize(
     "more",

@@ -104,19 +104,6 @@ def test_other_arrays_are_refused_before_anything_is_compiled(keys, said):
         check_fits(load_config({"model": {"from": path, **keys}}).config.model)
 
 
-OTHERWISE = {
-    "norm": ("llama", {"norm": "layernorm"}),
-    "scale of the embedding": ("gemma3_text", {"embedding_scale": 1.0}),
-}
-
-
-@pytest.mark.parametrize(("name", "keys"), OTHERWISE.values(), ids=OTHERWISE)
-def test_weights_are_not_trained_as_another_function(name, keys):
-    path, (key, value) = str(PUBLISHED / name), *keys.items()
-    with pytest.raises(ConfigError, match=rf"model\.{key}={value} makes another function of the weights of {path}"):
-        check_fits(load_config({"model": {"from": path, **keys}}).config.model)
-
-
 def test_keys_without_arrays_may_differ():
     keys = {"dropout": 0.1, "max_sequence_length": 32, "rope_theta": 5.0}
     check_fits(load_config({"model": {"from": str(PUBLISHED / "llama"), **keys}}).config.model)

@@ -179,22 +179,6 @@ def test_an_adapter_of_another_family_is_refused():
         jt.load_adapter(HERE / "adapters" / "gpt2", base=base_of("llama"))
 
 
-def test_an_export_that_ends_in_between_leaves_nothing(tmp_path, monkeypatch):
-    """The adapter is written beside the folder, which gets its name when it is whole."""
-    base = jt.load_pretrained(base_of("llama"))
-    model, params = jt.load_adapter(HERE / "adapters" / "llama", base=base)
-
-    def interrupted(*_):
-        assert [file.name for file in tmp_path.iterdir()] == [".adapter.partial"]
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as changed:
-        changed.setattr("jaxtrain.interop.peft.write_base_digests", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            jt.save_adapter(tmp_path / "adapter", params, model=model, base=base)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_another_base_of_the_same_shapes_is_refused(tmp_path):
     base = jt.load_pretrained(base_of("llama"))
     model, params = jt.load_adapter(HERE / "adapters" / "llama", base=base)
