@@ -35,28 +35,8 @@ def test_prints_every_key_with_value_type_default_origin_and_doc(cli):
     assert "default" in rows["train.prefetch"]
 
 
-# id: (overrides, key, (value, type, default, origin))
-KEYS = {
-    "kind": (
-        [],
-        "model.kind",
-        ("transformer", "transformer | encoder_decoder | vit | resnet | mlp | called", "transformer", "default"),
-    ),
-    "list": (["optimizer.freeze=[a/*]"], "optimizer.freeze", ('["a/*"]', "list of text", "[]", "command line")),
-    "text like a number": (["name='1e3'"], "name", ('"1e3"', "text | null", "null", "command line")),
-    "inside a size": (
-        ["model.size=llama3.1_8b"],
-        "model.rope_scaling.factor",
-        ("8.0", "number", "(required)", "size llama3.1_8b"),
-    ),
-}
 
 
-@pytest.mark.parametrize(("overrides", "path", "expected"), KEYS.values(), ids=KEYS.keys())
-def test_key_is_described(overrides, path, expected):
-    keys = {key.path: key for group in describe(load_config(overrides=overrides)) for key in group.keys}
-    key = keys[path]
-    assert (key.value, key.type, key.default, key.origin) == expected
 
 
 def test_a_terminal_shows_groups_with_their_keys(cli, monkeypatch):

@@ -174,9 +174,7 @@ USAGE = {
         "launch --processes 2 -- data prepare quickstart -o tokens",
         r"jaxtrain launch: 'data prepare' works in one process; run it without launch, as in: jaxtrain data prep",
     ),
-    "unknown command": ("launch --processes 2 -- trian quickstart", r"no command or program 'trian', did you mean 'tr"),
     "unknown key": (f"launch --processes 2 -- {TRAIN} train.step=4", r"unknown key 'train\.step' \(command line\)"),
-    "unknown config": ("launch --processes 2 -- train quikstart", r"no config 'quikstart'.*did you mean 'quickstart'"),
     "a script that is no program": (
         "launch --processes 2 -- {script}",
         r"my\.py' is not a program.*write: python .*my",

@@ -59,25 +59,6 @@ def test_mistakes_are_one_line(cli, tmp_path, words, said):
     assert len(answer.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [
-        (errno.EACCES, 2, "cannot write {page}: Permission denied; name another file with --output FILE"),
-        (errno.ENOSPC, 1, "free space or use another folder"),
-    ],
-    ids=["permission", "full"],
-)
-def test_a_page_that_cannot_be_written_is_named(cli, tmp_path, monkeypatch, number, code, said):
-    run_dir = _run(tmp_path, "a")
-
-    def refuse(path, text):
-        raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr("jaxtrain.metrics.report.page.write_text_atomic", refuse)
-    answer = cli("report", str(run_dir))
-    assert answer.code == code
-    assert said.format(page=run_dir / "report.html") in answer.err
-    assert len(answer.err.splitlines()) == 1
 
 
 def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):

@@ -153,16 +153,8 @@ def test_settings_of_tasks():
     assert fitted(range(10), new_tokens=30, max_length=8) == ([9], 7)
 
 
-WRONG = {
-    "an unknown setting": ({"num_beams": 4}, "num_beams is not known"),
-    "a count of words": ({"max_gen_toks": "many"}, "the number of tokens is 'many'"),
-}
 
 
-@pytest.mark.parametrize(("settings", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_settings_are_one_line(settings, said):
-    with pytest.raises(ConfigError, match=rf"^generation_kwargs of the task t: [^\n]*{said}[^\n]*$"):
-        read_generation(settings, task="t")
 
 
 def test_what_has_no_log_likelihood_is_one_line(asked):

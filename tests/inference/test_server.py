@@ -9,7 +9,6 @@ import pytest
 from scripted import END, LENGTH, ScriptedEngine, embed, service, serving
 from starlette.testclient import TestClient
 
-from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.server.app import build_app
 from jaxtrain.inference.server.incoming import Limits
 
@@ -219,26 +218,6 @@ def test_an_engine_that_fails_is_said_in_the_stream_and_by_a_status():
             one.completions.create(model="tiny", prompt="a")
         failing.error = "the engine stopped"
         assert httpx.get(f"{address}/health").status_code == 503
-
-
-class _Failing(ScriptedEngine):
-    """Fails before the second token of a prompt has its log-probability."""
-
-    def submit(self, request, on_event=None):
-        ticket = Ticket(request, on_event)
-        ticket.prompt_log_probabilities = [None]
-        ticket.finish("failed", "the device is gone")
-        return ticket
-
-
-def test_an_engine_that_fails_in_the_middle_of_a_prompt_is_what_is_answered():
-    body = {"model": "tiny", "prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 1}
-    client = TestClient(build_app(service(_Failing())), "http://localhost")
-    for stream, status in ((False, 500), (True, 200)):
-        answer = client.post("/v1/completions", json={**body, "stream": stream})
-        assert answer.status_code == status
-        assert "the device is gone" in answer.text
-        assert "[DONE]" not in answer.text
 
 
 def test_a_key_guards_all_but_health_and_the_page():

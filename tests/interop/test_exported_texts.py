@@ -87,22 +87,15 @@ def test_a_template_takes_the_place_of_that_of_the_published_model(file):
     assert companions(given.config, given.files, None, Texts()) == given.files
 
 
-# Families in the order in which a model is written as one, and what makes it that one.
-FAMILIES = {
-    "llama": {},
-    "gpt2": {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_says_where_a_text_ends(family, tmp_path):
-    model = jt.load_config({"model": {**GROUP, **FAMILIES[family]}}).config.model
-    params, _ = jt.build_model(model, input_shape=(8,)).init(jax.random.key(0))
+def test_every_family_says_where_a_text_ends(tmp_path):
+    family = {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}  # of GPT-2
+    model = jt.load_config({"model": {**GROUP, **family}}).config.model
+    params, _ = jax.jit(jt.build_model(model, input_shape=(8,)).init)(jax.random.key(0))
     texts, _ = exported_texts({}, BPE, None, model=MODEL)
     write_published(tmp_path / "out", settings_of(model), params, {}, tokenizer=BPE.to_json(), texts=texts)
     said = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
     config = said["config.json"]
-    assert [config[key] for key in ("model_type", *ALL)] == [family, None, 0, None]
+    assert [config[key] for key in ("model_type", *ALL)] == ["gpt2", None, 0, None]
     assert said["generation_config.json"] == {"eos_token_id": 0}
     assert said["tokenizer_config.json"]["eos_token"] == "<|endoftext|>"
 

@@ -85,7 +85,7 @@ def digest(content: bytes) -> str:
 def hub(tmp_path):
     group = {"num_layers": 1, "embed_dim": 16, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 32}
     model = jt.build_model(jt.load_config({"model": group}).config.model, input_shape=(32,))
-    folder = jt.save_pretrained(tmp_path / "tiny", model.init(jax.random.key(0))[0], model=group)
+    folder = jt.save_pretrained(tmp_path / "tiny", jax.jit(model.init)(jax.random.key(0))[0], model=group)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
