@@ -5,8 +5,6 @@ import shutil
 
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer
-
 
 @pytest.fixture
 def damaged_run(text_run, tmp_path):
@@ -44,8 +42,6 @@ def test_verify_finds_damage(cli, damaged_run):
     assert [line.split()[-1] for line in answer.out.splitlines()[1:]] == ["verified", "damaged"]
     assert answer.err.count("\n") == 1
     assert "4 is damaged" in answer.err
-
-
 
 
 def test_a_damaged_newest_step_is_passed_over(cli, damaged_run):

@@ -4,11 +4,9 @@ import json
 import re
 import sys
 
-import pytest
 import yaml
 
 from jaxtrain.config import Config, load_config, shipped_configs
-from jaxtrain.config.describe import describe
 from jaxtrain.config.keys import walk
 from jaxtrain.config.schema import TrainConfig
 from jaxtrain.config.shipped import find_config
@@ -33,10 +31,6 @@ def test_prints_every_key_with_value_type_default_origin_and_doc(cli):
     assert rows["optimizer.b1"].startswith("0.5")
     assert "quickstart.yaml:" in rows["model.num_layers"]
     assert "default" in rows["train.prefetch"]
-
-
-
-
 
 
 def test_a_terminal_shows_groups_with_their_keys(cli, monkeypatch):

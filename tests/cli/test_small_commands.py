@@ -1,8 +1,6 @@
 """`jaxtrain report`, `data prepare` and `doctor`: what they write and print, and each mistake as one line."""
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -57,8 +55,6 @@ def test_mistakes_are_one_line(cli, tmp_path, words, said):
     assert answer.code == 2
     assert said.format(here=tmp_path) in answer.err
     assert len(answer.err.splitlines()) == 1
-
-
 
 
 def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):

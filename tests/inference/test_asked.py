@@ -149,12 +149,10 @@ def test_settings_of_tasks():
     assert read_generation({"temperature": 0.7, "top_k": 0, "top_p": 0.9}, task="t") == dataclasses.replace(
         read_generation({}, task="t"), temperature=0.7, top_p=0.9
     )
+    with pytest.raises(ConfigError, match=r"^generation_kwargs of the task t: [^\n]*num_beams is not known[^\n]*$"):
+        read_generation({"num_beams": 4}, task="t")
     assert fitted(range(10), new_tokens=3, max_length=8) == ([5, 6, 7, 8, 9], 3)
     assert fitted(range(10), new_tokens=30, max_length=8) == ([9], 7)
-
-
-
-
 
 
 def test_what_has_no_log_likelihood_is_one_line(asked):

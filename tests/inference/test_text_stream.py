@@ -1,7 +1,5 @@
 """Text of tokens as they come: whole characters, stop strings, and the spaces of a continuation."""
 
-import random
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Model
@@ -68,36 +66,6 @@ def placed(tokenizer, tokens, hidden=()) -> list[int]:
         found = [*found, 0][: len(found) + 1 - len(given)] + given
     given = places.finish()
     return found[: len(found) - len(given)] + given
-
-
-def compared(tokenizer, tokens, hidden=()) -> list[int]:
-    """By the definition: how much of the text before each token the text of all begins with."""
-    places, start, kept, seen = [], 0, [], []
-    for i, token in enumerate(tokens):
-        before = tokenizer.decode(kept)
-        kept += [] if token in hidden else [token]
-        text = tokenizer.decode(kept)
-        seen.append((before, None if token in hidden else len(text)))
-        if text[-1:] != "\ufffd" or i == len(tokens) - 1:
-            for one, length in seen:
-                own = next((at for at, (a, b) in enumerate(zip(one, text, strict=False)) if a != b), len(one))
-                places.append(start + (own if length is None else min(own, max(length - 1, 0))))
-            start, kept, seen = start + len(text), [], []
-    return places
-
-
-@pytest.mark.parametrize("tokenizer", [BYTES, bytes_alone()], ids=["a character each", "all or none"])
-def test_places_and_text_among_bytes_that_are_no_text(tokenizer):
-    draw = random.Random(0)
-    for alphabet in ("é€🙂".encode() + b"\x80\xff", b"\xe2\x82", b"\xc3\xa9", b"\xf0\x9f\x98\x80", b"a\xc3\xa9\xff"):
-        for size, wrong in ((8, 0), (30, 60), (90, 0)):
-            tokens = [0x80] * wrong + draw.choices(alphabet, k=size)
-            assert placed(tokenizer, tokens) == compared(tokenizer, tokens)
-            assert placed(tokenizer, tokens, hidden=(0x82, 0x61)) == compared(tokenizer, tokens, hidden=(0x82, 0x61))
-            stream = TextStream(tokenizer)
-            fed(stream, tokens)
-            if tokenizer is BYTES:
-                assert stream.text == tokenizer.decode(tokens)
 
 
 def test_a_long_row_of_bytes_that_are_no_text_is_no_long_work():

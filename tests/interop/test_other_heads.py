@@ -89,14 +89,6 @@ def test_the_architecture_decides_the_head(architecture, keys, kind):
     assert FAMILY.from_published(given)["head"]["kind"] == kind
 
 
-def test_old_names_of_norms_are_read():
-    settings = FAMILY.from_published(json.loads((PUBLISHED / "bert_base/config.json").read_text()))
-    full = {**settings, "position_offset": 0, "head_dim": 4}
-    names = {name for row in FAMILY.tensors(full) for name in getattr(row, "names", ())}
-    assert "embeddings.LayerNorm.gamma" in names
-    assert "bert.encoder.layer.{layer}.output.LayerNorm.beta" in names
-
-
 def torchvision_name(name):
     """The name that torchvision gives a tensor of transformers' ResNet."""
     block = re.fullmatch(
