@@ -1,8 +1,6 @@
 """`jaxtrain config`: every key with where it was set, YAML that loads back, a schema, shardings."""
 
 import json
-import re
-import sys
 
 import yaml
 
@@ -31,17 +29,6 @@ def test_prints_every_key_with_value_type_default_origin_and_doc(cli):
     assert rows["optimizer.b1"].startswith("0.5")
     assert "quickstart.yaml:" in rows["model.num_layers"]
     assert "default" in rows["train.prefetch"]
-
-
-def test_a_terminal_shows_groups_with_their_keys(cli, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    answer = cli("config", "quickstart", "--only", "train")
-    assert answer.code == 0
-    assert str(Config.model_fields["train"].description) in " ".join(answer.out.split())
-    assert "train.global_batch_size" in answer.out
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", answer.out)
-    assert max(map(len, plain.splitlines())) <= 60
 
 
 def test_yaml_loads_back_to_the_same_config(cli, tmp_path):

@@ -260,30 +260,15 @@ def test_any_program_is_launched_with_what_its_process_needs():
 def test_processes_that_wait_for_others_in_vain_say_so(tmp_path):
     """Each of two whose peer never comes: a line and exit 2 within the time limit, neither a hang nor an abort."""
     started = []
+    command = [sys.executable, "-m", "jaxtrain", "train", "quickstart", "--emulate", "1", "--run-dir"]
     for index in ("0", "1"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
-        cluster = {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_PROCESS_ID": index,
-            "JAXTRAIN_JOIN_TIMEOUT_SECONDS": "1",
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "jaxtrain",
-            "train",
-            "quickstart",
-            "--emulate",
-            "1",
-            "--run-dir",
-            index,
-        ]
-        process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, **cluster}
-        )
+        cluster = {"COORDINATOR_ADDRESS": address, "NUM_PROCESSES": "2", "PROCESS_ID": index}
+        found = {**os.environ, **{f"JAX_{name}": value for name, value in cluster.items()}}
+        found["JAXTRAIN_JOIN_TIMEOUT_SECONDS"] = "1"
+        process = subprocess.Popen([*command, index], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=found)
         started.append((process, address))
     for process, address in started:
         _, err = process.communicate(timeout=100)
