@@ -249,19 +249,17 @@ SITES = {
 }
 
 
-@pytest.mark.parametrize("key", [None, "s3cret"], ids=["no key", "key"])
 @pytest.mark.parametrize(("headers", "open_status", "key_status"), SITES.values(), ids=SITES)
-def test_pages_of_other_sites_are_refused(headers, open_status, key_status, key):
-    status, engine = open_status if key is None else key_status, ScriptedEngine()
-    client = TestClient(build_app(service(engine, api_key=key), host="Box"))
-    headers = {**JSON, **headers, "authorization": f"Bearer {key}"}
-    answer = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1}, headers=headers)
-    assert (answer.status_code, len(engine.tickets)) == (status, int(status == 200))
-    if status != 200:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert "\n" not in answer.json()["error"]["message"]
-    for path in ("/", "/health", "/metrics", "/v1/models"):
-        assert client.get(path, headers=headers).status_code == (200 if status == 415 else status)
+def test_pages_of_other_sites_are_refused(headers, open_status, key_status):
+    for key, status in ((None, open_status), ("s3cret", key_status)):
+        engine = ScriptedEngine()
+        client = TestClient(build_app(service(engine, api_key=key), host="Box"))
+        given = {**JSON, **headers, "authorization": f"Bearer {key}"}
+        answer = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1}, headers=given)
+        assert (answer.status_code, len(engine.tickets)) == (status, int(status == 200))
+        if status != 200:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert client.get("/v1/models", headers=given).status_code == (200 if status == 415 else status)
 
 
 def test_embeddings():
