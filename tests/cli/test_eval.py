@@ -22,7 +22,10 @@ def evaluate(cli, *words):
 
 # The summation order of another layout moves a mean of float32 losses by a few units in the seventh digit.
 TOLERANCE = 1e-5
-LAYOUTS = ["parallel.data=8", pytest.param("parallel.fsdp=8 parallel.max_replicated_fraction=1", marks=pytest.mark.long)]
+LAYOUTS = [
+    "parallel.data=8",
+    pytest.param("parallel.fsdp=8 parallel.max_replicated_fraction=1", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
