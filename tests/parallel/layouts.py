@@ -122,8 +122,8 @@ CASES = {
         ADAMW,
         1.0,
     ),
-    # Adapters of linear layers of both shardings, with dropout: a mask per layer, linear layer and row, whose hashes are
-    # what takes long to compile.
+    # Adapters of linear layers of both shardings, with dropout: a mask per layer, linear layer and row, whose hashes
+    # are what takes long to compile.
     "adapters": Case(
         lambda remat: adapt(transformer(remat), lora=LoraConfig(rank=4, dropout=0.1, targets=("query", "down"))),
         language_modeling(),
@@ -154,9 +154,7 @@ CASES = {
 }
 
 
-def make_step(
-    case: Case, where: Layout, accumulation: int, remat: str = "none", policy: str = "fp32"
-) -> TrainStep:
+def make_step(case: Case, where: Layout, accumulation: int, remat: str = "none", policy: str = "fp32") -> TrainStep:
     mesh = make_mesh(**{"data": 1, **where.degrees}, devices=jax.devices()[: math.prod(where.degrees.values())])
     model = case.model(remat)
     optimizer = build_optimizer(case.optimizer, optax.constant_schedule(case.optimizer.learning_rate), axes=model.axes)

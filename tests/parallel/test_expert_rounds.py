@@ -22,7 +22,6 @@ AXES = {path.removeprefix("blocks/mlp/"): row[1:] for path, row in EXPERTS.items
 MESHES = {
     "expert=4,data=2": dict(expert=4, data=2),
     "expert=2,tensor=2,fsdp=2": dict(expert=2, tensor=2, fsdp=2),
-    "expert=8": dict(expert=8),
 }
 # float32 sums over up to 512 tokens of products of size up to 10 in another order.
 TOLERANCE = dict(rtol=1e-5, atol=1e-4)
@@ -152,11 +151,11 @@ def test_a_gradient_over_several_rounds_can_be_differentiated_forward() -> None:
     )
 
 
-@pytest.mark.parametrize(("expert", "rounds"), [(2, 2), (4, 3), (8, 3)])
-def test_the_routings_take_several_rounds(expert: int, rounds: int) -> None:
+def test_the_routings_take_several_rounds() -> None:
     """All tokens to one shard, by the sizes that `program` has on meshes of eight devices."""
     tokens = BATCH * LENGTH // 8
-    rows = round_rows(tokens, CHOICES, NUM_EXPERTS, expert)
-    most = tokens * min(CHOICES, NUM_EXPERTS // expert)
-    assert -(-most // rows) == rounds
-    assert not is_one_round(tokens, CHOICES, NUM_EXPERTS, expert)
+    for expert, rounds in ((2, 2), (4, 3), (8, 3)):
+        rows = round_rows(tokens, CHOICES, NUM_EXPERTS, expert)
+        most = tokens * min(CHOICES, NUM_EXPERTS // expert)
+        assert -(-most // rows) == rounds
+        assert not is_one_round(tokens, CHOICES, NUM_EXPERTS, expert)

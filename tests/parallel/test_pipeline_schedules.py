@@ -4,7 +4,6 @@ import importlib.util
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxtrain.errors import ConfigError
