@@ -50,7 +50,6 @@ def layout(
 ONE = layout(data=1)
 # Each axis alone or beside one that it meets in code of its own, each schedule of stages, and each stage of ZeRO.
 LAYOUTS = {
-    "data=8": layout(data=8),
     "fsdp=8": layout(fsdp=8),
     "zero=1": layout(data=8, zero=1),
     "zero=2": layout(data=8, zero=2),

@@ -124,20 +124,22 @@ def test_unknown_policy_is_answered_with_the_known_ones():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("policy", "platform", "cluster", "axes", "backward", "refused"),
-    [
-        ("fp16", "cpu", True, {"data": 4}, True, True),
-        ("fp16", "cpu", True, {"data": 4}, False, False),
-        ("fp16", "cpu", True, {"data": 2, "tensor": 2}, False, True),
-        ("fp16", "cpu", False, {"data": 4}, True, False),
-        ("fp16", "gpu", True, {"data": 4}, True, False),
-        ("bf16", "cpu", True, {"tensor": 4}, True, False),
-    ],
-)
-def test_float16_is_not_added_up_by_gloo(policy, platform, cluster, axes, backward, refused, monkeypatch):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: cluster)
-    size = math.prod(axes.values())
-    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)] * size), shape=axes, size=size)
-    with pytest.raises(ConfigError, match="between CPU devices") if refused else contextlib.nullcontext():
-        check_sums(get_policy(policy), mesh, backward=backward)
+# Policy, platform, whether it is a cluster, degrees, whether there is a backward pass, and whether it is refused.
+SUMS = [
+    ("fp16", "cpu", True, {"data": 4}, True, True),
+    ("fp16", "cpu", True, {"data": 4}, False, False),
+    ("fp16", "cpu", True, {"data": 2, "tensor": 2}, False, True),
+    ("fp16", "cpu", False, {"data": 4}, True, False),
+    ("fp16", "gpu", True, {"data": 4}, True, False),
+    ("bf16", "cpu", True, {"tensor": 4}, True, False),
+]
+
+
+def test_float16_is_not_added_up_by_gloo(monkeypatch):
+    for policy, platform, cluster, axes, backward, refused in SUMS:
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda cluster=cluster: cluster)
+        size = math.prod(axes.values())
+        devices = np.array([SimpleNamespace(platform=platform)] * size)
+        mesh: Any = SimpleNamespace(devices=devices, shape=axes, size=size)
+        with pytest.raises(ConfigError, match="between CPU devices") if refused else contextlib.nullcontext():
+            check_sums(get_policy(policy), mesh, backward=backward)
