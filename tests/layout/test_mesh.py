@@ -19,11 +19,6 @@ RESOLVED = [
     (dict(data="auto", tensor=2), 6, dict(data=3, tensor=2)),
     (dict(data="auto", fsdp=8), 8, dict(fsdp=8)),
     (dict(fsdp="auto", data=2), 8, dict(data=2, fsdp=4)),
-    (
-        dict(pipe=2, data=2, fsdp=2, expert=2, context=2, tensor=2),
-        64,
-        dict(pipe=2, data=2, fsdp=2, expert=2, context=2, tensor=2),
-    ),
 ]
 
 
@@ -66,12 +61,6 @@ def test_a_mesh_has_all_six_auto_axes():
         assert mesh.axis_names == AXES
         assert mesh.axis_types == (AxisType.Auto,) * 6
         assert sorted(device.id for device in mesh.devices.flat) == list(range(num_devices))
-
-
-def test_six_of_eight_devices_is_an_error():
-    # jax.make_mesh((3, 2)) would silently leave two devices idle.
-    with pytest.raises(ConfigError, match="makes 6, which is not the number of devices"):
-        make_mesh(data=3, tensor=2)
 
 
 @dataclass(frozen=True)

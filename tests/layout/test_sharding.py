@@ -48,6 +48,7 @@ SPECS = {
     "fsdp moves to another dim": (dict(fsdp=8), "embedding", (64, 31), ("fsdp", None)),
     "fsdp moves but not to the layers": (dict(fsdp=8), "blocks/kernel", (8, 3, 16), (None, None, "fsdp")),
     "fsdp does not share a dim with tensor": (dict(fsdp=4, tensor=2), "embedding", (64, 31), ("tensor", None)),
+    "two dims on an axis that is not spread": (dict(fsdp=8), "odd", (8, 8), (None, None)),
     "fsdp finds no dim": (dict(fsdp=8), "blocks/mlp_norm/scale", (8, 3), (None, None)),
 }  # fmt: skip
 
@@ -75,10 +76,6 @@ def test_parameter_spec():
 def test_wrong_rows(degrees, path, shape, message):
     with pytest.raises(ConfigError, match=message):
         parameter_spec(path, shape, layout(**degrees))
-
-
-def test_two_dims_may_share_an_axis_that_is_not_spread():
-    assert tuple(parameter_spec("odd", (8, 8), layout(fsdp=8))) == (None, None)
 
 
 def test_batch_is_spread_over_data_and_fsdp():
@@ -146,12 +143,6 @@ def test_replicated_bytes():
     guard(params, 0.22, fsdp=8)
 
 
-def test_outside_a_layout_nothing_is_constrained():
-    x = jnp.ones((2, 3))
-    assert constrain(x, "batch", "no such name") is x
-    assert gather_parameters({"w": x})["w"] is x
-
-
 def test_constrain_lays_out_what_divides_and_leaves_the_rest():
     where = layout(data=4, tensor=2)
 
@@ -173,6 +164,7 @@ def test_the_layout_ends_with_its_block():
     with use_layout(layout(data=8)), pytest.raises(ConfigError, match="no sharding rule"):
         constrain(x, "batch", "no such name")
     assert constrain(x, "batch", "no such name") is x
+    assert gather_parameters({"w": x})["w"] is x
 
 
 def test_gathered_parameters_of_a_layer_and_their_gradients():

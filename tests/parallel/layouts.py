@@ -153,15 +153,19 @@ CASES = {
 }
 
 
+def make_mesh_of(degrees: dict[str, int]) -> jax.sharding.Mesh:
+    """A mesh over as many of the devices as the degrees make."""
+    return make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[: math.prod(degrees.values())])
+
+
 def make_step(case: Case, where: Layout, accumulation: int, remat: str = "none", policy: str = "fp32") -> TrainStep:
-    mesh = make_mesh(**{"data": 1, **where.degrees}, devices=jax.devices()[: math.prod(where.degrees.values())])
     model = case.model(remat)
     optimizer = build_optimizer(case.optimizer, optax.constant_schedule(case.optimizer.learning_rate), axes=model.axes)
     return make_train_step(
         model,
         case.task,
         optimizer,
-        mesh=mesh,
+        mesh=make_mesh_of(where.degrees),
         policy=policy,
         accumulation_steps=accumulation,
         clip_norm=case.clip_norm,

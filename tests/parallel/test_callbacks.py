@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from layouts import make_mesh_of
 
-from jaxtrain import ConfigError, Parts, Task, from_functions, make_mesh, make_train_step
+from jaxtrain import ConfigError, Parts, Task, from_functions, make_train_step
 
 ROWS = np.arange(8, dtype=np.int32)
 
@@ -26,8 +27,7 @@ def look_up(params: Any, numbers: jax.Array) -> jax.Array:
 
 def lines(loss: Any, degrees: dict[str, int], capfd: pytest.CaptureFixture[str]) -> tuple[list[str], float, Any]:
     model = from_functions(lambda key: {"code": jnp.arange(8.0)}, look_up)
-    mesh = make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
-    step = make_train_step(model, Task("sum", loss), optax.sgd(0.1), mesh=mesh, accumulation_steps=2)
+    step = make_train_step(model, Task("sum", loss), optax.sgd(0.1), mesh=make_mesh_of(degrees), accumulation_steps=2)
     batch = {"inputs": ROWS, "targets": ROWS}
     step.compile(batch)
     capfd.readouterr()
@@ -57,7 +57,8 @@ def test_a_pipeline_refuses_it() -> None:
         lambda key: {"code": jnp.arange(8.0), "blocks": {"scale": jnp.ones((2,))}}, parts=parts, name="mine"
     )
     batch = {"inputs": ROWS, "targets": ROWS}
-    mesh = make_mesh(pipe=2, devices=jax.devices()[:2])
-    step = make_train_step(model, Task("sum", printing_loss), optax.sgd(0.1), mesh=mesh, accumulation_steps=2)
+    step = make_train_step(
+        model, Task("sum", printing_loss), optax.sgd(0.1), mesh=make_mesh_of(dict(pipe=2)), accumulation_steps=2
+    )
     with pytest.raises(ConfigError, match=r"^parallel.pipe=2, but the model or its loss calls back .*parallel.pipe=1"):
         step.lower(batch)

@@ -154,17 +154,12 @@ def test_stage_3_sends_each_parameter_three_times() -> None:
     assert not any(elements[kind] for kind in programs.KINDS[3:])
 
 
-@pytest.mark.parametrize("row", long_but("zero=2", rows=["zero=2", "context=4,ring,data=2", *STAGES]))
+@pytest.mark.parametrize(
+    "row", long_but("zero=2", "pipe=4,interleaved,data=2,zero=2", rows=["zero=2", "context=4,ring,data=2", *STAGES])
+)
 def test_exchanges_wait_for_those_in_loops_and_branches(row: str) -> None:
     """On CPU devices they could meet one another's partners."""
     assert not program(STAGES.get(row, "transformer"), row, 4).unordered
-
-
-@pytest.mark.long
-def test_experts_exchange_tokens_all_to_all() -> None:
-    assert not program("experts", "expert=4,data=2", 4).unordered
-    found, mesh = compiled("experts", "expert=4,data=2", 4)
-    assert [c for c in found if c.kind == "all-to-all" and programs.crosses(c, mesh, "expert")]
 
 
 STATE = {

@@ -16,7 +16,6 @@ from jaxtrain.layout.sharding import Layout, use_layout
 from jaxtrain.models.shipped.axes import EXPERTS
 from jaxtrain.ops.experts.compute import Kernels
 from jaxtrain.ops.experts.exchange import experts_mlp
-from jaxtrain.ops.experts.rows import is_one_round, round_rows
 
 NUM_EXPERTS, BATCH, LENGTH, WIDTH, HIDDEN, CHOICES = 8, 8, 64, 8, 16, 2
 AXES = {path.removeprefix("blocks/mlp/"): row[1:] for path, row in EXPERTS.items()}
@@ -176,13 +175,3 @@ def test_a_gradient_over_several_rounds_can_be_differentiated_forward() -> None:
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), jax.jit(run)(), expected
     )
-
-
-def test_the_routings_take_several_rounds() -> None:
-    """All tokens to one shard, by the sizes that `program` has on meshes of eight devices."""
-    tokens = BATCH * LENGTH // 8
-    for expert, rounds in ((2, 2), (4, 3), (8, 3)):
-        rows = round_rows(tokens, CHOICES, NUM_EXPERTS, expert)
-        most = tokens * min(CHOICES, NUM_EXPERTS // expert)
-        assert -(-most // rows) == rounds
-        assert not is_one_round(tokens, CHOICES, NUM_EXPERTS, expert)

@@ -1,6 +1,5 @@
 """What a step does besides layouts, on pipelines and ZeRO: the numbers of one device, training and evaluation."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +8,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from layouts import ADAMW, CASES, load_batches
+from layouts import ADAMW, CASES, load_batches, make_mesh_of
 
-from jaxtrain import Evaluator, Parallelism, make_mesh, make_train_step
+from jaxtrain import Evaluator, Parallelism, make_train_step
 from jaxtrain.optim.optimizers import build_optimizer
 
 
@@ -47,12 +46,11 @@ def numbers(row: Row, degrees: dict[str, int], parallelism: Parallelism) -> np.n
     """Losses and gradient norms of three steps, then the loss in evaluation."""
     case = CASES["transformer"]
     model = case.model("none")
-    mesh = make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[: math.prod(degrees.values())])
     step = make_train_step(
         model,
         case.task,
         build_optimizer(ADAMW, optax.constant_schedule(1e-3), axes=model.axes),
-        mesh=mesh,
+        mesh=make_mesh_of(degrees),
         policy=row.policy,
         accumulation_steps=4,
         clip_norm=1.0,

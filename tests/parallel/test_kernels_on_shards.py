@@ -55,11 +55,6 @@ def test_refusals(monkeypatch) -> None:
         assert says is None or says in str(found)
 
 
-def test_cpu_is_refused() -> None:
-    q = jnp.zeros((2, 16, 4, 64), jnp.bfloat16)
-    assert cudnn_attention.refusal(q, q, None, CAUSAL) == "the platform is cpu"
-
-
 def train(row: Layout) -> np.ndarray:
     """Losses of three steps with the kernel that the table of attention chooses."""
     batch = load_batches("transformer")[0]

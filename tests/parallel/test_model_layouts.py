@@ -6,7 +6,6 @@ to be the same on every layout too.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import ONE, Layout, distance, layout
+from layouts import ONE, Layout, distance, layout, make_mesh_of
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import TASKS
@@ -195,7 +193,7 @@ def make_step(name: str, where: Layout, remat: str = "none") -> TrainStep:
         TASKS[CASES[name].task](),
         # Without such an epsilon Adam makes full steps of the rounding of gradients that are 0 (biases of keys).
         optax.adamw(3e-3, eps=1e-5),
-        mesh=make_mesh(**{"data": 1, **where.degrees}, devices=jax.devices()[: math.prod(where.degrees.values())]),
+        mesh=make_mesh_of(where.degrees),
         accumulation_steps=2,
         # Of models this small the biases are more than the usual limit.
         parallelism=dataclasses.replace(where.options, max_replicated_fraction=1),

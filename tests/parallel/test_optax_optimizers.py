@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from layouts import make_mesh_of
 
 import jaxtrain as jt
 
@@ -94,11 +95,6 @@ def logits(params: Any, inputs: jax.Array) -> jax.Array:
     return inputs @ params["kernel"] + params["bias"]
 
 
-def mesh(name: str) -> jax.sharding.Mesh:
-    degrees = MESHES[name]
-    return jt.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
-
-
 def side_by_side(name: str) -> Any:
     """A step that trains a copy of the small model with each optimizer; the gradient of one is that of it alone."""
     key = {one: one.replace(".", "_") for one in SIDE_BY_SIDE}
@@ -116,7 +112,7 @@ def side_by_side(name: str) -> Any:
         {key[one]: optimizer for one, optimizer in SIDE_BY_SIDE.items()},
         lambda params: {label: jax.tree.map(partial(_constant, label), part) for label, part in params.items()},
     )
-    return jt.make_train_step(model, jt.Task("copies", loss), optimizer, mesh=mesh(name))
+    return jt.make_train_step(model, jt.Task("copies", loss), optimizer, mesh=make_mesh_of(MESHES[name]))
 
 
 def _constant(label: str, _: Any) -> str:
@@ -188,7 +184,9 @@ def test_losses_are_those_of_one_device_and_state_is_sharded_and_resumed(tmp_pat
 def test_optimizers_that_compute_the_loss_again(name: str, tmp_path: Path) -> None:
     rows = {}
     for place in MESHES:
-        step = jt.make_train_step(jt.from_functions(small, logits), jt.classification(), AGAIN[name], mesh=mesh(place))
+        step = jt.make_train_step(
+            jt.from_functions(small, logits), jt.classification(), AGAIN[name], mesh=make_mesh_of(MESHES[place])
+        )
         _, rows[place] = run(step, step.init(0))
     losses = [[row["loss"] for row in found] for found in rows.values()]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # sums in another order, as above
@@ -204,5 +202,5 @@ def test_optimizers_that_cannot_are_refused_in_one_line(make: Any, words: str) -
 
 
 def first_step(optimizer: optax.GradientTransformation) -> None:
-    step = jt.make_train_step(jt.from_functions(small, logits), jt.classification(), optimizer, mesh=mesh("one device"))
+    step = jt.make_train_step(jt.from_functions(small, logits), jt.classification(), optimizer, mesh=make_mesh_of({}))
     run(step, step.init(0), 1)

@@ -3,7 +3,6 @@
 All of them update the same parameters by the same gradients in one program a layout, so that a layout is one compile.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -11,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import CASES, LAYOUTS, ONE, layout, with_optimizer
+from layouts import CASES, LAYOUTS, ONE, layout, make_mesh_of, with_optimizer
 
 from jaxtrain.config.optimizers import AdamWConfig
-from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import optimizer_shardings, parameter_shardings, path_name, use_layout
 from jaxtrain.models.tasks import language_modeling
 from jaxtrain.optim.optimizers import build_optimizer
@@ -63,7 +61,7 @@ def numbers(seed: int) -> Any:
 
 def updated(where: Any) -> tuple[Any, Any, str]:
     """Updates and states of every optimizer after some updates on a layout, and the compiled program."""
-    mesh = make_mesh(**{"data": 1, **where.degrees}, devices=jax.devices()[: math.prod(where.degrees.values())])
+    mesh = make_mesh_of(where.degrees)
     lies = make_layout(MODEL, language_modeling(), mesh, where.options, None)
     start = {kind: jax.eval_shape(optimizer.init, SHAPES) for kind, optimizer in OPTIMIZERS.items()}
     states = {kind: optimizer_shardings(shapes, SHAPES, lies, also=lies.state_axes) for kind, shapes in start.items()}

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from layouts import make_mesh_of
 
 from jaxtrain import (
     DrawsByRow,
@@ -18,7 +19,6 @@ from jaxtrain import (
     from_linen,
     from_nnx,
     from_stages,
-    make_mesh,
     make_stack,
     make_train_step,
 )
@@ -85,7 +85,7 @@ def summed(outputs: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Ar
 
 def masks(model: Model, degrees: dict[str, int], **options: Any) -> np.ndarray:
     """The mask of each row, [ROWS, WIDTH]."""
-    mesh = make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+    mesh = make_mesh_of(degrees)
     parallelism = Parallelism(max_replicated_fraction=1, **options)
     step = make_train_step(
         model, Task("sum", summed), optax.sgd(1.0), mesh=mesh, accumulation_steps=2, parallelism=parallelism

@@ -7,52 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
+from layouts import make_mesh_of
 
 import jaxtrain as jt
-from jaxtrain.models.stack import scan_stack
-from jaxtrain.remat.policy import Remat
-
-
-class Stacked(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.blocks = jt.make_stack(lambda rngs: nnx.Linear(8, 8, rngs=rngs), 4, rngs)
-        self.head = nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x, _ = scan_stack(
-            self.blocks,
-            lambda layer, x, key, extra: (jnp.tanh(layer(x)), None),
-            x,
-            path="blocks",
-            remat=Remat("none"),
-        )
-        return self.head(x)
-
-
-def losses(devices: int, zero: int, accumulation: int) -> list[float]:
-    step = jt.make_train_step(
-        jt.from_nnx(Stacked, gathers_itself=("blocks",)),
-        jt.classification(),
-        optax.sgd(0.5),
-        mesh=jt.make_mesh(data=devices, devices=jax.devices()[:devices]),
-        accumulation_steps=accumulation,
-        parallelism=jt.Parallelism(zero=zero),
-    )
-    inputs = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    state, found = step.init(0), []
-    for _ in range(3):
-        state, metrics = step(state, {"inputs": inputs, "targets": np.arange(8, dtype=np.int32) % 3})
-        found.append(float(metrics["loss"]))
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("zero", [1, 2])
-def test_a_stack_that_is_scattered_over_its_layers_trains_as_on_one_device(zero: int) -> None:
-    # Float32 sums in another order.
-    np.testing.assert_allclose(losses(2, zero, 2), losses(1, 0, 2), rtol=1e-5)
 
 
 def parts_step(devices: int, zero: int) -> jt.TrainStep:
@@ -77,7 +35,7 @@ def parts_step(devices: int, zero: int) -> jt.TrainStep:
         jt.from_functions(init, parts=parts, axes={"blocks/w": ("layers", None, None)}),
         jt.classification(),
         optax.sgd(0.5),
-        mesh=jt.make_mesh(data=devices, devices=jax.devices()[:devices]),
+        mesh=make_mesh_of(dict(data=devices)),
         accumulation_steps=2,
         parallelism=jt.Parallelism(zero=zero),
     )
@@ -106,12 +64,11 @@ def test_a_parameter_without_elements_trains_as_on_one_device() -> None:
     )
     found = []
     for degrees, zero, accumulation in ((dict(data=1), 0, 1), (dict(data=4), 1, 2), (dict(data=2, fsdp=2), 2, 2)):
-        devices = jax.devices()[: int(np.prod(list(degrees.values())))]
         step = jt.make_train_step(
             model,
             jt.classification(),
             optax.adamw(1e-2),
-            mesh=jt.make_mesh(**degrees, devices=devices),
+            mesh=make_mesh_of(degrees),
             accumulation_steps=accumulation,
             parallelism=jt.Parallelism(zero=zero),
         )
@@ -154,7 +111,7 @@ def grad_norms(accumulation: int, zero: int, devices: int) -> list[float]:
         net(teacher),
         jt.Task("distil", loss),
         optax.sgd(0.1),
-        mesh=jt.make_mesh(data=devices, devices=jax.devices()[:devices]),
+        mesh=make_mesh_of(dict(data=devices)),
         accumulation_steps=accumulation,
         parallelism=jt.Parallelism(zero=zero),
     )

@@ -148,7 +148,6 @@ KNOWN = "query, key, value, attention_output, attention_projection, mlp_hidden, 
     [
         (("some",), "unknown remat.policy 'some'; known: none, full, dots, sqrt, names"),
         (("names", ("mlp",)), f"remat.names: no tensor 'mlp'; known: {KNOWN}"),
-        (("names", ()), f"remat.policy=names needs remat.names; known: {KNOWN}"),
         (
             ("dots", (), ("mlp_hidden",)),
             "remat.offload=['mlp_hidden'] does not work under remat.policy=dots, which does not choose tensors by "
@@ -159,7 +158,7 @@ KNOWN = "query, key, value, attention_output, attention_projection, mlp_hidden, 
             "remat.names and remat.offload both hold 'query'; leave it out of one of them",
         ),
     ],
-    ids=["policy", "name", "no names", "a policy without names", "kept twice"],
+    ids=["policy", "name", "a policy without names", "kept twice"],
 )
 def test_wrong_policies(remat, message):
     with pytest.raises(ConfigError) as caught:
