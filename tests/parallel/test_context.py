@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
 from jaxtrain.ops.attention.blockwise import blockwise_attention
-from jaxtrain.ops.attention.context import check_context, choose_context, context_attention
+from jaxtrain.ops.attention.context import choose_context, context_attention
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.ops.attention.reference import attention, attention_mask, reference_attention
 from jaxtrain.ops.attention.ring_blocks import home, own_blocks, passing_blocks, score_elements
@@ -322,9 +322,3 @@ def test_errors(name, degrees, heads, groups, length, message):
     q, k = (jax.ShapeDtypeStruct((8, length, h, HEAD_DIM), jnp.float32) for h in (heads, groups))
     with pytest.raises(ConfigError, match=re.escape(message)):
         jax.eval_shape(lambda q, k: spread_attention(q, k, k, None, AttentionForm(), there), q, k)
-
-
-def test_what_works():
-    for name in ("ring", "all_to_all", "gather", "auto"):
-        check_context(layout(name, context=4, tensor=2), num_heads=16, num_kv_heads=1, sequence_length=8)
-    check_context(layout("ring", data=4, pipe=2), num_heads=3, num_kv_heads=1, sequence_length=7)  # nothing is spread

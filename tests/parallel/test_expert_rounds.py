@@ -50,16 +50,11 @@ def one_row_to_one_shard() -> np.ndarray:
     return ids
 
 
-def half_are_empty() -> np.ndarray:
-    return even() // 2 * 2 % 4 + np.arange(CHOICES) * 4 * (even()[..., :1] >= 0)
-
-
 ROUTINGS = {
     "even": even,
     "all to one expert": to_one_expert,
     "all to one shard": to_one_shard,
     "one device to one shard": one_row_to_one_shard,
-    "half of the experts are empty": half_are_empty,
 }
 
 

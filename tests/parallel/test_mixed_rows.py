@@ -43,7 +43,6 @@ MIXED: dict[str, tuple[Callable[..., Any], jax.Array]] = {
     "sorted rows": (lambda x: jnp.sort(x, 0), Y),
     "places in an expert": (lambda x: jnp.cumsum(jax.nn.one_hot(jnp.argmax(x @ KERNEL, -1), 5), 0), Y),
     "the first row": (lambda x: x - x[0], Y),
-    "pairs": (lambda x: x * x[::-1], Y),
     "shuffled rows": (lambda x: x + x[jax.random.permutation(jax.random.key(0), 4)], Y),
     "rows of embeddings": (lambda ids: jnp.take(KERNEL, ids, axis=0).mean(0), IDS),
 }
@@ -56,9 +55,7 @@ SEPARATE: dict[str, tuple[Callable[..., Any], jax.Array]] = {
     "a map over rows": (lambda x: jax.lax.map(lambda row: row - row.mean(0), x), X),
     "a convolution": (of_linen(flax.linen.Conv(4, (3, 3)), IMAGES), IMAGES),
     "a norm of groups": (of_linen(flax.linen.GroupNorm(1), IMAGES), IMAGES),
-    "the first token": (lambda x: x[:, 0] @ KERNEL, X),
     "a token of each row": (lambda x: x[jnp.arange(4), jnp.argmax(x[..., 0], 1)], X),
-    "inside vmap": (jax.vmap(lambda row: row[jnp.argsort(row[:, 0])].cumsum(0)), X),
     "what nothing reads": (lambda x: jax.grad(lambda x: (x**2).sum())(x), Y),
 }
 

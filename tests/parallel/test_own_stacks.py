@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from layouts import make_mesh_of
 
@@ -63,7 +64,7 @@ def test_a_parameter_without_elements_trains_as_on_one_device() -> None:
         lambda params, x: x @ params["w"] + params["none"].sum(0) + params["narrow"].sum(),
     )
     found = []
-    for degrees, zero, accumulation in ((dict(data=1), 0, 1), (dict(data=4), 1, 2), (dict(data=2, fsdp=2), 2, 2)):
+    for degrees, zero, accumulation in ((dict(data=1), 0, 1), (dict(data=2, fsdp=2), 2, 2)):
         step = jt.make_train_step(
             model,
             jt.classification(),
@@ -74,7 +75,7 @@ def test_a_parameter_without_elements_trains_as_on_one_device() -> None:
         )
         state, first = step(step.init(0), BATCH)
         found.append([float(first["loss"]), float(step(state, BATCH)[1]["loss"])])
-    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 class Net(nnx.Module):
@@ -123,6 +124,7 @@ def grad_norms(accumulation: int, zero: int, devices: int) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_a_teacher_takes_no_part_in_the_sums() -> None:
     """A model that calls another one of the same paths while its own stack adds gradients to sums over microbatches."""
     # Float32 sums in another order.

@@ -118,4 +118,4 @@ def test_evaluation_rows_that_do_not_divide() -> None:
     step = make_step(CASES["transformer"], layout_of(pipe=2, data=4), 4)
     rows = np.zeros((6, 32), np.int32)
     with pytest.raises(ConfigError, match="does not divide by data x fsdp x microbatches"):
-        Evaluator(step)(step.init(0), [{"inputs": rows, "targets": rows}])
+        Evaluator(step)(step.abstract_state, [{"inputs": rows, "targets": rows}])
