@@ -14,10 +14,8 @@ from jaxtrain.layout.mesh import crossing_axes, make_mesh, mesh_notes
 
 # degrees asked for, devices, degrees that are not 1
 RESOLVED = [
-    ({}, 1, {}),
     (dict(data="auto"), 1, {}),
     (dict(data="auto", tensor=2), 6, dict(data=3, tensor=2)),
-    (dict(data="auto", fsdp=8), 8, dict(fsdp=8)),
     (dict(fsdp="auto", data=2), 8, dict(data=2, fsdp=4)),
 ]
 
@@ -90,7 +88,6 @@ def cpu_processes(processes, devices):
 
 # id: (devices, degrees, axes that cross, axes that mesh_notes names)
 CROSSING = {
-    "one host": (gpu_hosts(1, 8), dict(fsdp=4, tensor=2), (), ()),
     "data crosses": (gpu_hosts(2, 8), dict(data=2, fsdp=8), ("data",), ()),
     "pipe and data": (gpu_hosts(4, 8), dict(pipe=2, data=2, expert=2, tensor=4), ("pipe", "data"), ()),
     "fsdp must": (gpu_hosts(2, 8), dict(fsdp=8, tensor=2), ("fsdp",), ()),
