@@ -60,7 +60,8 @@ def test_numbers_of_one_device(name: str, row: str, accumulation: int, remat: st
     np.testing.assert_allclose(outcome.grad_norms, alone.grad_norms, rtol=LOSS_TOLERANCE)
     assert distance(outcome.params, alone.params) < PARAMETER_TOLERANCE
     assert distance(outcome.model_state, alone.model_state) < PARAMETER_TOLERANCE
-    assert alone.losses[-2:].mean() < alone.losses[:2].mean(), "a run that learns nothing would prove nothing"
+    moved = distance(alone.params, alone.state.params)
+    assert moved > 100 * PARAMETER_TOLERANCE, "a run that moves nothing would prove nothing"
 
 
 @pytest.mark.long
