@@ -156,7 +156,7 @@ def check_interleaved(num_stages: int, num_microbatches: int, *, key: str = "par
 # A search asks for the same few again and again.
 @functools.lru_cache(maxsize=64)
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Lays out a schedule and checks it.
+    """Lays out a schedule.
 
     Args:
         name: a row of `SCHEDULES`.
@@ -178,14 +178,11 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
     forward: list[list[Cell]] = [[None] * num_stages for _ in range(num_ticks)]
     backward: list[list[Cell]] = [[None] * num_stages for _ in range(num_ticks)]
     for stage, chunk, microbatch, forward_tick, backward_tick in placed:
-        # An overwritten cell leaves an operation missing, which `check` finds.
         forward[forward_tick][stage] = (microbatch, chunk)
         backward[backward_tick][stage] = (microbatch, chunk)
-    schedule = Schedule(
+    return Schedule(
         name, num_stages, num_microbatches, num_chunks, tuple(map(tuple, forward)), tuple(map(tuple, backward))
     )
-    check(schedule)
-    return schedule
 
 
 def _gpipe(p: int, m: int, v: int) -> Iterator[Placed]:
@@ -243,40 +240,6 @@ SCHEDULES: dict[str, Callable[[int, int, int], Iterator[Placed]]] = {
 }
 
 
-def check(schedule: Schedule) -> None:
-    """Raises ValueError with one line if the table is not a pipeline that computes every gradient once.
-
-    Every microbatch passes every virtual stage once each way; its forward on virtual stage k comes at least a tick
-    after that on k - 1, its backward on k at least a tick after that on k + 1, and on the last virtual stage in the
-    tick of its forward or later. No tick is empty.
-    """
-    p, m, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
-    if len(schedule.forward) != len(schedule.backward):
-        raise ValueError(f"{len(schedule.forward)} ticks of forwards but {len(schedule.backward)} of backwards")
-    for tick, row in enumerate(zip(schedule.forward, schedule.backward, strict=True)):
-        if any(len(cells) != p for cells in row):
-            raise ValueError(f"tick {tick} has cells for {[len(cells) for cells in row]} stages, not {p}")
-        if all(cell is None for cells in row for cell in cells):
-            raise ValueError(f"no stage does anything in tick {tick}")
-
-    forward = _ticks("forward", schedule.forward, m, v)
-    backward = _ticks("backward", schedule.backward, m, v)
-    for i in range(m):
-        for k in range(p * v):
-            for direction, ticks, before in (("forward", forward, k - 1), ("backward", backward, k + 1)):
-                if (i, before) in ticks and ticks[i, k] <= ticks[i, before]:
-                    raise ValueError(
-                        f"{direction} of microbatch {i} on virtual stage {k} is in tick {ticks[i, k]}, but what it "
-                        f"needs from virtual stage {before} is made in tick {ticks[i, before]}"
-                    )
-        last = p * v - 1
-        if backward[i, last] < forward[i, last]:
-            raise ValueError(
-                f"backward of microbatch {i} on the last virtual stage is in tick {backward[i, last]}, "
-                f"before its forward in tick {forward[i, last]}"
-            )
-
-
 def _require_one_chunk(name: str, v: int) -> None:
     if v != 1:
         raise ConfigError(
@@ -285,34 +248,21 @@ def _require_one_chunk(name: str, v: int) -> None:
         )
 
 
-def _ticks(direction: str, table: Table, num_microbatches: int, num_chunks: int) -> dict[tuple[int, int], int]:
-    """(microbatch, virtual stage) -> tick; raises ValueError unless the table holds each exactly once."""
-    num_stages = len(table[0])
-    ticks: dict[tuple[int, int], int] = {}
-    for tick, row in enumerate(table):
-        for stage, cell in enumerate(row):
-            if cell is None:
-                continue
-            microbatch, chunk = cell
-            if not (0 <= microbatch < num_microbatches and 0 <= chunk < num_chunks):
-                raise ValueError(f"{direction} in tick {tick} on stage {stage} is of {cell}, which does not exist")
-            key = (microbatch, chunk * num_stages + stage)
-            if key in ticks:
-                raise ValueError(f"{direction} of microbatch {key[0]} on virtual stage {key[1]} comes more than once")
-            ticks[key] = tick
-    for microbatch in range(num_microbatches):
-        for virtual in range(num_stages * num_chunks):
-            if (microbatch, virtual) not in ticks:
-                raise ValueError(f"{direction} of microbatch {microbatch} on virtual stage {virtual} never comes")
-    return ticks
+def _ticks(table: Table) -> dict[tuple[int, int], int]:
+    """(microbatch, virtual stage) -> tick."""
+    return {
+        (cell[0], cell[1] * len(row) + stage): tick
+        for tick, row in enumerate(table)
+        for stage, cell in enumerate(row)
+        if cell is not None
+    }
 
 
 def _placed(schedule: Schedule) -> list[Placed]:
-    """The operations of a checked schedule, read back from its table."""
-    p, m, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
-    forward = _ticks("forward", schedule.forward, m, v)
-    backward = _ticks("backward", schedule.backward, m, v)
-    return [Placed(k % p, k // p, i, tick, backward[i, k]) for (i, k), tick in forward.items()]
+    """The operations of a schedule, read back from its table."""
+    p, backward = schedule.num_stages, _ticks(schedule.backward)
+    forward = _ticks(schedule.forward).items()
+    return [Placed(k % p, k // p, i, tick, backward[i, k]) for (i, k), tick in forward]
 
 
 def _overlap(intervals: Iterable[tuple[int, int]]) -> int:

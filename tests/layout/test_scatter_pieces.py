@@ -15,11 +15,8 @@ from jaxtrain.layout.sharding import Layout, use_layout
 # id: (shape of the gradient, dim that is scattered, elements of a piece, pieces)
 ROWS = {
     "at once": ((16, 12), 0, 192, 1),
-    "in two": ((16, 12), 0, 100, 2),
     "over the first dim": ((12, 16), 1, 50, 4),
-    "the next count that divides": ((16, 9), 0, 80, 3),
     "no count divides": ((16, 7), 0, 60, 7),
-    "only one dim": ((16,), 0, 4, 1),
     "a stack": ((3, 8, 12), 2, 64, 8),
 }
 

@@ -43,18 +43,17 @@ def in_a_checkpoint(params: Params, ids: jax.Array) -> jax.Array:
     return jax.checkpoint(lambda ids: tied(params, ids))(ids)
 
 
-# id: (what is computed, whether the lookup finds the sum)
-USES: dict[str, tuple[Callable[[Params, jax.Array], jax.Array], bool]] = {
-    "tied": (tied, True),
-    "untied": (untied, True),
-    "used otherwise too": (used_otherwise_too, True),
-    "twice": (looked_up_twice, True),
-    "in jax.checkpoint": (in_a_checkpoint, False),
+# What is computed, whether the lookup finds the sum, and whether sums are parts.
+USES: dict[str, tuple[Callable[[Params, jax.Array], jax.Array], bool, bool]] = {
+    "tied, whole sums": (tied, True, False),
+    "untied": (untied, True, True),
+    "used otherwise too": (used_otherwise_too, True, True),
+    "twice": (looked_up_twice, True, True),
+    "in jax.checkpoint": (in_a_checkpoint, False, True),
 }
 
 
-@pytest.mark.parametrize("scattered", [True, False], ids=["parts", "whole sums"])
-@pytest.mark.parametrize(("use", "finds"), USES.values(), ids=USES)
+@pytest.mark.parametrize(("use", "finds", "scattered"), USES.values(), ids=USES)
 def test_sums_are_those_of_plain_code(
     use: Callable[[Params, jax.Array], jax.Array], finds: bool, scattered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,40 +87,3 @@ def test_sums_are_those_of_plain_code(
         np.testing.assert_allclose(added, before[name] + 1.5 * plain[name], rtol=1e-4, atol=1e-3, err_msg=name)
     text = run.lower(params, before, ids).as_text()
     assert ("all_to_all" in text) is (finds and scattered), "rows are exchanged, and not the gradient of the table"
-
-
-def test_only_the_parameter_itself_has_a_sum() -> None:
-    layout = Layout(make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES]), {}, DEFAULT_RULES)
-    table = jnp.ones((VOCABULARY, WIDTH))
-    unread = (jnp.float32(0), jnp.float32(0))
-    with use_layout(dataclasses.replace(layout, manual=frozenset({"data"}))):
-        assert scatter.find_sum(table) is None
-        with scatter.use_parts(scatter.Parts({"embedding": (table, None)}, {"embedding": table}, unread)):
-            attached = scatter.attach_parts({"embedding": table}, skip=())["embedding"]
-            assert scatter.find_sum(attached) == scatter.SumOfUse("embedding", None)
-            assert scatter.find_sum(attached * 1) is None
-
-
-def test_only_a_use_with_a_gradient_adds_to_the_sum_in_the_precision_of_the_use() -> None:
-    layout = Layout(make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES]), {}, DEFAULT_RULES)
-    pulled: list[str | None] = []
-
-    def pull(x: jax.Array, gradient: jax.Array, total: jax.Array, factors: Any) -> tuple[jax.Array, jax.Array]:
-        pulled.append(jax.config.jax_default_matmul_precision)
-        return gradient, total + 1
-
-    def of(x: jax.Array, total: jax.Array, unread: Any) -> Any:
-        parts = scatter.Parts({"embedding": (total, 1)}, {"embedding": total}, unread)
-        with scatter.use_parts(parts), use_layout(dataclasses.replace(layout, manual=frozenset({"data"}))):
-            found = scatter.find_sum(scatter.attach_parts({"embedding": table}, skip=())["embedding"])
-            assert found is not None
-            with jax.default_matmul_precision("highest"):
-                used = scatter.use_and_add(found, jnp.sin, pull, x)
-            metric = jnp.argmax(scatter.use_and_add(found, jnp.cos, pull, x))
-        return (jnp.sum(used), parts.ends), metric
-
-    table, factors = jnp.ones((VOCABULARY, WIDTH)), (jnp.float32(1), jnp.float32(1))
-    (loss, _), rest, _ = jax.vjp(of, jnp.zeros(3), table, factors, has_aux=True)
-    _, total, _ = rest((jnp.ones_like(loss), {"embedding": (table, factors)}))
-    np.testing.assert_array_equal(total, table + 1)
-    assert pulled == ["highest"]

@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
 from jaxtrain.ops.attention.blockwise import blockwise_attention
-from jaxtrain.ops.attention.context import check_context, choose_context, context_attention
+from jaxtrain.ops.attention.context import choose_context, context_attention
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.ops.attention.reference import attention, attention_mask, reference_attention
 from jaxtrain.ops.attention.ring_blocks import home, own_blocks, passing_blocks, score_elements
@@ -109,27 +109,15 @@ C2TF = (("context", 2), ("tensor", 2), ("fsdp", 2))
 
 # implementation, mesh, key-value heads (of 8 heads), segments, causal
 CASES = {
-    "ring, 4": ("ring", C4, 8, None, True),
     "ring, 4, packed, grouped": ("ring", C4, 2, PACKED, True),
     "ring, 4, a document a token": ("ring", C4, 2, ALONE, True),
-    "ring, 4, full, one kv head": ("ring", C4, 1, None, False),
-    "ring, 4, full, packed": ("ring", C4, 8, PACKED, False),
-    "ring, 8, packed, one kv head": ("ring", C8, 1, PACKED, True),
-    "ring, 8, grouped": ("ring", C8, 2, None, True),
     "ring, 8, full, packed, grouped": ("ring", C8, 2, PACKED, False),
     "ring, 2 with tensor and data, packed, one kv head": ("ring", C2TD, 1, PACKED, True),
-    "ring, 2 with tensor and fsdp, packed": ("ring", C2TF, 8, PACKED, True),
     "ring, 2 with tensor and fsdp, full, grouped": ("ring", C2TF, 2, None, False),
-    "all-to-all, 4": ("all_to_all", C4, 8, None, True),
     "all-to-all, 4, packed, grouped": ("all_to_all", C4, 2, PACKED, True),
     "all-to-all, 8, full, packed, grouped": ("all_to_all", C8, 2, PACKED, False),
-    "all-to-all, 8, one kv head": ("all_to_all", C8, 1, None, True),
-    "all-to-all, 2 with tensor and data, packed, grouped": ("all_to_all", C2TD, 2, PACKED, True),
     "all-to-all, 2 with tensor and fsdp, full, one kv head": ("all_to_all", C2TF, 1, None, False),
     "gather, 4, packed, grouped": ("gather", C4, 2, PACKED, True),
-    "gather, 8, one kv head": ("gather", C8, 1, None, True),
-    "gather, 8, full, packed": ("gather", C8, 8, PACKED, False),
-    "gather, 2 with tensor and data, full, grouped": ("gather", C2TD, 2, None, False),
     "gather, 2 with tensor and fsdp, packed, one kv head": ("gather", C2TF, 1, PACKED, True),
 }
 
@@ -196,34 +184,18 @@ def test_a_batch_that_does_not_divide_is_worked_on_whole():
     assert_same(found, plain(True)(*inputs), FP32)
 
 
-def test_context_1_is_plain_attention():
-    inputs = (*arrays(2), PACKED)
-    found = jax.block_until_ready(jax.jit(spread(layout("auto", data=4, tensor=2), True))(*inputs))
-    assert_same(found, plain(True)(*inputs), FP32)
-
-
-# implementation, axes of the outer region, mesh, key-value heads, causal
-OUTER = {
-    "ring in data": ("ring", {"data"}, dict(context=4, data=2), 2, True),
-    "ring in data, beside tensor": ("ring", {"data"}, dict(context=2, tensor=2, data=2), 1, False),
-    "all-to-all in data": ("all_to_all", {"data"}, dict(context=4, data=2), 2, True),
-    "gather in data": ("gather", {"data"}, dict(context=2, fsdp=2, data=2), 8, True),
-}
-
-
-@pytest.mark.parametrize(("name", "axes", "degrees", "groups", "causal"), OUTER.values(), ids=OUTER)
-def test_inside_a_manual_region(name, axes, degrees, groups, causal):
-    outer = layout(name, **degrees)
-    inner = dataclasses.replace(outer, manual=frozenset(axes))
-    inputs = (*arrays(groups), jnp.asarray(PACKED))
+def test_a_ring_inside_a_manual_region():
+    outer = layout("ring", context=4, data=2)
+    inner = dataclasses.replace(outer, manual=frozenset({"data"}))
+    inputs = (*arrays(2), jnp.asarray(PACKED))
 
     def region(*inputs):
         with use_layout(inner):
-            return spread(inner, causal)(*inputs)
+            return spread(inner, True)(*inputs)
 
     rows = PartitionSpec("data")
-    run = jax.jit(jax.shard_map(region, mesh=outer.mesh, in_specs=rows, out_specs=rows, axis_names=axes))
-    assert_same(jax.block_until_ready(run(*inputs)), plain(causal)(*inputs), FP32)
+    run = jax.jit(jax.shard_map(region, mesh=outer.mesh, in_specs=rows, out_specs=rows, axis_names={"data"}))
+    assert_same(jax.block_until_ready(run(*inputs)), plain(True)(*inputs), FP32)
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather"])
@@ -298,7 +270,7 @@ def test_all_to_all_and_gather_hold_no_collective_permute():
         assert "collective-permute" not in text
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("size", [2, 3, 8])
 def test_every_device_computes_the_same_and_nothing_in_vain(size):
     counts = {score_elements(own, size=size, length=4 * size, causal=True) for own in range(size)}
     chunk = 2  # positions, of the 4 a device
@@ -314,61 +286,32 @@ def test_every_device_computes_the_same_and_nothing_in_vain(size):
 
 
 # wanted, mesh, heads, key-value heads, chosen
-CHOICES = {
-    "auto": ("auto", dict(context=8), 8, 2, "ring"),
-    "auto, heads that do not divide": ("auto", dict(context=8), 6, 6, "ring"),
-    "auto in a pipeline": ("auto", dict(context=4, pipe=2), 8, 2, "all_to_all"),
-    "auto in a pipeline, few heads": ("auto", dict(context=4, pipe=2), 6, 2, "gather"),
-    "auto in a pipeline, few heads after tensor": ("auto", dict(context=2, pipe=2, tensor=2), 6, 6, "gather"),
-    "named": ("gather", dict(context=8), 8, 8, "gather"),
-}
+CHOICES = [
+    ("auto", dict(context=8), 6, 6, "ring"),
+    ("auto", dict(context=4, pipe=2), 8, 2, "all_to_all"),
+    ("auto", dict(context=2, pipe=2, tensor=2), 6, 6, "gather"),
+    ("gather", dict(context=8), 8, 8, "gather"),
+]
 
 
-@pytest.mark.parametrize(("wanted", "degrees", "heads", "groups", "chosen"), CHOICES.values(), ids=CHOICES)
-def test_choice(wanted, degrees, heads, groups, chosen):
-    assert choose_context(layout(wanted, **degrees), heads, groups) == chosen
+def test_choice():
+    for wanted, degrees, heads, groups, chosen in CHOICES:
+        assert choose_context(layout(wanted, **degrees), heads, groups) == chosen
 
 
 # implementation, mesh, heads, key-value heads, sequence length, message
 WRONG = {
-    "unknown": (
-        "flash", dict(context=8), 8, 8, 32,
-        "unknown parallel.context_attention='flash'; known: auto, ring, all_to_all, gather",
-    ),
-    "ring in a pipeline": (
-        "ring", dict(context=4, pipe=2), 8, 8, 32,
-        "parallel.context_attention=ring cannot run with parallel.pipe=2; use all_to_all, gather or auto",
-    ),
+    "unknown": ("flash", dict(context=8), 8, 8, 32, "known: auto, ring, all_to_all, gather"),
+    "ring in a pipeline": ("ring", dict(context=4, pipe=2), 8, 8, 32, "use all_to_all, gather or auto"),
     "heads for all-to-all": (
         "all_to_all", dict(context=4, tensor=2), 12, 4, 32,
-        "parallel.context_attention=all_to_all: model.num_heads=12 does not divide by parallel.context=4 x "
-        "parallel.tensor=2; make it 8 or 16, or use parallel.context=2 or parallel.context_attention=ring",
+        "model.num_heads=12 does not divide by parallel.context=4 x parallel.tensor=2; make it 8 or 16, or use "
+        "parallel.context=2 or parallel.context_attention=ring",
     ),
-    "heads for all-to-all in a pipeline": (
-        "all_to_all", dict(context=4, pipe=2), 6, 6, 32,
-        "parallel.context_attention=all_to_all: model.num_heads=6 does not divide by parallel.context=4 x "
-        "parallel.tensor=1; make it 4 or 8, or use parallel.context=2 or parallel.context_attention=gather",
-    ),
-    "heads for tensor": (
-        "auto", dict(context=2, tensor=4), 6, 6, 32,
-        "model.num_heads=6 does not divide by parallel.tensor=4; make it 4 or 8, or use parallel.tensor=2",
-    ),
-    "key-value heads": (
-        "ring", dict(context=8), 8, 3, 32, "model.num_heads=8 is not a multiple of model.num_kv_heads=3",
-    ),
-    "length": (
-        "gather", dict(context=8), 8, 8, 36,
-        "data.sequence_length=36 does not divide by parallel.context=8; make it 32 or 40, or use parallel.context=4",
-    ),
+    "heads for tensor": ("auto", dict(context=2, tensor=4), 6, 6, 32, "make it 4 or 8, or use parallel.tensor=2"),
+    "length": ("gather", dict(context=8), 8, 8, 36, "make it 32 or 40, or use parallel.context=4"),
     "length of a causal ring": (
-        "auto", dict(context=8), 8, 8, 40,
-        "data.sequence_length=40 does not divide by 2 x parallel.context=8 (causal ring attention); "
-        "make it 32 or 48, or use parallel.context_attention=gather",
-    ),
-    "short": (
-        "ring", dict(context=8), 8, 8, 6,
-        "data.sequence_length=6 does not divide by 2 x parallel.context=8 (causal ring attention); "
-        "make it 16, or use parallel.context=2",
+        "auto", dict(context=8), 8, 8, 40, "make it 32 or 48, or use parallel.context_attention=gather",
     ),
 }  # fmt: skip
 
@@ -376,18 +319,6 @@ WRONG = {
 @pytest.mark.parametrize(("name", "degrees", "heads", "groups", "length", "message"), WRONG.values(), ids=WRONG)
 def test_errors(name, degrees, heads, groups, length, message):
     there = layout(name, **degrees)
-    with pytest.raises(ConfigError) as caught:
-        check_context(there, num_heads=heads, num_kv_heads=groups, sequence_length=length)
-    assert str(caught.value) == message
     q, k = (jax.ShapeDtypeStruct((8, length, h, HEAD_DIM), jnp.float32) for h in (heads, groups))
     with pytest.raises(ConfigError, match=re.escape(message)):
         jax.eval_shape(lambda q, k: spread_attention(q, k, k, None, AttentionForm(), there), q, k)
-
-
-def test_what_works():
-    for name in ("ring", "all_to_all", "gather", "auto"):
-        check_context(layout(name, context=4, tensor=2), num_heads=16, num_kv_heads=1, sequence_length=8)
-    check_context(
-        layout("ring", context=8), num_heads=3, num_kv_heads=3, sequence_length=24, form=AttentionForm(causal=False)
-    )
-    check_context(layout("ring", data=4, pipe=2), num_heads=3, num_kv_heads=1, sequence_length=7)  # nothing is spread

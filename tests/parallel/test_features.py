@@ -1,6 +1,5 @@
 """What a step does besides layouts, on pipelines and ZeRO: the numbers of one device, training and evaluation."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,23 +8,18 @@ import jax
 import numpy as np
 import optax
 import pytest
-from layouts import ADAMW, CASES, COMPILER, load_batches
+from layouts import ADAMW, CASES, load_batches, make_mesh_of
 
-from jaxtrain import Evaluator, Parallelism, make_mesh, make_train_step
+from jaxtrain import Evaluator, Parallelism, make_train_step
 from jaxtrain.optim.optimizers import build_optimizer
-
-STAGES = (dict(pipe=2, data=2), Parallelism(schedule="interleaved_1f1b"))
-STAGES_ZERO = (dict(pipe=2, data=2), Parallelism(zero=1))
-EXPERTS = (dict(expert=2, data=2), Parallelism())
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model and a mesh; options of the step; whether tokens weigh differently; the relative tolerance."""
+    """Options of a step on `pipe=2,data=2`; whether tokens weigh differently; the relative tolerance."""
 
-    where: tuple[dict[str, int], Parallelism]
-    name: str = "transformer"
-    trainable: Callable[[str], bool] | None = None
+    parallelism: Parallelism
+    trainable: Callable[[str], bool]
     policy: str = "fp32"
     ema_decay: float | None = None
     weights: bool = False
@@ -34,37 +28,39 @@ class Row:
 
 
 ROWS = {
-    "only the blocks trained": Row(STAGES, trainable=lambda path: path.startswith("blocks")),
-    "only the head trained": Row(STAGES, trainable=lambda path: not path.startswith("blocks")),
     # Microbatches and shards of very different weight, some tokens of none; evaluated by the moving average.
-    "weights": Row(STAGES_ZERO, ema_decay=0.9, weights=True),
-    "weights of tokens that are routed": Row(EXPERTS, "experts", weights=True),
+    "only the blocks trained, weights, average": Row(
+        Parallelism(zero=1), lambda path: path.startswith("blocks"), ema_decay=0.9, weights=True
+    ),
     # A product has 11 bits: half of 2^-10 a rounding, and a norm over all gradients.
-    "fp16": Row(STAGES, policy="fp16", tolerance=2.0**-11),
+    "only what is outside the blocks trained, fp16": Row(
+        Parallelism(schedule="interleaved_1f1b"),
+        lambda path: not path.startswith("blocks"),
+        policy="fp16",
+        tolerance=2.0**-11,
+    ),
 }
 
 
 def numbers(row: Row, degrees: dict[str, int], parallelism: Parallelism) -> np.ndarray:
     """Losses and gradient norms of three steps, then the loss in evaluation."""
-    case = CASES[row.name]
+    case = CASES["transformer"]
     model = case.model("none")
-    mesh = make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[: math.prod(degrees.values())])
     step = make_train_step(
         model,
         case.task,
         build_optimizer(ADAMW, optax.constant_schedule(1e-3), axes=model.axes),
-        mesh=mesh,
+        mesh=make_mesh_of(degrees),
         policy=row.policy,
         accumulation_steps=4,
         clip_norm=1.0,
         ema_decay=row.ema_decay,
         trainable=row.trainable,
         parallelism=parallelism,
-        compiler_options=COMPILER,
     )
     state, found = step.init(0), []
     batch: dict[str, Any] = {}
-    for batch in map(dict, load_batches(row.name)[:3]):
+    for batch in map(dict, load_batches("transformer")[:3]):
         if row.weights:
             batch["weights"] = np.random.default_rng(0).integers(0, 2, batch["targets"].shape).astype(np.float32)
             batch["weights"][::3] = 0
@@ -78,4 +74,8 @@ def numbers(row: Row, degrees: dict[str, int], parallelism: Parallelism) -> np.n
 @pytest.mark.parametrize("name", ROWS)
 def test_numbers_of_one_device(name: str) -> None:
     row = ROWS[name]
-    np.testing.assert_allclose(numbers(row, *row.where), numbers(row, dict(data=1), Parallelism()), rtol=row.tolerance)
+    np.testing.assert_allclose(
+        numbers(row, dict(pipe=2, data=2), row.parallelism),
+        numbers(row, dict(data=1), Parallelism()),
+        rtol=row.tolerance,
+    )

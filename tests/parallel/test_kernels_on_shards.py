@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import CASES, TRANSFORMERS, load_batches, make_step
+from layouts import CASES, LAYOUTS, ONE, Layout, load_batches, make_step
 
 from jaxtrain.ops.attention import blockwise as blockwise_attention
 from jaxtrain.ops.attention import cudnn as cudnn_attention
@@ -34,47 +34,33 @@ def gpu(monkeypatch, capability: str, degrees: dict[str, int] | None = None) -> 
     monkeypatch.setattr(cudnn_attention.importlib.util, "find_spec", lambda name: object())
 
 
-@pytest.mark.parametrize(
-    ("capability", "degrees", "dtype", "head_dim", "segments", "says"),
-    [
-        ("9.0", None, jnp.bfloat16, 64, False, None),
-        ("8.0", None, jnp.float16, 128, False, None),
-        ("", None, jnp.bfloat16, 64, False, None),
-        ("9.0", None, jnp.float32, 64, False, "float32"),
-        ("7.5", None, jnp.bfloat16, 64, False, "capability 7.5"),
-        ("9.0", None, jnp.bfloat16, 63, False, "head dim is 63"),
-        ("9.0", None, jnp.bfloat16, 256, False, "head dim is 256"),
-        ("9.0", None, jnp.bfloat16, 64, True, "packed"),
-        ("9.0", {"data": 3, "pipe": 1}, jnp.bfloat16, 64, False, "do not divide"),
-    ],
-)
-def test_refusals(monkeypatch, capability, degrees, dtype, head_dim, segments, says) -> None:
-    gpu(monkeypatch, capability, degrees)
-    q = jax.ShapeDtypeStruct((2, 16, 4, head_dim), dtype)
-    documents = jax.ShapeDtypeStruct((2, 16), jnp.int32) if segments else None
-    found = cudnn_attention.refusal(q, q, documents, CAUSAL)  # pyright: ignore[reportArgumentType]
-    assert (found is None) == (says is None), found
-    assert says is None or says in str(found)
+# Capability, degrees, dtype, head dim, whether rows are packed, and what refuses them.
+REFUSED = [
+    ("9.0", None, jnp.bfloat16, 64, False, None),
+    ("9.0", None, jnp.float32, 64, False, "float32"),
+    ("7.5", None, jnp.bfloat16, 64, False, "capability 7.5"),
+    ("9.0", None, jnp.bfloat16, 63, False, "head dim is 63"),
+    ("9.0", None, jnp.bfloat16, 64, True, "packed"),
+    ("9.0", {"data": 3, "pipe": 1}, jnp.bfloat16, 64, False, "do not divide"),
+]
 
 
-def test_cpu_is_refused() -> None:
-    q = jnp.zeros((2, 16, 4, 64), jnp.bfloat16)
-    assert cudnn_attention.refusal(q, q, None, CAUSAL) == "the platform is cpu"
+def test_refusals(monkeypatch) -> None:
+    for capability, degrees, dtype, head_dim, segments, says in REFUSED:
+        gpu(monkeypatch, capability, degrees)
+        q = jax.ShapeDtypeStruct((2, 16, 4, head_dim), dtype)
+        documents = jax.ShapeDtypeStruct((2, 16), jnp.int32) if segments else None
+        found = cudnn_attention.refusal(q, q, documents, CAUSAL)  # pyright: ignore[reportArgumentType]
+        assert (found is None) == (says is None), found
+        assert says is None or says in str(found)
 
 
-@functools.cache
-def first_state(row: str) -> Any:
-    """The state that every kernel of a layout starts from, on the host."""
-    step = make_step(CASES["transformer"], TRANSFORMERS[row], 4, "dots")
-    return jax.device_get(dataclasses.replace(step.init(0), key=0))
-
-
-def losses(row: str) -> np.ndarray:
+def train(row: Layout) -> np.ndarray:
     """Losses of three steps with the kernel that the table of attention chooses."""
     batch = load_batches("transformer")[0]
-    step = make_step(CASES["transformer"], TRANSFORMERS[row], 4, "dots")
+    step = make_step(CASES["transformer"], row, 4, "dots")
     step.compile(batch)
-    state = dataclasses.replace(first_state(row), key=jax.random.key(0))
+    state = dataclasses.replace(first_state(), key=jax.random.key(0))
     state, found = jax.device_put(state, step.state_shardings), []
     for _ in range(3):
         state, metrics = step(state, batch)
@@ -83,21 +69,35 @@ def losses(row: str) -> np.ndarray:
 
 
 @functools.cache
-def plain_losses(row: str) -> np.ndarray:
-    """Those of the reference, before any kernel is replaced."""
-    return losses(row)
+def first_state() -> Any:
+    """The state that every row starts from, on the host."""
+    step = make_step(CASES["transformer"], ONE, 4, "dots")
+    return jax.device_get(dataclasses.replace(step.init(0), key=0))
+
+
+@functools.cache
+def plain_losses() -> np.ndarray:
+    """Those of the reference on one device, before any kernel is replaced."""
+    return train(ONE)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ["tensor=2,fsdp=2,data=2", "pipe=2,data=2,tensor=2,zero=1"])
-@pytest.mark.parametrize("kernel", ["cudnn", "splash", "blockwise"])
+@pytest.mark.parametrize(
+    ("kernel", "row"),
+    [
+        ("cudnn", "tensor=2,fsdp=2,data=2"),
+        ("cudnn", "pipe=2,data=2,tensor=2,zero=1"),
+        ("splash", "pipe=2,data=2,tensor=2,zero=1"),
+        ("blockwise", "pipe=2,data=2,tensor=2,zero=1"),
+    ],
+)
 def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel: str, row: str) -> None:
     """Inside the regions of accumulation (manual over data) and of pipelines too; float32 sums in another order.
 
     The kernels of absent hardware are replaced inside, cuDNN's by XLA's attention and splash by the plain formula; what
     stands around them is what runs there.
     """
-    plain = plain_losses(row)
+    plain = plain_losses()
     original, calls = jax.nn.dot_product_attention, []
 
     def pretended(*arguments, implementation, **settings):
@@ -125,5 +125,5 @@ def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel:
         "blockwise": counted(BLOCKWISE, functools.partial(blockwise_attention.blockwise_attention, block=4)),
     }
     monkeypatch.setattr(attention, "TABLE", {"cpu": (rows[kernel],)})
-    np.testing.assert_allclose(losses(row), plain, rtol=1e-5)
+    np.testing.assert_allclose(train(LAYOUTS[row]), plain, rtol=1e-5)
     assert set(calls) == {kernel}

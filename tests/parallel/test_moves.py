@@ -1,55 +1,36 @@
 """Checkpoints move between any two layouts: stages, ZeRO stages and expert shards included, optimizer state too."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from layouts import CASES, Layout, layout, load_batches, make_step, with_optimizer
+from layouts import CASES, LAYOUTS, ONE, Layout, layout, load_batches, make_step, with_optimizer
 
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.train.step import TrainStep
 
-ONE = layout(data=1)
 # before, after, model, optimizer
 MOVES: dict[str, tuple[Layout, Layout, str, str]] = {
     "interleaved stages of zero 2 to fsdp": (
-        layout(pipe=4, data=2, schedule="interleaved_1f1b", zero=2),
-        layout(fsdp=8),
+        LAYOUTS["pipe=4,interleaved,data=2,zero=2"],
+        LAYOUTS["fsdp=8"],
         "transformer",
         "adamw",
     ),
-    "zero 1 to stages x tensor": (layout(data=8, zero=1), layout(pipe=2, fsdp=2, tensor=2), "transformer", "adamw"),
+    "zero 1 to stages x tensor": (LAYOUTS["zero=1"], LAYOUTS["pipe=2,fsdp=2,tensor=2"], "transformer", "lion"),
     "stages to zero 2, factored": (layout(pipe=4), layout(data=4, fsdp=2, zero=2), "transformer", "adafactor"),
-    "experts to one device, int8": (layout(expert=4, data=2), ONE, "experts", "adamw int8"),
-    "one device to experts x tensor": (ONE, layout(expert=2, tensor=2, fsdp=2), "experts", "muon"),
-    "experts to stages of experts": (
-        layout(expert=4, data=2),
-        layout(pipe=2, expert=2, data=2),
-        "experts",
-        "adamw",
-    ),
+    "experts to one device, int8": (LAYOUTS["expert=4,data=2"], ONE, "experts", "adamw int8"),
+    "one device to experts x tensor": (ONE, LAYOUTS["expert=2,tensor=2,fsdp=2"], "experts", "muon"),
 }
-# Both of its steps are those of rows of test_layouts.py that plain pytest runs.
-PLAIN = "interleaved stages of zero 2 to fsdp"
 
 
-@pytest.mark.parametrize("row", [PLAIN, *(pytest.param(row, marks=pytest.mark.long) for row in MOVES if row != PLAIN)])
-def test_state_and_next_losses_are_the_same(row: str, tmp_path: Path) -> None:
-    """Every array bit for bit; the losses after the move are those of staying, within rounding (see test_layouts)."""
-    before, after, name, optimizer = MOVES[row]
-    case = CASES[name] if optimizer == "adamw" else with_optimizer(optimizer, name)
-    batches = load_batches(name)
-    # With remat, which changes no number, they are steps that the tests of layouts and of contracts compile too; those
-    # of other optimizers have no neighbour, and compile faster without.
-    remat = "full" if optimizer == "adamw" else "none"
-    source, target = (make_step(case, where, 4, remat) for where in (before, after))
-    state = source.init(0)
-    for batch in batches[:2]:
-        state, _ = source(state, batch)
-    with Checkpointer(tmp_path) as checkpointer:
+def check_moved(state: Any, source: TrainStep, target: TrainStep, folder: Path) -> Any:
+    """Saves a state and restores it on another layout and back, bit for bit; returns it there."""
+    with Checkpointer(folder) as checkpointer:
         checkpointer.save(2, state, metadata={})
         moved = checkpointer.restore(target.abstract_state)
-        # And back, which compiles nothing.
         checkpointer.save(3, moved, metadata={})
         returned = checkpointer.restore(source.abstract_state)
     for there, abstract in ((moved, target.abstract_state), (returned, source.abstract_state)):
@@ -61,7 +42,32 @@ def test_state_and_next_losses_are_the_same(row: str, tmp_path: Path) -> None:
         ):
             np.testing.assert_array_equal(jax.device_get(found), jax.device_get(kept))
             assert found.sharding.is_equivalent_to(wanted.sharding, found.ndim)
-    for batch in batches[2:5]:
+    return moved
+
+
+@pytest.mark.parametrize("row", MOVES)
+def test_every_array_is_the_same(row: str, tmp_path: Path) -> None:
+    before, after, name, optimizer = MOVES[row]
+    source, target = (make_step(with_optimizer(optimizer, name), where, 4) for where in (before, after))
+    random = np.random.default_rng(0)
+
+    def fill(leaf: Any) -> Any:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(0), leaf.sharding)
+        return jax.device_put(random.integers(0, 100, leaf.shape).astype(leaf.dtype), leaf.sharding)
+
+    check_moved(jax.tree.map(fill, source.abstract_state), source, target, tmp_path)
+
+
+# In plain pytest test_layouts.py proves that equal states have equal losses on every layout.
+@pytest.mark.long
+def test_the_next_losses_are_the_same(tmp_path: Path) -> None:
+    """The losses after the move are those of staying, within rounding (see test_layouts)."""
+    rows, batches = ("expert=4,data=2", "pipe=2,expert=2,data=2"), load_batches("experts")
+    source, target = (make_step(CASES["experts"], LAYOUTS[where], 4, "full") for where in rows)
+    state, _ = source(source.init(0), batches[0])
+    moved = check_moved(state, source, target, tmp_path)
+    for batch in batches[1:3]:
         state, stayed = source(state, batch)
         moved, went = target(moved, batch)
         np.testing.assert_allclose(went["loss"], stayed["loss"], rtol=1e-5)

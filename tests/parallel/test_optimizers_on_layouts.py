@@ -3,7 +3,6 @@
 All of them update the same parameters by the same gradients in one program a layout, so that a layout is one compile.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -11,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import CASES, EXPERTS, TRANSFORMERS, Layout, layout, with_optimizer
+from layouts import CASES, LAYOUTS, ONE, layout, make_mesh_of, with_optimizer
 
 from jaxtrain.config.optimizers import AdamWConfig
-from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import optimizer_shardings, parameter_shardings, path_name, use_layout
 from jaxtrain.models.tasks import language_modeling
 from jaxtrain.optim.optimizers import build_optimizer
@@ -43,11 +41,10 @@ OPTIMIZERS = {
 SHAPES = jax.eval_shape(MODEL.init, jax.eval_shape(lambda: jax.random.key(0)))[0]
 UPDATES = 3
 # Shards of every axis that parameters have, stages and ZeRO; four layers on eight devices leave some of them idle.
-ROWS: dict[str, Layout] = {
-    "fsdp=8": TRANSFORMERS["fsdp=8"],
+ROWS = {
+    "fsdp=8": LAYOUTS["fsdp=8"],
     "pipe=4,data=2,zero=2": layout(pipe=4, data=2, zero=2),
-    "expert=2,tensor=2,fsdp=2": EXPERTS["expert=2,tensor=2,fsdp=2"],
-    "pipe=2,expert=2,data=2": EXPERTS["pipe=2,expert=2,data=2"],
+    "expert=2,tensor=2,fsdp=2": LAYOUTS["expert=2,tensor=2,fsdp=2"],
 }
 
 
@@ -62,9 +59,9 @@ def numbers(seed: int) -> Any:
     return jax.tree.map(one, SHAPES)
 
 
-def updated(where: Layout) -> tuple[Any, Any, str]:
+def updated(where: Any) -> tuple[Any, Any, str]:
     """Updates and states of every optimizer after some updates on a layout, and the compiled program."""
-    mesh = make_mesh(**{"data": 1, **where.degrees}, devices=jax.devices()[: math.prod(where.degrees.values())])
+    mesh = make_mesh_of(where.degrees)
     lies = make_layout(MODEL, language_modeling(), mesh, where.options, None)
     start = {kind: jax.eval_shape(optimizer.init, SHAPES) for kind, optimizer in OPTIMIZERS.items()}
     states = {kind: optimizer_shardings(shapes, SHAPES, lies, also=lies.state_axes) for kind, shapes in start.items()}
@@ -88,7 +85,7 @@ def updated(where: Layout) -> tuple[Any, Any, str]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[Any, Any, str]:
-    return updated(layout(data=1))
+    return updated(ONE)
 
 
 PLAIN = ("expert=2,tensor=2,fsdp=2",)

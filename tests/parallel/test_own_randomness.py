@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from layouts import make_mesh_of
 
 from jaxtrain import (
     DrawsByRow,
@@ -18,7 +19,6 @@ from jaxtrain import (
     from_linen,
     from_nnx,
     from_stages,
-    make_mesh,
     make_stack,
     make_train_step,
 )
@@ -64,14 +64,6 @@ def by_row(x: jax.Array, key: jax.Array) -> jax.Array:
     return dropout(x, 0.5, key)
 
 
-def with_call(drop: Callable[..., Any], mark: Callable[..., Any]) -> Model:
-    def call(module: Any, numbers: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
-        assert key is not None
-        return drop(module.code[...][numbers], key)
-
-    return from_nnx(OwnDropout, call=mark(call))
-
-
 def with_stages(drop: Callable[..., Any], mark: Callable[..., Any]) -> Model:
     def embed(module: Any, numbers: jax.Array, key: jax.Array, train: bool) -> jax.Array:
         return drop(module.code[...][numbers], key)
@@ -80,13 +72,6 @@ def with_stages(drop: Callable[..., Any], mark: Callable[..., Any]) -> Model:
         return drop(x * layer.scale[...], key)
 
     return from_stages(OwnStages, stack="blocks", embed=mark(embed), block=mark(block), head=lambda module, x, train: x)
-
-
-def by_hand() -> Model:
-    def apply(params: Any, state: Any, numbers: jax.Array, *, key: Any, train: bool) -> tuple[jax.Array, Any]:
-        return opaque(params["code"][numbers], key), state
-
-    return Model("by hand", lambda key: ({"code": jnp.ones((ROWS, WIDTH))}, {}), apply)
 
 
 def own_dropout(module: Any, numbers: jax.Array, key: Any, train: bool) -> jax.Array:
@@ -100,7 +85,7 @@ def summed(outputs: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Ar
 
 def masks(model: Model, degrees: dict[str, int], **options: Any) -> np.ndarray:
     """The mask of each row, [ROWS, WIDTH]."""
-    mesh = make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+    mesh = make_mesh_of(degrees)
     parallelism = Parallelism(max_replicated_fraction=1, **options)
     step = make_train_step(
         model, Task("sum", summed), optax.sgd(1.0), mesh=mesh, accumulation_steps=2, parallelism=parallelism
@@ -116,24 +101,13 @@ def unmarked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 OPAQUE = {
-    "nnx": (lambda: from_nnx(OwnDropout), dict(data=4)),
-    "nnx call": (lambda: with_call(opaque, unmarked), dict(data=2, fsdp=2)),
     "nnx marked, its own dropout": (lambda: from_nnx(OwnDropout, call=DrawsByRow(own_dropout)), dict(data=4)),
-    "linen": (lambda: from_linen(OwnLinen(), np.arange(2, dtype=np.int32)), dict(data=4)),
-    "by hand": (by_hand, dict(data=4)),
-    "stages": (lambda: with_stages(opaque, unmarked), dict(data=4)),
+    "linen": (lambda: from_linen(OwnLinen(), np.arange(2, dtype=np.int32)), dict(data=2, fsdp=2)),
     "stages, pipe": (lambda: with_stages(opaque, unmarked), dict(pipe=2, data=2)),
 }
 
 
-# Ways in and meshes that other rows have too.
-LONG = ("nnx", "stages", "nnx call")
-
-
-@pytest.mark.parametrize(
-    ("make", "degrees"),
-    [pytest.param(*row, id=name, marks=pytest.mark.long if name in LONG else ()) for name, row in OPAQUE.items()],
-)
+@pytest.mark.parametrize(("make", "degrees"), OPAQUE.values(), ids=OPAQUE)
 def test_every_row_draws_for_itself(make: Callable[[], Model], degrees: dict[str, int]) -> None:
     found = masks(make(), degrees)
     assert len(np.unique(found, axis=0)) == ROWS
@@ -141,28 +115,8 @@ def test_every_row_draws_for_itself(make: Callable[[], Model], degrees: dict[str
     assert min(abs(np.mean(found > 0) - share) for share in (0.5, 0.125)) < 5 * 0.5 / 32
 
 
-BY_ROW = {
-    "call": (lambda: with_call(by_row, DrawsByRow), (dict(data=2, fsdp=2),)),
-    "stages": (lambda: with_stages(by_row, DrawsByRow), (dict(pipe=2, data=2),)),
-}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("make", "meshes"), BY_ROW.values(), ids=BY_ROW)
-def test_drawn_by_row_they_are_the_same_on_every_mesh(make: Callable[[], Model], meshes: Any) -> None:
-    alone = masks(make(), dict(data=1))
+def test_drawn_by_row_they_are_the_same_on_every_mesh() -> None:
+    alone, found = (masks(with_stages(by_row, DrawsByRow), degrees) for degrees in (dict(data=1), dict(pipe=2, data=2)))
     assert len(np.unique(alone, axis=0)) == ROWS
-    for degrees in meshes:
-        np.testing.assert_array_equal(masks(make(), degrees), alone, err_msg=str(degrees))
-
-
-def test_what_wraps_a_model_that_draws_by_row_draws_for_itself() -> None:
-    inner = with_stages(by_row, DrawsByRow)
-
-    def apply(params: Any, state: Any, numbers: jax.Array, *, key: Any, train: bool) -> tuple[jax.Array, Any]:
-        return opaque(params["code"][numbers], key) + 0 * inner.apply(params, state, numbers, key=key, train=train)[
-            0
-        ], state
-
-    wrapped = Model("wrapped", inner.init, apply)
-    assert len(np.unique(masks(wrapped, dict(data=4)), axis=0)) == ROWS
+    np.testing.assert_array_equal(found, alone)

@@ -1,6 +1,6 @@
-"""A stack of a user's own module, or parts of a user's own functions, under ZeRO."""
+"""A stack of a user's own module, parts of own functions, parameters without elements: under ZeRO as on one device."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,56 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from layouts import make_mesh_of
 
 import jaxtrain as jt
-from jaxtrain.layout import gather
-from jaxtrain.models.stack import scan_stack
-from jaxtrain.remat.policy import Remat
 
 
-class Stacked(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.blocks = jt.make_stack(lambda rngs: nnx.Linear(8, 8, rngs=rngs), 4, rngs)
-        self.head = nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x, _ = scan_stack(
-            self.blocks,
-            lambda layer, x, key, extra: (jnp.tanh(layer(x)), None),
-            x,
-            path="blocks",
-            remat=Remat("none"),
-        )
-        return self.head(x)
-
-
-def losses(devices: int, zero: int, accumulation: int) -> list[float]:
-    step = jt.make_train_step(
-        jt.from_nnx(Stacked, gathers_itself=("blocks",)),
-        jt.classification(),
-        optax.sgd(0.5),
-        mesh=jt.make_mesh(data=devices, devices=jax.devices()[:devices]),
-        accumulation_steps=accumulation,
-        parallelism=jt.Parallelism(zero=zero),
-    )
-    inputs = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    state, found = step.init(0), []
-    for _ in range(3):
-        state, metrics = step(state, {"inputs": inputs, "targets": np.arange(8, dtype=np.int32) % 3})
-        found.append(float(metrics["loss"]))
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("zero", "accumulation"), [(2, 2), (1, 2), (2, 1)])
-def test_a_stack_that_is_scattered_over_its_layers_trains_as_on_one_device(zero: int, accumulation: int) -> None:
-    # Float32 sums in another order.
-    np.testing.assert_allclose(losses(2, zero, accumulation), losses(1, 0, accumulation), rtol=1e-5)
-
-
-def parts_step(
-    devices: int, zero: int, *, fsdp: int = 1, trainable: Callable[[str], bool] | None = None
-) -> jt.TrainStep:
+def parts_step(devices: int, zero: int) -> jt.TrainStep:
     """A step of functions whose carry holds a Python number, on which the head branches."""
 
     def init(key: jax.Array) -> dict[str, Any]:
@@ -80,10 +36,9 @@ def parts_step(
         jt.from_functions(init, parts=parts, axes={"blocks/w": ("layers", None, None)}),
         jt.classification(),
         optax.sgd(0.5),
-        mesh=jt.make_mesh(data=devices, fsdp=fsdp, devices=jax.devices()[: devices * fsdp]),
+        mesh=make_mesh_of(dict(data=devices)),
         accumulation_steps=2,
-        trainable=trainable,
-        parallelism=jt.Parallelism(zero=zero, max_replicated_fraction=1),
+        parallelism=jt.Parallelism(zero=zero),
     )
 
 
@@ -102,17 +57,75 @@ def test_a_carry_may_hold_a_python_number() -> None:
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
-def test_a_frozen_parameter_that_only_the_head_reads_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no sum that it could wait for."""
-    placed: list[tuple[tuple[int, ...], Any]] = []
-    plain = gather._constrain
+def test_a_parameter_without_elements_trains_as_on_one_device() -> None:
+    """As an optional part of a model may have."""
+    model = jt.from_functions(
+        lambda key: {"w": jax.random.normal(key, (8, 4)), "none": jnp.zeros((0, 4)), "narrow": jnp.zeros((4, 0))},
+        lambda params, x: x @ params["w"] + params["none"].sum(0) + params["narrow"].sum(),
+    )
+    found = []
+    for degrees, zero, accumulation in ((dict(data=1), 0, 1), (dict(data=2, fsdp=2), 2, 2)):
+        step = jt.make_train_step(
+            model,
+            jt.classification(),
+            optax.adamw(1e-2),
+            mesh=make_mesh_of(degrees),
+            accumulation_steps=accumulation,
+            parallelism=jt.Parallelism(zero=zero),
+        )
+        state, first = step(step.init(0), BATCH)
+        found.append([float(first["loss"]), float(step(state, BATCH)[1]["loss"])])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
-    def constrain(shardings: Any, x: jax.Array) -> jax.Array:
-        placed.extend((x.shape, sharding.spec) for sharding in shardings[-1:])
-        return plain(shardings, x)
 
-    monkeypatch.setattr(gather, "_constrain", constrain)
-    parts_step(2, 2, fsdp=2, trainable=lambda path: path != "middle").compile(BATCH)
-    whole = [shape for shape, spec in placed if not any(spec)]
-    # As often as the trained one beside it, in every trace of the model.
-    assert whole.count((8, 16)) == whole.count((16, 8)) > 0
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = jt.make_stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, rngs)
+        self.head = nnx.Linear(4, 4, rngs=rngs)
+
+
+def net(teacher: jt.Model | None = None) -> jt.Model:
+    """A net, whose embedding and head read what a teacher makes of their inputs."""
+    params = {} if teacher is None else teacher.init(jax.random.key(9))[0]
+
+    def taught(x: jax.Array) -> jax.Array:
+        return x if teacher is None else x + teacher.apply(params, {}, x, key=None, train=False)[0]
+
+    return jt.from_stages(
+        Net,
+        stack="blocks",
+        embed=lambda net, x, key, train: taught(x),
+        block=lambda layer, x, inputs, key, train: jnp.tanh(layer(x)),
+        head=lambda net, x, train: net.head(taught(x)),
+    )
+
+
+def grad_norms(accumulation: int, zero: int, devices: int) -> list[float]:
+    teacher = net()
+    params = teacher.init(jax.random.key(8))[0]
+
+    def loss(outputs: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        wanted = teacher.apply(params, {}, batch["inputs"], key=None, train=False)[0]
+        return jnp.sum(jnp.square(outputs - wanted), axis=-1), {}
+
+    step = jt.make_train_step(
+        net(teacher),
+        jt.Task("distil", loss),
+        optax.sgd(0.1),
+        mesh=make_mesh_of(dict(data=devices)),
+        accumulation_steps=accumulation,
+        parallelism=jt.Parallelism(zero=zero),
+    )
+    inputs = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    state, found = step.init(0), []
+    for _ in range(2):
+        state, metrics = step(state, {"inputs": inputs})
+        found.append(float(metrics["grad_norm"]))
+    return found
+
+
+@pytest.mark.long
+def test_a_teacher_takes_no_part_in_the_sums() -> None:
+    """A model that calls another one of the same paths while its own stack adds gradients to sums over microbatches."""
+    # Float32 sums in another order.
+    np.testing.assert_allclose(grad_norms(2, 2, 2), grad_norms(1, 0, 1), rtol=1e-5)

@@ -33,7 +33,7 @@ def test_the_8_bit_map_is_the_published_one():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_codes_and_scales_equal_bitsandbytes(name):
+def test_codes_and_scales_equal_bitsandbytes(name, monkeypatch):
     wanted = given(name)
     codes, absmax = nf4_blocks.quantize_rows(wanted["weight"])
     np.testing.assert_array_equal(codes, wanted["codes"])
@@ -42,11 +42,7 @@ def test_codes_and_scales_equal_bitsandbytes(name):
     np.testing.assert_array_equal(small, wanted["doubled"])
     np.testing.assert_allclose(offset, wanted["offset"], rtol=UNITS)
     np.testing.assert_allclose(nested, wanted["nested_absmax"], atol=UNITS * absmax.max(), rtol=0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_scales_of_scales_equal_bitsandbytes_below_the_same_mean(name, monkeypatch):
-    wanted = given(name)
+    # Below the same mean, to the last bit.
     monkeypatch.setattr(nf4_blocks, "mean_magnitude", lambda absmax: np.float32(wanted["offset"]))
     small, nested, _ = nf4_blocks.quantize_magnitudes(wanted["absmax"])
     np.testing.assert_array_equal(small, wanted["doubled"])
@@ -55,11 +51,9 @@ def test_the_scales_of_scales_equal_bitsandbytes_below_the_same_mean(name, monke
 
 # Shape -> numbers of input and output dims: stacks, heads, ends of rows that are no whole block, many blocks of blocks.
 KERNELS = {
-    "a matrix": ((128, 96), 1, 1),
     "a stack, half a block at the end": ((2, 96, 40), 1, 1),
     "heads in": ((3, 4, 32, 24), 2, 1),
     "heads out": ((2, 64, 4, 16), 1, 2),
-    "short of a block": ((10, 8), 1, 1),
     "several blocks of blocks": ((512, 100), 1, 1),
 }
 PLAIN = ("a stack, half a block at the end", "heads in")
@@ -106,7 +100,7 @@ def test_error_and_bytes_are_those_of_the_paper():
 def test_an_infinite_weight_is_not_hidden():
     kernel = np.ones((64, 2), np.float32)
     kernel[3, 1] = np.inf
-    assert not np.isfinite(dequantize(quantize_nf4(jnp.asarray(kernel), 1, 1), jnp.float32)).all()
+    assert not np.isfinite(jax.jit(lambda kernel: dequantize(quantize_nf4(kernel, 1, 1), jnp.float32))(kernel)).all()
 
 
 def test_an_odd_number_of_inputs_is_refused():
@@ -123,8 +117,8 @@ MATMULS = {
 @pytest.mark.parametrize(("matmul", "quantize"), MATMULS.values(), ids=MATMULS)
 def test_gradients_are_those_of_the_floats(matmul, quantize):
     """Of one product in float32, in another order of sums; of no kernel; and forward over reverse, as Sophia asks."""
-    kernel = quantize(jax.random.normal(jax.random.key(0), (64, 12)))
-    floats = matmul(jnp.eye(64), kernel)
+    kernel = jax.jit(quantize)(jax.random.normal(jax.random.key(0), (64, 12)))
+    floats = jax.jit(matmul)(jnp.eye(64), kernel)
     x = jax.random.normal(jax.random.key(1), (5, 64))
 
     def loss(x, multiply):
@@ -136,7 +130,6 @@ def test_gradients_are_those_of_the_floats(matmul, quantize):
     def wanted(x):
         return jax.grad(loss)(x, lambda x: x @ floats)
 
-    np.testing.assert_allclose(found(x), wanted(x), rtol=1e-5, atol=1e-5)
-    pairs = zip(jax.jvp(found, (x,), (x,)), jax.jvp(wanted, (x,), (x,)), strict=True)
-    for one, other in pairs:
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    pairs = (jax.jit(lambda x, of=of: jax.jvp(of, (x,), (x,)))(x) for of in (found, wanted))
+    for (one, other), tolerance in zip(zip(*pairs, strict=True), (1e-5, 1e-4), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)

