@@ -66,7 +66,7 @@ def test_nothing_is_deleted_for_a_step_that_does_not_read_as_it_was_saved(
 def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rules would delete step 2 for step 3, which cannot be read back, and keep step 1 for its number."""
+    """The rules would delete step 2 for step 3, which cannot be read back, and keep step 0 for its number."""
 
     def unreadable(info: Any, reads: Any) -> None:
         raise CheckpointError("Stale file handle")
@@ -241,3 +241,26 @@ def test_what_cannot_be_opened_is_not_called_damaged(
         monkeypatch.undo()
         assert not isinstance(caught.value, DamagedError)
         assert names(tmp_path) == {"1", "2"}
+
+
+def test_runs_that_began_together_do_not_share_a_mirror(tmp_path: Path) -> None:
+    """Neither had made a copy when both looked whose the mirror is."""
+    first, second, there = tmp_path / "a", tmp_path / "b", tmp_path / "mirror"
+    lines: list[str] = []
+    with Checkpointer(first, mirror=there) as one, Checkpointer(second, mirror=there, report=lines.append) as two:
+        save(one, 1, 2)
+        save(two, 1)
+        assert names(there) == {"1", "2", "mirror_of.json"}
+        damage(second, 1)
+        with pytest.raises(CheckpointError):
+            two.restore(state(0))
+    assert "holds the copies of" in lines[0]
+
+
+def test_a_verified_step_that_is_kept_for_its_number_does_not_stand_for_the_newest(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
+        save(checkpointer, 1_000)
+        checkpointer.verify(1_000)
+        save(checkpointer, 1_001, 1_002)
+        assert checkpointer._upkeep._care.verified >= {1_000, 1_002}  # it was read back before 1,001 was deleted
+        assert checkpointer.steps() == [1_000, 1_002]

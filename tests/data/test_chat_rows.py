@@ -188,9 +188,8 @@ def test_too_long_conversations_are_counted(too_long, counts, said_of_it, tmp_pa
 def test_pairs(form, tmp_path):
     row = dict(PAIR)
     if form != "texts":
-        before = messages("Who?") if form == "whole lists" else []
         for key in ("chosen", "rejected"):
-            row[key] = [*before, {"role": "assistant", "content": PAIR[key]}]
+            row[key] = [*messages("Who?"), {"role": "assistant", "content": PAIR[key]}]
     data = opened(tmp_path, [row, PAIR], pairs=True)
     found = rows_of(data)
     assert [found[key].shape for key in ("inputs", "targets", "weights")] == [(2, 2, 64)] * 3
@@ -284,8 +283,6 @@ def test_what_is_wrong_is_one_line(name, tmp_path):
     row, more, error, expected = WRONG[name]
     first = PAIR if more.get("pairs") and row is not FORMS["texts"] else FORMS["texts"]
     rows = [first] if row is None else [first, row] if error is DataError or row is PAIR else [row]
-    if name == "not a pair":
-        rows = [PAIR, row]
     with pytest.raises(error, match=expected) as caught:
         opened(tmp_path, rows, **more)
     assert "\n" not in str(caught.value)

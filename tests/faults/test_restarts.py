@@ -211,7 +211,7 @@ def test_mistakes_start_nothing(monkeypatch, capsys, words, line):
     assert main(words.split()) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert line.removeprefix("argument ") in err
+    assert line in err
 
 
 TINY = {
@@ -288,7 +288,6 @@ def test_a_rank_that_is_killed_changes_no_bit_of_the_losses(tmp_path):
     info = json.loads((tmp_path / "killed" / "run.json").read_text())
     [row] = [json.loads(line) for line in (tmp_path / "killed" / "restarts.jsonl").read_text().splitlines()]
     assert row["lost_steps"] == row["step"] - row["saved_step"] > 0
-    assert info["resumed_after"] == [row["saved_step"]] or info["resumed_after"] == []
     seconds = info["seconds"]
     assert seconds["lost steps"] > 0
     assert seconds["restarting"] >= 1, "the wait is in it"

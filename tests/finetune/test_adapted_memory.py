@@ -99,14 +99,8 @@ def test_every_layout_equals_one_device(base: str, degrees: dict[str, int], rema
     assert np.abs(np.diff(alone)).min() > 1e-3, "a run that learns nothing would prove nothing"
 
 
-REMATS = [
-    ("nf4", "none"),
-    pytest.param("nf4", "full", marks=pytest.mark.long),
-    pytest.param("int8", "none", marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize(("base", "remat"), REMATS)
+@pytest.mark.long
+@pytest.mark.parametrize(("base", "remat"), [("nf4", "none"), ("nf4", "full"), ("int8", "none")])
 def test_the_floats_of_a_base_are_never_kept(base: str, remat: str) -> None:
     """Of 12 layers the compiled step holds less than the floats of 6 beside what it is given, for a batch of a row."""
     layers = 12

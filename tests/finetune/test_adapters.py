@@ -154,7 +154,8 @@ OWN_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("NNX", marks=pytest.mark.long), "functions with a stack"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", OWN_MODELS)
 def test_kernels_of_users_models_get_adapters_by_path(name: str) -> None:
     make, targets, count = OWN_MODELS[name]
     adapted = jt.adapt(make(), lora=jt.LoraConfig(rank=2, targets=targets))

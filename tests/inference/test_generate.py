@@ -254,6 +254,7 @@ def all_continuations(sharded: Any, params: Any, prompt: Any, new: int) -> list[
     return sorted(((score, text) for text, score in found.items()), reverse=True)
 
 
+@pytest.mark.long
 def test_as_many_beams_as_beginnings_find_the_best_of_all(few):
     found = beam_search(*few, BEGINNINGS, beams=FEW**2, new_tokens=3, stop_tokens={STOP}, length_penalty=1.0)
     for row, prompt in enumerate(BEGINNINGS):

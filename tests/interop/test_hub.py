@@ -124,6 +124,7 @@ def jaxtrain(commands, environment, folder):
     return list(zip(said[::2], map(int, said[1::2]), strict=False))
 
 
+@pytest.mark.long
 def test_models_and_texts_are_used_by_their_ids_and_a_plan_fetches_no_weights(hub, tmp_path):
     model = "model.from=people/tiny"
     plan = ["plan", "quickstart", model, "data.sequence_length=32", "--analytic", "--on", "h100"]

@@ -70,7 +70,8 @@ def test_sums_are_those_of_plain_code(
     def local(params: Params, sums: Params, ids: jax.Array) -> Params:
         def of(sums: Params, unread: Any) -> Any:
             parts = scatter.Parts({name: (sums[name], dim) for name, dim in dims.items()}, sums, unread)
-            with scatter.use_parts(parts), use_layout(dataclasses.replace(layout, manual=frozenset({"data"}))):
+            inside, precision = dataclasses.replace(layout, manual=frozenset({"data"})), "highest"
+            with scatter.use_parts(parts), use_layout(inside), jax.default_matmul_precision(precision):
                 return use(scatter.attach_parts(params, skip=()), ids), parts.ends
 
         (loss, _), pull = jax.vjp(of, sums, (jnp.float32(0), jnp.float32(0)))
@@ -86,4 +87,6 @@ def test_sums_are_those_of_plain_code(
         # Sums of some hundred numbers, in another order.
         np.testing.assert_allclose(added, before[name] + 1.5 * plain[name], rtol=1e-4, atol=1e-3, err_msg=name)
     text = run.lower(params, before, ids).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert all("HIGHEST" in line for line in products), "a gradient is in the precision of the use"
     assert ("all_to_all" in text) is (finds and scattered), "rows are exchanged, and not the gradient of the table"

@@ -31,7 +31,6 @@ def _text(run_dir, run, train=(), held_out=(), *, sample=None, extra=()):
 
 
 _FALLING = [(step, 5.0 - step / 200) for step in range(100, 801, 100)]
-_FLAT = [(step, 4.0) for step in range(100, 801, 100)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from flax import linen, nnx
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_linen import from_linen
-from jaxtrain.models.from_nnx import from_nnx
+from jaxtrain.models.from_nnx import _reseed, from_nnx
 
 ONES = np.ones((4, 64), np.float32)
 ROWS = np.linspace(-1, 3, 4 * 64, dtype=np.float32).reshape(4, 64)
@@ -69,6 +69,22 @@ class LinenNorm(linen.Module):
     @linen.compact
     def __call__(self, x, train: bool):
         return linen.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=0.0, name="norm")(x)
+
+
+class LinenFieldNorm(linen.Module):
+    """Told by a field, as modules that others configure are."""
+
+    use_running_average: bool = True
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.BatchNorm(self.use_running_average, momentum=0.9, epsilon=0.0, name="norm")(x)
+
+
+class LinenKeywordNorm(linen.Module):
+    @linen.compact
+    def __call__(self, x, use_running_average: bool):
+        return linen.BatchNorm(use_running_average, momentum=0.9, epsilon=0.0, name="norm")(x)
 
 
 def applied(model, inputs, *, seed, train, state=None):
@@ -131,7 +147,20 @@ def test_linen_takes_examples_in_float64_without_a_warning():
 NORMS = {
     "nnx": (lambda: from_nnx(NNXNorm), lambda state: state["norm"]),
     "linen": (lambda: from_linen(LinenNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
+    "linen, by a field": (lambda: from_linen(LinenFieldNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
+    "linen, by a keyword": (lambda: from_linen(LinenKeywordNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
 }
+
+
+def test_every_layer_of_a_stack_of_modules_draws_for_itself():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def layers(rngs):
+        return nnx.Dropout(0.5, rngs=rngs)
+
+    drawn = _reseed(nnx.state(layers(nnx.Rngs(0)), nnx.RngState), jax.random.key(1))
+    keys = [leaf.get_value() for _, leaf in nnx.to_flat_state(drawn) if isinstance(leaf, nnx.RngKey)]
+    assert [len(np.unique(jax.random.key_data(key), axis=0)) for key in keys] == [3]
 
 
 @pytest.mark.parametrize(("make", "statistics"), NORMS.values(), ids=NORMS)

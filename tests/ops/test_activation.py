@@ -10,6 +10,7 @@ from jaxtrain.models.layers import Norm
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.ops.activation import gelu
 from jaxtrain.ops.attention.reference import capped
+from jaxtrain.ops.experts.compute import Kernels, grouped_experts
 
 
 @jax.jit
@@ -80,3 +81,16 @@ def test_mlp_with_gelu_has_finite_gradients_in_float16():
         return jnp.sum(model.apply(params, model_state, x, key=None, train=True)[0].astype(jnp.float32))
 
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
+
+
+def test_experts_with_gelu_have_finite_gradients_in_float16():
+    x = jnp.ones((4, 2), jnp.float16)
+    up = jnp.full((1, 2, 3), 150.0, jnp.float16)  # 300 in the hidden layer
+    kernels = Kernels(up, None, jnp.full((1, 3, 2), 0.1, jnp.float16))
+    weights = jnp.ones((*x.shape[:-1], 1), jnp.float32)
+
+    def loss(kernels):
+        return jnp.sum(grouped_experts(x, weights, jnp.zeros(weights.shape, jnp.int32), kernels).astype(jnp.float32))
+
+    # 4 tokens, x = 1, slope 1, two outputs of 0.1 each.
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(kernels).up, np.full((1, 2, 3), 0.8), rtol=2e-3)

@@ -19,9 +19,11 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
 from jaxtrain.optim import update_slices
 from jaxtrain.optim.elementwise import elementwise
-from jaxtrain.optim.offload import why_not_in_slices
+from jaxtrain.optim.lookahead import lookahead
+from jaxtrain.optim.offload import owners, why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import updates_elementwise
+from jaxtrain.optim.update_slices import num_slices
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
@@ -178,3 +180,10 @@ def test_exactly_those_optimizers_are_declared_whose_slices_update_alone(group, 
     assert (difference <= 32 * 2.0**-23) == alone
     shapes = jax.eval_shape(optimizer.init, params)
     assert (why_not_in_slices(optimizer, shapes, params) is None) == updates_elementwise(config) == alone
+
+
+def test_slices_divide_and_state_has_the_owner_of_the_longest_path():
+    assert (num_slices((6, 100)), num_slices((7, 100))) == (3, 7)
+    params = {name: {"head": jnp.ones((4, 4))} for name in ("slow", "fast")} | {"head": jnp.ones((4, 4))}
+    found = owners(lookahead(optax.adam(0.1)).init(params), params)
+    assert [found[f"slow/{name}"] for name in ("head", "slow/head", "fast/head")] == ["head", "slow/head", "fast/head"]

@@ -142,6 +142,7 @@ def test_output_and_gradients_are_those_of_one_device(name, degrees, groups, seg
     assert_same(found, plain(causal)(*inputs), FP32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ring", "all_to_all", "gather"])
 def test_bf16(name):
     low = arrays(2, dtype=jnp.bfloat16)
@@ -151,6 +152,7 @@ def test_bf16(name):
     assert_same(found, plain(True)(*(x.astype(jnp.float32) for x in low), PACKED), BF16)
 
 
+@pytest.mark.long
 def test_rows_of_several_blocks_inside_a_step():
     """The backward pass of attention in blocks, traced where the layout of the step is that of the whole arrays."""
     there = layout("all_to_all", context=2, tensor=2, data=2)
@@ -184,8 +186,10 @@ def test_a_batch_that_does_not_divide_is_worked_on_whole():
     assert_same(found, plain(True)(*inputs), FP32)
 
 
-def test_a_ring_inside_a_manual_region():
-    outer = layout("ring", context=4, data=2)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ring", "all_to_all", "gather"])
+def test_inside_a_region_that_is_manual_over_data(name):
+    outer = layout(name, context=4, data=2)
     inner = dataclasses.replace(outer, manual=frozenset({"data"}))
     inputs = (*arrays(2), jnp.asarray(PACKED))
 
@@ -198,6 +202,7 @@ def test_a_ring_inside_a_manual_region():
     assert_same(jax.block_until_ready(run(*inputs)), plain(True)(*inputs), FP32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["all_to_all", "gather"])
 def test_a_branch_that_one_pipeline_stage_takes(name):
     outer = layout(name, context=2, tensor=2, pipe=2)

@@ -118,6 +118,19 @@ def test_no_routing_drops_a_token(mesh: str, routing: str) -> None:
         assert "all-gather" not in collectives, "tokens are sharded from end to end"
 
 
+@pytest.mark.parametrize("mesh", ["expert=4,data=2", "expert=2,tensor=2,fsdp=2"])
+def test_one_row_of_one_token(mesh: str) -> None:
+    """What is sampled does not divide by the mesh: every device has the token, and some of its experts."""
+    x, weights, kernels, _ = inputs()
+    one = (x[:1, :1], weights[:1, :1], np.array([[[2, 7]]], np.int32), kernels)
+
+    def run(*arguments: Any) -> Any:
+        with use_layout(Layout(make_mesh(**{"data": 1, **MESHES[mesh]}), AXES)):
+            return experts_mlp(*arguments)
+
+    np.testing.assert_allclose(jax.jit(run)(*one), dense_experts(*one), **TOLERANCE)
+
+
 def test_bfloat16_across_devices_is_that_of_one() -> None:
     x, weights, kernels, _ = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), inputs())
     weights, ids = weights.astype(jnp.float32), jnp.asarray(even(), jnp.int32)

@@ -42,6 +42,8 @@ MIXED: dict[str, tuple[Callable[..., Any], jax.Array]] = {
     "a product of rows": (lambda x: x.T @ x, Y),
     "sorted rows": (lambda x: jnp.sort(x, 0), Y),
     "places in an expert": (lambda x: jnp.cumsum(jax.nn.one_hot(jnp.argmax(x @ KERNEL, -1), 5), 0), Y),
+    "pairs": (lambda x: x * x[::-1], Y),
+    "halves": (lambda x: jnp.split(x, 2)[0], Y),
     "the first row": (lambda x: x - x[0], Y),
     "shuffled rows": (lambda x: x + x[jax.random.permutation(jax.random.key(0), 4)], Y),
     "rows of embeddings": (lambda ids: jnp.take(KERNEL, ids, axis=0).mean(0), IDS),

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 from layouts import make_mesh_of
 
@@ -124,7 +123,6 @@ def grad_norms(accumulation: int, zero: int, devices: int) -> list[float]:
     return found
 
 
-@pytest.mark.long
 def test_a_teacher_takes_no_part_in_the_sums() -> None:
     """A model that calls another one of the same paths while its own stack adds gradients to sums over microbatches."""
     # Float32 sums in another order.

@@ -108,13 +108,10 @@ MESHES = {
 
 
 # Each loss, each mesh, and accumulation.
-ON_MESHES = [
-    ("dpo", "data2_fsdp2", 1),
-    pytest.param("dpo by vocabulary", "fsdp2_tensor2", 2, marks=pytest.mark.long),
-    pytest.param("reward", "data2_context2", 1, marks=pytest.mark.long),
-]
+ON_MESHES = [("dpo", "data2_fsdp2", 1), ("dpo by vocabulary", "fsdp2_tensor2", 2), ("reward", "data2_context2", 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("task", "mesh", "accumulation"), ON_MESHES)
 def test_a_mesh_gives_the_losses_of_one_device(task, mesh, accumulation):
     tasks = {"dpo": jt.dpo(), "dpo by vocabulary": jt.dpo(logits="vocabulary", block=6), "reward": jt.reward()}

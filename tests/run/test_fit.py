@@ -227,7 +227,7 @@ def stop_after(step: int) -> jt.Callback:
     return jt.Callback(on_step=lambda moment: os.kill(os.getpid(), signal.SIGTERM) if moment.step == step else None)
 
 
-def batches_of(start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+def batches_of() -> Iterator[dict[str, np.ndarray]]:
     """An endless iterator of batches, the same from its start every time."""
     random = np.random.default_rng(1)
     while True:

@@ -15,7 +15,6 @@ QUIET = {"train.steps": 1, "logging.report": False, "logging.tensorboard": False
 TABLE = {"data.kind": "table", "data.path": "rows.csv", "data.validation_fraction": 0.2}
 TEXTS = {"data.kind": "labelled_text", "data.path": "a.csv", "data.validation_path": "b.csv"}
 PAIRS = {"data.kind": "text_pairs", "data.path": "a.csv"}
-SPLIT = {"data.kind": "labelled_text", "data.path": "a.csv", "data.validation_fraction": 0.2}
 
 
 def mixed(*sources: tuple[str, float]) -> dict[str, Any]:

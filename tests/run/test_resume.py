@@ -92,6 +92,7 @@ def test_fifty_and_fifty_are_a_hundred_bit_for_bit(tmp_path: Path, policy: str, 
     assert evaluated[0] == evaluated[1]
 
 
+@pytest.mark.long
 def test_a_longer_run_goes_on_where_the_shorter_one_ended(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

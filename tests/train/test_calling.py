@@ -111,7 +111,7 @@ CALLING = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=() if name in ("noise", "average_and_step") else pytest.mark.long) for name in CALLING],
+    [pytest.param(name, marks=() if name == "average_and_step" else pytest.mark.long) for name in CALLING],
 )
 def test_a_mesh_gives_the_losses_of_one_device(case):
     loss, model, options = CALLING[case]

@@ -76,7 +76,7 @@ def evaluated(format: str | None) -> tuple[float, Any]:
     return Evaluator(step)(dataclasses.replace(state, params=params, ema=None), rows)["eval_loss"], params
 
 
-@pytest.mark.parametrize("format", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("format", [pytest.param("int8", marks=pytest.mark.long), "int8_dynamic"])
 def test_int8_evaluates_as_bf16_does(format):
     """Within 1 % of its loss, with linear layers of half the bytes and the scales."""
     (loss, params), (expected, _) = evaluated(format), evaluated(None)
@@ -90,6 +90,7 @@ def test_int8_evaluates_as_bf16_does(format):
     assert blocks["mlp_norm"]["scale"].dtype == jnp.float32
 
 
+@pytest.mark.long
 def test_int8_on_a_mesh():
     """Quantized parameters lie and are gathered as any others are."""
     step = make_step("fp32", 4, fsdp=2, tensor=2)

@@ -78,6 +78,8 @@ SEPARATE = {
 REFUSED = {
     "temperature": (task(pairs), "temperature", "mixes rows"),
     "baseline_of_the_batch": (task(baseline), "plain", "mixes rows"),
+    "a_matrix_of_rows": (task(lambda outputs, batch: (jnp.mean(outputs, 1), {})), "matrix", "mixes rows"),
+    "two_views": (task(views), "two_views", "mixes rows"),
     "global_with_two_views": (task(views, rows="global"), "two_views", "two views as a dict of two"),
 }
 

@@ -100,7 +100,9 @@ USER_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", USER_MODELS)
+@pytest.mark.parametrize(
+    "name", ["linen", *(pytest.param(n, marks=pytest.mark.long) for n in USER_MODELS if n != "linen")]
+)
 def test_users_models_train_sharded_without_a_table(name: str) -> None:
     step = make(USER_MODELS[name](), mesh=make_mesh(data=4, fsdp=2), optimizer=optax.adam(1e-2))
     state = step.init(0)

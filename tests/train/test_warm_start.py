@@ -1,5 +1,6 @@
 """A state that starts from another run: all of it, or with a new head; from arrays, a run, a folder or one step."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def test_a_run_is_read_into_the_shardings_of_another_mesh(trained: Any, fresh: T
     assert same(state.params, last.params)
     assert same(state.model_state, last.model_state)
     assert same(state.ema, last.params), "the average starts from what was read"
+    assert same(state.ema_model_state, last.model_state)
     assert int(state.step) == 0
     assert same(state.optimizer_state, fresh.init(0).optimizer_state), "Adam starts from nothing"
     places = [leaf.sharding for leaf in jax.tree.leaves(state.params)]
@@ -101,6 +103,11 @@ def test_a_run_is_read_into_the_shardings_of_another_mesh(trained: Any, fresh: T
     kernel = state.params["layers.0.weight"]
     assert kernel.addressable_shards[0].data.size * 4 == kernel.size
     fresh(state, batch())
+    given = fresh.init(0, params=host(last.params), model_state=host(last.model_state))
+    assert same(given.model_state, last.model_state)
+    stale = dataclasses.replace(given, model_state=jax.tree.map(np.zeros_like, host(given.model_state)))
+    with pytest.raises(jt.ConfigError, match="ema_model_state"):
+        fresh(stale, batch())
     newest, earlier = (fresh.init(0, params=run / "checkpoints" / step) for step in ("4", "3"))
     assert same(newest.params, last.params)
     assert not same(earlier.params, last.params)

@@ -318,3 +318,22 @@ def test_a_batch_that_lies_elsewhere_on_the_devices_is_moved():
         moved = jax.device_put(batch, place)
         state, metrics = step(state, moved)
         assert float(metrics["loss"]) == evaluator(state, [moved])["eval_loss"] == 4.0
+
+
+def test_complex_parameters_keep_their_imaginary_part_in_sums_and_averages():
+    def apply(params, x):
+        return jnp.abs(x @ params["w"]) ** 2
+
+    model = jt.from_functions(lambda key: {"w": jnp.full((3, 2), 0.5 + 0.25j, jnp.complex64)}, apply)
+    batch = {"inputs": RNG.normal(size=(8, 3)).astype(np.float32), "targets": np.ones((8, 2), np.float32)}
+    found = []
+    for accumulation in (1, 2):
+        step = jt.make_train_step(
+            model, jt.regression(), optax.sgd(0.01), mesh=one_device(), accumulation_steps=accumulation, ema_decay=0.9
+        )
+        state, _ = step(step.init(0), batch)
+        found.append(np.asarray(state.params["w"]))
+        # The first decay is (1 + 0) / (10 + 0).
+        np.testing.assert_allclose(state.ema["w"], 0.1 * (0.5 + 0.25j) + 0.9 * found[-1], rtol=1e-5)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    assert np.abs(found[0].imag - 0.25).max() > 1e-4
