@@ -22,15 +22,17 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs"
 # show by the tests of those parts.
 LONG = (
     ("adapters.md", "save_pretrained("),
-    ("finetuning.md", "fit("),
+    ("finetuning.md", "("),
     ("coming_from.md", "make_train_step("),
     ("internals.md", "step.compile("),
     ("parallelism.md", "from_stages("),
+    ("pretrained.md", ""),
     ("precision.md", "quantize("),
     ("preferences.md", "jt.dpo("),
     ("runs.md", "run.plot("),
     ("runs.md", "run.predict("),
     ("start.md", "run_config("),
+    ("training.md", "from_nnx("),
     ("training.md", "EarlyStopping("),
 )
 

@@ -39,6 +39,7 @@ def positive(value) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mlp", pytest.param("transformer", marks=pytest.mark.long)])
 def test_what_is_measured_makes_sense(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr("jaxtrain.bench.limits._SIZES", {"cpu": 64})

@@ -170,6 +170,7 @@ def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "run" / "checkpoints", mirror=tmp_path / "run")
 
 
+@pytest.mark.long
 def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr("jaxtrain.checkpoint.mirror.copy_step", lambda *arguments, **more: answers.wait())

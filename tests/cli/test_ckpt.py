@@ -44,6 +44,7 @@ def test_verify_finds_damage(cli, damaged_run):
     assert "4 is damaged" in answer.err
 
 
+@pytest.mark.long
 def test_a_damaged_newest_step_is_passed_over(cli, damaged_run):
     words = ("-p", "a", "-n", "4", "--temperature", "0")
     answer = cli("sample", str(damaged_run), *words)

@@ -37,6 +37,7 @@ def test_repeats_the_evaluation_of_the_run(cli, any_run, layout):
     assert {name: answer[name] for name in metrics} == pytest.approx(metrics, rel=TOLERANCE)
 
 
+@pytest.mark.long
 def test_quantized_layers_lose_little(cli, text_run):
     plain = evaluate(cli, text_run)["eval_loss"]
     answer = cli("eval", str(text_run), "--quantize", "int8")
@@ -109,6 +110,7 @@ def write_table(path, names):
     path.write_text("x,z,y\n" + "".join(f"{places[name] + noise},{noise},{name}\n" for name, noise in rows))
 
 
+@pytest.mark.long
 def test_another_table_is_read_as_the_run_read_its_own(cli, table_run, tmp_path):
     write_table(tmp_path / "b.csv", ["bee", "cat"])
     overrides = [f"data.path={tmp_path / 'b.csv'}", "data.validation_fraction=0.5"]

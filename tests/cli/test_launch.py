@@ -202,6 +202,7 @@ def test_the_launcher_does_not_import_jax(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_results_alone_are_on_standard_output(tmp_path):
     """Gloo, which connects CPU processes, writes to descriptor 1 itself."""
     words = ["launch", "--processes", "2", "--emulate", "1", "--", "doctor", "--json"]
@@ -257,6 +258,7 @@ def test_any_program_is_launched_with_what_its_process_needs():
     assert sorted(done.stderr.splitlines()) == ["0 of 2, cpu 3", "[1] 1 of 2, cpu 3"]
 
 
+@pytest.mark.long
 def test_processes_that_wait_for_others_in_vain_say_so(tmp_path):
     """Each of two whose peer never comes: a line and exit 2 within the time limit, neither a hang nor an abort."""
     started = []

@@ -31,6 +31,7 @@ def sample(cli, run, *words):
     return answer.out
 
 
+@pytest.mark.long
 def test_greedy_is_the_argmax_of_full_forward_passes(cli, text_run, monkeypatch):
     """The KV cache against the model as it trains, token by token; the prompt comes from standard input."""
     prompt, count = "The\nclass", 12
@@ -54,6 +55,7 @@ def test_greedy_is_the_argmax_of_full_forward_passes(cli, text_run, monkeypatch)
     assert answer.err == "jaxtrain sample: no prompt; give -p TEXT, or text on standard input\n"
 
 
+@pytest.mark.long
 def test_the_seed_decides_and_the_data_is_not_opened(cli, text_run, tmp_path):
     words = ("-p", "a", "-n", "20", "--temperature", "1")
     info = json.loads((text_run / "run.json").read_text())
@@ -70,6 +72,7 @@ def test_the_seed_decides_and_the_data_is_not_opened(cli, text_run, tmp_path):
     assert "tokenizer.json is gone" in answer.err
 
 
+@pytest.mark.long
 def test_a_text_fills_the_positions_or_ends_before_a_stop(cli, text_run):
     whole = sample(cli, text_run, "-p", "ab", "--top-k", "1").removesuffix("\n")
     # Bytes that are no text are one sign each or fewer, so the count is an upper limit.

@@ -82,6 +82,7 @@ next(batches)
 """
 
 
+@pytest.mark.long
 def test_a_program_may_end_with_an_open_iterator():
     # Otherwise the interpreter ends the thread inside of jax, which aborts the process.
     done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)

@@ -107,6 +107,7 @@ def test_the_base_is_equal_bit_for_bit_and_read_by_whoever_opens_the_run(
     assert run.evaluate()["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_base_that_is_gone_is_one_line(published: tuple[Path, jt.Result], folder: Path, tmp_path: Path) -> None:
     """Another base of the same shapes: test_adapters_kept_apart.py."""
     run_dir, _ = published

@@ -80,6 +80,7 @@ def test_the_first_loss_is_the_bases_and_the_base_stays(name: str) -> None:
     assert sum(moments) < 3 * sum(leaf.size for path, leaf in before.items() if path.endswith(("lora_a", "lora_b")))
 
 
+@pytest.mark.long
 def test_dropout_drops_inputs_of_adapters_in_training_alone() -> None:
     adapted = jt.adapt(model(), lora=jt.LoraConfig(rank=4, dropout=0.5))
     params, _ = jax.jit(adapted.init)(jax.random.key(0))

@@ -67,6 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path / "run", folder
 
 
+@pytest.mark.long
 def test_adapters_of_another_scale_are_refused(run: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"trained with products multiplied by 2, .* multiplies by 32"):
         step_of(LORA.model_copy(update={"alpha": 64.0})).init(0, params=run[0])
@@ -75,6 +76,7 @@ def test_adapters_of_another_scale_are_refused(run: tuple[Path, Path]) -> None:
     assert step_of(stabilised).init(0, params=run[0]).params
 
 
+@pytest.mark.long
 def test_another_base_is_found_out_under_another_policy(run: tuple[Path, Path], tmp_path: Path) -> None:
     run_dir, folder = run
     right = step_of(LORA, "bf16").init(0, params=run_dir).params["embedding"]

@@ -102,6 +102,7 @@ def test_merged_weights_give_the_logits_of_base_and_adapter(imported, cli, tmp_p
     np.testing.assert_allclose(logits, wanted["logits"], rtol=0, atol=1e-4 * np.ptp(wanted["logits"]))
 
 
+@pytest.mark.long
 def test_a_merge_of_another_scale_is_refused(imported, cli, tmp_path, monkeypatch):
     import jaxtrain.run.merged as merged
 

@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "adapted", "options", "layout"), CASES)
 def test_the_first_state_has_what_was_read_and_copies_of_what_was_given(
     source: str,

@@ -127,6 +127,7 @@ def test_a_row_is_what_it_is_alone(sharded, params):
     np.testing.assert_array_equal(turned[::-1], together)
 
 
+@pytest.mark.long
 def test_pieces_are_parts_of_the_whole(sharded, params, greedy):
     ended, before = np.zeros(3, bool), 0
     options: dict[str, Any] = dict(new_tokens=NEW, sampling=GREEDY, piece=5, ended_B=ended)
@@ -158,6 +159,7 @@ def texts_of(sharded: Any, params: Any, *prompts: str, new_tokens: int = NEW, **
     )
 
 
+@pytest.mark.long
 def test_a_stop_string_ends_a_text_and_a_second_call_compiles_nothing(sharded, params, caplog):
     whole = texts_of(sharded, params, "ABC", "DE", "F")
     stop = whole[0][7:9]
@@ -172,6 +174,7 @@ def test_a_stop_string_ends_a_text_and_a_second_call_compiles_nothing(sharded, p
     assert texts_of(sharded, params) == []
 
 
+@pytest.mark.long
 def test_a_policy_of_ones_own_is_the_one_that_generates(sharded, params):
     """Under a name that is in the table of policies."""
     policy, dtypes = dataclasses.replace(POLICIES["bf16"], name="fp32"), []

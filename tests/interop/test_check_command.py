@@ -71,6 +71,7 @@ def stand_in(monkeypatch, opener):
     monkeypatch.setattr(commands, "_check_transformers", lambda: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("moved", "code", "said"),
     [(None, 0, "first differing layer: none"), (1, 4, "first differing layer: layer 0")],

@@ -200,6 +200,7 @@ TIED = dict(
 )
 
 
+@pytest.mark.long
 def test_a_tied_embedding_is_written_for_both_of_its_modules(tmp_path: Path) -> None:
     """PEFT 0.21.2 gives our logits to 1.2e-7 of such a folder, and is off by 0.3 without `lm_head`."""
     settings = TIED | {"vocab_size": 64, "tie_embeddings": True}

@@ -120,7 +120,9 @@ def nodes(tree, path=()):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")  # outside nnx.capture, as old modules do
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if "remat" in name else ()) for name in MAKERS]
+)
 def test_a_model_is_two_pure_functions(name):
     case = MAKERS[name]()
     model, inputs = case.model, case.inputs

@@ -93,6 +93,7 @@ def scaled(make_scale: Any) -> Any:
     return Scaled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make_scale",
     [lambda: np.arange(3, dtype=np.float32) + 1, lambda: nnx.List([jnp.arange(3) + 1])],

@@ -208,6 +208,7 @@ def nnx_with_names() -> Model:
     return from_nnx(lambda rngs: NNXNet(rngs, names=("embed", "mlp")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "degrees", "options"),
     [

@@ -141,6 +141,7 @@ def test_the_cache_keeps_its_dtype_and_logits_are_float32(net):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
 
 
+@pytest.mark.long
 def test_initial_parameters_are_gpt_2s():
     config = TransformerConfig(**{**SIZES, **GPT, "embed_dim": 64, "num_layers": 2, "mlp_dim": 256})
     params, _ = jax.jit(transformer(config).init)(jax.random.key(0, impl="unsafe_rbg"))  # compiles faster

@@ -92,7 +92,7 @@ def alone() -> tuple[TrainStep, Any]:
     ("devices", "zero", "degrees"),
     [
         pytest.param(1, 0, {}, id="one device"),
-        pytest.param(4, 1, dict(data=2, fsdp=2), id="zero-1 over data, and fsdp"),
+        pytest.param(4, 1, dict(data=2, fsdp=2), id="zero-1 over data, and fsdp", marks=pytest.mark.long),
     ],
 )
 def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, zero, degrees):
@@ -103,6 +103,7 @@ def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, 
     assert kinds == {True: "pinned_host", False: "device"}
 
 
+@pytest.mark.long
 def test_other_updates_get_whole_arrays():
     state, choices = train(make(ADAFACTOR, offload=True))
     assert_equal(state, train(make(ADAFACTOR, offload=False))[0])

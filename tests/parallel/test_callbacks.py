@@ -36,6 +36,7 @@ def lines(loss: Any, degrees: dict[str, int], capfd: pytest.CaptureFixture[str])
     return sorted(capfd.readouterr().out.splitlines()), float(metrics["loss"]), step.choices
 
 
+@pytest.mark.long
 def test_what_prints_is_the_microbatch_on_every_mesh(capfd: pytest.CaptureFixture[str]) -> None:
     printed, loss, choices = lines(printing_loss, dict(data=1), capfd)
     assert printed == ["loss [0 2 4 6]", "loss [1 3 5 7]", "model 12", "model 16"]

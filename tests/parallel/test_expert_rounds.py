@@ -100,7 +100,7 @@ reference = jax.jit(differentiated(dense_experts))
     ("mesh", "routing"),
     [
         *(("expert=4,data=2", routing) for routing in ROUTINGS),
-        ("expert=2,tensor=2,fsdp=2", "even"),
+        pytest.param("expert=2,tensor=2,fsdp=2", "even", marks=pytest.mark.long),
         pytest.param("expert=2,tensor=2,fsdp=2", "all to one shard", marks=pytest.mark.long),
         pytest.param("expert=2,context=2,data=2", "one device to one shard", marks=pytest.mark.long),
     ],
@@ -131,6 +131,7 @@ def test_one_row_of_one_token(mesh: str) -> None:
     np.testing.assert_allclose(jax.jit(run)(*one), dense_experts(*one), **TOLERANCE)
 
 
+@pytest.mark.long
 def test_bfloat16_across_devices_is_that_of_one() -> None:
     x, weights, kernels, _ = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), inputs())
     weights, ids = weights.astype(jnp.float32), jnp.asarray(even(), jnp.int32)

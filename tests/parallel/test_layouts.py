@@ -18,7 +18,7 @@ PLAIN = [
     ("transformer", "zero=2,data=2,fsdp=2,tensor=2", 4, "full"),
     ("transformer", "pipe=4,interleaved,data=2,zero=2", 4, "full"),
     ("transformer", "context=4,all_to_all", 4, "full"),
-    ("experts", "expert=4,data=2", 4, "full"),
+    ("experts", "expert=4,data=2", 4, "none"),
     ("mlp", "zero=1", 4, "none"),
     # Without accumulation the step has no manual region over `data`.
     ("mlp", "tensor=2,fsdp=2,data=2", 1, "none"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from layouts import make_mesh_of
 
@@ -47,6 +48,7 @@ BATCH = {
 }
 
 
+@pytest.mark.long
 def test_a_carry_may_hold_a_python_number() -> None:
     found = []
     for step in (parts_step(1, 0), parts_step(2, 2)):

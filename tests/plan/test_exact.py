@@ -38,6 +38,7 @@ def test_8b_does_not_fit_a_v5e_and_the_compiler_says_so() -> None:
     assert compiled.exact.state_bytes == pytest.approx(estimate.memory.state_bytes, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_compiler_s_process_joins_no_cluster(monkeypatch) -> None:
     """As a second one under the number of the process that asks, it would have jax abort all of them."""
     for name, value in {"COORDINATOR_ADDRESS": "127.0.0.1:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():

@@ -150,6 +150,7 @@ def test_frozen_kernels_have_no_gradient_of_their_own() -> None:
     assert flops_of(LORA) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.long
 def test_a_search_varies_base_rank_and_batch() -> None:
     config = load_config("llama3.1_8b_lora", overrides=["train.accumulation_steps=1"], weights=False).config
     found = search(config, target_of(find("rtx4090"), 1), vary=("base", "rank", "batch"))

@@ -101,6 +101,7 @@ def test_a_resumed_run_reads_the_file_and_equals_the_whole_one_bit_for_bit(whole
     np.testing.assert_array_equal(table(result), table(whole[1]))
 
 
+@pytest.mark.long
 def test_a_lost_file_is_computed_again_from_the_same_start(whole, half, capsys):
     kept = (half / "reference.npz").read_bytes()
     (half / "reference.npz").unlink()
@@ -135,6 +136,7 @@ def test_a_damaged_file_is_one_line(half):
         fit(half)
 
 
+@pytest.mark.long
 def test_the_file_of_another_run_is_one_line(half, tmp_path):
     fit(tmp_path / "other", data=pairs(12, seed=5), steps=1)
     shutil.copy(tmp_path / "other" / "reference.npz", half / "reference.npz")
@@ -168,6 +170,7 @@ def ipo(apply, batch, key):
     return jnp.square(ratios[:, 0] - ratios[:, 1] - 5.0), {}
 
 
+@pytest.mark.long
 def test_a_loss_of_ones_own_may_ask_for_a_reference(tmp_path):
     task = jt.Task.calling("ipo", ipo, reference=jt.answer_log_probabilities)
     fit(tmp_path / "run", task=task, steps=1)

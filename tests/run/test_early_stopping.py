@@ -143,6 +143,7 @@ def test_an_accuracy_that_rises_stops_no_run_and_keeps_its_highest(tmp_path: Pat
     assert kept(tmp_path) == {max(evaluated, key=lambda step: evaluated[step]), 8}
 
 
+@pytest.mark.long
 def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The first evaluation of all rows is the best; then those of one batch only get worse from step 6 on."""
     overfit(tmp_path, steps=4)

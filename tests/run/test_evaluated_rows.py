@@ -72,6 +72,7 @@ def test_training_evaluates_spread_rows_on_any_layout(tmp_path: Path) -> None:
     assert noted == {"count": BATCH * MOST, "after": 0}
 
 
+@pytest.mark.long
 def test_training_eval_and_the_report_take_the_same_rows_of_a_sorted_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,6 +197,7 @@ def test_a_pass_is_over_all_rows_whoever_sets_the_batch(tmp_path: Path) -> None:
     assert (result.step, rows(tmp_path)[-1]["examples"]) == (4, 96)
 
 
+@pytest.mark.long
 def test_all_rows_that_are_given_are_evaluated(tmp_path: Path) -> None:
     for limit in ({}, {"max_batches": 20}):
         result = fit(tmp_path / str(len(limit)), validation=(X, Y), steps=1, batch_size=1, evaluation=limit)

@@ -70,6 +70,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_run_keeps_the_end_of_its_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = config(tmp_path)
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(SETTINGS)

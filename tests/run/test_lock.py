@@ -69,6 +69,7 @@ def test_a_holder_without_a_note_and_a_file_in_the_way(tmp_path):
         RunLock(tmp_path / "file" / "run").__enter__()
 
 
+@pytest.mark.long
 def test_a_scheduled_process_waits_for_the_one_before(tmp_path, holder, monkeypatch, capsys):
     """Every pod has a process 1, and the pod that takes the place of another one has its host name."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -85,6 +86,7 @@ def test_a_scheduled_process_waits_for_the_one_before(tmp_path, holder, monkeypa
     assert not capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_wait_ends(tmp_path, holder, monkeypatch, capsys):
     for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "JAXTRAIN_JOIN_TIMEOUT_SECONDS"):
         monkeypatch.delenv(name, raising=False)

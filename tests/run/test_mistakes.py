@@ -90,6 +90,7 @@ def test_the_confusions_of_a_mesh_are_those_that_are_counted_by_hand(tmp_path: P
     assert "29 of 37 held-out rows were classified correctly after step 2" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_time_parameters_and_resumes_are_recorded_and_survive(tmp_path: Path) -> None:
     data = _data((5,), 20)
     _train(tmp_path, data)

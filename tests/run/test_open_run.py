@@ -193,6 +193,7 @@ def test_history_has_one_row_per_step_and_the_later_one(copied):
     assert [len(line.get_xdata()) for line in panel.lines] == [4, 2]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_passed_over(copied, held_out, monkeypatch):
     monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.02)
     files = [path for path in (copied / "checkpoints" / "4").rglob("*") if path.is_file() and "ocdbt" in str(path)]
@@ -234,6 +235,7 @@ def test_a_model_from_python_is_given_again(tmp_path, held_out):
         jt.run_config(result.run_dir, run_dir=tmp_path / "other")
 
 
+@pytest.mark.long
 def test_data_that_scales_itself_is_not_taken_for_the_runs(tmp_path):
     """A table opened without the run's reading has scales of its own: half of its rows were wrong in silence."""
 

@@ -280,6 +280,7 @@ def test_outside_the_main_thread_no_handler_is_set():
     assert found == [(False, before)]
 
 
+@pytest.mark.long
 def test_two_processes_stop_at_the_same_step():
     port = str(free_port())
     variables = environment(PYTHONPATH=str(Path(__file__).parents[2]))

@@ -239,6 +239,7 @@ def test_a_resume_with_other_held_out_rows_is_refused() -> None:
             check_stream(saved, current)
 
 
+@pytest.mark.long
 def test_a_start_names_the_checkpoints_that_are_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"saves": [{"step": 0}, {"step": 478}, None], "config": {}}))
     jt.run_config("digits_mlp", run_dir=tmp_path, overrides={"train.steps": 1, "logging.report": False})

@@ -164,6 +164,7 @@ def train_linear(folder, steps, seed):
     return result.step, result.metrics["loss"], result.metrics["eval_loss"]
 
 
+@pytest.mark.long
 def test_two_runs_in_two_threads(tmp_path):
     alone = [train_linear(tmp_path / f"alone{seed}", 8, seed) for seed in (1, 2)]
     umask = os.umask(0o022)

@@ -29,6 +29,7 @@ def table(tmp_path, steps):
     }
 
 
+@pytest.mark.long
 def test_prices_are_learned_in_few_steps_and_predicted_as_prices(tmp_path):
     inputs, targets = prices(np.random.default_rng(1))
     jt.run_config(table(tmp_path, 40), run_dir=tmp_path / "run")

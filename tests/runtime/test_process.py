@@ -36,6 +36,7 @@ with jaxtrain.run.lock.RunLock(folder):  # the workers, which live, do not hold 
 """
 
 
+@pytest.mark.long
 def test_forked_workers_neither_keep_nor_stop_the_run(tmp_path):
     """One of them is ended, then Ctrl-C reaches the whole group, as from a terminal: so a session of its own."""
     found = subprocess.run(

@@ -57,7 +57,7 @@ CASES = {
     "ZeRO 2": dict(degrees={"data": 2}, accumulation_steps=2, parallelism=jt.Parallelism(zero=2)),
     "pipeline": dict(degrees={"pipe": 2, "data": 2}, accumulation_steps=2),
 }
-LONG = ("ZeRO 2", "pipeline")
+LONG = ("ZeRO 2", "pipeline", "fp16")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ READ_THE_LOSS = {
 }
 
 
-@pytest.mark.parametrize(("name", "offload"), [("reduce_on_plateau", False), ("polyak_sgd", True)])
+@pytest.mark.parametrize(
+    ("name", "offload"), [pytest.param("reduce_on_plateau", False, marks=pytest.mark.long), ("polyak_sgd", True)]
+)
 def test_an_optimizer_that_reads_the_loss_gets_it(name, offload):
     optimizer = READ_THE_LOSS[name]()
     state, _ = train(make(optimizer, offload_optimizer=offload), 4)

@@ -139,6 +139,7 @@ def test_evaluation_computes_outputs_of_rows_by_rows_of_the_real_rows():
     assert found["eval_loss"] == pytest.approx(wanted, rel=1e-4)  # sums of both signs
 
 
+@pytest.mark.long
 def test_losses_per_row_beside_targets_per_token():
     """`Batches` weighs each token of integer targets; a row that fills the batch up has weights of 0 only."""
 

@@ -268,6 +268,7 @@ def test_signed_weights_give_one_gradient_however_the_batch_is_divided():
         np.testing.assert_allclose(norms, norms[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_narrow_ids_are_ids():
     """The shards of the vocabulary begin at more than a byte holds."""
     model = jt.build_model(TINY, input_shape=(8,), vocab_size=600)
