@@ -123,6 +123,12 @@ def test_sums_and_gradients_are_those_of_the_formula(name: str) -> None:
         assert np.linalg.norm(gradient - expected) <= (close + rounding) * np.linalg.norm(expected)
 
 
+def test_no_gradient_flows_to_weights() -> None:
+    logits, targets, weights = jnp.arange(8.0).reshape(1, 2, 4), jnp.array([[0, 3]]), jnp.ones((1, 2))
+    found = jax.grad(lambda weights: cross_entropy_sums(logits, targets, weights, z_loss=1e-4).total)(weights)
+    np.testing.assert_array_equal(found, 0)
+
+
 def test_deferred_logits_are_computed_wherever_they_stand() -> None:
     hidden, kernel, *_ = inputs(ROWS["whole"])
     found = compute_logits({"logits": DeferredLogits(hidden, kernel), "load": jnp.ones(3)})
