@@ -137,9 +137,13 @@ def noticed(place: Path, number: int, *, everything: bool) -> bool:
     if text.count(old) != 1:
         sys.exit(f"{name} holds {old!r} {text.count(old)} times, not once: write this mutation anew")
     file.write_text(text.replace(old, new), encoding="utf-8")
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(["--all"] if everything else [])]
+    # One process: with workers the first failure waits for what the others have begun.
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    words += ["--all"] if everything else []
     words += [f"tests/{folder}" for folder in folders.split()]
-    environment = {**os.environ, "PYTHONPATH": str(place), "JAX_PLATFORMS": "cpu"}
+    # What the mutation does not change is compiled once for all of them.
+    kept = {"JAXTRAIN_CACHE_DIR": str(place.parent / "compiled")}
+    environment = {**os.environ, "PYTHONPATH": str(place), "JAX_PLATFORMS": "cpu", **kept}
     began = time.monotonic()
     done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True)
     file.write_text(text, encoding="utf-8")

@@ -26,6 +26,7 @@ REFERENCE = load_script()
 ENTRIES = {entry.name: entry for entry in REFERENCE.entries()}
 # Examples of several seconds each: a run with its files, or a transformer that is compiled.
 LONG = {"Engine", "Result", "find_learning_rate", "fit", "generate_text", "open_run", "quantize", "run_config"}
+LONG |= {"adapt", "from_models", "load_adapter", "merge_adapters"}
 
 
 @pytest.fixture(scope="module")

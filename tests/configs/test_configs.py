@@ -75,10 +75,8 @@ BIG = {
 }
 
 
-# The largest, whose parameters are sharded; the others are further rows of the same claim.
-@pytest.mark.parametrize(
-    "name", [name if name == "llama3_8b" else pytest.param(name, marks=pytest.mark.long) for name in BIG]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", BIG)
 def test_big_config_traces_whole_on_eight_devices(name):
     overrides, num_parameters, degrees = BIG[name]
     overrides = ["data.kind=synthetic", "data.num_rows=8", *overrides]

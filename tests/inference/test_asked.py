@@ -82,7 +82,7 @@ def test_log_likelihoods_are_those_of_single_rows(asked, log_softmax):
 
 
 def test_greedy_continuations_are_known_as_such(asked, sharded, params):
-    prompts = list(string.ascii_lowercase)
+    prompts = list(string.ascii_lowercase[:8])
     letters = zip(prompts, asked.answer([(prompt, {"max_gen_toks": 1}) for prompt in prompts], task="t"), strict=True)
     # Bytes of an untrained model: half of them are letters of ASCII, which a text can hold alone.
     prompt, letter = next((prompt, letter) for prompt, letter in letters if letter.isascii() and letter.isprintable())

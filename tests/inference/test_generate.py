@@ -119,6 +119,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.long
 def test_a_row_is_what_it_is_alone(sharded, params):
     together = generate_ids(sharded, params, PROMPTS, new_tokens=NEW, sampling=KINDS, seed=[5, 6, 7])
     alone = generate_ids(sharded, params, PROMPTS[2:], new_tokens=NEW, sampling=KINDS[2], seed=7)

@@ -15,15 +15,16 @@ PARAMETER_TOLERANCE = 1e-5
 # Model, layout, microbatches, remat. Those with remat "full" are programs that test_contracts.py reads too.
 PLAIN = [
     ("transformer", "fsdp=8", 4, "full"),
-    ("transformer", "zero=2,data=2,fsdp=2,tensor=2", 4, "full"),
     ("transformer", "pipe=4,interleaved,data=2,zero=2", 4, "full"),
     ("transformer", "context=4,all_to_all", 4, "full"),
-    ("experts", "expert=4,data=2", 4, "none"),
     ("mlp", "zero=1", 4, "none"),
     # Without accumulation the step has no manual region over `data`.
     ("mlp", "tensor=2,fsdp=2,data=2", 1, "none"),
 ]
 LONG = [
+    ("transformer", "zero=2,data=2,fsdp=2,tensor=2", 4, "full"),
+    # Plain pytest proves the experts' own exchange by test_expert_rounds.py.
+    ("experts", "expert=4,data=2", 4, "full"),
     ("transformer", "context=2,tensor=2,fsdp=2", 1, "dots"),
     ("transformer", "context=4,ring,data=2", 4, "none"),
     ("transformer", "tensor=2,fsdp=2,data=2,sequence-parallel", 4, "full"),

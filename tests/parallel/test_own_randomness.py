@@ -108,8 +108,12 @@ ROW_DRAWS = {
     "stages, by row": (lambda: with_stages(by_row, DrawsByRow), dict(data=4), 3),
 }
 
+ROWS_OF_DRAWS = [
+    pytest.param(*row, id=name, marks=pytest.mark.long if "pipe" in name else ()) for name, row in ROW_DRAWS.items()
+]
 
-@pytest.mark.parametrize(("make", "degrees", "draws"), ROW_DRAWS.values(), ids=ROW_DRAWS)
+
+@pytest.mark.parametrize(("make", "degrees", "draws"), ROWS_OF_DRAWS)
 def test_every_row_draws_for_itself(make: Callable[[], Model], degrees: dict[str, int], draws: int) -> None:
     found = masks(make(), degrees)
     assert len(np.unique(found, axis=0)) == ROWS
