@@ -74,6 +74,10 @@ SEPARATE = {
     "prototypes": (task(to_prototypes), "prototypes"),
     "preference_pairs_in_one_call": (jt.Task.calling("mine", preferences), "plain"),
     "global_with_temperature": (task(pairs, rows="global"), "temperature"),
+    "global_with_targets": (
+        task(lambda outputs, batch: (cross_entropy(outputs["a"], batch["targets"]), {}), rows="global"),
+        "temperature",
+    ),
 }
 REFUSED = {
     "temperature": (task(pairs), "temperature", "mixes rows"),
