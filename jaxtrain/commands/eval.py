@@ -17,8 +17,7 @@ from jaxtrain.run.saved_config import saved_config
 from jaxtrain.runtime import distributed
 
 if TYPE_CHECKING:
-    from jaxtrain.run.evaluation import Evaluator
-    from jaxtrain.run.held_out_rows import HeldOutRows
+    from jaxtrain.run.evaluation import Evaluator, HeldOutRows
     from jaxtrain.train.state import EvaluationState
 
 # Keys that eval may change; the others describe the parameters that were trained.
@@ -54,7 +53,7 @@ def run_eval(
     config = evaluated_config(run_dir, overrides)
     distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()
-    from jaxtrain.run.held_out_rows import evaluate_rows
+    from jaxtrain.run.evaluation import evaluate_rows
 
     with own_code(config), Progress(process_index=0 if main else 1) as progress:
         with progress.phase("opening the run"):

@@ -185,7 +185,7 @@ def _interval(arguments: argparse.Namespace) -> Sequence[str]:
             raise ConfigError("--save-seconds is about the time between saves; add --mtbf-hours, as in --mtbf-hours 24")
         return ()
     from jaxtrain.config import load_config
-    from jaxtrain.run.folder import folder_of
+    from jaxtrain.run.directory import folder_of
     from jaxtrain.submit.interval import measured_save_seconds, save_every_minutes
 
     if any(word.startswith("checkpoint.every_minutes=") for word in arguments.overrides):

@@ -15,8 +15,7 @@ from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.format import format_duration
 from jaxtrain.metrics.report.files import read_json
 from jaxtrain.metrics.report.many import TRIAL_FILE, write_many
-from jaxtrain.run.folder import run_folder
-from jaxtrain.run.lock import RunLock
+from jaxtrain.run.directory import RunLock, run_folder
 from jaxtrain.runtime.cluster import detect_cluster
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.remarks import print_remark

@@ -11,8 +11,7 @@ from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.time_spent import counted_from
-from jaxtrain.run.folder import folder_of
-from jaxtrain.run.mended import mend_run
+from jaxtrain.run.directory import folder_of, mend_run
 from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
 from jaxtrain.runtime.agreement import announced
 from jaxtrain.runtime.attempt import ATTEMPT
@@ -25,7 +24,7 @@ def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, res
         config: a shipped name or a path.
         overrides: `key=value` settings that replace those of the config.
         run_dir: directory of the run; None: runs/<name>.
-        resume: "auto", "must" or "never"; see `jaxtrain.run.trainer.run_config`.
+        resume: "auto", "must" or "never"; see `jaxtrain.run.run.run_config`.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
 
     Returns:
@@ -33,7 +32,7 @@ def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, res
     """
     with counted_from(time.monotonic()):
         from jaxtrain.commands.own_code import own_code
-        from jaxtrain.run.trainer import run_config
+        from jaxtrain.run.run import run_config
 
         with announced(emulate=emulate):
             mend_run(config)

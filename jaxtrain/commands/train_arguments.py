@@ -104,7 +104,7 @@ def _run_dir(words: list[str]) -> Path:
         ConfigError: the command line has restarts of its own.
     """
     from jaxtrain.config import load_config
-    from jaxtrain.run.folder import folder_of
+    from jaxtrain.run.directory import folder_of
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     train_arguments(parser)

@@ -13,7 +13,7 @@ from jaxtrain.config.spikes import SpikesConfig
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.run.nonfinite import Diagnosis
-from jaxtrain.run.roll_back import SpikeError, batch_of, recorded
+from jaxtrain.run.spikes import SpikeError, batch_of, recorded
 from jaxtrain.train.assemble import Run
 
 # Lines and files of one process; after these the counts of skipped steps go on alone.

@@ -1,18 +1,29 @@
-"""What a program may do between the steps of a run: plain functions that see its numbers and may stop it."""
+"""What a run asks between its steps: its callbacks, and whether its evaluations still get better.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+Early stopping is a function of the evaluations so far, which metrics.jsonl holds: so it survives a kill and a resume.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
 from jaxtrain.config.keywords import suggesting
+from jaxtrain.config.load import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.early_stopping import EarlyStopping
+from jaxtrain.metrics.runinfo import read_run_info
 
 if TYPE_CHECKING:
+    from jaxtrain.train.assemble import Run
     from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None
+EARLY_STOPPED = "early stopped"
+STOPPED_BY_CALLBACK = "stopped by a callback"
 
 
 @dataclass(frozen=True)
@@ -109,16 +120,45 @@ class Callback:
             raise ConfigError(f"every={self.every!r} of a Callback; use a whole number of steps from 1")
 
 
-def sorted_callbacks(given: Any) -> tuple[tuple[Callback, ...], EarlyStopping | None]:
-    """The callbacks of a run, and the early stopping among them, which is a setting of the run.
+@suggesting
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stops a run when a metric of its evaluations gets no better; give it to `fit` or `run_config` as a callback.
 
-    Args:
-        given: what a program passed as `callbacks`; one alone is taken too.
+    The run then ends as one that is done. Going on needs another `patience`, or none of it. With `keep_best` of the
+    checkpoints, the state with the best value is saved whenever there is a better one, and stays.
+
+    Attributes:
+        metric: of the evaluation, under its name in metrics.jsonl.
+        patience: evaluations in a row without a better value after which the run stops.
+        min_delta: a value is better if it differs from the best one by more than this.
+        mode: whether lower (min) or higher (max) values are better. auto: higher ones of an accuracy and of the margin
+            and the chosen answers of preferences, lower ones of all others.
+
+    Raises:
+        ConfigError: a value that the config group `evaluation.early_stopping` does not take.
+
+    Example:
+        >>> jt.EarlyStopping("eval_f1", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
+        EarlyStopping(metric='eval_f1', patience=5, min_delta=0.0, mode='max')
+    """
+
+    metric: str = "eval_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: Literal["auto", "min", "max"] = "auto"
+
+    def __post_init__(self) -> None:
+        load_config({"evaluation": {"every": 1, "early_stopping": asdict(self)}}, origin="jaxtrain.EarlyStopping")
+
+
+def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[Callback, ...], EarlyStopping | None]:
+    """The callbacks of a run, and the early stopping among them, which is a setting of the run.
 
     Raises:
         ConfigError: something else is among them, or more than one early stopping.
     """
-    listed = [given] if isinstance(given, (Callback, EarlyStopping)) else list(given)
+    listed = list(given) if isinstance(given, Sequence) else [given]
     if any(not isinstance(one, (Callback, EarlyStopping)) for one in listed):
         raise ConfigError(
             f"callbacks={given!r}; write callbacks=[jaxtrain.Callback(on_step=...), jaxtrain.EarlyStopping(...)]"
@@ -129,7 +169,219 @@ def sorted_callbacks(given: Any) -> tuple[tuple[Callback, ...], EarlyStopping | 
     return tuple(one for one in listed if isinstance(one, Callback)), next(iter(stopping), None)
 
 
-def check_answer(answer: Any, name: str) -> None:
-    """Raise where a callback returned something other than None or "stop"."""
-    if answer is not None and not (isinstance(answer, str) and answer == "stop"):
-        raise ConfigError(f'{name} of a callback returned {answer!r}; return "stop" to stop the run, or nothing')
+@dataclass(frozen=True)
+class Verdict:
+    """What the evaluations so far say.
+
+    Attributes:
+        is_over: whether the run is to stop.
+        best_step: step of the best value, the earliest of equal ones; None: no value is a number.
+        best: that value.
+        last_is_best: whether it is the last one.
+    """
+
+    is_over: bool
+    best_step: int | None
+    best: float
+    last_is_best: bool
+
+
+def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> Verdict:
+    """Whether a run stops, by its evaluations (step -> value); a value that is not finite is no better than any."""
+    sign = _sign_of(rule)
+    reference = best = math.inf
+    best_step: int | None = None
+    without = 0
+    for step in sorted(evaluations):
+        value = sign * evaluations[step]
+        if not math.isfinite(value):
+            value = math.inf
+        if value < best:
+            best, best_step = value, step
+        if value < reference - (rule.min_delta if math.isfinite(reference) else 0.0):
+            reference, without = value, 0
+        else:
+            without += 1
+    last = max(evaluations, default=None)
+    return Verdict(without >= rule.patience, best_step, sign * best, best_step is not None and best_step == last)
+
+
+def _sign_of(rule: EarlyStoppingConfig) -> float:
+    """What values of the metric are multiplied by so that lower is better."""
+    return -1.0 if is_higher_better(rule.metric, rule.mode) else 1.0
+
+
+def recorded_values(run_dir: Path, metric: str, *, last: int) -> dict[int, float]:
+    """The values of a metric in metrics.jsonl up to the step `last`: step -> value, NaN where it was not finite."""
+    found: dict[int, float] = {}
+    path = run_dir / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # a kill in the middle of a line
+            continue
+        step = row.get("step") if isinstance(row, dict) else None
+        if isinstance(step, int) and step <= last and metric in row:
+            found[step] = math.nan if row[metric] is None else float(row[metric])
+    return found
+
+
+def due_values(run_dir: Path, metric: str, *, every: int, last: int) -> dict[int, float]:
+    """The recorded values of the evaluations that were due.
+
+    An evaluation at the end of an earlier part of the run counts only if `every` divides its step: a run that had gone
+    on would not have evaluated there.
+    """
+    before = read_run_info(run_dir)
+    was_every = ((before.get("config") or {}).get("evaluation") or {}).get("every")
+    ends = {step for step in (last, *(before.get("resumed_after") or [])) if was_every is None or step % was_every}
+    found = recorded_values(run_dir, metric, last=last)
+    return {step: value for step, value in found.items() if step % every == 0 or step not in ends}
+
+
+class Watch:
+    """Calls the callbacks of a run, follows its evaluations, and knows why it stops before its last step.
+
+    Every process calls every method, in the same order.
+
+    Args:
+        run: what is trained.
+        run_dir: its directory; holds the evaluations of the steps up to `start`.
+        callbacks: in the order in which they are called.
+        start: steps done before this process.
+        after: evaluations up to this step were over another number of rows, and are not compared.
+
+    Attributes:
+        status: how the run ends before its last step, for run.json; None: it does not.
+        reason: why, for people.
+        rule: of early stopping; None: there is none.
+        metrics: of the step that is done, on the device.
+        log: takes what callbacks log.
+    """
+
+    def __init__(self, run: "Run", run_dir: Path, callbacks: Sequence[Callback], *, start: int, after: int) -> None:
+        config = run.config
+        self.rule, self._every = config.evaluation.early_stopping, config.evaluation.every
+        self._run, self._run_dir, self._callbacks = run, run_dir, callbacks
+        self._keeps_best, self._last = config.checkpoint.keep_best, config.train.steps
+        self.metrics: Mapping[str, Any] = {}
+        self.log: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None
+        self.status: str | None = None
+        self.reason = ""
+        self._batch: Any = None
+        self._evaluations: dict[int, float] = {}  # those that were due
+        self._scores: dict[int, float] = {}  # lower is better
+        self._best_until: int | None = None
+        if self.rule is not None and self._every is not None and start:
+            found = due_values(run_dir, self.rule.metric, every=self._every, last=start)
+            self._evaluations = {step: value for step, value in found.items() if step > after}
+            self._decide()
+
+    @property
+    def wants_complete_saves(self) -> bool:
+        """Whether a callback is to be called once a checkpoint is complete."""
+        return any(callback.on_save is not None for callback in self._callbacks)
+
+    def is_due(self, number: int) -> bool:
+        """Whether a callback wants to see this step."""
+        return any(callback.on_step is not None and number % callback.every == 0 for callback in self._callbacks)
+
+    def following(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """The batches of the steps from `first` on; that of a step that a callback sees is kept for its gradients."""
+
+        def keep(number: int, batch: Any) -> Any:
+            self._batch = batch if self.is_due(number) or number == self._last else None
+            return batch
+
+        sees = any(callback.on_step is not None for callback in self._callbacks)
+        return map(keep, itertools.count(first), batches) if sees else batches
+
+    def stepped(self, number: int, state: "TrainState") -> None:
+        """Call `on_step` of the callbacks that want to see this step; all want to see the last one."""
+        due = [one.on_step for one in self._callbacks if number % one.every == 0 or number == self._last]
+        if any(due):
+            import jax
+
+            from jaxtrain.metrics.writers import flat_scalars
+
+            batch, metrics = self._batch, flat_scalars(jax.device_get(dict(self.metrics)))
+            found = None if batch is None else lambda: self._run.step.gradients(state, batch).tree
+            self._call("on_step", due, Moment(number, metrics, state, self._run_dir, self.log, found))
+
+    def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: "TrainState") -> None:
+        """Follow the metric of early stopping, and call `on_evaluation`."""
+        numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
+        if self.rule is not None:
+            if self.rule.metric not in numbers:
+                raise ConfigError(
+                    f"evaluation.early_stopping.metric={self.rule.metric} is not among the metrics of the evaluation; "
+                    f"use {' or '.join(numbers)}"
+                )
+            value = float(numbers[self.rule.metric])
+            self._scores[number] = _sign_of(self.rule) * value
+            if self._every is not None and number % self._every == 0:
+                self._evaluations[number] = value
+                self._decide()
+        moment = Moment(number, numbers, state, self._run_dir, self.log)
+        self._call("on_evaluation", [one.on_evaluation for one in self._callbacks], moment)
+
+    def saved(self, number: int, state: "TrainState") -> None:
+        """Call `on_save`."""
+        moment = Moment(number, {}, state, self._run_dir, self.log)
+        self._call("on_save", [one.on_save for one in self._callbacks], moment)
+
+    def score_after(self, number: int) -> float | None:
+        """What `keep_best` compares, lower being better; None: the eval_loss, or no number was evaluated."""
+        score = self._scores.get(number)
+        return None if score is None or not math.isfinite(score) else score
+
+    def recorded_scores(self, last: int) -> dict[int, float]:
+        """What `keep_best` compares of the steps up to `last`, by metrics.jsonl; empty: the losses."""
+        if self.rule is None:
+            return {}
+        found = recorded_values(self._run_dir, self.rule.metric, last=last)
+        return {step: _sign_of(self.rule) * value for step, value in found.items() if math.isfinite(value)}
+
+    def go_back(self, number: int) -> None:
+        """Forget the evaluations after step `number`, which is the last one of the run again."""
+        self._evaluations = {step: value for step, value in self._evaluations.items() if step <= number}
+        self._scores = {step: value for step, value in self._scores.items() if step <= number}
+        self._best_until = None
+
+    def wants_save(self, number: int) -> bool:
+        """Whether the evaluation after this step was the best so far, and the best is to be kept."""
+        return self._keeps_best and self._best_until == number
+
+    def _call(self, name: str, functions: Sequence[Callable[[Moment], Answer] | None], moment: Moment) -> None:
+        for function in functions:
+            if function is None:
+                continue
+            answer = function(moment)
+            if answer is not None and answer != "stop":
+                raise ConfigError(
+                    f'{name} of a callback returned {answer!r}; return "stop" to stop the run, or nothing'
+                )
+            if _by_process_0(answer is not None) and self.status is None:
+                self.status, self.reason = STOPPED_BY_CALLBACK, f"{name} of a callback stopped the run"
+
+    def _decide(self) -> None:
+        rule = self.rule
+        assert rule is not None
+        verdict = judge(self._evaluations, rule)
+        if _by_process_0(verdict.last_is_best):
+            self._best_until = max(self._evaluations, default=None)
+        if _by_process_0(verdict.is_over):
+            best = "it was never a finite number"
+            if verdict.best_step is not None:
+                best = f"the best is {verdict.best:.4g} at step {verdict.best_step}"
+            count = "1 evaluation" if rule.patience == 1 else f"{rule.patience} evaluations"
+            better = "lower" if _sign_of(rule) > 0 else "higher"
+            self.status = EARLY_STOPPED
+            self.reason = f"{rule.metric} got no better in {count} ({better} is better), {best}"
+
+
+def _by_process_0(verdict: bool) -> bool:
+    """What process 0 found: processes that disagreed would wait for one another in a collective."""
+    from jaxtrain.checkpoint.arrays import from_process_0
+
+    return bool(from_process_0(lambda: int(verdict)))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxtrain.config.spikes import ChecksConfig
 from jaxtrain.models.task import Batch
-from jaxtrain.run.loop import is_due
 from jaxtrain.run.replicas import DeviceDigests
+from jaxtrain.run.saving import is_due
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 from jaxtrain.train.update import Metrics

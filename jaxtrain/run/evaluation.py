@@ -1,26 +1,34 @@
 """Evaluation on held-out rows: exact means over all of them, padding excluded."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.errors import ConfigError
+from jaxtrain.config import Config
+from jaxtrain.config.data import CalledData
+from jaxtrain.data import Batches, Data, prefetch
+from jaxtrain.data.evaluated import evaluated_rows
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.metrics import MACRO
-from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.model import ModelState, Params, parameter_shapes
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, Sums, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
+from jaxtrain.parallel.division import batch_shards, step_microbatches
 from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler_options import Value, choose_options
+from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.checks import check_task
-from jaxtrain.train.given_state import InitialState, check_batch_not_deleted, check_consistent, check_not_donated
+from jaxtrain.train.given_state import check_batch_not_deleted, check_not_donated
 from jaxtrain.train.parallelism import Parallelism, check_stages, make_pipeline, microbatches
 from jaxtrain.train.pipelined import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState
@@ -62,15 +70,12 @@ class Evaluator:
         parallelism: Parallelism | None = None,
         compiler_options: Mapping[str, Value] | None = None,
     ):
-        self._initial_state: Callable[[], InitialState | None] = lambda: None
         if isinstance(step, TrainStep):
             if task is not None or parallelism is not None or compiler_options is not None:
                 raise ConfigError(
                     "Evaluator(step) takes task, parallelism and compiler options from the step; give it "
                     "step.sharded_model to choose them"
                 )
-            trained_by = step
-            self._initial_state = lambda: trained_by.initial_state
             self._sharded_model, self._task, self._pipeline = step.sharded_model, step.task, step.pipeline
             self.feed, options = step.feed, step.compiler_options
         else:
@@ -126,12 +131,10 @@ class Evaluator:
             for language models. A mean over no weight is NaN; of no batches there is nothing.
 
         Raises:
-            ConfigError: a state that was donated to a step, or whose average is not of its parameters.
+            ConfigError: a state that was donated to a step.
         """
         params, model_state = state.evaluation_params, state.evaluation_model_state
         check_not_donated({"params": params, "model_state": model_state})
-        if isinstance(state, TrainState):
-            check_consistent(state, self._initial_state())
         totals: dict[str, tuple[Any, Any]] = {}
         step = state.step
         for number, batch in enumerate(batches):
@@ -208,3 +211,140 @@ def _mean(total: Any, weight: Any) -> Any:
     total, weight = np.broadcast_arrays(total, weight)
     mean = np.divide(total, weight, out=np.full(total.shape, np.nan), where=weight != 0)
     return float(mean) if mean.ndim == 0 else mean
+
+
+def most_evaluated(config: Config) -> int | None:
+    """How many held-out rows an evaluation takes at most; None: all. Batches are counted as the run makes them."""
+    batches = config.evaluation.max_batches
+    return None if batches is None else batches * config.train.global_batch_size
+
+
+def held_out_batches(run: Run) -> Batches:
+    """The batches of the held-out rows that a run evaluates; it must have some."""
+    config = run.config
+    assert run.data.validation is not None
+    rows = evaluated_rows(run.data.validation, most_evaluated(config))
+    size = config.train.global_batch_size
+    return Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutRows:
+    """Rows of a run that is opened again, to evaluate.
+
+    Attributes:
+        batches: of the rows, in their order.
+        num_batches: how many are evaluated.
+        num_rows: how many rows these hold.
+        remarks: lines for people.
+    """
+
+    batches: Batches
+    num_batches: int
+    num_rows: int
+    remarks: tuple[str, ...]
+
+
+def held_out_rows(
+    config: Config,
+    rows: Data | grain.MapDataset,
+    sharded_model: ShardedModel,
+    *,
+    task: Task,
+    max_batches: int | None,
+) -> HeldOutRows:
+    """The rows to evaluate, in batches that divide by the mesh.
+
+    Args:
+        config: of the run.
+        rows: data, whose held-out rows are taken, or rows.
+        sharded_model: that they are for.
+        task: that is evaluated.
+        max_batches: largest number of batches of the configured size; None: all.
+
+    Raises:
+        DataError: there are no held-out rows.
+        ConfigError: the batch does not divide by the mesh, and the loss is not one of separate rows.
+    """
+    if isinstance(rows, Data):
+        if rows.validation is None:
+            raise DataError(f"the data of the run has no held-out rows; {to_hold_out(config, is_trained=True)}")
+        rows = rows.validation
+    size = _dividing_batch(config, sharded_model, task)
+    remarks = ()
+    # Counted in batches of the run: those that divide by this mesh may be larger.
+    if max_batches is not None and (most := max_batches * config.train.global_batch_size) < len(rows):
+        remarks = (
+            f"evaluation: {most:,} of {len(rows):,} held-out rows, spread over all of them "
+            f"(evaluation.max_batches={max_batches}); evaluation.max_batches=null takes all",
+        )
+        rows = evaluated_rows(rows, most)
+    batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
+    return HeldOutRows(batches, len(batches), len(rows), remarks)
+
+
+def to_hold_out(config: Config, *, is_trained: bool = False) -> str:
+    """What gives a run rows for evaluation."""
+    if isinstance(config.data, CalledData):
+        return f"let the function of data.call={config.data.call} return {{'train': {{...}}, 'validation': {{...}}}}"
+    if is_trained:
+        return "give other data, such as data.path=FILE data.validation_fraction=1"
+    return "set data.validation_fraction=0.1, or give fit validation=0.1"
+
+
+def evaluate_rows(evaluator: Evaluator, state: EvaluationState, held_out: HeldOutRows) -> Means:
+    """The metrics of rows; of a task with separate rows they are exact whatever the batch is."""
+    loaded = prefetch(evaluator.feed.loader(held_out.batches), 0, held_out.num_batches, depth=1)
+    try:
+        return evaluator(state, loaded)
+    finally:
+        loaded.close()
+
+
+def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, own_task: bool) -> None:
+    """Raise where the model of a config would be another one with this data, or where kinds contradict one another.
+
+    Args:
+        config: of the run.
+        data: as it was opened.
+        sharded_model: as it was trained, built from the config.
+        own_task: whether the task came from Python.
+
+    Raises:
+        ConfigError: names the settings that contradict one another, or the sizes that differ.
+    """
+    rows: Any = data.train if data.validation is None else data.validation
+    targets = rows[0].get("targets")
+    if isinstance(targets, np.ndarray | np.generic):
+        check_fit(config, data, jax.ShapeDtypeStruct(targets.shape, targets.dtype), own_task=own_task)
+    sizes = {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
+    found = parameter_shapes(model_of(config, **sizes))
+    adapted = sharded_model.model.adapted
+    trained = parameter_shapes(sharded_model.model if adapted is None else adapted.original)
+    for path, leaf in trained.items():
+        shape = found[path].shape if path in found else None
+        if shape != leaf.shape:
+            raise ConfigError(
+                f"the data does not fit the run: its rows {list(data.input_shape)} with "
+                f"{data.num_outputs or data.vocab_size} outputs make {path} {shape}, which was trained as "
+                f"{leaf.shape}; give data of the same sizes"
+            )
+
+
+def _dividing_batch(config: Config, sharded_model: ShardedModel, task: Task) -> int:
+    """The smallest batch, from the configured one up, that divides by this machine's shards.
+
+    Means over separate rows are exact whatever the batch is, so an evaluation need not fail over it.
+    """
+    degrees = sharded_model.mesh.shape
+    shards = batch_shards(degrees) * step_microbatches(config.parallel, degrees["pipe"], 1)
+    asked = config.train.global_batch_size
+    size = -(-asked // shards) * shards
+    if size != asked and task.rows != "separate":
+        fewer = max(number for number in range(1, shards + 1) if asked % number == 0)
+        raise ConfigError(
+            f"the loss of task {task.name!r} (rows={task.rows!r}) depends on the rows of a batch, and "
+            f"train.global_batch_size={asked} does not divide by the {shards} shards of this mesh; use {fewer} "
+            f"devices (open_run with mesh=jt.make_mesh(data={fewer}, devices=jax.devices()[:{fewer}]))"
+        )
+    return size

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,13 @@ import numpy as np
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.kinds import PREFERENCES
 from jaxtrain.config.schema import AXES, Config
-from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.callbacks import Callback, sorted_callbacks
-from jaxtrain.run.early_stopping import EarlyStopping
-from jaxtrain.run.folder import numbered_folder, run_folder
-from jaxtrain.run.own_parts import FIT
-from jaxtrain.run.result import Result
-from jaxtrain.run.trainer import train_loaded
+from jaxtrain.run.callbacks import Callback, EarlyStopping
+from jaxtrain.run.directory import numbered_folder, run_folder
+from jaxtrain.run.own_parts import Given
+from jaxtrain.run.run import Result, train_loaded
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.attempt import attempt
 
 if TYPE_CHECKING:
     import optax
@@ -31,6 +27,9 @@ if TYPE_CHECKING:
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.task import Task
     from jaxtrain.train.parallelism import Parallelism
+
+# Where the settings that `fit` makes of its arguments are said to come from.
+_ORIGIN = "jaxtrain.fit"
 
 
 def fit(
@@ -123,31 +122,31 @@ def fit(
         >>> result.step
         4
     """
-    sorted_callbacks(callbacks)
-    steps, epochs, batch_size, seed, validation = map(_plain, (steps, epochs, batch_size, seed, validation))
-    num_steps = _length(steps, epochs)
-    given: dict[str, Any] = {
+    if (steps is None) == (epochs is None):
+        raise ConfigError("fit takes steps= or epochs=: " + ("give one of them" if steps is None else "leave one out"))
+    settings: dict[str, Any] = {
         "seed": seed,
         "train": {"accumulation_steps": accumulation_steps},
         "optimizer": {"clip_norm": clip_norm, "ema_decay": ema_decay, "offload": offload_optimizer},
         "precision": {"policy": policy},
-        "compiler_options": _group(compiler_options, "compiler_options", "{'xla_gpu_enable_triton_gemm': False}"),
-        "finetune": _group(finetune, "finetune", "{'lora': {'rank': 8}}"),
+        "compiler_options": compiler_options or {},
+        "finetune": finetune or {},
         # The default of a config, 50 batches, would leave most of the rows out that somebody gives.
-        "evaluation": {"max_batches": None, **_group(evaluation, "evaluation")},
-        "checkpoint": _group(checkpoint, "checkpoint"),
-        "logging": _group(logging, "logging"),
+        "evaluation": {"max_batches": None, **(evaluation or {})},
+        "checkpoint": checkpoint or {},
+        "logging": logging or {},
     }
-    if num_steps is not None:
-        given["train"]["steps"] = num_steps
+    if steps is not None:
+        settings["train"]["steps"] = steps
     if batch_size is not None:
-        given["train"]["global_batch_size"] = batch_size
+        settings["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
-    settings = _loaded(given, overrides).config
-    if run_dir is None and (resume in ("auto", "must") or attempt() is not None):
-        raise ConfigError("a run that is resumed, or restarted by a supervisor, needs its directory; give run_dir=")
-    distributed.start(compilation_cache=settings.compilation_cache)
-    from jaxtrain.models.tasks import named_task
+    config = _loaded(settings, overrides).config
+    if run_dir is None and resume in ("auto", "must"):
+        raise ConfigError("a run that is resumed needs its directory; give run_dir=")
+    distributed.start(compilation_cache=config.compilation_cache)
+    from jaxtrain.data.sources.given import data_of, renamed
+    from jaxtrain.models.tasks import TASKS, named_task
     from jaxtrain.train.checks import check_parts
     from jaxtrain.train.given_params import path_given
     from jaxtrain.train.own_step import OwnStep, check_shown
@@ -155,16 +154,19 @@ def fit(
     task = named_task(task)
     check_parts(model, task, optimizer)
     check_shown(learning_rate, rules)
-    _check_mesh(mesh, parallelism)
-    opened = _data(data, validation, columns, seed=settings.seed, task=task)
-    default, key = Config().train.global_batch_size, "train.global_batch_size"
-    has_batch_size = batch_size is not None or key in (overrides or {}) or settings.train.global_batch_size != default
-    given["train"] |= _sizes(opened, settings, epochs=epochs, has_batch_size=has_batch_size)
-    given["task"] = task.name if task.name in _known_tasks() else Config().task
+    if mesh is not None and getattr(mesh, "axis_names", None) != AXES:
+        raise ConfigError(f"mesh is {mesh!r}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")
+    if columns is not None:
+        data, validation = renamed(data, columns, "data"), renamed(validation, columns, "validation")
+    counts_tokens = task.name in ("language_modeling", *PREFERENCES)
+    opened = data_of(data, validation=_plain(validation), seed=config.seed, counts_tokens=counts_tokens)
+    has_batch_size = batch_size is not None or "train.global_batch_size" in (overrides or {})
+    settings["train"] |= _sizes(opened, config.train.global_batch_size, epochs=epochs, has_batch_size=has_batch_size)
+    settings["task"] = task.name if task.name in TASKS else Config().task
     if mesh is not None:
-        given["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
+        settings["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
     if parallelism is not None:
-        given["parallel"] = {**given.get("parallel", {}), **dataclasses.asdict(parallelism)}
+        settings["parallel"] = {**settings.get("parallel", {}), **dataclasses.asdict(parallelism)}
     own_step = OwnStep(
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -176,122 +178,42 @@ def fit(
         skip=skip,
     )
     folder = numbered_folder(model.name) if run_dir is None else run_folder(run_dir, "run")
-    loaded = _loaded({**given, "name": folder.name or "run"}, overrides)
+    loaded = _loaded({**settings, "name": folder.name or "run"}, overrides)
     if run_dir is None:
         note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
-    try:
-        return train_loaded(
-            loaded,
-            folder,
-            resume=resume,
-            model=model,
-            task=task,
-            data=opened,
-            own_step=own_step,
-            callbacks=callbacks,
-            progress=progress,
-        )
-    except UserError:
-        if run_dir is None and {path.name for path in folder.glob("*")} <= {"lock"}:  # nothing was begun
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _length(steps: Any, epochs: Any) -> int | None:
-    """The number of steps, where it is given; None where `epochs` is.
-
-    Raises:
-        ConfigError: both or none is given, or `epochs` is no number above 0.
-    """
-    if (steps is None) == (epochs is None):
-        raise ConfigError("fit takes steps= or epochs=: " + ("give one of them" if steps is None else "leave one out"))
-    if epochs is None:
-        return steps
-    if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not 0 < epochs < math.inf:
-        raise ConfigError(f"epochs={epochs!r}; use a number above 0, such as 5")
-    return None
+    return train_loaded(loaded, folder, Given(own_step, resume, model, task, opened, callbacks, progress))
 
 
 def _plain(value: Any) -> Any:
     """The value with Python's numbers in place of NumPy's, which settings and digests of settings do not know."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, np.floating):
         return float(str(value))  # 0.2 of float32 is meant as 0.2, not as 0.200000003
     return value.item() if isinstance(value, (np.integer, np.bool_)) else value
 
 
-def _plain_settings(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain_settings(entry) for key, entry in value.items()}
-    return [_plain_settings(entry) for entry in value] if isinstance(value, list) else _plain(value)
+def _loaded(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Loaded:
+    return load_config(_plain(settings), keywords=_plain(overrides), origin=_ORIGIN)
 
 
-def _group(value: Any, name: str, example: str = "{'every': 100}") -> dict[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r} is not a dict; write {name}={example}")
-    return dict(value or {})
-
-
-def _loaded(given: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Loaded:
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise ConfigError(f"overrides={overrides!r} is not a dict; write overrides={{'profile.start_step': 20}}")
-    keywords = None if overrides is None else _plain_settings(overrides)
-    return load_config(_plain_settings(given), keywords=keywords, origin=FIT)
-
-
-def _known_tasks() -> Sequence[str]:
-    from jaxtrain.models.tasks import TASKS
-
-    return tuple(TASKS)
-
-
-def _check_mesh(mesh: Any, parallelism: Any) -> None:
-    from jax.sharding import Mesh
-
-    from jaxtrain.train.parallelism import Parallelism
-
-    if parallelism is not None and not isinstance(parallelism, Parallelism):
-        raise ConfigError(f"parallelism={parallelism!r}; write parallelism=jaxtrain.Parallelism(zero=1)")
-    if mesh is not None and (not isinstance(mesh, Mesh) or mesh.axis_names != AXES):
-        shown = f"a mesh of {', '.join(map(str, mesh.axis_names))}" if isinstance(mesh, Mesh) else repr(mesh)
-        raise ConfigError(f"mesh is {shown}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")
-
-
-def _data(given: Any, validation: Any, columns: Mapping[str, str] | None, *, seed: int, task: "Task") -> "Data":
-    from jaxtrain.data.sources.given import data_of, renamed
-
-    if columns is not None:
-        given = renamed(given, columns, "data")
-        validation = renamed(validation, columns, "validation")
-
-    return data_of(
-        given, validation=validation, seed=seed, counts_tokens=task.name in ("language_modeling", *PREFERENCES)
-    )
-
-
-def _sizes(data: "Data", settings: Config, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
+def _sizes(data: "Data", batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
     """Keys of the group `train` that only the data can say.
-
-    Args:
-        data: what is trained on.
-        settings: what is known before: the batch size counts, wherever it was set.
-        epochs: as given.
-        has_batch_size: whether somebody set the batch size.
 
     Raises:
         ConfigError: they contradict what was given.
     """
     from jaxtrain.data.stream import BatchStream
 
-    size = settings.train.global_batch_size
-    if isinstance(data.train, BatchStream):
-        if has_batch_size and size != data.train.batch_size:
-            found = data.train.batch_size
-            raise ConfigError(f"batch_size={size}, but the iterable gives batches of {found} rows; leave it out")
-        if epochs is not None:
-            raise ConfigError(f"epochs={epochs}, but an iterable of batches does not say its length; give steps=")
-        return {"global_batch_size": data.train.batch_size}
-    return {} if epochs is None else {"steps": _num_steps(epochs, len(data.train), size)}
+    if not isinstance(data.train, BatchStream):
+        return {} if epochs is None else {"steps": _num_steps(epochs, len(data.train), batch_size)}
+    found = data.train.batch_size
+    if has_batch_size and batch_size != found:
+        raise ConfigError(f"batch_size={batch_size}, but the iterable gives batches of {found} rows; leave it out")
+    if epochs is not None:
+        raise ConfigError(f"epochs={epochs}, but an iterable of batches does not say its length; give steps=")
+    return {"global_batch_size": found}
 
 
 def _num_steps(epochs: float, num_rows: int, size: int) -> int:

@@ -22,11 +22,10 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.peft import is_adapter_folder, open_adapter_folder
-from jaxtrain.run.answers import format_of_run
 from jaxtrain.run.exported_texts import texts_beside
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.served import open_served
-from jaxtrain.run.special import special_of_run
+from jaxtrain.run.tokenizer import format_of_run, special_of_run
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.

@@ -26,19 +26,17 @@ from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
-from jaxtrain.run.base import describe_start, start_of, trained_leaves
 from jaxtrain.run.class_order import class_notes
+from jaxtrain.run.directory import RunLock, mend_run
 from jaxtrain.run.exported_texts import exported_texts
-from jaxtrain.run.kept_tokenizer import tokenizer_file
-from jaxtrain.run.lock import RunLock
-from jaxtrain.run.mended import mend_run
 from jaxtrain.run.merged import with_stored_base, write_merged
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.own_parts import own_parts
 from jaxtrain.run.published import base_of_adapters, keep_texts, origin_of
-from jaxtrain.run.record import open_record
+from jaxtrain.run.record import RunRecord
+from jaxtrain.run.restore import describe_start, start_of, trained_leaves
 from jaxtrain.run.resume import run_metadata
-from jaxtrain.run.special import beginning_note
+from jaxtrain.run.tokenizer import beginning_note, tokenizer_file
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.train.assemble import assemble, open_run_data
@@ -97,8 +95,9 @@ def import_run(
         metadata = run_metadata(run, own_parts(model=None, task=None, data=None))
         below = describe_start(run, state, start)
         metadata["base"] = None if below is None else below.as_json()
-        record = open_record(loaded, run, run_dir, start=0, has_ended=False, metadata=metadata, spent=spent, main=main)
-        record.begin(run)
+        record = RunRecord(run_dir, spent)
+        record.open(loaded, run, metadata)
+        record.begin()
         if base is not None and main:
             keep_texts(run_dir, path, base=Path(base))
         with spent.measure("saving"), Checkpointer(run_dir / "checkpoints") as checkpointer:

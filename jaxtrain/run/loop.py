@@ -7,18 +7,33 @@ from typing import Any
 
 import jax
 
-from jaxtrain.errors import DivergedError, PreemptedError
+from jaxtrain.data import prefetch
+from jaxtrain.data.prefetch import queue_depth
+from jaxtrain.errors import DataError, DivergedError, PreemptedError
+from jaxtrain.metrics.runinfo import EVALUATED_ROWS, compared_after
+from jaxtrain.run.bad_steps import BadSteps
+from jaxtrain.run.checked_step import checked_step
+from jaxtrain.run.interrupt import StoppedWaiting
+from jaxtrain.run.mistakes import held_out_details
+from jaxtrain.run.restore import frozen_params, state_before
+from jaxtrain.run.sample import sample_text
+from jaxtrain.run.saving import is_due
+from jaxtrain.run.session import (
+    Session,
+    add_evaluation,
+    close_session,
+    evaluate_state,
+    lacks_evaluation,
+    save_on_failure,
+    save_state,
+    saving_on_failure,
+    shown_metrics,
+    stop_run,
+)
+from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
+from jaxtrain.runtime import collector
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step that was dispatched and not yet read."""
-
-    number: int
-    metrics: Mapping[str, jax.Array]
-    waited: float
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,7 @@ class Hooks:
         pause: (number, state) -> whether to stop after this step, with nothing in flight.
         stop_requested: number -> whether to stop after this step; asked after every step.
         data_failed: (number of the last step, state after it, error), before the error of the batch that comes next is
-            raised: a `DataError`, or whatever a dataset of the user's raises; not called before the first step.
+            raised; not called before the first step.
     """
 
     before_step: Callable[[int], None]
@@ -69,10 +84,9 @@ def train_loop(
 
     Raises:
         DivergedError: too many non-finite steps or spikes in a row; the state before them is intact.
-        DataError: a batch could not be given.
-        Exception: what a dataset of the user's raised.
+        Exception: a batch could not be given.
     """
-    pending: Pending | None = None
+    pending: tuple[int, Metrics, float] | None = None  # a step that was dispatched and not yet read
     clock = time.perf_counter()
 
     def settle(next_wait: float = 0.0) -> None:
@@ -80,13 +94,13 @@ def train_loop(
         nonlocal pending, clock
         if pending is None:
             return
-        done, pending = pending, None
-        in_a_row = int(done.metrics["skipped_in_a_row"])
+        (number, metrics, waited), pending = pending, None
+        in_a_row = int(metrics["skipped_in_a_row"])
         now = time.perf_counter()
-        seconds = now - clock - next_wait + done.waited
-        clock = now + (hooks.finished(done.number, done.metrics, seconds, done.waited) or 0.0)
+        seconds = now - clock - next_wait + waited
+        clock = now + (hooks.finished(number, metrics, seconds, waited) or 0.0)
         if in_a_row >= max_skipped_in_a_row:
-            raise DivergedError(_given_up(in_a_row, done))
+            raise DivergedError(_given_up(in_a_row, number, metrics))
 
     for number in range(first, last + 1):
         hooks.before_step(number)
@@ -106,31 +120,230 @@ def train_loop(
             clock = received
         state, metrics = step(state, batch)
         settle(waited)
-        pending = Pending(number, metrics, waited)
+        pending = number, metrics, waited
         stop = hooks.stop_requested(number)
         if stop or number == last or hooks.wants_pause(number):
             settle()
-            if stop or number == last:
-                return state, number
-            if hooks.pause(number, state):
+            if stop or number == last or hooks.pause(number, state):
                 return state, number
     return state, first - 1
 
 
-def _given_up(in_a_row: int, done: Pending) -> str:
-    if "spiked" in done.metrics and int(done.metrics["spiked"]):
+def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:
+    if "spiked" in metrics and int(metrics["spiked"]):
         return (
-            f"loss or gradient norm were spikes (or not finite) {in_a_row} steps in a row, up to step {done.number}; "
+            f"loss or gradient norm were spikes (or not finite) {in_a_row} steps in a row, up to step {number}; "
             "parameters are as before them: lower optimizer.learning_rate, look at the data from there on, raise "
             "spikes.sigmas, or set spikes=null"
         )
     return (
-        f"gradients were not finite {in_a_row} steps in a row, up to step {done.number}; parameters are as "
+        f"gradients were not finite {in_a_row} steps in a row, up to step {number}; parameters are as "
         "before them: lower optimizer.learning_rate, add warmup_steps, lower optimizer.clip_norm, or use "
         "precision.policy=bf16 or fp32"
     )
 
 
-def is_due(number: int, every: int | None) -> bool:
-    """Whether a step is a multiple of an interval; None: no step is."""
-    return every is not None and number % every == 0
+def train(session: Session) -> tuple[TrainState, int]:
+    """Train to the last step, or until the run stops early; then evaluate, save, sample and report.
+
+    Returns:
+        The last state, and the number of steps done.
+
+    Raises:
+        PreemptedError: stopped by a signal; the state is saved.
+        DivergedError: non-finite steps in a row.
+        StorageError: the last save failed, or several in a row.
+        DataError: the data gave no further batch; the state is saved.
+    """
+    last, watch, start, state = session.run.config.train.steps, session.watch, session.start, session.state
+    had_ended = start >= last or watch.status is not None
+    session.record.begin()
+    done = start
+    if not had_ended:
+        if start and is_due(start, session.run.config.evaluation.every) and lacks_evaluation(session):
+            # It was due, and a signal left no time for it.
+            evaluate_state(session, start, state)
+            add_evaluation(session, start)
+        if watch.status is None:
+            state, done = _train_steps(session)
+    if done < last and watch.status is None:
+        stop_run(session, done, state)
+    is_repeated = had_ended and not lacks_evaluation(session)
+    evaluate_state(session, done, state, is_repeated=is_repeated)
+    save_state(session, done, state)
+    if done == start and not is_repeated:
+        add_evaluation(session, done)
+    sample = _finish(session, done, state)
+    if had_ended:
+        how, key = ("trained to", "train.steps") if start >= last else ("stopped early at", "the patience")
+        session.progress.message(f"already {how} step {done}: raise {key} to go on, or start again with --resume never")
+    close_session(session, "done" if done >= last else watch.status or "done")
+    summary = [", ".join([f"done: step {done}", *shown_metrics(session.metrics)])]
+    if watch.status is not None and done < last:
+        summary.append(f"{watch.status} before step {last}: {watch.reason}")
+    if session.run.config.logging.report:
+        summary.append(f"report: {session.run_dir / 'report.html'}")
+    session.progress.finish([*([f"sample: {sample}"] if sample else []), *summary])
+    return state, done
+
+
+def _finish(session: Session, done: int, state: TrainState) -> str | None:
+    """Do what only reads the state, which is saved: a signal leaves it for the next start. Returns the sample."""
+    spent, record = session.record.spent, session.record
+    with session.interrupt.free_to_leave(lambda: close_session(session, "preempted")):
+        if session.run.config.logging.report:
+            with spent.measure("saving"):
+                session.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
+            with spent.measure("evaluation"):
+                record.held_out(held_out_details(session.run, state, done, session.progress))
+        with spent.measure("sampling"):
+            sample = sample_text(session.run, state, session.progress)
+        if sample is not None:
+            record.sample(done, sample)
+    return sample
+
+
+def _train_steps(session: Session) -> tuple[TrainState, int]:
+    """Run the steps that are left; returns the state and the number of the last step that ran."""
+    start, state = session.start, session.state
+    while True:
+        try:
+            state, done = _run_steps(session, start, state)
+            break
+        except SpikeError as error:
+            # The traceback holds the state that is given up.
+            spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
+        session.saves.settle()
+        with session.record.spent.measure("creating state"):
+            spike, state = state_before(session.run.step, session.checkpointer, spike, frozen, session.progress.message)
+        start = spike.to_step
+        _go_back(session, spike)
+    # The loop pauses after a step only if another one follows.
+    if done > start and session.watch.status is None:
+        with saving_on_failure(session, done, state):
+            session.watch.stepped(done, state)
+    if session.watch.status is not None:
+        session.steps.end()  # before the evaluation of that step
+    return state, done
+
+
+def _go_back(session: Session, spike: SpikeError) -> None:
+    """Forget what was noted of the steps after the one that the run goes back to."""
+    spikes, metadata, step = session.run.config.spikes, session.metadata, spike.to_step
+    assert spikes is not None, "no step is a spike without the group"
+    session.activity.begins_at(step)
+    metadata.update(with_spike(metadata, spike, skip_batches=spikes.skip_batches))
+    if EVALUATED_ROWS in metadata:
+        metadata[EVALUATED_ROWS] = {**metadata[EVALUATED_ROWS], "after": min(compared_after(metadata), step)}
+    session.record.go_back(step, metadata)
+    session.steps.go_back()
+    session.watch.go_back(step)
+    session.metrics, session.evaluated = {}, None
+
+
+def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainState, int]:
+    """Run the steps from a state on; a SpikeError says that the run is to go back."""
+    run, train = session.run, session.run.config.train
+    depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
+    load, rolled_back = run.step.loader(run.batches), recorded(session.metadata)
+    batches = prefetch(lambda k: load(batch_of(k, rolled_back)), start, train.steps, depth=depth)
+    bad_steps = BadSteps(
+        run,
+        session.run_dir,
+        checkpointer=session.checkpointer,
+        settle=session.saves.settle,
+        metadata=session.metadata,
+        progress=session.progress,
+        spent=session.record.spent,
+    )
+    profile = _Profile(session)
+    session.progress.start(train.steps, start)
+    fed = session.activity.fed(session.interrupt.until_asked(batches), first=start + 1)
+    try:
+        return train_loop(
+            checked_step(run.step, run.config.checks, start=start),
+            state,
+            session.watch.following(bad_steps.following(fed, start + 1), start + 1),
+            first=start + 1,
+            last=train.steps,
+            max_skipped_in_a_row=train.max_skipped_in_a_row,
+            hooks=_hooks(session, bad_steps, profile),
+        )
+    except StoppedWaiting:
+        if start:  # before the first step: the state is the one that they begin with
+            return state, start
+        raise PreemptedError(
+            f"stopped before the first step of {train.steps}{session.interrupt.seconds_since()}; nothing is lost: "
+            "run again to start"
+        ) from None
+    finally:
+        batches.close()
+        profile.stop()
+
+
+def _hooks(session: Session, bad_steps: BadSteps, profile: "_Profile") -> Hooks:
+    """What happens around the steps of a run."""
+    evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
+
+    def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> float:
+        session.activity.finished(number, seconds, waited)
+        profile.after_step(number)
+        session.steps.note(number, metrics, seconds, waited)
+        session.watch.metrics = metrics
+        looked = bad_steps.note(number, metrics)
+        collector.resume()  # beside the next step, which is under way
+        return looked
+
+    def wants_pause(number: int) -> bool:
+        session.saves.check()
+        if not session.saves.is_writing:
+            session.activity.writes(None)
+        wants_save[0] = session.saves.is_due(number)
+        return wants_save[0] or is_due(number, evaluate_every) or session.watch.is_due(number)
+
+    def pause(number: int, state: TrainState) -> bool:
+        with saving_on_failure(session, number, state):
+            session.watch.stepped(number, state)
+        if is_due(number, evaluate_every):
+            evaluate_state(session, number, state)
+        # A run that stops is saved at its end.
+        if session.watch.status is None and (wants_save[0] or session.watch.wants_save(number)):
+            save_state(session, number, state)
+        return session.watch.status is not None
+
+    def data_failed(number: int, state: TrainState, error: Exception) -> None:
+        if isinstance(error, StoppedWaiting):
+            stop_run(session, number, state)
+        is_line = isinstance(error, DataError)
+        if save_on_failure(session, number, state, says=not is_line) and is_line:
+            where = f"step {number} is saved in {session.checkpointer.directory}"
+            raise DataError(f"{error}; {where}: run again with such data to go on") from error
+
+    def stop_requested(number: int) -> bool:
+        return session.interrupt.requested()
+
+    return Hooks(profile.before_step, finished, wants_pause, pause, stop_requested, data_failed)
+
+
+class _Profile:
+    """Traces the steps that `profile` of the config asks for into `profile/` of the run directory."""
+
+    def __init__(self, session: Session) -> None:
+        self._window, self._progress = session.run.config.profile, session.progress
+        self._folder, self._is_running = session.run_dir / "profile", False
+
+    def before_step(self, number: int) -> None:
+        if number - 1 == self._window.start_step:
+            jax.profiler.start_trace(str(self._folder))
+            self._is_running = True
+
+    def after_step(self, number: int) -> None:
+        start = self._window.start_step
+        if start is not None and number == start + self._window.num_steps:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._is_running:
+            self._is_running = False
+            jax.profiler.stop_trace()
+            self._progress.message(f"profile: {self._folder}")

@@ -17,7 +17,7 @@ from jaxtrain.data import Batches
 from jaxtrain.data.evaluated import evaluated_numbers
 from jaxtrain.metrics.picture import thumbnail
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.compared import most_evaluated
+from jaxtrain.run.evaluation import most_evaluated
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.train.assemble import Run, reading_threads
 from jaxtrain.train.state import TrainState

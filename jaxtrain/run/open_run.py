@@ -8,7 +8,7 @@ from jaxtrain.config.arguments import check_whole
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.mended import mend_run
+from jaxtrain.run.directory import mend_run
 from jaxtrain.run.opened import OpenedRun
 from jaxtrain.run.saved_config import changed_keys, saved_config, trained_rows_line
 from jaxtrain.runtime.remarks import print_remark

@@ -16,10 +16,9 @@ from jaxtrain.config.published import published_from
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
-from jaxtrain.run.called_sources import called_sources, source_changes
 from jaxtrain.run.opened_data import built_from, open_saved_data, rows_of_given
 from jaxtrain.run.own_parts import check_evaluable
-from jaxtrain.run.run_path import RunPath
+from jaxtrain.run.resume import called_sources, source_changes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,14 +29,13 @@ if TYPE_CHECKING:
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.sharded import ShardedModel
     from jaxtrain.models.task import Task
-    from jaxtrain.run.evaluation import Evaluator
-    from jaxtrain.run.held_out_rows import HeldOutRows
+    from jaxtrain.run.evaluation import Evaluator, HeldOutRows
     from jaxtrain.run.predict import Predictor
-    from jaxtrain.run.restored import Restored
+    from jaxtrain.run.restore import Restored
     from jaxtrain.train.state import EvaluationState
 
 
-class OpenedRun(RunPath):
+class OpenedRun:
     """A run, opened by `open_run`.
 
     Attributes:
@@ -62,6 +60,14 @@ class OpenedRun(RunPath):
         self._wanted_step, self._own_model, self._own_task, self._mesh = step, model, task, mesh
         self._quantize, self._report = quantize, report
         self._other_data = any(key.startswith("data.") or key == "data" for key in changed)
+
+    def __fspath__(self) -> str:
+        """The path of the run, or of the one step of it that was asked for."""
+        if self._wanted_step is None:
+            return str(self.run_dir)
+        from jaxtrain.checkpoint.where import checkpoint_folder
+
+        return str(checkpoint_folder(self.run_dir) / str(self._wanted_step))
 
     def __repr__(self) -> str:
         return f"Run {run_text(self.run_dir)}\n  checkpoints: {self._checkpoints_text()}"
@@ -136,7 +142,7 @@ class OpenedRun(RunPath):
     @functools.cached_property
     def tokenizer(self) -> "Tokenizer | None":
         """What made the run's tokens; None where the run has none."""
-        from jaxtrain.run.kept_tokenizer import read_tokenizer
+        from jaxtrain.run.tokenizer import read_tokenizer
 
         return read_tokenizer(self.run_dir, self.info, self._report)
 
@@ -180,7 +186,7 @@ class OpenedRun(RunPath):
 
     @functools.cached_property
     def _restored(self) -> "Restored":
-        from jaxtrain.run.restored import quantized_params, restore_for_evaluation
+        from jaxtrain.run.restore import quantized_params, restore_for_evaluation
 
         model = self.sharded_model
         found = restore_for_evaluation(
@@ -305,7 +311,7 @@ class OpenedRun(RunPath):
             ConfigError: a part from Python was not given, or it does not fit the data.
             DataError: the data is not there, or has no held-out rows.
         """
-        from jaxtrain.run.held_out_rows import evaluate_rows
+        from jaxtrain.run.evaluation import evaluate_rows
 
         # The data comes first: a mistake there is found before anything is restored.
         held_out = self.held_out(data)
@@ -319,7 +325,7 @@ class OpenedRun(RunPath):
     def held_out(self, data: Any = None) -> "HeldOutRows":
         """The rows that `evaluate` takes, in batches that divide by the mesh; see there. It says nothing of them."""
         from jaxtrain.data import Data
-        from jaxtrain.run.held_out_rows import check_data_fits, held_out_rows
+        from jaxtrain.run.evaluation import check_data_fits, held_out_rows
         from jaxtrain.run.reference import evaluated_rows
 
         given = self.data if data is None else rows_of_given(data, self.info)
@@ -364,7 +370,7 @@ class OpenedRun(RunPath):
         """
         from jaxtrain.inference.continued import continue_texts
         from jaxtrain.inference.sampling import Sampling
-        from jaxtrain.run.special import special_of_run
+        from jaxtrain.run.tokenizer import special_of_run
 
         sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -376,7 +382,7 @@ class OpenedRun(RunPath):
     @property
     def writer(self) -> "tuple[ShardedModel, Params, Tokenizer]":
         """What continues texts: model, parameters and tokenizer; a ConfigError where the run does not."""
-        from jaxtrain.run.special import checked_tokenizer
+        from jaxtrain.run.tokenizer import checked_tokenizer
 
         is_own = self._own_model is not None or isinstance(self.config.model, Call)
         name = None if is_own else f"model.kind={self.config.model.kind}"

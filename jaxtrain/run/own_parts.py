@@ -1,23 +1,42 @@
 """Parts of a run that came from Python: recorded by name, and not replaced by the config's when the run goes on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.progress import Progress
+from jaxtrain.run.callbacks import Callback, EarlyStopping
 
 if TYPE_CHECKING:
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
     from jaxtrain.models.task import Task
+    from jaxtrain.train.own_step import OwnStep
 
 OwnParts = dict[str, str | None]
-
-# Where the settings that `fit` makes of its arguments are said to come from.
-FIT = "jaxtrain.fit"
 # What a run asks to be given again; other data is noticed by its content.
 _GIVEN_AGAIN = ("model", "task", "optimizer")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What `fit` and `run_config` were given beside the config; see there.
+
+    Attributes:
+        own_step: further parts of the step that came from Python.
+        resume, model, task, data, callbacks, progress: as given.
+    """
+
+    own_step: "OwnStep"
+    resume: str | None = None
+    model: "Model | None" = None
+    task: "Task | None" = None
+    data: "Data | None" = None
+    callbacks: Sequence[Callback | EarlyStopping] = ()
+    progress: Progress | None = None
 
 
 def own_parts(
@@ -26,21 +45,19 @@ def own_parts(
     """The record for `run.json` and checkpoints: part -> the name of what was passed in; None: the config's.
 
     Args:
-        model, task: named by their names; None: the config's.
-        data: named by the first line of its description; None: the config's.
-        optimizer_state: of an optimizer from Python, as shapes, which names it; None: the config's.
+        model, task: named by their names.
+        data: named by the first line of its description.
+        optimizer_state: of an optimizer from Python, as shapes, whose parts name it.
     """
-    described = None if data is None else next(iter(data.description), "data")
     return {
         "model": None if model is None else model.name,
         "task": None if task is None else task.name,
-        "data": described,
+        "data": None if data is None else next(iter(data.description), "data"),
         "optimizer": None if optimizer_state is None else _optimizer_name(optimizer_state),
     }
 
 
 def _optimizer_name(state: Any) -> str:
-    """What an optax transformation is called: it has no name but those of the parts of its state."""
     names = dict.fromkeys(name.removesuffix("State") for name in _state_names(state))
     return ", ".join(name for name in names if name not in ("Empty", "Masked", "MaskedNode")) or "without state"
 
@@ -48,11 +65,8 @@ def _optimizer_name(state: Any) -> str:
 def _state_names(state: Any) -> Iterator[str]:
     if isinstance(state, tuple) and type(state) is not tuple:
         yield type(state).__name__
-    if isinstance(state, (tuple, list)):
-        for part in state:
-            yield from _state_names(part)
-    elif isinstance(state, Mapping):
-        for part in state.values():
+    if isinstance(state, (tuple, list, Mapping)):
+        for part in state.values() if isinstance(state, Mapping) else state:
             yield from _state_names(part)
 
 
@@ -71,9 +85,8 @@ def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[s
     own = [part for part in needed if parts[part] is not None]
     if own:
         shown = " and ".join(f"{part} ({parts[part]})" for part in own)
-        given = ", ".join(f"{part}=..." for part in own if part != "data")
-        opened = f"jt.open_run({str(run_dir)!r}{', ' if given else ''}{given})"
-        how = f"{opened}.evaluate(data)" if "data" in own else opened
+        given = "".join(f", {part}=..." for part in own if part != "data")
+        how = f"jt.open_run({str(run_dir)!r}{given})" + (".evaluate(data)" if "data" in own else "")
         other = ", or give other data with data.kind=... data.path=..." if "data" in own else ""
         raise ConfigError(
             f"{run_dir} was trained with {shown} from Python, which its config does not describe: write {how} in "
@@ -81,11 +94,11 @@ def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[s
         )
 
 
-def check_given_again(record: Mapping[str, Any], given: OwnParts, run_dir: Path) -> None:
-    """Raise where a resumed run would go on with the config's part in place of one from Python.
+def part_changes(record: Mapping[str, Any], given: OwnParts, run_dir: Path) -> list[str]:
+    """Model, task and optimizer that differ from those of the record by name, as `task classification -> brier`.
 
     Raises:
-        ConfigError: names the first such part.
+        ConfigError: a part from Python is not given again, so that the run would go on with the config's.
     """
     saved = recorded_parts(record)
     for part in _GIVEN_AGAIN:
@@ -95,11 +108,6 @@ def check_given_again(record: Mapping[str, Any], given: OwnParts, run_dir: Path)
                 f"({saved[part]}) and would go on with the config's: call jt.run_config(..., {part}=...) with it (or "
                 "jt.fit, if that made the run), use another run directory, or start again with resume never"
             )
-
-
-def part_changes(record: Mapping[str, Any], given: OwnParts) -> list[str]:
-    """Model, task and optimizer that differ from those of the record by name, as `task classification -> brier`."""
-    saved = recorded_parts(record)
     return [
         f"{part} {saved[part] or 'of the config'} -> {given[part] or 'of the config'}"
         for part in _GIVEN_AGAIN

@@ -1,70 +1,64 @@
 """From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.mirror import mirror_folder
-from jaxtrain.checkpoint.places import Place
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.spikes import check_roll_back
-from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.interop.fresh import check_fits, fresh_notes
 from jaxtrain.layout.degrees import config_degrees
-from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.mesh import make_mesh, mesh_notes
+from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.progress import Phase, Progress
-from jaxtrain.metrics.runinfo import compared_after
+from jaxtrain.metrics.runinfo import compared_after, read_run_info
 from jaxtrain.metrics.time_spent import TimeSpent
-from jaxtrain.models.model import Model
-from jaxtrain.models.task import Task
 from jaxtrain.run.activity import Activity
-from jaxtrain.run.agreed import run_facts
-from jaxtrain.run.banner import banner_lines, to_hold_out
-from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, trained_leaves
-from jaxtrain.run.callbacks import Callback
-from jaxtrain.run.called_sources import source_changes
-from jaxtrain.run.changed_state import as_kept, as_saved
+from jaxtrain.run.callbacks import Watch, sorted_callbacks
 from jaxtrain.run.class_order import class_notes
-from jaxtrain.run.compared import compared_rows
-from jaxtrain.run.elsewhere import begin_there, take_folder
-from jaxtrain.run.evaluation import Evaluator
-from jaxtrain.run.held_out import HeldOut, metric_names
+from jaxtrain.run.directory import RunLock, set_aside
+from jaxtrain.run.evaluation import Evaluator, to_hold_out
 from jaxtrain.run.interrupt import Interrupt
-from jaxtrain.run.lock import RunLock
-from jaxtrain.run.own_parts import own_parts
-from jaxtrain.run.profile import ProfileWindow
-from jaxtrain.run.record import open_record
+from jaxtrain.run.own_parts import Given, own_parts
+from jaxtrain.run.record import RunRecord
 from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
+from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
 from jaxtrain.run.resume import (
     check_resumed,
     choose_start,
+    evaluated_rows,
     finished_row,
-    recorded_save,
+    flat,
     run_metadata,
-    set_aside,
+    source_changes,
 )
-from jaxtrain.run.roll_back import RECORD, check_can_go_back
-from jaxtrain.run.saves import RunSaves
+from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
 from jaxtrain.run.session import Session
+from jaxtrain.run.spikes import RECORD
 from jaxtrain.run.step_log import StepLog, run_meter
-from jaxtrain.run.watch import Watch
-from jaxtrain.runtime.agreement import together, told
+from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
+from jaxtrain.runtime.agreement import Facts, together, told
 from jaxtrain.runtime.choices import record_choices
 from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
+from jaxtrain.runtime.compiler_options import option_notes
+from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.tried_options import Attempt, settle, try_options
-from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
-from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
+from jaxtrain.train.assemble import Run, assemble, open_run_data
+from jaxtrain.train.base import BaseRecord, without_base
 from jaxtrain.train.option_checks import check_jit
 from jaxtrain.train.own_step import OwnStep
-from jaxtrain.train.start import restore_base
+from jaxtrain.train.parallelism import pipeline_notes
 from jaxtrain.train.state import TrainState
 
 _STATUS: dict[type[BaseException], str] = {
@@ -74,129 +68,96 @@ _STATUS: dict[type[BaseException], str] = {
 }
 
 
+@contextlib.contextmanager
+def closing_on_failure(close: Callable[[str], None]) -> Iterator[None]:
+    """Close with the status of what went wrong (preempted, diverged, stopped or failed), and raise that."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            close(_STATUS.get(type(error), "failed"))
+        raise
+
+
 def prepare_session(
     loaded: Loaded,
     run_dir: Path,
+    given: Given,
     *,
-    resume: str | None,
-    model: Model | None,
-    task: Task | None,
-    data: Data | None,
-    own_step: OwnStep,
-    callbacks: Sequence[Callback],
     progress: Progress,
     interrupt: Interrupt,
     activity: Activity,
     lock: RunLock,
-    main: bool,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made.
 
     Args:
         loaded: the config.
         run_dir: exists and is locked.
-        resume: see `choose_start`.
-        model, task, data: your own instead of the config's.
-        own_step: further parts of the step that are your own.
-        callbacks: called between the steps.
+        given: what came from Python.
         progress: what people see.
         interrupt: entered.
         activity: is told what this process does.
         lock: by which the main process holds the directory.
-        main: whether this process writes.
 
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot start.
     """
     check_jit()
-    spent = TimeSpent(during=activity.during)
+    spent, main = TimeSpent(during=activity.during), is_main_process()
     with spent.measure("reading data"):
-        parts = {"model": model, "task": task, "data": data, "own_step": own_step}
-        run = together(lambda: _assembled(loaded, **parts, progress=progress), says=run_facts)
+        run = together(lambda: _assembled(loaded, given, progress), says=_facts)
     interrupt.check()
-    optimizer_state = None if own_step.optimizer is None else run.step.abstract_state.optimizer_state
-    own = own_parts(model=model, task=task, data=data, optimizer_state=optimizer_state)
-    metadata = run_metadata(run, own)
     keep = run.config.checkpoint
-    folder, owner = take_folder(keep, run_dir, name=run.name, resume=resume, main=main, report=progress.message)
-    checkpointer = _checkpointer(run, folder, run_dir, progress)
+    folder, owner = take_folder(keep, run_dir, name=run.name, resume=given.resume, main=main, report=progress.message)
+    checkpointer = Checkpointer(
+        folder,
+        keep_last=keep.keep_last,
+        keep_every=keep.keep_every,
+        keep_best=keep.keep_best,
+        mirror=mirror_folder(keep.mirror, run_dir),
+        report=progress.message,
+    )
     with closing_on_failure(lambda status: checkpointer.close()):
-        resumed = choose_start(checkpointer, run_dir, resume)
-        notes = [*loaded.notes, *(length_notes(run.config) if model is not None and data is None else [])]
-        if resumed is None and model is None:
-            check_fits(run.config.model)
-            notes += fresh_notes(run.config.model)
-            if own_step.params is None and not own_step.skip:
-                notes += class_notes(run.config, (run.data.reading or {}).get("classes"))
-        if resumed is not None:
-            target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
-            changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)
-            same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
-            notes.append(f"resuming step {resumed} from {checkpointer.directory}: {same}")
-            notes += source_changes(checkpointer.metadata(), metadata["called"])
-            if isinstance(run.batches, BatchStream):
-                notes.append(f"skipping the first {resumed} batches of the iterable")
-        meter = run_meter(run, own_model=model is not None)
-        progress.banner(banner_lines(loaded, run, run_dir, notes, own=own, units_per_step=meter.units_per_step))
-
+        resumed = choose_start(checkpointer, run_dir, given.resume)
+        metadata, notes = _described_start(run, given, run_dir, checkpointer, resumed)
+        meter = run_meter(run, own_model=given.model is not None)
+        notes = [*loaded.notes, *notes]
+        progress.banner(_banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"))
         if run.awaits_reference and resumed is not None:
             recorded = checkpointer.metadata().get("reference")
-            known = resumed_reference(run, run_dir, recorded, lambda: _created(run, own_step), progress, main=main)
+            make = lambda: _created(run, given.own_step)  # noqa: E731
+            known = resumed_reference(run, run_dir, recorded, make, progress, main=main)
             run, metadata["reference"] = with_known_reference(run, known), known.record
         state, base = _compiled_state(
-            run, run_dir, own_step, checkpointer, progress, spent, is_resumed=resumed is not None
+            run, run_dir, given.own_step, None if resumed is None else checkpointer, progress, spent
         )
         interrupt.check()
-        metadata["base"] = None if base is None else base.as_json()
         start = 0 if resumed is None else int(state.step)
-        if resumed is not None:
-            saved = checkpointer.metadata(start)
-            metadata.update({RECORD: saved[RECORD]} if RECORD in saved else {})
         activity.begins_at(start)
-        compared, other_rows = compared_rows(run, checkpointer, None if resumed is None else start)
-        metadata.update(compared)
-        watch = Watch(run, run_dir, callbacks=callbacks, start=start, after=compared_after(metadata))
-        if resumed is not None:
-            checkpointer.score_again(watch.recorded_scores(start), after=compared_after(metadata))
+        saved = {} if resumed is None else checkpointer.metadata(start)
+        metadata["base"] = None if base is None else base.as_json()
+        metadata |= {key: saved[key] for key in (RECORD,) if key in saved} | evaluated_rows(run, saved, start)
+        after = compared_after(metadata)
+        watch = Watch(run, run_dir, sorted_callbacks(given.callbacks)[0], start=start, after=after)
         has_ended = start >= run.config.train.steps or watch.status is not None
-        if other_rows is not None and not has_ended:
-            progress.message(other_rows)
-        evaluator = Evaluator(run.step)
-        if watch.has_early_stopping and not has_ended:
-            watch.check_metric(metric_names(run, state, evaluator))
-        if resumed is None and main:
-            # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
-            lost = 0 if resume == "never" else recorded_save(run_dir)
-            previous = set_aside(run_dir)
-            if lost:
-                progress.message(
-                    f"run.json names a save of step {lost}, and {checkpointer.directory} holds no checkpoint: training "
-                    "begins again at step 0 (was it deleted, or on a disk that is gone?)"
-                )
-            if previous is not None:
-                progress.message(f"what an earlier run left here was moved to {previous}")
-            begin_there(checkpointer, keep, run_dir, progress.message)
-        if resumed is None:
+        if resumed is not None:
+            checkpointer.score_again(watch.recorded_scores(start), after=after)
+        else:
+            if main:
+                # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
+                _set_aside(run_dir, checkpointer, progress, given.resume)
+                begin_folder(checkpointer.directory, keep, run_dir, progress.message)
             checkpointer.begin_anew()
             keep_base(base, run, state, run_dir)
-        if run.awaits_reference:
-            with spent.measure("evaluation"):
-                known = first_reference(run, state, run_dir, progress, main=main)
-            run, metadata["reference"] = with_known_reference(run, known), known.record
+            if run.awaits_reference:
+                with spent.measure("evaluation"):
+                    known = first_reference(run, state, run_dir, progress, main=main)
+                run, metadata["reference"] = with_known_reference(run, known), known.record
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
-        record = open_record(
-            loaded,
-            run,
-            run_dir,
-            start=start,
-            has_ended=has_ended,
-            metadata=metadata,
-            spent=spent,
-            main=main,
-            lock=lock,
-            report=progress.message,
-        )
+        record = RunRecord(run_dir, spent, lock=lock if main else None, report=progress.message)
+        record.open(loaded, run, metadata, start=start, has_ended=has_ended)
         metadata["run"], watch.log = record.kept, record.log
         return Session(
             run=run,
@@ -208,111 +169,104 @@ def prepare_session(
             saves=RunSaves(checkpointer, run_dir, keep, report=progress.message, owner=owner),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start, row=row),
-            held_out=HeldOut(run, record, progress, evaluator=evaluator, interrupt=interrupt, activity=activity),
+            evaluator=Evaluator(run.step),
             watch=watch,
-            profile=ProfileWindow(run.config.profile, run_dir, progress),
             progress=progress,
             interrupt=interrupt,
             activity=activity,
         )
 
 
-@contextlib.contextmanager
-def closing_on_failure(close: Callable[[str], None]) -> Iterator[None]:
-    """Close with the status of what went wrong, and raise that: an error while closing does not replace it.
-
-    Args:
-        close: receives preempted, diverged, stopped or failed.
-    """
-    try:
-        yield
-    except BaseException as error:
-        with contextlib.suppress(Exception):
-            close(_STATUS.get(type(error), "failed"))
-        raise
-
-
-def _assembled(
-    loaded: Loaded,
-    *,
-    model: Model | None,
-    task: Task | None,
-    data: Data | None,
-    own_step: OwnStep,
-    progress: Progress,
-) -> Run:
+def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
-    config = loaded.config
+    config, data = loaded.config, given.data
     check_roll_back(config.spikes, config.checkpoint)
-    if own_step.mesh is None:
+    if given.own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
-    if model is None and data is None:
-        check_kinds(config, own_task=task is not None)
+    if given.model is None and data is None:
+        check_kinds(config, own_task=given.task is not None)
     with progress.phase("reading data") as phase:
         opened = data if data is not None else open_run_data(config)
         phase.note(opened.description[0] if opened.description else "")
     if config.evaluation.early_stopping is not None and opened.validation is None:
         raise ConfigError(
-            "evaluation.early_stopping needs held-out rows, and the data has none; "
-            f"{to_hold_out(config, own_data=data is not None)}"
+            f"evaluation.early_stopping needs held-out rows, and the data has none; {to_hold_out(config)}"
         )
-    check_can_go_back(config.spikes, opened)
-    return assemble(config, opened, name=loaded.name, model=model, task=task, own=own_step)
+    if config.spikes is not None and config.spikes.action == "roll_back" and isinstance(opened.train, BatchStream):
+        raise ConfigError(
+            "spikes.action=roll_back reads batches by their number, and an iterable has none; give a dataset with "
+            "__len__ and __getitem__, or set spikes.action=skip"
+        )
+    return assemble(config, opened, name=loaded.name, model=given.model, task=given.task, own=given.own_step)
 
 
-def _checkpointer(run: Run, folder: Place, run_dir: Path, progress: Progress) -> Checkpointer:
-    keep = run.config.checkpoint
-    return Checkpointer(
-        folder,
-        keep_last=keep.keep_last,
-        keep_every=keep.keep_every,
-        keep_best=keep.keep_best,
-        mirror=mirror_folder(keep.mirror, run_dir),
-        report=progress.message,
-    )
+def _facts(run: Run) -> Facts:
+    """What all processes must have alike: the rows of each batch, and the options that each compiler accepts."""
+    options = run.step.compiler_options
+    found = {f"data ({name})": (str(value), "") for name, value in flat(run.stream).items()}
+    return found | {
+        f"compiler option {name}": (str(value), "") for name, value in {**options.used, **options.tried}.items()
+    }
 
 
-def _compiled_state(
-    run: Run,
-    run_dir: Path,
-    own_step: OwnStep,
-    checkpointer: Checkpointer,
-    progress: Progress,
-    spent: TimeSpent,
-    *,
-    is_resumed: bool,
-) -> tuple[TrainState, BaseRecord | None]:
-    """Compile the step, and create the state or restore the newest intact checkpoint.
+def _described_start(
+    run: Run, given: Given, run_dir: Path, checkpointer: Checkpointer, resumed: int | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of the run's checkpoints, and what people are told of where it starts."""
+    state = run.step.abstract_state
+    optimizer_state = None if given.own_step.optimizer is None else state.optimizer_state
+    own = own_parts(model=given.model, task=given.task, data=given.data, optimizer_state=optimizer_state)
+    metadata = run_metadata(run, own)
+    if resumed is None:
+        if given.model is not None:
+            return metadata, []
+        check_fits(run.config.model)
+        is_given = given.own_step.params is not None or given.own_step.skip
+        classes = [] if is_given else class_notes(run.config, (run.data.reading or {}).get("classes"))
+        return metadata, [*fresh_notes(run.config.model), *classes]
+    target = saved_form(run.step, checkpointer)
+    may_change = given.resume is not None
+    changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=may_change)
+    same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
+    notes = [f"resuming step {resumed} from {checkpointer.directory}: {same}"]
+    notes += source_changes(checkpointer.metadata(), metadata["called"])
+    if isinstance(run.batches, BatchStream):
+        notes.append(f"skipping the first {resumed} batches of the iterable")
+    return metadata, notes
 
-    Returns:
-        The state, and its base where checkpoints do not hold it.
-    """
-    trains = trained_leaves(run.step)
-    given = {} if is_resumed else start_of(run, own_step)
 
-    with ThreadPoolExecutor(1) as pool:
-        # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
-        created = None if is_resumed else pool.submit(_created, run, own_step)
-        with spent.measure("compiling"):
-            _compile(created, run, progress)
-        if created is None:
-            with progress.phase("restoring checkpoint"), spent.measure("creating state"):
-                saved = as_saved(without_base(run.step.abstract_state, trains), checkpointer)
-                state = as_kept(checkpointer.restore(saved), run.step)
-                record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
-                if record is None or trains is None:
-                    return state, None
-                base = restore_base(
-                    run.step.sharded_model,
-                    record,
-                    run_dir=run_dir,
-                    only=lambda path: not trains(path),
-                    moved_to=moved_base(run, own_step),
-                )
-                return with_base(state, base), record
-        with progress.phase("creating state"), spent.measure("creating state"):
-            state = jax.block_until_ready(created.result())
-            return state, describe_start(run, state, given)
+def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> list[str]:
+    """The lines that are shown before a run compiles: model, data, devices and what was chosen for it."""
+    config, mesh, step = run.config, run.step.mesh, run.step
+    places = zip(jax.tree.leaves(step.abstract_state), jax.tree.leaves(step.state_on_host), strict=True)
+    memory = {False: 0, True: 0}  # on the host?
+    for leaf, is_on_host in places:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            memory[bool(is_on_host)] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    degrees = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    accumulation, trains = config.train.accumulation_steps, trained_leaves(step)
+    lines = [
+        f"{run.name}: {step.model.name}, {format_count(run.num_parameters)} parameters, "
+        f"{config.train.steps:,} steps of {units}" + (f" in {accumulation} microbatches" if accumulation > 1 else "")
+    ]
+    if trains is not None:
+        trained = sum(leaf.size for leaf in jax.tree.leaves(without_base(step.abstract_state, trains).params))
+        lines.append(f"adapters: {trained:,} parameters are trained; checkpoints hold them alone")
+    unused = unused_accelerator(jax.devices()[0].platform)
+    return [
+        *lines,
+        *(f"data: {line}" for line in run.data.description),
+        f"devices: {describe_devices()} ({degrees}), {config.precision.policy}, "
+        f"state {format_bytes(memory[False])} per device"
+        + (f", {format_bytes(memory[True])} on the host" if memory[True] else ""),
+        f"compiled programs: {cache_folder(config.compilation_cache) or 'not kept'}",
+        f"run directory: {run_dir}",
+        *mesh_notes(mesh),
+        *pipeline_notes(step.pipeline),
+        *option_notes(step.compiler_options, asked=config.compiler_options),
+        *notes,
+        *([unused] if unused else []),
+    ]
 
 
 def _created(run: Run, own_step: OwnStep) -> TrainState:
@@ -320,7 +274,30 @@ def _created(run: Run, own_step: OwnStep) -> TrainState:
     return run.step.init(run.config.seed, **start_of(run, own_step))
 
 
-def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -> None:
+def _compiled_state(
+    run: Run,
+    run_dir: Path,
+    own_step: OwnStep,
+    resumes: Checkpointer | None,
+    progress: Progress,
+    spent: TimeSpent,
+) -> tuple[TrainState, BaseRecord | None]:
+    """Compile the step, and create the state or restore the newest intact one; with the base of its adapters."""
+    with ThreadPoolExecutor(1) as pool:
+        # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
+        created = None if resumes is not None else pool.submit(_created, run, own_step)
+        with spent.measure("compiling"):
+            _compile(run, progress, created)
+        if resumes is not None:
+            with progress.phase("restoring checkpoint"), spent.measure("creating state"):
+                return resumed_state(run, run_dir, own_step, resumes)
+        assert created is not None
+        with progress.phase("creating state"), spent.measure("creating state"):
+            state = jax.block_until_ready(created.result())
+            return state, describe_start(run, state, start_of(run, own_step))
+
+
+def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -> None:
     """Compile the step for the shapes of its batches, and show whether the program came from the cache.
 
     Another thread creates the state meanwhile. Of several processes, none goes on before both are done, because
@@ -337,7 +314,10 @@ def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -
 
         def attempt() -> tuple[Attempt, Phase]:
             try:
-                lowered = _lowered(run, progress, chosen)
+                with progress.phase("tracing") as tracing, record_choices() as choices:
+                    lowered = run.step.trace(run.batches.spec()).lower()
+                    tracing.note("; ".join(choices))
+                chosen.extend(choices)
                 phase = ends.enter_context(progress.phase("compiling"))
                 jax.monitoring.register_event_listener(listen)
                 ends.callback(jax.monitoring.unregister_event_listener, listen)
@@ -362,10 +342,15 @@ def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -
         phase.note("; ".join([*([cached] if cached else []), *lines]))
 
 
-def _lowered(run: Run, progress: Progress, chosen: list[str]) -> jax.stages.Lowered:
-    """Trace and lower the step; what was chosen in tracing is added to a list."""
-    with progress.phase("tracing") as phase, record_choices() as choices:
-        lowered = run.step.trace(run.batches.spec()).lower()
-        phase.note("; ".join(choices))
-    chosen += choices
-    return lowered
+def _set_aside(run_dir: Path, checkpointer: Checkpointer, progress: Progress, resume: str | None) -> None:
+    """Move an earlier run away, and say what of it is lost."""
+    saves = read_run_info(run_dir).get("saves") or []
+    lost = 0 if resume == "never" else max((save["step"] for save in saves), default=0)
+    previous = set_aside(run_dir)
+    if lost:
+        progress.message(
+            f"run.json names a save of step {lost}, and {checkpointer.directory} holds no checkpoint: training "
+            "begins again at step 0 (was it deleted, or on a disk that is gone?)"
+        )
+    if previous is not None:
+        progress.message(f"what an earlier run left here was moved to {previous}")

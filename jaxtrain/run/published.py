@@ -23,17 +23,16 @@ _RECORD = "origin.json"
 
 
 def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bool) -> dict[str, Any] | None:
-    """Copies the small files of the published model that a run starts from into the run.
+    """Copy the small files of the published model that a run starts from into the run.
 
     Args:
-        run_dir: Directory of the run.
-        model: The model group of its config.
-        is_resumed: Whether the run goes on: then nothing is copied, and the published model need not be there.
-        is_base: Whether the run trains adapters over it, whose folders tell it from other models.
+        run_dir: directory of the run.
+        model: the model group of its config.
+        is_resumed: whether the run goes on: then nothing is copied, and the published model need not be there.
+        is_base: whether the run trains adapters over it, whose folders tell it from other models.
 
     Returns:
-        The folder, and a digest of its config and of the names, shapes and dtypes of its tensors; None for a run that
-        starts from no published model.
+        The folder, and a digest of its config and of its tensors' names and shapes; None: it starts from no such model.
     """
     path, kept = published_from(model), run_dir / FOLDER
     if path is None:
@@ -54,13 +53,7 @@ def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bo
 
 
 def keep_texts(run_dir: Path, adapter: str | Path, *, base: Path) -> None:
-    """Writes the chat template that an adapter came with over that of its base, in a run of both.
-
-    Args:
-        run_dir: Directory of the run, which kept the files of the base.
-        adapter: Folder of the adapter.
-        base: The published model.
-    """
+    """Write the chat template that an adapter came with over that of its base, in a run of both."""
     file = tokenizer_origin(base)
     if file is None:
         return

@@ -1,114 +1,166 @@
 """What a run writes of itself: rows of metrics, run.json from its start to its end, the sample, the report."""
 
 import contextlib
-import functools
 import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxtrain.config import Loaded
-from jaxtrain.data import Tokenizer
-from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import ConfigError, StorageError
+from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
-from jaxtrain.run.described import described
-from jaxtrain.run.in_place import InPlace
-from jaxtrain.run.kept_tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
-from jaxtrain.run.lock import RunLock
-from jaxtrain.run.mended import kept_info
+from jaxtrain.models.tasks import is_shipped
+from jaxtrain.run.callbacks import EARLY_STOPPED
+from jaxtrain.run.directory import LOCK_NAME, InUseError, RunLock, kept_info, seconds_before
 from jaxtrain.run.published import keep_published
-from jaxtrain.run.restarted import seconds_before
-from jaxtrain.run.roll_back import RECORD
-from jaxtrain.run.shown_chats import shown_chats
-from jaxtrain.run.watch import EARLY_STOPPED
-from jaxtrain.runtime.files import put_aside, strict_json, write_text_atomic
+from jaxtrain.run.spikes import RECORD
+from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
+from jaxtrain.runtime.distributed import is_main_process
+from jaxtrain.runtime.files import identity, strict_json, write_text_atomic
 from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run
 
 
 class RunRecord:
     """The files of a run that grow with it. Only the main process writes; elsewhere every method does nothing.
 
-    A run that was done before this process stays as it is on disk: neither its rows nor its run.json change. The
-    exception is a run that is made longer and whose early stopping refuses the further steps: its status and its number
-    of steps are written.
+    A run that was done before this process stays as it is on disk: neither its rows nor its run.json change.
 
     Args:
         run_dir: directory of the run.
-        writers: where rows of metrics go; none on processes other than the main one.
-        info: content of run.json at the start; None on processes other than the main one.
-        was_done: the content of run.json where the run had ended before this process; None: it had not.
-        spent: where the time of the run goes.
-        draws_report: whether report.html is drawn at the end.
-        place: notices that files are gone; None: nobody does.
+        spent: where the time of the run goes; who spends time on the run adds it there.
+        lock: by which this process holds the directory; None: nobody looks whether it is still there.
         report: called with one line for people.
-        reopened: step -> writers, and that of the rows, where a run goes on from an earlier step; drops later rows.
-        trackers: dashboards that show the run; None: none do.
 
     Attributes:
-        spent: as given; who spends time on the run adds it there.
-        draws_report: as given.
+        spent: as given.
+        is_lost: whether another run has the directory, in which this one must write nothing more.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        *,
-        writers: MultiWriter,
-        info: Mapping[str, Any] | None,
-        was_done: Mapping[str, Any] | None,
         spent: TimeSpent,
-        draws_report: bool,
-        place: InPlace | None = None,
+        *,
+        lock: RunLock | None = None,
         report: Callable[[str], None] = print_remark,
-        reopened: Callable[[int], tuple[MultiWriter, LastingWriter]] | None = None,
-        trackers: Trackers | None = None,
     ) -> None:
-        self._run_dir, self._trackers = run_dir, trackers or Trackers(run_dir)
-        self._writers, self._reopened = writers, reopened
-        self._info = info if was_done is None else None
-        self._is_main = info is not None
-        self._num_steps: int | None = None if info is None else info["config"]["train"]["steps"]
-        self._was_done = was_done
-        self._place, self._report = place, report
-        self._tokenizer: Tokenizer | None = None
-        self._unwritten: str | None = None
-        self._skipped: tuple[SkippedRecords, ...] = ()
-        self._has_begun = False
-        # Step -> where the time had gone when it was saved.
-        self._saved = {save["step"]: save["seconds"] for save in (info or {}).get("saves", ())}
-        self.spent = spent
-        self.draws_report = draws_report
+        self._run_dir, self.spent, self._lock, self._report = run_dir, spent, lock, report
+        self._identity = identity(run_dir)
+        self._info: dict[str, Any] | None = None
+        self._writes = False  # the main process, unless the run was done before
+        self._unwritten = self._is_refused = self.is_lost = False
+        self._writers, self._trackers = MultiWriter(()), Trackers(run_dir)
+        self._metrics: LastingWriter | None = None
+        self._saved: dict[int, Mapping[str, float]] = {}  # step -> where the time had gone when it was saved
 
-    def begin(self, run: Run) -> None:
+    def open(
+        self, loaded: Loaded, run: Run, metadata: Mapping[str, Any], *, start: int = 0, has_ended: bool = False
+    ) -> None:
+        """Open the writers and say what run.json will hold; rows after the resumed step are dropped.
+
+        Args:
+            loaded: the config.
+            run: assembled from it.
+            metadata: what a checkpoint of the run says of it.
+            start: steps done before this process; 0 for a fresh run.
+            has_ended: whether no step is left to this process.
+
+        Raises:
+            ConfigError: a tracker is asked for and its package is missing.
+        """
+        self._loaded, self._run = loaded, run
+        if not is_main_process():
+            return
+        check_trackers(run.config.logging)
+        info = _described(loaded, run, metadata)
+        before = read_run_info(self._run_dir) if start else {}
+        # Before the rows of lost steps are dropped, which changes when the file was last written.
+        earlier = seconds_before(self._run_dir, before, start=start, began_at=self.spent.began_at)
+        self._open_writers(start)
+        is_base = run.config.finetune.lora is not None
+        info["published"] = keep_published(self._run_dir, run.config.model, is_resumed=start > 0, is_base=is_base)
+        info["created"] = before.get("created") or info["created"]
+        resumes = [step for step in before.get("resumed_after") or [] if step < start]
+        info["resumed_after"] = [*resumes, start] if start else []
+        info["seconds"] = earlier
+        info["saves"] = [save_entry(start, earlier, at=self.spent.began_at)]
+        self._saved = {start: earlier}
+        self.spent.after(earlier)
+        self._info = info
+        self._writes = not (has_ended and before.get("status") in ("done", EARLY_STOPPED))
+        if self._writes:
+            logging = run.config.logging
+            is_resumed = start > 0
+            self._trackers = open_trackers(
+                self._run_dir, logging, info=info, is_resumed=is_resumed, report=self._report
+            )
+
+    def _open_writers(self, step: int) -> None:
+        jsonl, *others = open_writers(self._run_dir, self._loaded.config.logging, resumed_step=step).writers
+        assert isinstance(jsonl, JsonlWriter)
+        self._metrics = LastingWriter(jsonl, self._report)
+        self._writers = MultiWriter([self._metrics, *others])
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps of run.json."""
+        return kept_info(self._info or {})
+
+    def begin(self) -> None:
         """Write run.json with the status `running`, and the tokenizer of the run's data.
 
         Raises:
             StorageError: they cannot be written.
         """
-        self._skipped = run.data.skipped
-        if not self._is_main:
+        if self._info is None:
             return
         try:
-            if run.data.tokenizer is not None:
-                self._keep_tokenizer(run.data.tokenizer)
-            if self._info is not None:
+            self._keep_tokenizer()
+            if self._writes:
                 self._write_info()
         except OSError as error:
             raise StorageError(
                 f"{self._run_dir} cannot be written: {error.strerror or error}; free space, or use another --run-dir"
             ) from None
-        self._has_begun = True
-        if self.draws_report:
-            self._write("rows.json", shown_chats(run.data))
+
+    def _keep_tokenizer(self) -> None:
+        if self._info is not None and self._run.data.tokenizer is not None:
+            self._info[DIGEST_KEY] = keep_tokenizer(self._run_dir, self._run.data.tokenizer)
+
+    def _write_info(self, **changes: Any) -> None:
+        info = {**(self._info or {}), **self._bad_records(), "seconds": self.spent.seconds(), **changes}
+        write_json_atomic(self._run_dir / "run.json", info)
+
+    def _bad_records(self) -> dict[str, Any]:
+        """What run.json says of the records that the data left out; nothing where none may be."""
+        skipped = self._run.data.skipped
+        if not skipped:
+            return {}
+        named = [text for source in skipped for text in source.named]
+        return {"skipped_records": {"count": sum(source.count for source in skipped), "first": named}}
+
+    def _try_to_write_info(self) -> None:
+        if not self._writes:
+            return
+        try:
+            self._write_info()
+            self._unwritten = False
+        except OSError as error:  # what it holds is older, and no worse: the next save tries again
+            if not self._unwritten:
+                self._report(f"run.json of {self._run_dir} cannot be written: {error.strerror}; training goes on")
+            self._unwritten = True
 
     def keep_time(self, step: int) -> None:
         """Write into run.json where the time went until this save: a run that is killed goes on counting from it."""
@@ -116,102 +168,71 @@ class RunRecord:
         if self._info is not None:
             entry = save_entry(step, self.spent.seconds(), at=time.time())
             self._saved[step] = entry["seconds"]
-            self._info = {**self._info, "saves": with_save(self._info.get("saves"), entry)}
+            self._info["saves"] = with_save(self._info.get("saves"), entry)
             self._try_to_write_info()
 
-    def _try_to_write_info(self) -> None:
-        before, self._unwritten = self._unwritten, None
-        try:
-            self._write_info()
-        except OSError as error:
-            # What it holds is older, and no worse: the next save tries again.
-            self._unwritten = error.strerror or str(error)
-            if before is None:
-                self._report(f"run.json of {self._run_dir} cannot be written: {self._unwritten}; training goes on")
-
     def look(self) -> None:
-        """Write again what is gone of the run directory, and say so.
+        """Write again what is gone of the run directory, which may be deleted, moved or unmounted, and say so.
 
         Raises:
             StorageError: another run has the directory, see `is_lost`; said once.
         """
-        if self._place is None or not self._has_begun:
+        if not self._writes or self._lock is None or self._metrics is None or self.is_lost:
             return
-        files: dict[str, Callable[[], None]] = {}
-        if self._info is not None:
-            files["run.json"] = self._write_info
-        if self._tokenizer is not None:
-            files[TOKENIZER_FILE] = functools.partial(self._keep_tokenizer, self._tokenizer)
-        self._place.look(files)
+        is_gone = identity(self._run_dir) != self._identity
+        is_unlocked = not self._lock.is_in_place()
+        names = ["run.json", *([TOKENIZER_FILE] if self._run.data.tokenizer is not None else [])]
+        missing = [name for name in names if not (self._run_dir / name).is_file()]
+        if not (is_gone or is_unlocked or missing) and self._metrics.is_in_place():
+            return
+        if (is_gone or is_unlocked) and not self._take_again(self._lock):
+            return
+        found = [f"{LOCK_NAME} is written again"] if is_unlocked and not is_gone else []
+        if not self._metrics.is_in_place():
+            found.append(self._metrics.write_again())
+        if missing:
+            self._keep_tokenizer()
+            self._try_to_write_info()
+            found += [f"{name} is written again" for name in missing]
+        what = f"{self._run_dir} was deleted, moved or unmounted" if is_gone else f"files of {self._run_dir} are gone"
+        self._report(f"{what} while the run goes on: {', '.join(found)}")
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether another run has the directory, in which this one must write nothing more."""
-        return self._place is not None and self._place.is_lost
-
-    def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
-        digest, line = keep_tokenizer(self._run_dir, tokenizer)
-        self._tokenizer = tokenizer
-        if self._info is not None:
-            self._info = {**self._info, DIGEST_KEY: digest}
-        if line is not None:
-            self._report(line)
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps of run.json."""
-        return {} if self._info is None else kept_info(self._info)
-
-    def _write_info(self) -> None:
-        path = self._run_dir / "run.json"
-        put_aside(path)
-        write_json_atomic(path, {**(self._info or {}), **self._bad_records(), "seconds": self.spent.seconds()})
-
-    def _bad_records(self) -> dict[str, Any]:
-        """What run.json says of the records that the data left out; nothing where none may be."""
-        if not self._skipped:
-            return {}
-        named = [text for source in self._skipped for text in source.named]
-        return {"skipped_records": {"count": sum(source.count for source in self._skipped), "first": named}}
+    def _take_again(self, lock: RunLock) -> bool:
+        """Make the directory and hold it; False where that cannot be."""
+        try:
+            lock.__enter__()
+        except InUseError as error:
+            self.is_lost, self._writes = True, False
+            raise StorageError(
+                f"{self._run_dir} is in use by {error.holder}, which began there after its lock was deleted or moved: "
+                "this run stops and saves nothing more there"
+            ) from None
+        except ConfigError as error:
+            if not self._is_refused:
+                self._report(f"{self._run_dir} was deleted, moved or unmounted and cannot be written again: {error}")
+            self._is_refused = True
+            return False
+        self._identity, self._is_refused = identity(self._run_dir), False
+        return True
 
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json.
 
-        What was spent on the steps since that one was saved is lost.
-
         Args:
-            step: the step.
+            step: the step; what was spent on the steps since it was saved is lost.
             metadata: of the run's next checkpoint.
         """
-        if self._reopened is not None:
-            self._writers.close()
-            self._writers, metrics = self._reopened(step)
-            if self._place is not None:
-                self._place.follow(metrics)
         if step in self._saved:
             self.spent.lose_steps(self._saved[step])
         if self._info is not None:
-            noted = {key: metadata[key] for key in (RECORD, EVALUATED_ROWS) if key in metadata}
-            self._info = {**self._info, **noted}
+            self._writers.close()
+            self._open_writers(step)
+            self._info |= {key: metadata[key] for key in (RECORD, EVALUATED_ROWS) if key in metadata}
             self._try_to_write_info()
-
-    def held_out(self, found: Mapping[str, Any] | None) -> None:
-        """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
-        if self._is_main:
-            self._write("held_out.json", found)
-
-    def _write(self, name: str, found: Mapping[str, Any] | None) -> None:
-        """Write what only the report reads; None: nothing."""
-        if found is not None:
-            # On one line: indented, a matrix would have four lines per count.
-            content = json.dumps(strict_json(found), ensure_ascii=False, allow_nan=False)
-            # No run is lost over its report; a disk that is full shows where run.json is written.
-            with contextlib.suppress(OSError):
-                write_text_atomic(self._run_dir / name, f"{content}\n")
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
-        if self._was_done is None:
+        if self._writes:
             self.look()
             self._writers.scalars(step, values)
             self._trackers.scalars(step, values)
@@ -225,16 +246,24 @@ class RunRecord:
             self._text(step, name, value)
 
     def _text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
-        if self._was_done is None:
+        if self._writes:
             self._writers.text(step, name, text)
             self._trackers.text(step, name, text)
 
     def sample(self, step: int, text: str) -> None:
         """Write a generated text to sample.txt, metrics.jsonl and the trackers."""
-        if self._is_main:
-            with contextlib.suppress(OSError):  # as with the report
+        if self._info is not None:
+            with contextlib.suppress(OSError):
                 write_text_atomic(self._run_dir / "sample.txt", text)
             self._text(step, "sample", text)
+
+    def held_out(self, found: Mapping[str, Any] | None) -> None:
+        """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
+        if self._info is not None and found is not None:
+            # On one line: indented, a matrix would have four lines per count.
+            content = json.dumps(strict_json(found), ensure_ascii=False, allow_nan=False)
+            with contextlib.suppress(OSError):  # no run is lost over its report
+                write_text_atomic(self._run_dir / "held_out.json", f"{content}\n")
 
     def close(
         self, status: str, final: Scalars, progress: Progress, *, is_asked: Callable[[], bool] = lambda: False
@@ -247,154 +276,93 @@ class RunRecord:
             final: the last metrics.
             progress: shows that the report is drawn.
             is_asked: whether somebody asks the process to stop, who waits for no tracker.
+
+        Raises:
+            StorageError: rows or run.json cannot be written.
         """
         try:
-            self._close_files(status, final, progress)
+            with contextlib.suppress(StorageError):  # what ends there, ends
+                self.look()
+            writes, self._writes = self._writes, False
+            writers, self._writers = self._writers, MultiWriter(())
+            try:
+                writers.close()
+            finally:
+                if writes:
+                    self._write_end(status, final)
+            if writes and self._run.config.logging.report:
+                self._draw_report(progress)
         finally:
             self._trackers.end(status, is_asked=is_asked)
 
-    def _close_files(self, status: str, final: Scalars, progress: Progress) -> None:
-        with contextlib.suppress(StorageError):  # what ends there, ends; `is_lost` says what must not be written
-            self.look()
-        writers, self._writers = self._writers, MultiWriter(())
-        if self.is_lost:
-            self._info = None
-        ended = self._ended_otherwise(status)
-        if self._info is None and ended is None:
-            writers.close()
-            return
-        try:
-            writers.close()
-        finally:
-            info, self._info = self._info, None
-            if info is not None:
-                self._end(info, status, final)
-            elif ended is not None:
-                self._write_end(ended, status)
-        if self.draws_report and (self._run_dir / "metrics.jsonl").exists():
-            from jaxtrain.metrics.report.page import write_report
-
-            with progress.phase("drawing the report") as phase:
-                try:
-                    write_report(self._run_dir)
-                except (OSError, ConfigError) as error:  # no run is lost over its report
-                    phase.note(f"not written: {(isinstance(error, OSError) and error.strerror) or error}")
-
-    def _ended_otherwise(self, status: str) -> dict[str, Any] | None:
-        """What run.json of a run that was done is to say once early stopping refused more steps; None: what it says."""
-        before = self._was_done
-        if before is None or status != EARLY_STOPPED or self.is_lost:
-            return None
-        config = dict(before.get("config") or {})
-        config["train"] = {**(config.get("train") or {}), "steps": self._num_steps}
-        found = {**before, "status": status, "config": config}
-        return None if found == before else found
-
-    def _end(self, info: Mapping[str, Any], status: str, final: Scalars) -> None:
-        """Write the end into run.json, and let go of the directory.
-
-        Raises:
-            StorageError: run.json cannot be written.
-        """
+    def _write_end(self, status: str, final: Scalars) -> None:
         seconds = self.spent.seconds()
         final = {**final, "wall_seconds": round(sum(seconds.values()), 2)}
-        found = {**info, **self._bad_records(), "seconds": seconds}
-        self._write_end(finished_info(found, status=status, final=final), status)
-
-    def _write_end(self, info: Mapping[str, Any], status: str) -> None:
-        path = self._run_dir / "run.json"
         try:
-            put_aside(path)
-            write_json_atomic(path, info)
+            self._write_info(**finished_info({"seconds": seconds}, status=status, final=final))
         except OSError as error:
             raise StorageError(
-                f"the end of the run ({status}) cannot be written to {path}: {error.strerror or error}; free space and "
-                "run again: the checkpoints are complete"
+                f"the end of the run ({status}) cannot be written to {self._run_dir / 'run.json'}: "
+                f"{error.strerror or error}; free space and run again: the checkpoints are complete"
             ) from None
-        finally:
-            if self._place is not None:
-                self._place.close()
+
+    def _draw_report(self, progress: Progress) -> None:
+        from jaxtrain.metrics.report.page import write_report
+
+        with progress.phase("drawing the report") as phase:
+            try:
+                write_report(self._run_dir)
+            except (OSError, ConfigError) as error:  # no run is lost over its report
+                phase.note(f"not written: {error}")
 
 
-def open_record(
-    loaded: Loaded,
-    run: Run,
-    run_dir: Path,
-    *,
-    start: int,
-    has_ended: bool,
-    metadata: Mapping[str, Any],
-    spent: TimeSpent,
-    main: bool,
-    lock: RunLock | None = None,
-    report: Callable[[str], None] = print_remark,
-) -> RunRecord:
-    """Open the writers of a run and say what its run.json will hold; rows after the resumed step are dropped.
-
-    Args:
-        loaded: the config.
-        run: assembled from it.
-        run_dir: directory of the run.
-        start: steps done before this process; 0 for a fresh run.
-        has_ended: whether no step is left to this process.
-        metadata: what a checkpoint of the run says of it: the parts that came from Python, and what they compute.
-        spent: where the time of this process went so far.
-        main: whether this process writes.
-        lock: by which it holds the directory; None: nobody looks after that.
-        report: called with one line for people.
-
-    Raises:
-        ConfigError: a tracker is asked for and its package is missing.
-    """
-    config, draws = run.config, run.config.logging.report
-    if not main:
-        nothing = MultiWriter(())
-        return RunRecord(run_dir, writers=nothing, info=None, was_done=None, spent=spent, draws_report=draws)
-    check_trackers(config.logging)
-    info = described(loaded, run, metadata)
-    before = read_run_info(run_dir) if start else {}
-    # Before the rows of lost steps are dropped, which changes when the file was last written.
-    earlier = seconds_before(run_dir, before, start=start, began_at=spent.began_at)
-    # Last, because whatever fails after it would leave them open.
-    reopened = functools.partial(_opened, run_dir, loaded, report)
-    writers, metrics = reopened(start)
-    adapters = config.finetune.lora is not None
-    info["published"] = keep_published(run_dir, config.model, is_resumed=start > 0, is_base=adapters)
-    info["created"] = before.get("created") or info["created"]
-    info["resumed_after"] = _resumes(before, start)
-    info["seconds"] = earlier
-    info["saves"] = [save_entry(start, earlier, at=spent.began_at)]
-    spent.after(earlier)
-    was_done = before if has_ended and before.get("status") in ("done", EARLY_STOPPED) else None
-    trackers = None
-    if was_done is None:
-        trackers = open_trackers(run_dir, config.logging, info=info, is_resumed=start > 0, report=report)
-    return RunRecord(
-        run_dir,
-        writers=writers,
-        place=InPlace(run_dir, lock=lock, metrics=metrics, report=report),
-        report=report,
-        info=info,
-        was_done=was_done,
-        spent=spent,
-        draws_report=draws,
-        reopened=reopened,
-        trackers=trackers,
+def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of run.json at the start of a run."""
+    data, spec = run.data, run.batches.spec()
+    inputs = spec.get("inputs")
+    info = run_info(
+        run.config,
+        name=loaded.name,
+        mesh_shape=dict(run.step.mesh.shape),
+        model={
+            "name": run.step.model.name,
+            "num_parameters": run.num_parameters,
+            "num_outputs": run.step.feed.num_classes(spec),
+        },
+        data={
+            "description": list(data.description),
+            "fingerprint": data.fingerprint,
+            "num_validation_rows": None if data.validation is None else len(data.validation),
+            "reading": data.reading,
+            # What the model is built from, so that it can be opened where the data is not.
+            "input_shape": list(data.input_shape),
+            "input_dtype": str(inputs.dtype) if isinstance(inputs, jax.ShapeDtypeStruct) else None,
+            "vocab_size": data.vocab_size,
+            "end_of_text": None if data.tokenizer is None else data.tokenizer.end_of_text,
+            "num_outputs": data.num_outputs,
+        },
     )
+    return {
+        **info,
+        "task": run.step.task.name,
+        "task_is_shipped": is_shipped(run.step.task),
+        "parameters": _parameters(run),
+        **{key: metadata.get(key) for key in ("from_python", "called", "base")},
+        **{key: metadata[key] for key in (RECORD, EVALUATED_ROWS) if key in metadata},
+        "choices": list(run.step.choices),
+        "compiler_options": dict(run.step.compiled_with),
+    }
 
 
-def _opened(
-    run_dir: Path, loaded: Loaded, report: Callable[[str], None], step: int
-) -> tuple[MultiWriter, LastingWriter]:
-    """The writers of a run that goes on from a step, and the one of its rows."""
-    jsonl, *others = open_writers(run_dir, loaded.config.logging, resumed_step=step).writers
-    assert isinstance(jsonl, JsonlWriter)
-    metrics = LastingWriter(jsonl, report)
-    return MultiWriter([metrics, *others]), metrics
-
-
-def _resumes(before: Mapping[str, Any], start: int) -> list[int]:
-    """The steps after which the run was resumed, without those that going back to an earlier step undid."""
-    found = before.get("resumed_after")
-    earlier = [step for step in found if isinstance(step, int) and step < start] if isinstance(found, list) else []
-    return [*earlier, start] if start else []
+def _parameters(run: Run) -> dict[str, str]:
+    """Parameter path -> `float32[160,448] fsdp,-`: dtype, shape, mesh axes of each dimension; `frozen` at the end."""
+    trainable = run.step.program.settings.trainable
+    sizes, found = run.step.mesh.shape, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(run.step.sharded_model.abstract_params):
+        name = path_name(path)
+        axes = ["+".join(axis for axis in entry_axes(entry) if sizes[axis] > 1) or "-" for entry in leaf.sharding.spec]
+        sharding = ",".join(axes) if any(axis != "-" for axis in axes) else ""
+        parts = [f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]", sharding]
+        parts.append("" if trainable is None or trainable(name) else "frozen")
+        found[name] = " ".join(part for part in parts if part)
+    return found

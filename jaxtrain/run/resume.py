@@ -1,40 +1,28 @@
-"""Where a run starts: from nothing, or from the newest checkpoint of its directory."""
+"""Whether a run goes on from the newest checkpoint of its directory, and what may have changed since then."""
 
 import json
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
-from jaxtrain.checkpoint.tree import flatten, is_inside
+from jaxtrain.config.kinds import called_parts
 from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
-from jaxtrain.data.special import SETTINGS_FILE
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
-from jaxtrain.metrics.runinfo import read_run_info
-from jaxtrain.metrics.time_spent import RESTARTS_FILE
+from jaxtrain.metrics.runinfo import EVALUATED_ROWS, compared_after, read_run_info
 from jaxtrain.optim.evaluation import kept_nodes
-from jaxtrain.run.agreed import flat
-from jaxtrain.run.called_sources import called_sources
-from jaxtrain.run.changed_state import saved_leaves
-from jaxtrain.run.kept_tokenizer import COPY_FILE
-from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
-from jaxtrain.runtime.attempt import attempt
+from jaxtrain.run.own_parts import OwnParts, part_changes
+from jaxtrain.runtime.call import source_digest
 from jaxtrain.train.assemble import Run
-from jaxtrain.train.base import KEPT
 from jaxtrain.train.state import TrainState
 
 RESUME_MODES = ("auto", "must", "never")
-GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to go on with the change"
-"""What works where a run trained something else, and its state is that of the run that would go on."""
-_SHAPES_STATE = {
-    "precision.policy",
-    *(f"optimizer.{key}" for key in ("kind", "moments", "momentum", "b1", "ema_decay", "freeze", "adamw", "groups")),
-    "optimizer.min_dim_size_to_factor",
-}
+_GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to go on with the change"
+_SET_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
 # data is noticed by its content, and more steps are how a run is made longer.
 _SAME_TRAINING = (
@@ -45,13 +33,19 @@ _SAME_TRAINING = (
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
     *("loss.logits ", "loss.block ", "compiler_options", "watchdog"),
 )
-# What identifies rows that were given for evaluation, in the description of the data.
-_HELD_OUT = "validation."
 # Of the stream of batches, what the config says; the rest describes the data.
 _BATCH_KEYS = {"seed": "seed", "global_batch_size": "train.global_batch_size"}
-_SHAPES_NOTHING = {
-    f"model.{key}" for key in ("attention", "attention_softcap", "causal", "dropout", "size", "sliding_window")
-}
+_CALLED = ("model", "task", "data", "optimizer")
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) -> int | None:
@@ -70,12 +64,11 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
         raise ConfigError(f"--resume {resume}: use one of {', '.join(RESUME_MODES)}")
     # Process 0 decides for all: another may see an older listing of a network file system.
     found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
-    latest = None if found < 0 else found
-    if resume == "must" and latest is None:
+    if resume == "must" and found < 0:
         usual = run_dir / "checkpoints"  # as the user wrote it
         folder = usual if checkpointer.directory == usual.absolute() else checkpointer.directory
         raise CheckpointError(f"--resume must, but there is no checkpoint in {folder}; use auto")
-    return None if resume == "never" else latest
+    return None if resume == "never" or found < 0 else found
 
 
 def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
@@ -90,10 +83,39 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
     }
 
 
+def called_sources(
+    config: Config, own: OwnParts | None = None, *, among: tuple[str, ...] = _CALLED
+) -> dict[str, dict[str, str | None]]:
+    """The functions that a config names: group -> `call`, `file` and `sha256` of the file.
+
+    Args:
+        config: of the run; its functions were called before, so that their modules are imported.
+        own: the parts that came from Python in place of the config's, whose functions were not called.
+        among: groups to record.
+    """
+    called = {name: group.call for name, group in called_parts(config).items() if name in among}
+    return {name: source_digest(name, call) for name, call in called.items() if (own or {}).get(name) is None}
+
+
+def source_changes(record: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """A line for each function whose file changed since a record was written; it is no error.
+
+    Args:
+        record: content of `run.json`, or the metadata of a checkpoint.
+        current: what `called_sources` gives for the run that goes on.
+    """
+    saved = record.get("called") or {}
+    return [
+        f"the file of {name}.call={found['call']} ({found['file']}) has changed since the run trained with it"
+        for name, found in current.items()
+        if (before := saved.get(name)) and before["call"] == found["call"] and before["sha256"] != found["sha256"]
+    ]
+
+
 def check_resumed(
     checkpointer: Checkpointer, target: TrainState, current: Mapping[str, Any], *, run_dir: Path, may_change: bool
 ) -> list[str]:
-    """What changed since the newest checkpoint, once it is known that this run can go on from it.
+    """What changed since the newest checkpoint, each as `train.steps 600 -> 1200`, once this run can go on from it.
 
     Args:
         checkpointer: holds a checkpoint.
@@ -103,124 +125,48 @@ def check_resumed(
         may_change: whether another configuration may go on.
 
     Raises:
-        ConfigError, DataError: see `changes_since`.
-        CheckpointError: the checkpoint is of another model or optimizer; names the settings that were changed.
+        ConfigError: a part from Python is not given again, the configuration changed and may not, or seed or batch size
+            changed, which never may.
+        DataError: the data differs.
+        CheckpointError: the checkpoint is of another model or optimizer.
     """
-    other = None
+    saved = checkpointer.metadata()
+    changes = part_changes(saved, recorded_parts(current), run_dir)
+    changes += config_changes(saved["config"], current["config"])
+    check_stream(saved["stream"], current["stream"], run_dir=run_dir)
+    if not may_change:
+        _check_same_training(changes, saved["config"], current["config"], run_dir=run_dir)
     try:
         checkpointer.check_like(target)
     except CheckpointError as error:
-        other = error
-    saved, ways, weights = checkpointer.metadata(), GO_ON, ","
-    if other is not None or saved.get("stream", {}) != current["stream"]:
-        weights = _with_weights(checkpointer, target, current, run_dir=run_dir)
-    if other is not None:
-        anew = f"set it back, use another run_dir{weights} or resume='never' to start anew"
-        ways = f"the state then has another form, so no resume can go on; {anew}"
-    changes = changes_since(saved, current, run_dir=run_dir, may_change=may_change, ways=ways, weights=weights)
-    if other is not None:
-        found = state_changes(changes)
-        back = f"; changed since: {', '.join(found[:3])}; set that back," if found else ";"
-        raise CheckpointError(f"{other}{back} use another --run-dir{weights} or start again with --resume never")
+        changed = f"changed since: {', '.join(changes[:3])}; " if changes else ""
+        raise CheckpointError(f"{error}; {changed}{_SET_BACK}") from None
     return changes
 
 
-def _with_weights(checkpointer: Checkpointer, target: TrainState, current: Mapping[str, Any], *, run_dir: Path) -> str:
-    """How a run in another directory starts from the weights of this one, as a clause; a comma where it cannot."""
-    # Weights are given to `fit`, as the model is; they are cast, and those below an adapter are elsewhere.
-    if recorded_parts(current)["model"] is None or checkpointer.metadata().get("base") is not None:
-        return ","
-    wanted = {name: tuple(leaf.shape) for name, leaf in flatten(target.params, prefix="params").leaves.items()}
-    leaves = saved_leaves(checkpointer).items()
-    is_same = wanted == {name: tuple(shape) for name, (shape, _) in leaves if is_inside(name, "params")}
-    return f", where params='{run_dir}' starts from its weights," if is_same else ","
-
-
-def recorded_save(run_dir: Path) -> int:
-    """The step of the newest save that run.json names, which may not have been completed; 0: it names none."""
-    saves = read_run_info(run_dir).get("saves")
-    steps = [save.get("step") for save in saves if isinstance(save, dict)] if isinstance(saves, list) else []
-    return max((step for step in steps if isinstance(step, int)), default=0)
-
-
-def set_aside(run_dir: Path) -> Path | None:
-    """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
-    names = ("checkpoints", "metrics.jsonl", "tensorboard", "run.json", "report.html", "sample.txt", "tokenizer.json")
-    # Rows of this supervisor's are of this run, whose first start did not live to its first save.
-    restarts = () if attempt() else (RESTARTS_FILE,)
-    more = (
-        "held_out.json",
-        "rows.json",
-        "reference.npz",
-        "profile",
-        "nonfinite",
-        "trackers",
-        COPY_FILE,
-        SETTINGS_FILE,
-        KEPT,
-        *restarts,
-    )
-    old = [run_dir / name for name in (*names, *more) if (run_dir / name).exists()]
-    if not old:
-        return None
-    # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
-    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"
-    folder = run_dir / "previous" / name
-    folder.mkdir(parents=True, exist_ok=False)
-    for path in old:
-        path.rename(folder / path.name)
-    return folder
-
-
-def finished_row(run_dir: Path) -> dict[str, float | int | None]:
-    """The training metrics of the last step, as run.json has them of a run that ended; empty where it has none."""
-    final = read_run_info(run_dir).get("final")
-    return {
-        name: value for name, value in (final or {}).items() if name != "wall_seconds" and not name.startswith("eval_")
-    }
-
-
-def _set_back(weights: str = ",") -> str:
-    """What works where no resume goes on; the clause of `_with_weights` is a part of it."""
-    anew = "start again with --resume never (from Python resume='never')"
-    return f"set it back, use another run directory{weights} or {anew}"
-
-
-def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, weights: str = ",") -> None:
-    """Refuse to go on with other data: batch k would hold other rows than it did, or evaluations be of other rows.
+def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path) -> None:
+    """Refuse to go on with other batches: batch k would hold other rows than it did, or evaluations be of other rows.
 
     Args:
         saved, current: which rows batch k holds, in the run of a checkpoint and in the one that would go on.
-        weights: how another run starts from the weights, for messages.
+        run_dir: for messages.
 
     Raises:
-        DataError: names what differs.
+        ConfigError: another seed or batch size.
+        DataError: other data.
     """
+    keys = {name: key for name, key in _BATCH_KEYS.items() if name in saved and saved[name] != current.get(name)}
+    if keys:
+        shown = " and ".join(f"{key} {saved[name]} -> {current.get(name)}" for name, key in keys.items())
+        raise ConfigError(
+            f"{run_dir} holds a run with another configuration: {shown}, which no resume changes; {_SET_BACK}"
+        )
     before, after = flat(saved), flat(current)
     differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     if differ:
         key = differ[0]
-        more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
-        how = "evaluated on other held-out rows" if key.startswith(_HELD_OUT) else "trained on other data"
-        raise DataError(
-            f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}{more}; "
-            f"{_set_back(weights)}"
-        )
-
-
-def _check_batches(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, weights: str) -> None:
-    """Refuse another seed or batch size, with which batch k would hold other rows of the same data."""
-    differ = [
-        f"{key} {saved[name]} -> {current.get(name)}"
-        for name, key in _BATCH_KEYS.items()
-        if name in saved and saved[name] != current.get(name)
-    ]
-    if differ:
-        raise ConfigError(
-            f"{run_dir} holds a run with another configuration: {' and '.join(differ)}, which no resume "
-            f"changes; {_set_back(weights)}"
-        )
+        how = "evaluated on other held-out rows" if key.startswith("validation.") else "trained on other data"
+        raise DataError(f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}; {_SET_BACK}")
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -235,74 +181,38 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
     ]
 
 
-def changes_since(
-    saved: Mapping[str, Any],
-    current: Mapping[str, Any],
-    *,
-    run_dir: Path,
-    may_change: bool,
-    ways: str = GO_ON,
-    weights: str = ",",
-) -> list[str]:
-    """What differs between the run of a checkpoint and the one that would go on from it.
-
-    Args:
-        saved: metadata of the checkpoint: `config`, `stream` (which rows batch k holds) and `from_python`.
-        current: the same of the run that would go on.
-        run_dir: for messages.
-        may_change: whether another configuration may go on.
-        ways: what works where it may not, for messages.
-        weights: how a run in another directory starts from the weights, for messages; a comma: it cannot.
-
-    Returns:
-        The changes, each as `train.steps 600 -> 1200`.
-
-    Raises:
-        ConfigError: a part from Python is not given again, the configuration changed and may not, or seed or batch size
-            changed, which never may.
-        DataError: the data differs.
-    """
-    parts = recorded_parts(current)
-    check_given_again(saved, parts, run_dir)
-    before, after = saved.get("config", {}), current["config"]
-    changes = [*part_changes(saved, parts), *config_changes(before, after)]
-    _check_batches(saved.get("stream", {}), current["stream"], run_dir=run_dir, weights=weights)
-    check_stream(saved.get("stream", {}), current["stream"], weights=weights)
-    # After the batches, since it offers to go on with the change, and no change of them is gone on with.
-    if not may_change:
-        check_same_training(changes, before, after, run_dir=run_dir, ways=ways)
-    return changes
-
-
-def check_same_training(
-    changes: Iterable[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path, ways: str
+def _check_same_training(
+    changes: list[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path
 ) -> None:
-    """Refuse to go on with a run that trained something else: its old numbers would be returned as the new ones.
-
-    Args:
-        changes: from `config_changes`, and of parts that came from Python.
-        saved, current: the two resolved configs.
-        run_dir: for messages.
-        ways: what works, for messages.
-
-    Raises:
-        ConfigError: names the first keys that differ and what to do.
-    """
-    before, after = (config.get("train", {}).get("steps", 0) for config in (saved, current))
-    differ = [change for change in changes if not change.startswith(_SAME_TRAINING)]
-    if after >= before:
-        differ = [change for change in differ if not change.startswith("train.steps ")]
+    """Refuse to go on with a run that trained something else: its old numbers would be returned as the new ones."""
+    same = _SAME_TRAINING
+    if current["train"]["steps"] >= saved["train"]["steps"]:
+        same = (*same, "train.steps ")
+    differ = [change for change in changes if not change.startswith(same)]
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise ConfigError(f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; {ways}")
+        raise ConfigError(f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; {_GO_ON}")
 
 
-def state_changes(changes: Iterable[str]) -> list[str]:
-    """Of what `config_changes` gives, that which may change names, shapes or dtypes of the state."""
-    return [
-        change
-        for change in changes
-        if (key := change.partition(" ")[0]) in _SHAPES_STATE
-        or key.startswith(("optimizer.call", "optimizer.args", "finetune"))
-        or (key.startswith("model.") and key not in _SHAPES_NOTHING)
-    ]
+def finished_row(run_dir: Path) -> dict[str, float | int | None]:
+    """The training metrics of the last step, as run.json has them of a run that ended; empty where it has none."""
+    final = read_run_info(run_dir).get("final") or {}
+    return {name: value for name, value in final.items() if name != "wall_seconds" and not name.startswith("eval_")}
+
+
+def evaluated_rows(run: Run, before: Mapping[str, Any], start: int) -> dict[str, Any]:
+    """What to note of evaluations: those over the same number of rows are compared, by early stopping and `keep_best`.
+
+    Args:
+        run: that begins or goes on.
+        before: metadata of the checkpoint that it goes on from; empty: it begins.
+        start: the step of that.
+    """
+    former = before.get(EVALUATED_ROWS)
+    if run.data.validation is None:
+        return {} if former is None else {EVALUATED_ROWS: former}
+    count, batches = len(run.data.validation), run.config.evaluation.max_batches
+    if batches is not None:
+        count = min(count, batches * run.config.train.global_batch_size)
+    is_same = former is None or former["count"] == count
+    return {EVALUATED_ROWS: {"count": count, "after": compared_after(before) if is_same else start}}

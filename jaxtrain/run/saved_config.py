@@ -11,8 +11,8 @@ from jaxtrain.config import Config, Loaded, load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.run.kept_tokenizer import tokenizer_file
-from jaxtrain.run.mended import mend_run
+from jaxtrain.run.directory import mend_run
+from jaxtrain.run.tokenizer import tokenizer_file
 
 
 def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Loaded:

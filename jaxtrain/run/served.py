@@ -23,10 +23,9 @@ from jaxtrain.published.entries import Entry
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.published.sentence_pooling import read_sentence_head
-from jaxtrain.run.answers import format_of_run
 from jaxtrain.run.exported_texts import texts_beside
 from jaxtrain.run.open_run import open_run
-from jaxtrain.run.special import special_of_folder, special_of_run
+from jaxtrain.run.tokenizer import format_of_run, special_of_folder, special_of_run
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
 
@@ -147,7 +146,7 @@ def _served_folder(
         words = [f"{_POLICY}=bf16_pure", *words]
     config = load_config(tree, overrides=words, origin="serve").config
     check_fits(config.model)
-    from jaxtrain.run.restored import quantized_params
+    from jaxtrain.run.restore import quantized_params
     from jaxtrain.train.assemble import build_sharded_model
     from jaxtrain.train.start import accept_start
 

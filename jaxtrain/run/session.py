@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,23 +11,24 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.data import prefetch
 from jaxtrain.errors import PreemptedError, StorageError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.writers import Scalars, flat_scalars
 from jaxtrain.run.activity import Activity
-from jaxtrain.run.base import trained_leaves
-from jaxtrain.run.held_out import HeldOut
+from jaxtrain.run.callbacks import Watch
+from jaxtrain.run.evaluation import Evaluator, held_out_batches
 from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
-from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.record import RunRecord
-from jaxtrain.run.saves import OF_ONE_PROCESS, RunSaves
+from jaxtrain.run.restore import trained_leaves
+from jaxtrain.run.saving import RunSaves
 from jaxtrain.run.step_log import StepLog
-from jaxtrain.run.watch import Watch
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
     """The parts of a run, made by `prepare.prepare_session`.
 
@@ -41,12 +42,13 @@ class Session:
         saves: through it.
         record: the files that grow with the run.
         steps: measures and logs the steps.
-        held_out: evaluates.
+        evaluator: of the run's step.
         watch: calls the callbacks, and knows whether the run stops early.
-        profile: the profiler's window.
         progress: what people see.
         interrupt: says when to stop.
         activity: is told what this process does.
+        metrics: of the last evaluation; empty before it.
+        evaluated: the step of that.
     """
 
     run: Run
@@ -58,12 +60,23 @@ class Session:
     saves: RunSaves
     record: RunRecord
     steps: StepLog
-    held_out: HeldOut
+    evaluator: Evaluator
     watch: Watch
-    profile: ProfileWindow
     progress: Progress
     interrupt: Interrupt
     activity: Activity
+    metrics: Scalars = field(default_factory=dict)
+    evaluated: int | None = None
+
+
+def final_metrics(session: Session) -> Scalars:
+    """The last logged row with the last evaluation."""
+    return {**session.steps.row, **session.metrics}
+
+
+def shown_metrics(metrics: Scalars) -> list[str]:
+    """Metrics as people read them: `eval loss 1.234`."""
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items()]
 
 
 def close_session(session: Session, status: str) -> None:
@@ -71,35 +84,20 @@ def close_session(session: Session, status: str) -> None:
     session.steps.end()
     try:
         with session.record.spent.measure("saving"):
-            session.saves.close(hurry=status == "preempted", agrees=status not in OF_ONE_PROCESS)
+            # A run that failed in one process agrees on nothing: the others are elsewhere.
+            agrees = status not in ("failed", "stopped")
+            session.saves.close(hurry=status == "preempted", agrees=agrees)
     except StorageError:
         session.record.close("failed", final_metrics(session), session.progress)
         raise
     session.activity.writes(None)
     with session.activity.during("report"):
-        session.record.close(
-            status,
-            final_metrics(session),
-            session.progress,
-            is_asked=lambda: bool(session.interrupt.seconds_since()),
-        )
-
-
-def lacks_evaluation(session: Session) -> bool:
-    """Whether the checkpoint that the run goes on from was saved without the result of an evaluation."""
-    return bool(from_process_0(lambda: session.checkpointer.info(session.start).eval_loss is None))
-
-
-def add_evaluation(session: Session, number: int) -> None:
-    """Add the result of an evaluation to the checkpoint of its step, which was saved before."""
-    loss = session.held_out.loss_after(number)
-    # A save may have failed; the wait for it says so.
-    if loss is not None and from_process_0(lambda: number in session.checkpointer.steps()):
-        session.checkpointer.add_eval_loss(number, loss, score=session.watch.score_after(number))
+        asked = session.interrupt.seconds_since
+        session.record.close(status, final_metrics(session), session.progress, is_asked=lambda: bool(asked()))
 
 
 def evaluate_state(session: Session, number: int, state: TrainState, *, is_repeated: bool = False) -> None:
-    """Evaluate the state after a step, unless that was done.
+    """Evaluate the state after a step on the run's held-out rows, unless that was done.
 
     Args:
         session: the run.
@@ -110,19 +108,74 @@ def evaluate_state(session: Session, number: int, state: TrainState, *, is_repea
     Raises:
         PreemptedError: the run is to stop; the state is saved, and evaluated when the run goes on.
     """
+    if session.run.data.validation is None or session.evaluated == number:
+        return
     was_left = False
     with session.interrupt.holding(lambda: _stop_beside(session, number, state)):
         try:
-            if session.held_out.evaluate(number, state, is_recorded=is_repeated) and not is_repeated:
-                with saving_on_failure(session, number, state):
-                    session.watch.evaluated(number, session.held_out.metrics, state)
+            with session.record.spent.measure("evaluation"):
+                session.metrics = _evaluated(session, state)
+            session.evaluated = number
+            if not is_repeated:
+                session.record.scalars(number, session.metrics)
+            session.progress.message(f"step {number}: {'  '.join(shown_metrics(session.metrics))}")
+            if not is_repeated:
+                with session.activity.during("callback"):
+                    session.watch.evaluated(number, session.metrics, state)
         except StoppedWaiting:
             was_left = True
-        except Exception:  # held-out rows that cannot be read, or do not fit
-            saved_on_failure(session, number, state)
+        except Exception:  # held-out rows that cannot be read, or do not fit; a callback
+            save_on_failure(session, number, state)
             raise
     if was_left:
         stop_run(session, number, state)
+
+
+def _evaluated(session: Session, state: TrainState) -> Scalars:
+    rows = held_out_batches(session.run)
+    loaded = prefetch(session.run.step.loader(rows), 0, len(rows), depth=1)
+    try:
+        batches = session.activity.ticking(session.interrupt.until_asked(loaded))
+        return flat_scalars(session.evaluator(state, batches))
+    finally:
+        loaded.close()
+
+
+def loss_after(session: Session, number: int) -> float | None:
+    """The eval_loss after step `number`; None where the last evaluation was of another step."""
+    return session.metrics.get("eval_loss") if session.evaluated == number else None
+
+
+def lacks_evaluation(session: Session) -> bool:
+    """Whether the checkpoint that the run goes on from was saved without the result of an evaluation."""
+    return bool(from_process_0(lambda: session.checkpointer.info(session.start).eval_loss is None))
+
+
+def add_evaluation(session: Session, number: int) -> None:
+    """Add the result of an evaluation to the checkpoint of its step, which was saved before."""
+    loss = loss_after(session, number)
+    # A save may have failed; the wait for it says so.
+    if loss is not None and from_process_0(lambda: number in session.checkpointer.steps()):
+        session.checkpointer.add_eval_loss(number, loss, score=session.watch.score_after(number))
+
+
+def save_state(session: Session, number: int, state: TrainState) -> None:
+    """Begin to save the state after a step, unless it was saved; callbacks that see saves wait until it is complete."""
+    if _write(session, number, state) and session.watch.wants_complete_saves and session.saves.settle():
+        session.watch.saved(number, state)
+
+
+def _write(session: Session, number: int, state: TrainState) -> bool:
+    """Begin a save; False where the step was saved already."""
+    record, loss, score = session.record, loss_after(session, number), session.watch.score_after(number)
+    record.look()  # a save deletes older steps, which may be those of another run
+    with record.spent.measure("saving"):
+        saved = without_base(state, trained_leaves(session.run.step))
+        began = session.saves.save(number, saved, metadata=session.metadata, loss=loss, score=score)
+    if began:
+        session.activity.writes(session.checkpointer.directory / str(number))
+    record.keep_time(number)
+    return began
 
 
 def stop_run(session: Session, number: int, state: TrainState) -> NoReturn:
@@ -150,26 +203,6 @@ def _stopped_line(session: Session, number: int, seconds: float) -> str:
     )
 
 
-def save_state(session: Session, number: int, state: TrainState) -> None:
-    if not _write(session, number, state):
-        return
-    if session.watch.wants_complete_saves and session.saves.settle():
-        session.watch.saved(number, state)
-
-
-def _write(session: Session, number: int, state: TrainState) -> bool:
-    """Begin a save; False where the step was saved already."""
-    record, loss, score = session.record, session.held_out.loss_after(number), session.watch.score_after(number)
-    record.look()  # a save deletes older steps, which may be those of another run
-    with record.spent.measure("saving"):
-        saved = without_base(state, trained_leaves(session.run.step))
-        began = session.saves.save(number, saved, metadata=session.metadata, eval_loss=loss, score=score)
-    if began:
-        session.activity.writes(session.checkpointer.directory / str(number))
-    record.keep_time(number)
-    return began
-
-
 @contextlib.contextmanager
 def saving_on_failure(session: Session, number: int, state: TrainState) -> Iterator[None]:
     """Save the state where a callback fails, then raise its error."""
@@ -177,11 +210,11 @@ def saving_on_failure(session: Session, number: int, state: TrainState) -> Itera
         with session.activity.during("callback"):
             yield
     except Exception:
-        saved_on_failure(session, number, state)
+        save_on_failure(session, number, state)
         raise
 
 
-def saved_on_failure(session: Session, number: int, state: TrainState, *, says: bool = True) -> bool:
+def save_on_failure(session: Session, number: int, state: TrainState, *, says: bool = True) -> bool:
     """Save the state after a step where something failed, and say so; False where that fails too."""
     if jax.process_count() > 1 or session.record.is_lost:  # the others may be in no save, or another run has the place
         return False
@@ -192,8 +225,3 @@ def saved_on_failure(session: Session, number: int, state: TrainState, *, says: 
             session.progress.message(f"step {number} is saved in {session.checkpointer.directory}: run again to go on")
         return True
     return False
-
-
-def final_metrics(session: Session) -> dict[str, float | int | None]:
-    """The last logged row with the last evaluation."""
-    return {**session.steps.row, **session.held_out.metrics}

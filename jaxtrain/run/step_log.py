@@ -1,16 +1,19 @@
 """What is noted of each step that is done: its time, its row of metrics, the bar."""
 
 import contextlib
+import math
 from collections.abc import Mapping
 
 import jax
 
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import StorageError
+from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import Scalars, flat_scalars
-from jaxtrain.run.flops import step_flops
+from jaxtrain.models.model import LOW_RANK, parameter_shapes
+from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.run.record import RunRecord
 from jaxtrain.runtime.peaks import peak_flops
 from jaxtrain.train.assemble import Run
@@ -92,11 +95,37 @@ def run_meter(run: Run, *, own_model: bool) -> Meter:
     config, data = run.config, run.data
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
     mean = mean_tokens(data.train) if data.unit == "tokens" else None
-    tokens = None if mean is None else mean * config.train.global_batch_size
-    places = data.units_per_row * config.train.global_batch_size
     return Meter(
         "tokens" if data.unit == "tokens" else "examples",
-        places if tokens is None else tokens,
+        (data.units_per_row if mean is None else mean) * config.train.global_batch_size,
         flops_per_step=None if own_model else step_flops(run),
         peak_flops=None if peak is None else peak * run.step.mesh.size,
     )
+
+
+def step_flops(run: Run) -> float | None:
+    """Model FLOPs of a step of the config's model; None where a size that it needs is not known."""
+    config, data, model = run.config, run.data, run.step.model
+    shapes, adapted, adapters = parameter_shapes(model), model.adapted, {}
+    if adapted is None:
+        is_trained = trainable_predicate(config.optimizer.freeze, list(shapes))
+    else:
+        is_trained, kernels = adapted.trains, parameter_shapes(adapted.original)
+        # Elements of the two factors of an adapter, as a multiple of its kernel's.
+        adapters = {
+            path: sum(shapes[f"{path}/{name}"].size for name in LOW_RANK) / kernels[path].size
+            for path in adapted.targets
+        }
+    flops = model_flops_per_row(
+        config.model,
+        sequence_length=data.input_shape[-1] if data.unit == "tokens" else None,
+        input_shape=data.input_shape,
+        num_outputs=data.num_outputs,
+        vocab_size=data.vocab_size,
+        decoder_length=data.decoder_length,
+        trained=None if is_trained is None else [path for path in shapes if is_trained(path)],
+        adapters=adapters,
+    )
+    # A pair of answers [2, L] is two texts.
+    texts = math.prod(data.input_shape[:-1]) if data.unit == "tokens" else 1
+    return None if flops is None else flops * texts * config.train.global_batch_size

@@ -16,10 +16,9 @@ from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.inference.written import Written, write_texts
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.run.answers import run_chat_format
 from jaxtrain.run.opened import OpenedRun
 from jaxtrain.run.served import open_served
-from jaxtrain.run.special import special_of_run
+from jaxtrain.run.tokenizer import run_chat_format, special_of_run
 
 # Tokens of an answer where nobody says how many.
 _ANSWER_TOKENS = 200

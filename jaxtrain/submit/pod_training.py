@@ -9,7 +9,7 @@ from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, reda
 from jaxtrain.config.shipped import is_shipped
 from jaxtrain.config.yaml_file import read_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.folder import run_folder
+from jaxtrain.run.directory import run_folder
 from jaxtrain.submit.kubernetes import CONFIG_FOLDER, check_config_file
 
 

@@ -11,7 +11,7 @@ from jaxtrain.config.shipped import is_shipped
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
 from jaxtrain.parallel.division import check_rows, step_microbatches
-from jaxtrain.run.folder import folder_of
+from jaxtrain.run.directory import folder_of
 
 
 @dataclass(frozen=True)

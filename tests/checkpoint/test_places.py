@@ -18,7 +18,7 @@ from jaxtrain.checkpoint.where import (
 )
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.run.elsewhere import take_folder
+from jaxtrain.run.saving import take_folder
 
 
 def test_an_address_has_one_form():

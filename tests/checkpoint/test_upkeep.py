@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.space import SaveError, check_space, needed_bytes
 from jaxtrain.config import load_config
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.run.save_clock import SaveClock
+from jaxtrain.run.saving import SaveClock
 
 
 def state(number: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.published.json_text import parse_json
-from jaxtrain.run.folder import run_folder
+from jaxtrain.run.directory import run_folder
 
 WRONG_FILES = {
     "unknown key": ("train:\n  stepz: 1\n", "unknown key 'train.stepz' (mine.yaml:2); did you mean 'train.steps'?"),

@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.metrics.report.page import write_report
 from jaxtrain.metrics.time_spent import TimeSpent, counted_from, earlier_seconds, save_entry
-from jaxtrain.run.restarted import seconds_before
+from jaxtrain.run.directory import seconds_before
 from jaxtrain.runtime.files import write_json_atomic
 
 SAVE = save_entry(5, {"starting": 2.0, "steps": 8.0}, at=110.0)

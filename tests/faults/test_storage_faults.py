@@ -19,7 +19,7 @@ import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.errors import StorageError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.lock import RunLock
+from jaxtrain.run.directory import RunLock
 from jaxtrain.run.saved_config import saved_config
 
 SMALL: dict[str, Any] = {

@@ -15,7 +15,7 @@ from jaxtrain.interop.save import Origin, saved_dtypes, write_published
 from jaxtrain.interop.settings import settings_of
 from jaxtrain.run.class_order import class_notes
 from jaxtrain.run.import_run import import_run
-from jaxtrain.run.trainer import run_config
+from jaxtrain.run.run import run_config
 
 PUBLISHED = Path(__file__).resolve().parent / "published" / "vit_classification"
 NAMES = ("wolf", "cat", "ant")

@@ -19,7 +19,7 @@ from jaxtrain.interop.save import Origin
 from jaxtrain.run.exported_texts import exported_texts
 from jaxtrain.run.import_run import export_run
 from jaxtrain.run.predict_published import predict_published
-from jaxtrain.run.trainer import run_config
+from jaxtrain.run.run import run_config
 
 MODEL = jt.build_model({"kind": "mlp"}, input_shape=(8,), num_outputs=2)  # writes no text
 

@@ -15,10 +15,10 @@ from jaxtrain.inference.chat import answer_ends
 from jaxtrain.interop.companions import Texts, companions
 from jaxtrain.interop.save import Origin, write_published
 from jaxtrain.interop.settings import settings_of
-from jaxtrain.run.answers import format_of_run
 from jaxtrain.run.exported_texts import exported_texts
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.served import open_served
+from jaxtrain.run.tokenizer import format_of_run
 
 GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "vocab_size": 288}
 BEGINS, ENDS = "<|im_start|>", "<|im_end|>"

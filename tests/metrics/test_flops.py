@@ -9,7 +9,7 @@ from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
 from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.metrics.flops import model_flops_per_row
-from jaxtrain.run.flops import step_flops
+from jaxtrain.run.step_log import step_flops
 from jaxtrain.runtime.peaks import peak_flops
 from jaxtrain.train.assemble import assemble, open_run_data
 

@@ -28,7 +28,7 @@ from jaxtrain.plan.search.layouts import (
 )
 from jaxtrain.plan.search.make import fitted_plan
 from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.run.trainer import run_config
+from jaxtrain.run.run import run_config
 from jaxtrain.train.assemble import build_step
 
 H100X8 = target_of(find("h100"), 8)

@@ -15,7 +15,7 @@ from training_runs import losses, rows
 import jaxtrain as jt
 from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
 from jaxtrain.metrics.report.files import read_files
-from jaxtrain.run.early_stopping import judge, recorded_evaluations
+from jaxtrain.run.callbacks import judge, recorded_evaluations
 
 VERDICTS = {
     "nothing yet": ({}, {}, (False, None)),

@@ -15,8 +15,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data.evaluated import evaluated_numbers
 from jaxtrain.data.rows import mean_tokens, selected_rows
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.evaluation import Evaluator
-from jaxtrain.run.held_out_rows import held_out_rows
+from jaxtrain.run.evaluation import Evaluator, held_out_rows
 
 HELD_OUT, BATCH, MOST = 96, 8, 3
 PICKED = evaluated_numbers(HELD_OUT, BATCH * MOST)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.lock import LOCK_NAME, RunLock, wait_for_holder
+from jaxtrain.run.directory import LOCK_NAME, RunLock, wait_for_holder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from jaxtrain.run.lock import RunLock
+from jaxtrain.run.directory import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

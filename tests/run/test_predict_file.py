@@ -19,7 +19,7 @@ from jaxtrain.data.examples import split_examples
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.predict_file import predicted_rows
 from jaxtrain.run.predict_rows import RowReader
-from jaxtrain.run.trainer import run_config
+from jaxtrain.run.run import run_config
 
 FEW_STEPS = {
     "optimizer": {"kind": "sgd", "learning_rate": 0.1},

@@ -19,8 +19,8 @@ import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision import sums
 from jaxtrain.precision.policy import POLICIES
+from jaxtrain.run.directory import RunLock
 from jaxtrain.run.interrupt import Interrupt
-from jaxtrain.run.lock import RunLock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 

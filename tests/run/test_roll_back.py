@@ -5,8 +5,8 @@ import pytest
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.config.spikes import SpikesConfig, check_roll_back
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.compared import gone_back
-from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike
+from jaxtrain.run.evaluation import gone_back
+from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
 
 
 def after(*spikes: tuple[int, int], skip: int = 10) -> dict:

@@ -13,11 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.config.spikes import SpikesConfig
-from jaxtrain.data import Data
-from jaxtrain.data.stream import BatchStream
-from jaxtrain.errors import ConfigError
-
 RECORD = "rolled_back"
 """Key of the metadata of a checkpoint, and of run.json."""
 
@@ -65,10 +60,6 @@ def batch_of(k: int, rolled_back: Sequence[RollBack]) -> int:
     """The number of the batch that is read after k steps.
 
     A roll back moves all later steps past the batches that it leaves out, until one to an earlier step takes its place.
-
-    Args:
-        k: steps done.
-        rolled_back: in their order.
     """
     return k + sum(
         one.num_batches
@@ -91,16 +82,3 @@ def with_spike(metadata: Mapping[str, Any], spike: SpikeError, *, skip_batches: 
     count = max(skip_batches, batch_of(spike.step - 1, rolled_back) + 1 - first)
     done = RollBack(spike.step, step, first, count, spike.loss, spike.grad_norm)
     return {RECORD: [dataclasses.asdict(one) for one in (*rolled_back, done)]}
-
-
-def check_can_go_back(spikes: SpikesConfig | None, data: Data) -> None:
-    """Raise where a run may have to go back and its batches have no index.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    if spikes is not None and spikes.action == "roll_back" and isinstance(data.train, BatchStream):
-        raise ConfigError(
-            "spikes.action=roll_back reads batches by their number, and an iterable has none; give a dataset with "
-            "__len__ and __getitem__, or set spikes.action=skip"
-        )

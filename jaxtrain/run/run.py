@@ -1,25 +1,25 @@
 """A run from its config to its result: start the process, hold the directory, prepare, train."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.arguments import check_choice, check_kind, refusal
 from jaxtrain.config.early_stopping import EarlyStoppingConfig
 from jaxtrain.config.notices import NoticesConfig
+from jaxtrain.config.secrets import redacted
 from jaxtrain.config.watchdog import limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.metrics.run_card import run_card, run_text
+from jaxtrain.metrics.runinfo import package_versions
 from jaxtrain.metrics.trackers.opened import check_trackers
-from jaxtrain.run.callbacks import Callback, sorted_callbacks
-from jaxtrain.run.early_stopping import EarlyStopping
-from jaxtrain.run.folder import folder_of
-from jaxtrain.run.mended import mend_run
-from jaxtrain.run.result import Result
+from jaxtrain.run.callbacks import Callback, EarlyStopping, sorted_callbacks
+from jaxtrain.run.directory import RunLock, folder_of, mend_run, wait_for_holder
+from jaxtrain.run.own_parts import Given
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.agreement import said_by_main
+from jaxtrain.runtime.agreement import Facts, check_devices, said_by_main, together
 from jaxtrain.runtime.files import files_for_the_group
 
 if TYPE_CHECKING:
@@ -28,7 +28,48 @@ if TYPE_CHECKING:
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
     from jaxtrain.models.task import Task
-    from jaxtrain.train.own_step import OwnStep
+    from jaxtrain.train.state import TrainState
+
+# What a process may have of its own: where it finds and keeps files, what its host does ahead, and what only process 0
+# writes. Whether data at another path is the same data is told by its content.
+MAY_DIFFER = (
+    *("compilation_cache", "data.path", "data.validation_path", "data.tokenizer.path", "train.prefetch"),
+    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.trackio", "logging.mlflow"),
+    *("logging.project", "logging.tags"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended; where a path of a run is taken, so is the result.
+
+    Attributes:
+        run_dir: where everything was written.
+        state: the last state, on the mesh.
+        metrics: last logged row and evaluation.
+        step: steps done.
+
+    Example:
+        >>> overrides = {"train.steps": 2, "logging.report": False}
+        >>> result = jt.run_config("digits_mlp", overrides=overrides, run_dir="runs/two")
+        done: step 2, eval accuracy ..., eval loss ...
+        >>> result.step, "eval_loss" in result.metrics
+        (2, True)
+    """
+
+    run_dir: Path
+    state: "TrainState"
+    metrics: Mapping[str, float | int | None]
+    step: int
+
+    def __fspath__(self) -> str:
+        return str(self.run_dir)
+
+    def __repr__(self) -> str:
+        return f"Result of {run_text(self.run_dir)}"
+
+    def _repr_html_(self) -> str:
+        return run_card(f"Result of {self.run_dir}", self.run_dir, facts={"step": f"{self.step:,}"})
 
 
 def run_config(
@@ -82,7 +123,6 @@ def run_config(
         >>> result.step
         4
     """
-    _check_call(config, overrides, resume, progress)
     mend_run(config if isinstance(config, str | Path) else None)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
@@ -91,12 +131,20 @@ def run_config(
     watchdog = limits(loaded.config.watchdog)
     lost = None if watchdog is None else watchdog.lost_seconds
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
-    _check_parts(model=model, task=task, data=data)
-    own_step = _own_step(optimizer, learning_rate)
-    if model is None:
-        from jaxtrain.run.elastic import with_fitting_layout
+    from jaxtrain.train.checks import check_data, check_model, check_optimizer, check_task
+    from jaxtrain.train.own_step import OwnStep, check_shown
 
-        loaded = with_fitting_layout(loaded, folder)
+    check_shown(learning_rate)
+    checks = {"model": check_model, "task": check_task, "data": check_data, "optimizer": check_optimizer}
+    for part, check in checks.items():
+        if given[part] is not None:
+            check(given[part])
+    if optimizer is None and learning_rate is not None:
+        raise ConfigError(
+            "learning_rate= is what the metrics show of optimizer=, which is not given; for the config's optimizer set "
+            'overrides={"optimizer.learning_rate": ...}'
+        )
+    own_step = OwnStep(optimizer=optimizer, learning_rate=learning_rate)
     if loaded.config.parallel.auto:
         from jaxtrain.plan.search.auto import choose_layout
         from jaxtrain.plan.workload.describe import RowSizes
@@ -106,56 +154,33 @@ def run_config(
             length = data.decoder_length
             sizes = RowSizes(data.input_shape, data.vocab_size, data.num_outputs, unit=data.unit, decoder_length=length)
         loaded = choose_layout(loaded, own_model=model is not None, sizes=sizes)
-    return train_loaded(
-        loaded,
-        folder,
-        resume=resume,
-        model=model,
-        task=task,
-        data=data,
-        own_step=own_step,
-        callbacks=callbacks,
-        progress=progress,
-    )
+    return train_loaded(loaded, folder, Given(own_step, resume, model, task, data, callbacks, progress))
 
 
-def train_loaded(
-    loaded: Loaded,
-    folder: Path,
-    *,
-    resume: str | None,
-    model: "Model | None",
-    task: "Task | None",
-    data: "Data | None",
-    own_step: "OwnStep",
-    callbacks: Sequence[Callback | EarlyStopping],
-    progress: Progress | None,
-) -> Result:
+def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
     """Train in a process that has started: hold the directory, prepare, train; what `run_config` and `fit` share.
 
     Args:
         loaded: the config.
         folder: directory of the run.
-        resume, model, task, data, callbacks, progress: see `run_config`.
-        own_step: further parts of the step that came from Python.
+        given: what came from Python.
 
     Raises:
         ConfigError, DataError, CheckpointError, DivergedError, PreemptedError: see `run_config`.
     """
     import jax
 
-    functions, stopping = sorted_callbacks(callbacks)
-    loaded = _with_early_stopping(loaded, stopping)
-    from jaxtrain.run.agreed import agree_on_start
+    loaded = _with_early_stopping(loaded, sorted_callbacks(given.callbacks)[1])
     from jaxtrain.run.interrupt import Interrupt
-    from jaxtrain.run.lock import RunLock, wait_for_holder
     from jaxtrain.run.watchdog import watched
 
-    agree_on_start(loaded, folder, resume=resume)
-    main = distributed.is_main_process()
-    if jax.process_count() == 1:  # of several only the main one needs the packages, and it says so with its rows
+    if jax.process_count() > 1:
+        check_devices()
+        together(lambda: None, says=lambda _: _facts(loaded, folder, given.resume))
+    else:  # of several only the main one needs the packages, and it says so with its rows
         check_trackers(loaded.config.logging)
-    shown, lock = progress or Progress(process_index=0 if main else 1), RunLock(folder)
+    main = distributed.is_main_process()
+    shown, lock = given.progress or Progress(process_index=0 if main else 1), RunLock(folder)
     with Interrupt(loaded.config.notices or NoticesConfig()) as interrupt:
 
         def waits_on(is_held: bool) -> bool:
@@ -172,89 +197,45 @@ def train_loaded(
             distributed.on_main_process(lock),
             watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
         ):
+            from jaxtrain.run.loop import train
             from jaxtrain.run.prepare import closing_on_failure, prepare_session
-            from jaxtrain.run.session import close_session
-            from jaxtrain.run.train_session import train_session
+            from jaxtrain.run.session import close_session, final_metrics
 
             with interrupt.free_to_leave():
                 if main:
                     mend_run(folder, shown.message)
                 session = prepare_session(
-                    loaded,
-                    folder,
-                    resume=resume,
-                    model=model,
-                    task=task,
-                    data=data,
-                    own_step=own_step,
-                    callbacks=functions,
-                    progress=shown,
-                    interrupt=interrupt,
-                    activity=activity,
-                    lock=lock,
-                    main=main,
+                    loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity, lock=lock
                 )
             with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
-                return train_session(session)
+                state, done = train(session)
+                return Result(folder, state, final_metrics(session), done)
 
 
 def _with_early_stopping(loaded: Loaded, stopping: EarlyStopping | None) -> Loaded:
-    """The config with early stopping from Python in its group `evaluation`.
-
-    Raises:
-        ConfigError: nothing is evaluated during training, or the config has another early stopping.
-    """
+    """The config with early stopping from Python in its group `evaluation`."""
     if stopping is None:
         return loaded
-    evaluation, group = loaded.config.evaluation, EarlyStoppingConfig(**stopping.settings)
+    evaluation = loaded.config.evaluation
     if evaluation.every is None:
         raise ConfigError(
             "EarlyStopping compares evaluations during training, and evaluation.every is null; set it, such as "
             'evaluation={"every": 100}'
         )
-    if evaluation.early_stopping not in (None, group):
-        raise ConfigError("evaluation.early_stopping and an EarlyStopping among callbacks differ; give one of them")
-    changed = evaluation.model_copy(update={"early_stopping": group})
-    origins = {**loaded.origins, "evaluation.early_stopping": "callbacks"}
-    return replace(loaded, config=loaded.config.model_copy(update={"evaluation": changed}), origins=origins)
+    changed = evaluation.model_copy(update={"early_stopping": EarlyStoppingConfig(**vars(stopping))})
+    return replace(loaded, config=loaded.config.model_copy(update={"evaluation": changed}))
 
 
-def _own_step(
-    optimizer: "optax.GradientTransformation | None", learning_rate: "optax.Schedule | float | None"
-) -> "OwnStep":
-    from jaxtrain.train.checks import check_optimizer
-    from jaxtrain.train.own_step import OwnStep, check_shown
+def _facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
+    """What all processes must have alike before they compile: config, versions, directory."""
+    from jaxtrain.run.resume import flat
 
-    check_shown(learning_rate)
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    elif learning_rate is not None:
-        raise ConfigError(
-            "learning_rate= is what the metrics show of optimizer=, which is not given; for the config's optimizer set "
-            'overrides={"optimizer.learning_rate": ...}'
-        )
-    return OwnStep(optimizer=optimizer, learning_rate=learning_rate)
-
-
-def _check_call(config: Any, overrides: Any, resume: Any, progress: Any) -> None:
-    """Raise where an argument of `run_config` is of another type."""
-    if config is None:  # all defaults to load_config: a thousand steps of a model that nobody asked for
-        takes = "a shipped name, a path, the directory of a run or a dict"
-        raise ConfigError(refusal("run_config: config", takes, config, "run_config('quickstart')"))
-    if overrides is not None:
-        write = "overrides={'train.steps': 100}"
-        check_kind(overrides, Mapping, what="run_config: overrides", takes="a dict of keys", write=write)
-    if resume is not None:
-        check_choice(resume, ("auto", "must", "never"), what="run_config: resume", write="resume='auto'")
-
-
-def _check_parts(*, model: "Model | None", task: "Task | None", data: "Data | None") -> None:
-    """Raise where a part from Python is of another kind."""
-    from jaxtrain.train.checks import check_data, check_model, check_task
-
-    if model is not None:
-        check_model(model)
-    if task is not None:
-        check_task(task)
-    if data is not None:
-        check_data(data)
+    # Both values of what differs are shown, and a secret that differs between hosts trains the same.
+    config = flat(redacted(loaded.config.model_dump(mode="json")))
+    facts = {
+        key: (str(value), loaded.origins.get(key, ""))
+        for key, value in config.items()
+        if not any(key == one or key.startswith(f"{one}.") for one in MAY_DIFFER)
+    }
+    versions = {f"version of {package}": (str(version), "") for package, version in package_versions().items()}
+    return {**facts, **versions, "directory of the run": (str(run_dir), ""), "--resume": (str(resume), "")}

@@ -1,0 +1,326 @@
+"""The directory of a run: its path, its lock, and its run.json where that is damaged. No jax here."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from jaxtrain.checkpoint.directory import DamagedError, read_info
+from jaxtrain.checkpoint.going_back import live_steps
+from jaxtrain.checkpoint.where import checkpoint_folder
+from jaxtrain.config import Loaded
+from jaxtrain.config.local_path import local_path
+from jaxtrain.config.run_name import check_run_name
+from jaxtrain.config.saved_run import RUN_FILE
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.metrics.time_spent import earlier_seconds, read_restarts
+from jaxtrain.runtime.attempt import attempt
+from jaxtrain.runtime.cluster import environment_number, in_pod
+from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.runtime.forks import drop_in_children
+from jaxtrain.runtime.notebook import in_notebook
+from jaxtrain.runtime.remarks import print_remark
+
+LOCK_NAME = "lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
+_JOIN_SECONDS = 300
+_LOOK_SECONDS = 1.0
+_INSTEAD = "use a local folder; checkpoints alone can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
+# What a checkpoint keeps of run.json beside what it needs itself, so that run.json can be written again.
+_KEPT = ("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters", "published", "mesh")
+_OF_A_RUN = (
+    *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "held_out.json"),
+    *("reference.npz", "profile", "nonfinite", "trackers", "tokenizer.json", "tokenizer.copy.json"),
+    *("tokenizer_config.json", "base"),
+)
+_OF_METADATA = ("name", "config", "from_python", "called", "base", "rolled_back", "evaluated_rows")
+
+
+def run_folder(run_dir: str | Path | None, name: str) -> Path:
+    """The directory of a run: the one that was given, or runs/<name>.
+
+    Raises:
+        ConfigError: the name cannot be that of a folder.
+    """
+    if run_dir is not None:
+        return local_path(run_dir, what="run directory", instead=_INSTEAD)
+    folder = local_path(name, what="name", instead=_INSTEAD)
+    try:
+        check_run_name(name)
+    except ValueError as error:
+        raise ConfigError(f"name: {error}") from None
+    return Path("runs") / folder
+
+
+def folder_of(loaded: Loaded, run_dir: str | Path | None) -> Path:
+    """The directory of the run of a config: that which was given, the run that the config is of, or runs/<name>."""
+    if run_dir is None and loaded.run_dir is not None:
+        return loaded.run_dir
+    return run_folder(run_dir, loaded.name)
+
+
+def numbered_folder(name: str) -> Path:
+    """A new directory runs/<name>-<number>, the same for all processes; every process calls this."""
+    from jaxtrain.checkpoint.arrays import from_process_0, is_process_0
+
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60] or "run"
+    return Path("runs") / f"{name}-{from_process_0(lambda: _free_number(name) if is_process_0() else 0)}"
+
+
+def _free_number(name: str) -> int:
+    """The number after the largest one; its directory is made, so that no other run takes it."""
+    endings = [path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*")]
+    number = 1 + max((int(ending) for ending in endings if ending.isdecimal()), default=0)
+    while True:
+        try:
+            (Path("runs") / f"{name}-{number}").mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError:  # the lock, which is written there next, says why
+            return number
+        else:
+            return number
+
+
+class InUseError(ConfigError):
+    """Another process holds the run directory.
+
+    Attributes:
+        holder: the process, for people.
+    """
+
+    def __init__(self, run_dir: Path, holder: str) -> None:
+        super().__init__(f"run directory {run_dir} is in use by {holder}; use another --run-dir or stop it")
+        self.holder = holder
+
+
+class RunLock:
+    """Holds a run directory for this process, and creates it if need be; the kernel releases it when its holder dies.
+
+    With several processes, process 0 takes it for all.
+
+    Args:
+        run_dir: directory of the run.
+
+    Raises:
+        ConfigError: on entering, when another process holds it, or the path cannot be a directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = Path(run_dir)
+        self._descriptor: int | None = None
+        self._keep_in_children: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Self:
+        try:
+            self.run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o640)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"run directory {self.run_dir} is a file: use another --run-dir") from error
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {self.run_dir} cannot be used: {error.strerror}; use another --run-dir"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise InUseError(self.run_dir, holder) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise ConfigError(f"run directory {self.run_dir} cannot be locked: {error.strerror}") from error
+            print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
+        self._release()  # the one before, where the file was deleted and is taken again
+        self._descriptor = descriptor
+        # A worker that outlives its parent would hold the directory.
+        self._keep_in_children = drop_in_children(self._close)
+        content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with contextlib.suppress(OSError):  # what it says is for people alone
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(content).encode(), 0)
+        return self
+
+    def is_in_place(self) -> bool:
+        """Whether the file that is held is the one at its path."""
+        if self._descriptor is None:
+            return True
+        try:
+            return os.path.samestat(os.lstat(self.run_dir / LOCK_NAME), os.fstat(self._descriptor))
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
+
+    def __exit__(self, *exception: object) -> None:
+        # The file stays: if deleted, one process could hold it and another a new file of the same name.
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+        self._release()
+
+    def _release(self) -> None:
+        self._keep_in_children()
+        self._keep_in_children = lambda: None
+        self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def wait_for_holder(run_dir: Path, *, looks: bool = True, goes_on: Callable[[bool], bool] = bool) -> None:
+    """Wait until nobody holds a run directory, where a scheduler starts this process; elsewhere return at once.
+
+    A job that is started again may begin while the pods of the one before it still save. It waits as long as for other
+    processes to join, and `RunLock` then refuses.
+
+    Args:
+        run_dir: directory of the run.
+        looks: whether this process looks who holds it; of several only process 0 does.
+        goes_on: called after each look with whether this process has to wait; returns whether all processes wait.
+    """
+    end, is_told = time.monotonic() + _patience_seconds(), False
+    while True:
+        holder = _other_holder(run_dir) if looks and time.monotonic() < end else None
+        if holder is not None and not is_told:
+            is_told = True
+            shown = f"waiting up to {end - time.monotonic():.0f} s for its end"
+            print_remark(f"jaxtrain: run directory {run_dir} is in use by {holder}: {shown}")
+        if not goes_on(holder is not None):
+            return
+        if looks:
+            time.sleep(_LOOK_SECONDS)
+
+
+def _other_holder(run_dir: Path) -> str | None:
+    """Who holds a run directory, for people; None: nobody does."""
+    try:
+        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _holder(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _patience_seconds() -> int:
+    """How long a held directory is waited for: not at all by who sees the line that it is held."""
+    is_scheduled = in_pod() or "SLURM_JOB_ID" in os.environ or _JOIN_TIMEOUT in os.environ
+    is_seen = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+    return (environment_number(_JOIN_TIMEOUT) or _JOIN_SECONDS) if is_scheduled and not is_seen else 0
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        content = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {content['pid']} on {content['host']} since {content['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def kept_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint keeps of the content of run.json, so that `mend_run` can write it again."""
+    return {key: info[key] for key in _KEPT if key in info}
+
+
+def mend_run(run_dir: str | Path | None, report: Callable[[str], None] = print_remark) -> None:
+    """Write run.json again where it is damaged or gone and a checkpoint is intact, and say so.
+
+    Args:
+        run_dir: what may be the directory of a run; nothing happens where it is none.
+        report: called with one line.
+    """
+    # Of `os`, since a path that no file system takes is no folder either.
+    if run_dir is None or not os.path.isdir(run_dir):
+        return
+    path = Path(run_dir) / RUN_FILE
+    reason = "is damaged"
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(info, dict) and isinstance(info.get("config"), dict):
+            return
+    except FileNotFoundError:
+        reason = "is gone"
+    except OSError:
+        return
+    except ValueError:
+        pass
+    with contextlib.suppress(OSError, CheckpointError):
+        found = _rebuilt(path.parent)
+        if found is not None:
+            step, info = found
+            if path.exists():
+                path.rename(path.with_name(f"{RUN_FILE}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"))
+            write_json_atomic(path, info)
+            report(f"{path} {reason}: it was written again from the checkpoint of step {step}")
+
+
+def _rebuilt(run_dir: Path) -> tuple[int, dict[str, Any]] | None:
+    """The newest step whose record is intact, and a run.json made of it."""
+    folder = checkpoint_folder(run_dir)
+    for step in sorted(live_steps(folder), reverse=True):
+        with contextlib.suppress(DamagedError):
+            metadata = read_info(folder, step).metadata
+            if isinstance(metadata.get("config"), dict):
+                status = "done" if step >= metadata["config"]["train"]["steps"] else "stopped"
+                own = {key: metadata[key] for key in _OF_METADATA if key in metadata}
+                return step, {**metadata.get("run", {}), **own, "status": status, "finished": None, "final": {}}
+    return None
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
+    # Rows of this supervisor's are of this run, whose first start did not live to its first save.
+    names = _OF_A_RUN if attempt() else (*_OF_A_RUN, "restarts.jsonl")
+    old = [run_dir / name for name in names if (run_dir / name).exists()]
+    if not old:
+        return None
+    # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"
+    folder = run_dir / "previous" / name
+    folder.mkdir(parents=True)
+    for path in old:
+        path.rename(folder / path.name)
+    return folder
+
+
+def seconds_before(run_dir: Path, before: Mapping[str, Any], *, start: int, began_at: float) -> dict[str, float]:
+    """Part -> seconds of the processes before this one.
+
+    Args:
+        run_dir: directory of the run.
+        before: the content of its run.json; empty where this process begins anew.
+        start: step that this process goes on from; 0: the beginning.
+        began_at: when this process began, in seconds since 1970.
+    """
+    rows, number = read_restarts(run_dir), attempt()
+    if not start:
+        # The file may hold rows of an earlier run too; those of this supervisor are the last.
+        rows = rows[-number:] if number else []
+    last_sign = None
+    with contextlib.suppress(OSError):
+        last_sign = (run_dir / "metrics.jsonl").stat().st_mtime
+    ends = [row["ended"] for row in rows if isinstance(row.get("ended"), int | float)]
+    if not number and ends:
+        # The supervisor had given up: that nobody started the run until then is no time of the run.
+        began_at = min(began_at, max(*ends, last_sign or 0.0))
+    return earlier_seconds(before, rows, step=start, began_at=began_at, last_sign=last_sign)

@@ -1,0 +1,363 @@
+"""What is read from checkpoints: the base of adapters, the state to go on from, the parameters for evaluation."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, read_info
+from jaxtrain.checkpoint.find import find_checkpoint
+from jaxtrain.checkpoint.going_back import live_steps
+from jaxtrain.checkpoint.kept_weights import read_kept_weights
+from jaxtrain.checkpoint.mirror import Mirror, mirror_folder
+from jaxtrain.checkpoint.owner import other_run_line
+from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.tree import is_inside, stored_name
+from jaxtrain.checkpoint.where import checkpoint_folder
+from jaxtrain.config.published import published_from
+from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.config.store_address import is_store_address
+from jaxtrain.errors import CheckpointError
+from jaxtrain.interop.fresh import fresh_parts
+from jaxtrain.interop.weights import is_published
+from jaxtrain.metrics.format import format_bytes
+from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.quantize import quantize, quantized_bytes
+from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.precision.policy import LossScale
+from jaxtrain.run.spikes import SpikeError
+from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.train.assemble import Run
+from jaxtrain.train.base import KEPT, BaseRecord, base_of, describe_base, with_base, without_base
+from jaxtrain.train.own_step import OwnStep
+from jaxtrain.train.placement import average_shapes
+from jaxtrain.train.spikes import first_history
+from jaxtrain.train.start import restore_base
+from jaxtrain.train.state import TrainState, averaged_model_state, merge_leaves, select_leaves
+from jaxtrain.train.step import TrainStep
+
+
+def trained_leaves(step: TrainStep) -> Callable[[str], bool] | None:
+    """Parameter path -> whether checkpoints of this step hold it; None: they hold all. Those of adapters do not."""
+    adapted = step.model.adapted
+    return None if adapted is None or adapted.lora is None else step.program.settings.trainable
+
+
+def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
+    """What `TrainStep.init` takes besides the seed: what the run starts from."""
+    given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
+    published = published_from(run.config.model)
+    if own_step.params is None and published is not None:
+        given |= {"params": published, "skip": [*own_step.skip, *fresh_parts(run.config.model)]}
+    if run.config.finetune.adapter is not None:
+        given["adapter"] = run.config.finetune.adapter
+    path = given["params"]
+    if trained_leaves(run.step) is not None and isinstance(path, str | Path) and not is_published(path):
+        # The base of a run is one of its steps: the newest may be another one when it is asked for again.
+        found = find_checkpoint(path)
+        step = _newest_intact(found.directory) if found.step is None else found.step
+        given["params"] = str(found.directory if step is None else found.directory / str(step))
+    return given
+
+
+def _newest_intact(folder: Place) -> int | None:
+    with Checkpointer(folder, read_only=True) as checkpointer:
+        for step in reversed(checkpointer.steps()):
+            with contextlib.suppress(DamagedError):
+                return read_info(folder, step).step
+    return None
+
+
+def describe_start(run: Run, state: TrainState, given: dict[str, Any]) -> BaseRecord | None:
+    """The base of a run that starts, from its state at step 0; None where its checkpoints hold every parameter.
+
+    Args:
+        run: assembled.
+        state: at step 0.
+        given: from `start_of`.
+    """
+    trains = trained_leaves(run.step)
+    if trains is None:
+        return None
+    path, seed = given["params"], run.config.seed
+    describe = functools.partial(describe_base, state.params, trains)
+    if path is None:
+        return describe(format="drawn", path=None, seed=seed)
+    if isinstance(path, str | Path):
+        place = str(path) if is_store_address(str(path)) else str(Path(path).absolute())
+        if is_published(path):
+            return describe(format="published", path=place, seed=seed, skip=tuple(given["skip"]))
+        found = find_checkpoint(path)
+        assert found.step is not None
+        below = base_of(read_info(found.directory, found.step).metadata)
+        if below is None:
+            return describe(format="run", path=place, seed=seed, skip=tuple(given["skip"]))
+        # Adapters of another adapter run: the same base, unless something that was trained there is frozen here.
+        own = describe(format=below.format, path=below.path, seed=below.seed, skip=below.skip)
+        if below.format != "kept" and own.digests.items() <= below.digests.items():
+            return own
+    return describe(format="kept", path=None, seed=seed)
+
+
+def keep_base(record: BaseRecord | None, run: Run, state: TrainState, run_dir: Path) -> None:
+    """Write a base that nothing else has into the run; every process calls this."""
+    trains = trained_leaves(run.step)
+    if record is not None and record.format == "kept" and trains is not None:
+        frozen = select_leaves(state.params, lambda path: not trains(path))
+        with Checkpointer(run_dir / KEPT) as checkpointer:
+            checkpointer.save(0, {"params": frozen}, metadata={})
+
+
+def saved_form(step: TrainStep, checkpointer: Checkpointer, at: int | None = None) -> TrainState:
+    """The state that a checkpoint of a run holds, as shapes with shardings.
+
+    Its history of losses and its loss scale have the form of the checkpoint: spikes and fp16 may come and go.
+
+    Args:
+        step: of the run.
+        checkpointer: of the run.
+        at: step of the checkpoint; None: the newest one whose record is intact.
+    """
+    target = without_base(step.abstract_state, trained_leaves(step))
+    leaves, everywhere = {}, target.step.sharding
+    for candidate in reversed(checkpointer.steps()) if at is None else [at]:
+        with contextlib.suppress(DamagedError):
+            leaves = checkpointer.info(candidate).leaves
+            break
+    for name in ("spikes", "loss_scale"):
+        saved = {key.removeprefix(f"{name}."): leaf for key, leaf in leaves.items() if is_inside(key, name)}
+        kept = getattr(target, name)
+        wanted = {} if kept is None else vars(kept)
+        if saved != {key: (leaf.shape, leaf.dtype.name) for key, leaf in wanted.items()}:
+            other: Any = {key: jax.ShapeDtypeStruct(*leaf, sharding=everywhere) for key, leaf in saved.items()}
+            target = dataclasses.replace(target, **{name: other})
+    return target
+
+
+def restored_state(step: TrainStep, checkpointer: Checkpointer, at: int | None = None) -> TrainState:
+    """The state of a checkpoint, the newest intact one where none is named; frozen parameters of adapters are None.
+
+    A history of losses or a loss scale of another form begins anew.
+    """
+    state = checkpointer.restore(saved_form(step, checkpointer, at), step=at)
+    wanted, settings, everywhere = step.abstract_state, step.program.settings, step.state_shardings.step
+    if jax.tree.structure(state.spikes) != jax.tree.structure(wanted.spikes):
+        rule = settings.spikes
+        history = None if rule is None else jax.jit(lambda: first_history(rule), out_shardings=everywhere)()
+        state = dataclasses.replace(state, spikes=history)
+    if jax.tree.structure(state.loss_scale) != jax.tree.structure(wanted.loss_scale):
+        create = jax.jit(lambda: LossScale.create(settings.loss_scaling), out_shardings=everywhere)
+        state = dataclasses.replace(state, loss_scale=None if wanted.loss_scale is None else create())
+    return state
+
+
+def resumed_state(
+    run: Run, run_dir: Path, own_step: OwnStep, checkpointer: Checkpointer
+) -> tuple[TrainState, BaseRecord | None]:
+    """The newest intact state of a run, whole, and its base where checkpoints do not hold it."""
+    state, trains = restored_state(run.step, checkpointer), trained_leaves(run.step)
+    record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
+    if record is None or trains is None:
+        return state, None
+    moved_to = published_from(run.config.model) if own_step.params is None else None
+    if isinstance(own_step.params, str | Path):
+        moved_to = str(own_step.params)
+    only, model = (lambda path: not trains(path)), run.step.sharded_model
+    return with_base(state, restore_base(model, record, run_dir=run_dir, only=only, moved_to=moved_to)), record
+
+
+def frozen_params(step: TrainStep) -> Params | None:
+    """The parameters that checkpoints of a run do not hold, from its last state; None: they hold all."""
+    trains, state = trained_leaves(step), step.last_state()
+    if trains is None or state is None:
+        return None
+    return select_leaves(state.params, lambda path: not trains(path))
+
+
+def state_before(
+    step: TrainStep,
+    checkpointer: Checkpointer,
+    spike: SpikeError,
+    frozen: Params | None,
+    report: Callable[[str], None],
+) -> tuple[SpikeError, TrainState]:
+    """The state that a spike goes back to, an older one where that is damaged. The next save abandons those after it.
+
+    Returns:
+        The spike with the step that was gone back to, and the state after that.
+
+    Raises:
+        CheckpointError: no checkpoint can be read.
+    """
+    to_step = spike.to_step
+    while True:
+        try:
+            state = restored_state(step, checkpointer, to_step)
+            break
+        except DamagedError as error:
+            older = [one for one in checkpointer.steps() if one < to_step]
+            to_step = from_process_0(functools.partial(max, older, default=-1))
+            if to_step < 0:
+                raise
+            report(f"{error}; step {to_step} is used instead")
+    spike = SpikeError(spike.step, spike.loss, spike.grad_norm, to_step=to_step)
+    return spike, state if frozen is None else with_base(state, frozen)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What evaluation needs of one checkpoint.
+
+    Attributes:
+        step: of the checkpoint.
+        params: parameters, or their moving average where the run keeps one, or the weights that its optimizer keeps for
+            evaluation (Lookahead, schedule-free).
+        model_state: batch statistics and the like, or their moving average where the run keeps one.
+    """
+
+    step: int
+    params: Params = field(repr=False)
+    model_state: ModelState = field(repr=False)
+
+
+def restore_for_evaluation(
+    run_dir: Path,
+    sharded_model: ShardedModel,
+    *,
+    step: int | None,
+    report: Callable[[str], None],
+    moved_to: str | None = None,
+) -> Restored:
+    """Read parameters and model state of one checkpoint, without optimizer state, into the shardings of a model.
+
+    The run may be training: a checkpoint that it deletes while it is read is passed over for a newer one.
+
+    Args:
+        run_dir: directory of the run.
+        sharded_model: the run's model; its shardings are those of the result.
+        step: of the checkpoint; None: the newest intact one.
+        report: receives one line for each damaged checkpoint that is passed over.
+        moved_to: where the base of an adapter run is; None: where it was.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, none is intact, it is of another model, or its base is gone or
+            another.
+    """
+    checkpoints = Checkpointer(_folder(run_dir, report), read_only=True)
+    steps = checkpoints.steps()
+    if not steps:
+        raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
+    if step is not None and step not in steps:
+        listed = ", ".join(map(str, steps[-10:]))
+        raise CheckpointError(f"no checkpoint of step {step} in {checkpoints.directory}; there are {listed}")
+    damaged: dict[int, str] = {}
+    with checkpoints:
+        # Both parts must be of one step, so a damaged one is passed over here and not in the checkpointer.
+        while candidates := [one for one in checkpoints.steps() if one not in damaged and step in (None, one)]:
+            candidate = candidates[-1]
+            try:
+                return _restore(checkpoints, sharded_model, candidate, run_dir, moved_to)
+            except DamagedError as error:
+                damaged[candidate] = str(error)
+                copies = _copies(run_dir)
+                if copies is not None and _has_copy(copies, checkpoints, candidate):
+                    with Checkpointer(copies, read_only=True) as second, contextlib.suppress(DamagedError):
+                        found = _restore(second, sharded_model, candidate, run_dir, moved_to)
+                        report(f"{error}; its copy in the mirror is used")
+                        return found
+                if step is None and candidate in checkpoints.steps():
+                    report(f"{error}; an older one is used")
+    first = next(iter(damaged.values()), f"step {step} was deleted while it was read")
+    raise CheckpointError(first if step is not None else f"no intact checkpoint is left in {run_dir}: {first}")
+
+
+def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
+    """The checkpoints of a run, or their second copies where there are none."""
+    folder = checkpoint_folder(run_dir)
+    line = other_run_line(run_dir)
+    if line is not None:
+        report(line)
+    copies = None if live_steps(folder) else _copies(run_dir)
+    if copies is None or not list_steps(copies):
+        return folder
+    report(f"no checkpoint is left in {folder}: the copies in {copies} are used")
+    return copies
+
+
+def _copies(run_dir: Path) -> Place | None:
+    """Where the second copies of a run's checkpoints are; None: it has none."""
+    settings = read_run(run_dir)["config"].get("checkpoint") if is_run(run_dir) else None
+    return mirror_folder((settings or {}).get("mirror"), run_dir)
+
+
+def _has_copy(copies: Place, checkpoints: Checkpointer, step: int) -> bool:
+    if copies == checkpoints.directory or step not in checkpoints.steps() or step not in list_steps(copies):
+        return False
+    return Mirror(copies, checkpoints.directory).is_same(step)
+
+
+def _restore(
+    checkpoints: Checkpointer, sharded_model: ShardedModel, step: int, run_dir: Path, moved_to: str | None
+) -> Restored:
+    info = checkpoints.info(step)
+    base = base_of(info.metadata)
+    # The checkpoint itself says what it holds, and what has an average: no setting of the run need be known.
+    wanted = sharded_model.abstract_params
+    saved_names = {stored_name(name) for name in info.leaves}  # keys of a dict may hold `/` themselves
+    if base is not None:
+        wanted = select_leaves(wanted, lambda path: stored_name(f"params/{path}") in saved_names)
+    averaged = {name for name in saved_names if is_inside(name, "ema")}
+    model_state = checkpoints.restore(sharded_model.abstract_model_state, step=step, prefix="model_state")
+    if not averaged:
+        # Without an average of ours, what the optimizer keeps for evaluation, as `TrainState.evaluation_params` has it.
+        params = read_kept_weights(checkpoints, _read_params(checkpoints, wanted, info), step=step)
+    else:
+        ema, ema_state = average_shapes(sharded_model, lambda path: stored_name(f"ema/{path}") in averaged)
+        params = checkpoints.restore(ema, step=step, prefix="ema")
+        if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(wanted)):  # frozen parameters have no average
+            params = merge_leaves(params, _read_params(checkpoints, wanted, info))
+        saved = checkpoints.restore(ema_state, step=step, prefix="ema_model_state")
+        model_state = averaged_model_state(saved, model_state)
+    if base is not None:
+        only = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+        below = restore_base(
+            sharded_model, base, run_dir=run_dir, only=lambda path: path not in only, moved_to=moved_to
+        )
+        params = merge_leaves(params, below)
+    return Restored(step, params, model_state)
+
+
+def _read_params(checkpoints: Checkpointer, wanted: Params, info: CheckpointInfo) -> Params:
+    """Parameters, read in the dtypes that they were saved in: frozen ones of `bf16_pure` in float32."""
+
+    def as_saved(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        _, dtype = info.leaves.get(stored_name(f"params/{path_name(path)}"), ((), leaf.dtype.name))
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if is_float else leaf.dtype, sharding=leaf.sharding)
+
+    found = checkpoints.restore(jax.tree_util.tree_map_with_path(as_saved, wanted), step=info.step, prefix="params")
+    if base_of(info.metadata) is not None:
+        return found
+
+    def cast(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf.dtype == like.dtype:
+            return leaf
+        return jax.jit(lambda leaf: leaf.astype(like.dtype), out_shardings=like.sharding)(leaf)
+
+    return jax.tree.map(cast, found, wanted)
+
+
+def quantized_params(params: Params, sharded_model: ShardedModel, format: str) -> tuple[Params, str]:
+    """The parameters quantized on their devices, and a line for people."""
+    small = jax.jit(lambda params: quantize(params, sharded_model.model, format))(params)
+    compute = jnp.dtype(sharded_model.policy.compute_dtype)
+    after, before = map(format_bytes, quantized_bytes(small, compute))
+    return small, f"{format}: linear layers of {after} instead of {before} in {compute.name}"

@@ -1,0 +1,297 @@
+"""The saves of a run: where they go, when one is due, and what one that fails means for the training."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.arrays import everyone, from_process_0
+from jaxtrain.checkpoint.directory import RECORD_ITEM
+from jaxtrain.checkpoint.going_back import live_steps
+from jaxtrain.checkpoint.owner import Owner, take
+from jaxtrain.checkpoint.places import Place, SeenComplete, is_remote
+from jaxtrain.checkpoint.space import SaveError
+from jaxtrain.checkpoint.where import NOTE, checkpoint_folder, configured_folder, set_steps_aside
+from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.errors import CheckpointError, ConfigError, StorageError
+from jaxtrain.runtime.agreement import together
+from jaxtrain.runtime.files import identity
+from jaxtrain.train.state import TrainState
+
+# The most steps until the processes ask process 0 for the time again.
+_MOST_STEPS = 1000
+
+
+def is_due(number: int, every: int | None) -> bool:
+    """Whether a step is a multiple of an interval; None: no step is."""
+    return every is not None and number % every == 0
+
+
+def take_folder(
+    keep: CheckpointConfig,
+    run_dir: Path,
+    *,
+    name: str,
+    resume: str | None,
+    main: bool,
+    report: Callable[[str], None],
+) -> tuple[Place, Owner | None]:
+    """The folder of a run's checkpoints, for this start alone; every process calls this.
+
+    Returns:
+        The folder, and the hold on it; None where it is in the run directory, or another process has it.
+
+    Raises:
+        ConfigError: the folder is another run's, cannot be used, or is empty while the former one is not.
+    """
+
+    def work() -> tuple[Place, Owner | None]:
+        folder = configured_folder(keep.directory, run_dir)
+        if not main:
+            return folder, None
+        former = checkpoint_folder(run_dir)
+        if former != folder and resume != "never":
+            if not live_steps(folder) and live_steps(former):
+                raise ConfigError(
+                    f"checkpoint.directory: this run has its checkpoints in {former}, and {folder} has none; set it "
+                    "back, copy them there and add --resume must, or start again with --resume never"
+                )
+            if keep.directory is None and live_steps(folder):
+                (run_dir / NOTE).unlink()  # it leads to where the checkpoints were
+        if keep.directory is None:
+            return folder, None
+        owner, line = take(folder, run_dir, name=name, takes_over=resume == "must")
+        if line is not None:
+            report(line)
+        return folder, owner
+
+    return together(work)
+
+
+def begin_folder(folder: Place, keep: CheckpointConfig, run_dir: Path, report: Callable[[str], None]) -> None:
+    """Move what an earlier run left in `checkpoint.directory` away; process 0 alone."""
+    if keep.directory is None:
+        (run_dir / NOTE).unlink(missing_ok=True)
+    elif (moved := set_steps_aside(folder)) is not None:
+        report(f"the checkpoints of an earlier run were moved to {moved}")
+
+
+class SaveClock:
+    """Says after which steps `checkpoint.every_minutes` wants a save; every process answers alike.
+
+    Process 0 alone looks at a clock. An answer is a collective, so that the next one is asked for after as many steps
+    as half of the time that is left should take: a dozen answers per interval.
+
+    Args:
+        minutes: between two saves; None: never.
+        clock: gives seconds.
+        agree: gives every process what process 0 finds.
+    """
+
+    def __init__(
+        self,
+        minutes: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[Callable[[], int]], int] = from_process_0,
+    ) -> None:
+        self._minutes, self._clock, self._agree = minutes, clock, agree
+        self.saved()
+
+    def is_due(self, number: int) -> bool:
+        """Whether the state after step `number` is to be saved; asked once after every step."""
+        if self._minutes is None or number < self._next:
+            return False
+        wait = self._agree(lambda: self._steps_to_wait(number, 60.0 * (self._minutes or 0)))
+        self._next = number + max(1, wait)
+        return wait == 0
+
+    def saved(self) -> None:
+        """A save began, for this reason or another: the minutes are counted from here."""
+        self._saved_at, self._next = self._clock(), 0
+        self._asked: tuple[int, float] | None = None
+
+    def _steps_to_wait(self, number: int, seconds: float) -> int:
+        """The steps until the question is asked again; 0: a save is due."""
+        now = self._clock()
+        left = self._saved_at + seconds - now
+        if left <= 0:
+            return 0
+        before, self._asked = self._asked, (number, now)
+        if before is None or number <= before[0] or now <= before[1]:
+            return 1
+        seconds_per_step = (now - before[1]) / (number - before[0])
+        return max(1, min(_MOST_STEPS, int(left / 2 / seconds_per_step)))
+
+
+class RunSaves:
+    """Saves the states of a run; a save that fails stops the training only after several in a row.
+
+    The checkpoints that are complete stay whatever happens. Every process calls every method, after the same steps;
+    with several processes a failure counts at the next save, where all of them hear of it.
+
+    Args:
+        checkpointer: of the run.
+        run_dir: its directory.
+        config: when a save is due, and how many may fail.
+        report: called with one line for people.
+        owner: of `checkpoint.directory`, in the process that writes; None: the run directory has the checkpoints.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        run_dir: Path,
+        config: CheckpointConfig,
+        *,
+        report: Callable[[str], None],
+        owner: Owner | None = None,
+    ) -> None:
+        self._checkpointer, self._run_dir, self._owner = checkpointer, run_dir, owner
+        self._config, self._report = config, report
+        self._clock = SaveClock(config.every_minutes)
+        self._several = jax.process_count() > 1
+        self._failed_in_a_row = 0
+        self._failure: SaveError | None = None  # of the last save that was tried
+        self._unheard: SaveError | None = None  # by the other processes
+        self._pending: int | None = None
+        self._complete = checkpointer.latest_step()
+        self._place = identity(run_dir)
+        self._is_wanted = False
+        self._seen = SeenComplete()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save was under way at the last `check`, so that the watchdog counts its time."""
+        return self._pending is not None and self._unheard is None and self._complete != self._pending
+
+    def is_due(self, number: int) -> bool:
+        """Whether the state after step `number` is to be saved; asked once after every step."""
+        by_clock = self._clock.is_due(number)
+        wanted, self._is_wanted = self._is_wanted, False
+        return by_clock or wanted or is_due(number, self._config.every)
+
+    def check(self) -> None:
+        """Look whether a save has failed, or what was saved is gone; called after every step.
+
+        Raises:
+            StorageError: as many saves in a row failed as may.
+        """
+        try:
+            self._checkpointer.check()
+        except SaveError as error:
+            if self._several:
+                self._unheard = error
+            else:
+                self._note_failure(error)
+        self._look_for_steps()
+
+    def save(
+        self, number: int, state: TrainState, *, metadata: Mapping[str, Any], loss: float | None, score: float | None
+    ) -> bool:
+        """Begin to save a state; see `Checkpointer.save`. False where the step is saved already, or cannot be.
+
+        Raises:
+            StorageError: as many saves in a row failed as may, or another start has the folder.
+        """
+        self.settle(hurry=True)
+        other = None if self._owner is None else self._owner.other()
+        if self._config.directory is not None and not everyone(other is None):
+            raise StorageError(
+                f"{other or 'another start'} has taken over {self._checkpointer.directory}: this run stops and saves "
+                f"nothing more there; {self._left()}"
+            )
+        failure, began = None, False
+        try:
+            began = self._checkpointer.save(number, state, metadata=metadata, eval_loss=loss, score=score)
+        except SaveError as error:
+            failure = error
+        self._agree(failure)
+        self._clock.saved()
+        if failure is None:
+            self._pending, self._failure, self._seen = number, None, SeenComplete()
+        return began
+
+    def settle(self, *, hurry: bool = False) -> bool:
+        """Wait until the last save is complete; unless in a hurry also verified and copied. False where it failed."""
+        failure, self._unheard = self._unheard, None
+        try:
+            self._checkpointer.settle() if hurry else self._checkpointer.wait()
+        except SaveError as error:
+            failure = error
+        pending, self._pending = self._pending, None
+        self._agree(failure)
+        if pending is not None and failure is None:
+            self._complete, self._failed_in_a_row = pending, 0
+        return self._failure is None
+
+    def wait(self, *, hurry: bool = False) -> None:
+        """Wait until the last save is complete: what follows relies on it.
+
+        Raises:
+            StorageError: it failed, whatever came before it.
+        """
+        if not self.settle(hurry=hurry):
+            raise StorageError(f"{self._failure}; {self._left()}")
+
+    def close(self, *, hurry: bool = False, agrees: bool = True) -> None:
+        """Finish the last save, then release the threads; a second call raises nothing.
+
+        Args:
+            hurry: see `settle`.
+            agrees: whether the other processes close too, so that all can hear of a failure.
+
+        Raises:
+            StorageError: the last save failed.
+        """
+        try:
+            if agrees or not self._several:
+                self.wait(hurry=hurry)
+            else:
+                with contextlib.suppress(SaveError):  # another failure ends the run
+                    self._checkpointer.settle()
+        finally:
+            self._failure = None  # it is said once: what ends after it must end
+            self._checkpointer.release()
+
+    def _agree(self, failure: SaveError | None) -> None:
+        """Note a failure of this process, or of another one."""
+        if self._several and not everyone(failure is None) and failure is None:
+            raise StorageError(f"another process cannot save checkpoints, its message says why; {self._left()}")
+        if failure is not None:
+            self._note_failure(failure)
+
+    def _note_failure(self, failure: SaveError) -> None:
+        self._failure, self._pending = failure, None
+        self._failed_in_a_row += 1
+        with contextlib.suppress(CheckpointError):  # a store that does not answer: what was known stays known
+            self._complete = self._checkpointer.latest_step()
+        most = self._config.max_failed_in_a_row
+        if self._failed_in_a_row >= most:
+            count = "1 save" if most == 1 else f"{most} saves in a row"
+            raise StorageError(f"{failure}; {count} failed (checkpoint.max_failed_in_a_row), {self._left()}")
+        more = most - self._failed_in_a_row
+        self._report(f"{failure}; training goes on, {self._left()}, and stops after {more} more such saves in a row")
+
+    def _left(self) -> str:
+        return "no step is saved" if self._complete is None else f"step {self._complete} is saved"
+
+    def _look_for_steps(self) -> None:
+        """Want a save at once where the directory of the run, or its last checkpoint, is gone."""
+        folder = self._checkpointer.directory
+        if self._pending is not None and self._seen(folder / str(self._pending), item=RECORD_ITEM):
+            self._complete = self._pending
+        place = identity(self._run_dir)
+        # A store is not asked after every step, and loses no folder as a disk does that is taken away.
+        is_gone = self._complete not in (None, self._pending) and not is_remote(folder)
+        is_gone = is_gone and not (folder / str(self._complete)).is_dir()
+        if is_gone:
+            self._report(f"the checkpoint of step {self._complete} in {folder} is gone; the state is saved again")
+            self._complete = max(self._checkpointer.steps(), default=None)
+        if is_gone or place != self._place:
+            # With several processes all must save at the same step: there the next save that is due has to do.
+            self._place, self._is_wanted = place, not self._several
