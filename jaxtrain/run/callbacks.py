@@ -15,7 +15,6 @@ from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
 from jaxtrain.config.keywords import suggesting
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.runinfo import read_run_info
 
 if TYPE_CHECKING:
     from jaxtrain.train.assemble import Run
@@ -153,11 +152,7 @@ class EarlyStopping:
 
 
 def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[Callback, ...], EarlyStopping | None]:
-    """The callbacks of a run, and the early stopping among them, which is a setting of the run.
-
-    Raises:
-        ConfigError: something else is among them, or more than one early stopping.
-    """
+    """The callbacks of a run, and the early stopping among them, which is a setting of the run."""
     listed = list(given) if isinstance(given, Sequence) else [given]
     if any(not isinstance(one, (Callback, EarlyStopping)) for one in listed):
         raise ConfigError(
@@ -171,14 +166,7 @@ def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[C
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the evaluations so far say.
-
-    Attributes:
-        is_over: whether the run is to stop.
-        best_step: step of the best value, the earliest of equal ones; None: no value is a number.
-        best: that value.
-        last_is_best: whether it is the last one.
-    """
+    """What the evaluations so far say."""
 
     is_over: bool
     best_step: int | None
@@ -211,8 +199,8 @@ def _sign_of(rule: EarlyStoppingConfig) -> float:
     return -1.0 if is_higher_better(rule.metric, rule.mode) else 1.0
 
 
-def recorded_values(run_dir: Path, metric: str, *, last: int) -> dict[int, float]:
-    """The values of a metric in metrics.jsonl up to the step `last`: step -> value, NaN where it was not finite."""
+def recorded_values(run_dir: Path, metric: str, *, every: int, last: int) -> dict[int, float]:
+    """The values of a metric in metrics.jsonl that were due: step -> value, NaN where it was not finite."""
     found: dict[int, float] = {}
     path = run_dir / "metrics.jsonl"
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
@@ -221,45 +209,15 @@ def recorded_values(run_dir: Path, metric: str, *, last: int) -> dict[int, float
         except ValueError:  # a kill in the middle of a line
             continue
         step = row.get("step") if isinstance(row, dict) else None
-        if isinstance(step, int) and step <= last and metric in row:
+        if isinstance(step, int) and step <= last and step % every == 0 and metric in row:
             found[step] = math.nan if row[metric] is None else float(row[metric])
     return found
 
 
-def due_values(run_dir: Path, metric: str, *, every: int, last: int) -> dict[int, float]:
-    """The recorded values of the evaluations that were due.
-
-    An evaluation at the end of an earlier part of the run counts only if `every` divides its step: a run that had gone
-    on would not have evaluated there.
-    """
-    before = read_run_info(run_dir)
-    was_every = ((before.get("config") or {}).get("evaluation") or {}).get("every")
-    ends = {step for step in (last, *(before.get("resumed_after") or [])) if was_every is None or step % was_every}
-    found = recorded_values(run_dir, metric, last=last)
-    return {step: value for step, value in found.items() if step % every == 0 or step not in ends}
-
-
 class Watch:
-    """Calls the callbacks of a run, follows its evaluations, and knows why it stops before its last step.
+    """Calls the callbacks of a run, follows its evaluations, and knows why it stops before its last step."""
 
-    Every process calls every method, in the same order.
-
-    Args:
-        run: what is trained.
-        run_dir: its directory; holds the evaluations of the steps up to `start`.
-        callbacks: in the order in which they are called.
-        start: steps done before this process.
-        after: evaluations up to this step were over another number of rows, and are not compared.
-
-    Attributes:
-        status: how the run ends before its last step, for run.json; None: it does not.
-        reason: why, for people.
-        rule: of early stopping; None: there is none.
-        metrics: of the step that is done, on the device.
-        log: takes what callbacks log.
-    """
-
-    def __init__(self, run: "Run", run_dir: Path, callbacks: Sequence[Callback], *, start: int, after: int) -> None:
+    def __init__(self, run: "Run", run_dir: Path, callbacks: Sequence[Callback], *, start: int) -> None:
         config = run.config
         self.rule, self._every = config.evaluation.early_stopping, config.evaluation.every
         self._run, self._run_dir, self._callbacks = run, run_dir, callbacks
@@ -273,8 +231,7 @@ class Watch:
         self._scores: dict[int, float] = {}  # lower is better
         self._best_until: int | None = None
         if self.rule is not None and self._every is not None and start:
-            found = due_values(run_dir, self.rule.metric, every=self._every, last=start)
-            self._evaluations = {step: value for step, value in found.items() if step > after}
+            self._evaluations = recorded_values(run_dir, self.rule.metric, every=self._every, last=start)
             self._decide()
 
     @property
@@ -334,13 +291,6 @@ class Watch:
         """What `keep_best` compares, lower being better; None: the eval_loss, or no number was evaluated."""
         score = self._scores.get(number)
         return None if score is None or not math.isfinite(score) else score
-
-    def recorded_scores(self, last: int) -> dict[int, float]:
-        """What `keep_best` compares of the steps up to `last`, by metrics.jsonl; empty: the losses."""
-        if self.rule is None:
-            return {}
-        found = recorded_values(self._run_dir, self.rule.metric, last=last)
-        return {step: _sign_of(self.rule) * value for step, value in found.items() if math.isfinite(value)}
 
     def go_back(self, number: int) -> None:
         """Forget the evaluations after step `number`, which is the last one of the run again."""

@@ -1,7 +1,6 @@
 """The directory of a run: its path, its lock, and its run.json where that is damaged. No jax here."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -30,7 +29,6 @@ from jaxtrain.runtime.notebook import in_notebook
 from jaxtrain.runtime.remarks import print_remark
 
 LOCK_NAME = "lock"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
 _JOIN_SECONDS = 300
 _LOOK_SECONDS = 1.0
@@ -42,15 +40,11 @@ _OF_A_RUN = (
     *("reference.npz", "profile", "nonfinite", "trackers", "tokenizer.json", "tokenizer.copy.json"),
     *("tokenizer_config.json", "base"),
 )
-_OF_METADATA = ("name", "config", "from_python", "called", "base", "rolled_back", "evaluated_rows")
+_OF_METADATA = ("name", "config", "from_python", "called", "base", "rolled_back")
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """The directory of a run: the one that was given, or runs/<name>.
-
-    Raises:
-        ConfigError: the name cannot be that of a folder.
-    """
+    """The directory of a run: the one that was given, or runs/<name>."""
     if run_dir is not None:
         return local_path(run_dir, what="run directory", instead=_INSTEAD)
     folder = local_path(name, what="name", instead=_INSTEAD)
@@ -70,33 +64,16 @@ def folder_of(loaded: Loaded, run_dir: str | Path | None) -> Path:
 
 def numbered_folder(name: str) -> Path:
     """A new directory runs/<name>-<number>, the same for all processes; every process calls this."""
-    from jaxtrain.checkpoint.arrays import from_process_0, is_process_0
+    from jaxtrain.checkpoint.arrays import from_process_0
 
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60] or "run"
-    return Path("runs") / f"{name}-{from_process_0(lambda: _free_number(name) if is_process_0() else 0)}"
-
-
-def _free_number(name: str) -> int:
-    """The number after the largest one; its directory is made, so that no other run takes it."""
     endings = [path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*")]
     number = 1 + max((int(ending) for ending in endings if ending.isdecimal()), default=0)
-    while True:
-        try:
-            (Path("runs") / f"{name}-{number}").mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        except OSError:  # the lock, which is written there next, says why
-            return number
-        else:
-            return number
+    return Path("runs") / f"{name}-{from_process_0(lambda: number)}"
 
 
 class InUseError(ConfigError):
-    """Another process holds the run directory.
-
-    Attributes:
-        holder: the process, for people.
-    """
+    """Another process holds the run directory."""
 
     def __init__(self, run_dir: Path, holder: str) -> None:
         super().__init__(f"run directory {run_dir} is in use by {holder}; use another --run-dir or stop it")
@@ -107,12 +84,6 @@ class RunLock:
     """Holds a run directory for this process, and creates it if need be; the kernel releases it when its holder dies.
 
     With several processes, process 0 takes it for all.
-
-    Args:
-        run_dir: directory of the run.
-
-    Raises:
-        ConfigError: on entering, when another process holds it, or the path cannot be a directory.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -125,22 +96,17 @@ class RunLock:
             self.run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o640)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"run directory {self.run_dir} is a file: use another --run-dir") from error
         except OSError as error:
-            raise ConfigError(
-                f"run directory {self.run_dir} cannot be used: {error.strerror}; use another --run-dir"
-            ) from error
+            in_the_way = isinstance(error, (FileExistsError, NotADirectoryError))
+            reason = "is a file" if in_the_way else f"cannot be used: {error.strerror}"
+            raise ConfigError(f"run directory {self.run_dir} {reason}; use another --run-dir") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = _holder(descriptor)
             os.close(descriptor)
             raise InUseError(self.run_dir, holder) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
-                raise ConfigError(f"run directory {self.run_dir} cannot be locked: {error.strerror}") from error
+        except OSError:  # some network file systems are mounted without locks
             print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
         self._release()  # the one before, where the file was deleted and is taken again
         self._descriptor = descriptor
@@ -183,13 +149,8 @@ class RunLock:
 def wait_for_holder(run_dir: Path, *, looks: bool = True, goes_on: Callable[[bool], bool] = bool) -> None:
     """Wait until nobody holds a run directory, where a scheduler starts this process; elsewhere return at once.
 
-    A job that is started again may begin while the pods of the one before it still save. It waits as long as for other
-    processes to join, and `RunLock` then refuses.
-
-    Args:
-        run_dir: directory of the run.
-        looks: whether this process looks who holds it; of several only process 0 does.
-        goes_on: called after each look with whether this process has to wait; returns whether all processes wait.
+    A job that is started again may begin while the pods of the one before it still save. Of several processes only
+    the one that `looks` asks who holds it; `goes_on` says to all whether it has to wait.
     """
     end, is_told = time.monotonic() + _patience_seconds(), False
     while True:
@@ -207,18 +168,12 @@ def wait_for_holder(run_dir: Path, *, looks: bool = True, goes_on: Callable[[boo
 def _other_holder(run_dir: Path) -> str | None:
     """Who holds a run directory, for people; None: nobody does."""
     try:
-        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+        with RunLock(run_dir):
+            return None
+    except InUseError as error:
+        return error.holder
+    except ConfigError:  # who takes the lock says what is wrong
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return _holder(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def _patience_seconds() -> int:
@@ -242,12 +197,7 @@ def kept_info(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mend_run(run_dir: str | Path | None, report: Callable[[str], None] = print_remark) -> None:
-    """Write run.json again where it is damaged or gone and a checkpoint is intact, and say so.
-
-    Args:
-        run_dir: what may be the directory of a run; nothing happens where it is none.
-        report: called with one line.
-    """
+    """Write run.json again where it is damaged or gone and a checkpoint is intact, and say so."""
     # Of `os`, since a path that no file system takes is no folder either.
     if run_dir is None or not os.path.isdir(run_dir):
         return
@@ -304,22 +254,14 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 def seconds_before(run_dir: Path, before: Mapping[str, Any], *, start: int, began_at: float) -> dict[str, float]:
-    """Part -> seconds of the processes before this one.
-
-    Args:
-        run_dir: directory of the run.
-        before: the content of its run.json; empty where this process begins anew.
-        start: step that this process goes on from; 0: the beginning.
-        began_at: when this process began, in seconds since 1970.
-    """
+    """Part -> seconds of the processes before this one, by the run.json that they left."""
     rows, number = read_restarts(run_dir), attempt()
     if not start:
         # The file may hold rows of an earlier run too; those of this supervisor are the last.
         rows = rows[-number:] if number else []
-    last_sign = None
-    with contextlib.suppress(OSError):
-        last_sign = (run_dir / "metrics.jsonl").stat().st_mtime
-    ends = [row["ended"] for row in rows if isinstance(row.get("ended"), int | float)]
+    metrics = run_dir / "metrics.jsonl"
+    last_sign = metrics.stat().st_mtime if metrics.is_file() else None
+    ends = [row["ended"] for row in rows if "ended" in row]
     if not number and ends:
         # The supervisor had given up: that nobody started the run until then is no time of the run.
         began_at = min(began_at, max(*ends, last_sign or 0.0))

@@ -230,14 +230,7 @@ def held_out_batches(run: Run) -> Batches:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutRows:
-    """Rows of a run that is opened again, to evaluate.
-
-    Attributes:
-        batches: of the rows, in their order.
-        num_batches: how many are evaluated.
-        num_rows: how many rows these hold.
-        remarks: lines for people.
-    """
+    """Rows of a run that is opened again, to evaluate."""
 
     batches: Batches
     num_batches: int
@@ -302,17 +295,7 @@ def evaluate_rows(evaluator: Evaluator, state: EvaluationState, held_out: HeldOu
 
 
 def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, own_task: bool) -> None:
-    """Raise where the model of a config would be another one with this data, or where kinds contradict one another.
-
-    Args:
-        config: of the run.
-        data: as it was opened.
-        sharded_model: as it was trained, built from the config.
-        own_task: whether the task came from Python.
-
-    Raises:
-        ConfigError: names the settings that contradict one another, or the sizes that differ.
-    """
+    """Raise where the model of a config would be another one with this data, or where kinds contradict one another."""
     rows: Any = data.train if data.validation is None else data.validation
     targets = rows[0].get("targets")
     if isinstance(targets, np.ndarray | np.generic):
@@ -345,6 +328,7 @@ def _dividing_batch(config: Config, sharded_model: ShardedModel, task: Task) -> 
         raise ConfigError(
             f"the loss of task {task.name!r} (rows={task.rows!r}) depends on the rows of a batch, and "
             f"train.global_batch_size={asked} does not divide by the {shards} shards of this mesh; use {fewer} "
-            f"devices (open_run with mesh=jt.make_mesh(data={fewer}, devices=jax.devices()[:{fewer}]))"
+            f"devices (open_run with mesh=jt.make_mesh(data={fewer}, devices=jax.devices()[:{fewer}])), or "
+            f"train.global_batch_size={size}, whose loss is another"
         )
     return size

@@ -10,7 +10,6 @@ import jax
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
-from jaxtrain.metrics.runinfo import EVALUATED_ROWS, compared_after
 from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.checked_step import checked_step
 from jaxtrain.run.interrupt import StoppedWaiting
@@ -144,17 +143,7 @@ def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:
 
 
 def train(session: Session) -> tuple[TrainState, int]:
-    """Train to the last step, or until the run stops early; then evaluate, save, sample and report.
-
-    Returns:
-        The last state, and the number of steps done.
-
-    Raises:
-        PreemptedError: stopped by a signal; the state is saved.
-        DivergedError: non-finite steps in a row.
-        StorageError: the last save failed, or several in a row.
-        DataError: the data gave no further batch; the state is saved.
-    """
+    """Train to the last step, or until the run stops early; then evaluate, save, sample and report."""
     last, watch, start, state = session.run.config.train.steps, session.watch, session.start, session.state
     had_ended = start >= last or watch.status is not None
     session.record.begin()
@@ -215,7 +204,7 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
             spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
         session.saves.settle()
         with session.record.spent.measure("creating state"):
-            spike, state = state_before(session.run.step, session.checkpointer, spike, frozen, session.progress.message)
+            state = state_before(session.run.step, session.checkpointer, spike, frozen)
         start = spike.to_step
         _go_back(session, spike)
     # The loop pauses after a step only if another one follows.
@@ -233,8 +222,6 @@ def _go_back(session: Session, spike: SpikeError) -> None:
     assert spikes is not None, "no step is a spike without the group"
     session.activity.begins_at(step)
     metadata.update(with_spike(metadata, spike, skip_batches=spikes.skip_batches))
-    if EVALUATED_ROWS in metadata:
-        metadata[EVALUATED_ROWS] = {**metadata[EVALUATED_ROWS], "after": min(compared_after(metadata), step)}
     session.record.go_back(step, metadata)
     session.steps.go_back()
     session.watch.go_back(step)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data import Batches
 from jaxtrain.data.evaluated import evaluated_numbers
+from jaxtrain.data.rows import selected_rows
 from jaxtrain.metrics.picture import thumbnail
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.evaluation import most_evaluated
@@ -30,28 +31,23 @@ _MOST_MISTAKES = 8
 
 
 def held_out_details(run: Run, state: TrainState, step: int, progress: Progress) -> dict[str, Any] | None:
-    """Compute what the report shows of single held-out rows. Every process of a run takes part.
+    """JSON values for `held_out.json`; None for other tasks than classification with one class per row.
 
-    Args:
-        run: what was trained.
-        state: the last state; its evaluation parameters are used.
-        step: number of the last step.
-        progress: shows the phase, and one line where it fails: a finished run is not lost over its report.
-
-    Returns:
-        JSON values for `held_out.json`; None for other tasks than classification with one class per row, and where
-        the run has no held-out rows.
+    Every process of a run takes part. A finished run is not lost over its report: what fails is one line.
     """
-    validation = run.data.validation
-    if validation is None or run.step.task.name != "classification":
+    if run.data.validation is None or run.step.task.name != "classification":
         return None
     try:
         with progress.phase("finding mistakes"):
             found = _predictions(run, state)
             if found is None or not len(found["rows"]):
                 return None
-            confusions, mistakes = _confusions(run, found), _mistakes(run, found)
-        return {"task": "classification", "step": step, **confusions, "mistakes": mistakes}
+            return {
+                "task": "classification",
+                "step": step,
+                **_confusions(run, found),
+                "mistakes": _mistakes(run, found),
+            }
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")
         progress.message(f"the report has no confusion matrix, because computing it failed: {line}")
@@ -60,45 +56,33 @@ def held_out_details(run: Run, state: TrainState, step: int, progress: Progress)
 
 def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
     """The prediction of each of some evaluated rows, as NumPy arrays [N]; None where rows have no one class."""
-    config, step = run.config, run.step
-    assert run.data.validation is not None
-    from jaxtrain.data.rows import selected_rows
-
-    num_rows = len(run.data.validation)
-    numbers = evaluated_numbers(num_rows, most_evaluated(config))
+    config, step, validation = run.config, run.step, run.data.validation
+    assert validation is not None
+    numbers = evaluated_numbers(len(validation), most_evaluated(config))
     numbers = numbers[evaluated_numbers(len(numbers), MOST_ROWS)]
-    batches = Batches(
-        selected_rows(run.data.validation, numbers),
-        config.train.global_batch_size,
-        seed=config.seed,
-        shuffle=False,
-        workers=reading_threads(config),
-    )
+    size, rows = config.train.global_batch_size, selected_rows(validation, numbers)
+    batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
     spec = batches.spec()
-    targets, inputs = spec.get("targets"), spec.get("inputs")
-    if inputs is None or targets is None or targets.ndim != 1 or not jnp.issubdtype(targets.dtype, jnp.integer):
+    targets = spec.get("targets")
+    if "inputs" not in spec or targets is None or targets.ndim != 1 or not jnp.issubdtype(targets.dtype, jnp.integer):
         return None
-    size = config.train.global_batch_size
     # Replicated, so that each process can read all of it.
     predict = jax.jit(
         lambda params, model_state, batch: _predict(run, params, model_state, batch),
         out_shardings=NamedSharding(step.mesh, PartitionSpec()),
         compiler_options={**step.compiler_options.used} or None,
     )
-    load = step.loader(batches)
-    parts: list[dict[str, np.ndarray]] = []
-    num_classes = 0
+    load, parts = step.loader(batches), []
     for k in range(len(batches)):
         found = predict(state.evaluation_params, state.evaluation_model_state, load(k))
         if found is None:
             return None
-        part = jax.device_get(found)
-        num_classes = int(part.pop("num_classes"))
-        parts.append({**part, "rows": k * size + np.arange(size)})
+        parts.append({**jax.device_get(found), "rows": k * size + np.arange(size)})
+    num_classes = max(int(part.pop("num_classes")) for part in parts)
     counts = np.concatenate([part.pop("counts") for part in parts])
     table = {name: np.concatenate([part[name] for part in parts])[counts] for name in parts[0]}
     table["rows"] = numbers[table["rows"]]
-    return {**table, "num_classes": num_classes, "num_rows": num_rows, "read": len(numbers)}
+    return {**table, "num_classes": num_classes, "num_rows": len(validation), "read": len(numbers)}
 
 
 def _predict(run: Run, params: Any, model_state: Any, batch: Mapping[str, Any]) -> dict[str, jax.Array] | None:
@@ -153,30 +137,22 @@ def _mistakes(run: Run, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     wrong = np.flatnonzero(found["targets"] != found["predicted"])
     losses = np.nan_to_num(found["losses"][wrong], nan=np.inf)
     worst = wrong[np.argsort(-losses, kind="stable")[:_MOST_MISTAKES]]
-    mistakes = []
-    for index in worst if is_main_process() else ():
-        row = int(found["rows"][index])
-        picture = _picture(run, row)
-        mistakes.append(
-            {
-                "row": row,
-                "target": int(found["targets"][index]),
-                "predicted": int(found["predicted"][index]),
-                "loss": float(found["losses"][index]),
-                "confidence": float(found["confidence"][index]),
-                "picture": None if picture is None else base64.b64encode(picture).decode("ascii"),
-            }
-        )
-    return mistakes
+    return [
+        {
+            "row": int(found["rows"][index]),
+            "target": int(found["targets"][index]),
+            "predicted": int(found["predicted"][index]),
+            "loss": float(found["losses"][index]),
+            "confidence": float(found["confidence"][index]),
+            "picture": _picture(run, int(found["rows"][index])),
+        }
+        for index in (worst if is_main_process() else ())
+    ]
 
 
-def _picture(run: Run, row: int) -> bytes | None:
-    validation = run.data.validation
-    if validation is None or len(run.data.input_shape) not in (2, 3):
+def _picture(run: Run, row: int) -> str | None:
+    if run.data.validation is None or len(run.data.input_shape) not in (2, 3):
         return None
-    try:
-        found: Any = validation[row]
-        return thumbnail(np.asarray(found["inputs"]))
-    except Exception:
-        # Rows of a user's own source may be of any kind; the matrix is worth showing without its pictures.
-        return None
+    found: Any = run.data.validation[row]
+    picture = thumbnail(np.asarray(found["inputs"]))
+    return None if picture is None else base64.b64encode(picture).decode("ascii")

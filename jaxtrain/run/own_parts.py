@@ -23,12 +23,7 @@ _GIVEN_AGAIN = ("model", "task", "optimizer")
 
 @dataclass(frozen=True)
 class Given:
-    """What `fit` and `run_config` were given beside the config; see there.
-
-    Attributes:
-        own_step: further parts of the step that came from Python.
-        resume, model, task, data, callbacks, progress: as given.
-    """
+    """What `fit` and `run_config` were given beside the config; see there."""
 
     own_step: "OwnStep"
     resume: str | None = None
@@ -42,13 +37,7 @@ class Given:
 def own_parts(
     *, model: "Model | None", task: "Task | None", data: "Data | None", optimizer_state: Any = None
 ) -> OwnParts:
-    """The record for `run.json` and checkpoints: part -> the name of what was passed in; None: the config's.
-
-    Args:
-        model, task: named by their names.
-        data: named by the first line of its description.
-        optimizer_state: of an optimizer from Python, as shapes, whose parts name it.
-    """
+    """The record for `run.json` and checkpoints: part -> the name of what was passed in; None: the config's."""
     return {
         "model": None if model is None else model.name,
         "task": None if task is None else task.name,
@@ -71,16 +60,7 @@ def _state_names(state: Any) -> Iterator[str]:
 
 
 def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:
-    """Raise where a command would take a part from the config that came from Python in the run.
-
-    Args:
-        record: content of `run.json`.
-        run_dir: for messages.
-        needed: the parts that the command uses.
-
-    Raises:
-        ConfigError: names these parts and says how to give them in Python.
-    """
+    """Raise where a command would take a part from the config that came from Python in the run."""
     parts = recorded_parts(record)
     own = [part for part in needed if parts[part] is not None]
     if own:
@@ -95,11 +75,7 @@ def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[s
 
 
 def part_changes(record: Mapping[str, Any], given: OwnParts, run_dir: Path) -> list[str]:
-    """Model, task and optimizer that differ from those of the record by name, as `task classification -> brier`.
-
-    Raises:
-        ConfigError: a part from Python is not given again, so that the run would go on with the config's.
-    """
+    """Model, task and optimizer that differ from those of the record by name, as `task classification -> brier`."""
     saved = recorded_parts(record)
     for part in _GIVEN_AGAIN:
         if saved[part] is not None and given[part] is None:

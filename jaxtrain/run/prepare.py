@@ -22,7 +22,6 @@ from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh, mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.progress import Phase, Progress
-from jaxtrain.metrics.runinfo import compared_after, read_run_info
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.run.activity import Activity
 from jaxtrain.run.callbacks import Watch, sorted_callbacks
@@ -37,7 +36,6 @@ from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved
 from jaxtrain.run.resume import (
     check_resumed,
     choose_start,
-    evaluated_rows,
     finished_row,
     flat,
     run_metadata,
@@ -89,20 +87,7 @@ def prepare_session(
     activity: Activity,
     lock: RunLock,
 ) -> Session:
-    """Make every part of a run; what was opened is closed again where a later part cannot be made.
-
-    Args:
-        loaded: the config.
-        run_dir: exists and is locked.
-        given: what came from Python.
-        progress: what people see.
-        interrupt: entered.
-        activity: is told what this process does.
-        lock: by which the main process holds the directory.
-
-    Raises:
-        ConfigError, DataError, CheckpointError: the run cannot start.
-    """
+    """Make every part of a run; what was opened is closed again where a later part cannot be made."""
     check_jit()
     spent, main = TimeSpent(during=activity.during), is_main_process()
     with spent.measure("reading data"):
@@ -137,16 +122,14 @@ def prepare_session(
         activity.begins_at(start)
         saved = {} if resumed is None else checkpointer.metadata(start)
         metadata["base"] = None if base is None else base.as_json()
-        metadata |= {key: saved[key] for key in (RECORD,) if key in saved} | evaluated_rows(run, saved, start)
-        after = compared_after(metadata)
-        watch = Watch(run, run_dir, sorted_callbacks(given.callbacks)[0], start=start, after=after)
+        metadata |= {key: saved[key] for key in (RECORD,) if key in saved}
+        watch = Watch(run, run_dir, sorted_callbacks(given.callbacks)[0], start=start)
         has_ended = start >= run.config.train.steps or watch.status is not None
-        if resumed is not None:
-            checkpointer.score_again(watch.recorded_scores(start), after=after)
-        else:
+        if resumed is None:
             if main:
                 # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
-                _set_aside(run_dir, checkpointer, progress, given.resume)
+                if (previous := set_aside(run_dir)) is not None:
+                    progress.message(f"what an earlier run left here was moved to {previous}")
                 begin_folder(checkpointer.directory, keep, run_dir, progress.message)
             checkpointer.begin_anew()
             keep_base(base, run, state, run_dir)
@@ -340,17 +323,3 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
         found = "cache_hits" in seen and "cache_misses" not in seen
         cached = "from cache" if found else "cached next time" if kept else ""
         phase.note("; ".join([*([cached] if cached else []), *lines]))
-
-
-def _set_aside(run_dir: Path, checkpointer: Checkpointer, progress: Progress, resume: str | None) -> None:
-    """Move an earlier run away, and say what of it is lost."""
-    saves = read_run_info(run_dir).get("saves") or []
-    lost = 0 if resume == "never" else max((save["step"] for save in saves), default=0)
-    previous = set_aside(run_dir)
-    if lost:
-        progress.message(
-            f"run.json names a save of step {lost}, and {checkpointer.directory} holds no checkpoint: training "
-            "begins again at step 0 (was it deleted, or on a disk that is gone?)"
-        )
-    if previous is not None:
-        progress.message(f"what an earlier run left here was moved to {previous}")

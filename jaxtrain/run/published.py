@@ -23,17 +23,7 @@ _RECORD = "origin.json"
 
 
 def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bool) -> dict[str, Any] | None:
-    """Copy the small files of the published model that a run starts from into the run.
-
-    Args:
-        run_dir: directory of the run.
-        model: the model group of its config.
-        is_resumed: whether the run goes on: then nothing is copied, and the published model need not be there.
-        is_base: whether the run trains adapters over it, whose folders tell it from other models.
-
-    Returns:
-        The folder, and a digest of its config and of its tensors' names and shapes; None: it starts from no such model.
-    """
+    """Copy the small files of the published model that a run starts from into the run."""
     path, kept = published_from(model), run_dir / FOLDER
     if path is None:
         return None

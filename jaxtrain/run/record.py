@@ -15,7 +15,7 @@ from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info, run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
@@ -36,16 +36,6 @@ class RunRecord:
     """The files of a run that grow with it. Only the main process writes; elsewhere every method does nothing.
 
     A run that was done before this process stays as it is on disk: neither its rows nor its run.json change.
-
-    Args:
-        run_dir: directory of the run.
-        spent: where the time of the run goes; who spends time on the run adds it there.
-        lock: by which this process holds the directory; None: nobody looks whether it is still there.
-        report: called with one line for people.
-
-    Attributes:
-        spent: as given.
-        is_lost: whether another run has the directory, in which this one must write nothing more.
     """
 
     def __init__(
@@ -68,18 +58,7 @@ class RunRecord:
     def open(
         self, loaded: Loaded, run: Run, metadata: Mapping[str, Any], *, start: int = 0, has_ended: bool = False
     ) -> None:
-        """Open the writers and say what run.json will hold; rows after the resumed step are dropped.
-
-        Args:
-            loaded: the config.
-            run: assembled from it.
-            metadata: what a checkpoint of the run says of it.
-            start: steps done before this process; 0 for a fresh run.
-            has_ended: whether no step is left to this process.
-
-        Raises:
-            ConfigError: a tracker is asked for and its package is missing.
-        """
+        """Open the writers and say what run.json will hold; rows after the resumed step are dropped."""
         self._loaded, self._run = loaded, run
         if not is_main_process():
             return
@@ -119,11 +98,7 @@ class RunRecord:
         return kept_info(self._info or {})
 
     def begin(self) -> None:
-        """Write run.json with the status `running`, and the tokenizer of the run's data.
-
-        Raises:
-            StorageError: they cannot be written.
-        """
+        """Write run.json with the status `running`, and the tokenizer of the run's data."""
         if self._info is None:
             return
         try:
@@ -172,11 +147,7 @@ class RunRecord:
             self._try_to_write_info()
 
     def look(self) -> None:
-        """Write again what is gone of the run directory, which may be deleted, moved or unmounted, and say so.
-
-        Raises:
-            StorageError: another run has the directory, see `is_lost`; said once.
-        """
+        """Write again what is gone of the run directory, which may be deleted, moved or unmounted, and say so."""
         if not self._writes or self._lock is None or self._metrics is None or self.is_lost:
             return
         is_gone = identity(self._run_dir) != self._identity
@@ -216,18 +187,13 @@ class RunRecord:
         return True
 
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json.
-
-        Args:
-            step: the step; what was spent on the steps since it was saved is lost.
-            metadata: of the run's next checkpoint.
-        """
+        """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json."""
         if step in self._saved:
             self.spent.lose_steps(self._saved[step])
         if self._info is not None:
             self._writers.close()
             self._open_writers(step)
-            self._info |= {key: metadata[key] for key in (RECORD, EVALUATED_ROWS) if key in metadata}
+            self._info[RECORD] = metadata[RECORD]
             self._try_to_write_info()
 
     def scalars(self, step: int, values: Scalars) -> None:
@@ -268,18 +234,7 @@ class RunRecord:
     def close(
         self, status: str, final: Scalars, progress: Progress, *, is_asked: Callable[[], bool] = lambda: False
     ) -> None:
-        """Close the writers, write the end into run.json, draw the report; a second call does nothing.
-
-        Args:
-            status: how the run ended: done, early stopped, stopped by a callback, preempted, diverged, stopped or
-                failed.
-            final: the last metrics.
-            progress: shows that the report is drawn.
-            is_asked: whether somebody asks the process to stop, who waits for no tracker.
-
-        Raises:
-            StorageError: rows or run.json cannot be written.
-        """
+        """Close the writers, write the end into run.json, draw the report; a second call does nothing."""
         try:
             with contextlib.suppress(StorageError):  # what ends there, ends
                 self.look()
@@ -348,7 +303,7 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
         "task_is_shipped": is_shipped(run.step.task),
         "parameters": _parameters(run),
         **{key: metadata.get(key) for key in ("from_python", "called", "base")},
-        **{key: metadata[key] for key in (RECORD, EVALUATED_ROWS) if key in metadata},
+        **{key: metadata[key] for key in (RECORD,) if key in metadata},
         "choices": list(run.step.choices),
         "compiler_options": dict(run.step.compiled_with),
     }

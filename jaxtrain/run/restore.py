@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, read_info
 from jaxtrain.checkpoint.find import find_checkpoint
 from jaxtrain.checkpoint.going_back import live_steps
@@ -63,27 +62,13 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
     if trained_leaves(run.step) is not None and isinstance(path, str | Path) and not is_published(path):
         # The base of a run is one of its steps: the newest may be another one when it is asked for again.
         found = find_checkpoint(path)
-        step = _newest_intact(found.directory) if found.step is None else found.step
-        given["params"] = str(found.directory if step is None else found.directory / str(step))
+        step = list_steps(found.directory)[-1] if found.step is None else found.step
+        given["params"] = str(found.directory / str(step))
     return given
 
 
-def _newest_intact(folder: Place) -> int | None:
-    with Checkpointer(folder, read_only=True) as checkpointer:
-        for step in reversed(checkpointer.steps()):
-            with contextlib.suppress(DamagedError):
-                return read_info(folder, step).step
-    return None
-
-
 def describe_start(run: Run, state: TrainState, given: dict[str, Any]) -> BaseRecord | None:
-    """The base of a run that starts, from its state at step 0; None where its checkpoints hold every parameter.
-
-    Args:
-        run: assembled.
-        state: at step 0.
-        given: from `start_of`.
-    """
+    """The base of a run that starts, from its state at step 0; None where its checkpoints hold every parameter."""
     trains = trained_leaves(run.step)
     if trains is None:
         return None
@@ -120,11 +105,6 @@ def saved_form(step: TrainStep, checkpointer: Checkpointer, at: int | None = Non
     """The state that a checkpoint of a run holds, as shapes with shardings.
 
     Its history of losses and its loss scale have the form of the checkpoint: spikes and fp16 may come and go.
-
-    Args:
-        step: of the run.
-        checkpointer: of the run.
-        at: step of the checkpoint; None: the newest one whose record is intact.
     """
     target = without_base(step.abstract_state, trained_leaves(step))
     leaves, everywhere = {}, target.step.sharding
@@ -182,46 +162,15 @@ def frozen_params(step: TrainStep) -> Params | None:
     return select_leaves(state.params, lambda path: not trains(path))
 
 
-def state_before(
-    step: TrainStep,
-    checkpointer: Checkpointer,
-    spike: SpikeError,
-    frozen: Params | None,
-    report: Callable[[str], None],
-) -> tuple[SpikeError, TrainState]:
-    """The state that a spike goes back to, an older one where that is damaged. The next save abandons those after it.
-
-    Returns:
-        The spike with the step that was gone back to, and the state after that.
-
-    Raises:
-        CheckpointError: no checkpoint can be read.
-    """
-    to_step = spike.to_step
-    while True:
-        try:
-            state = restored_state(step, checkpointer, to_step)
-            break
-        except DamagedError as error:
-            older = [one for one in checkpointer.steps() if one < to_step]
-            to_step = from_process_0(functools.partial(max, older, default=-1))
-            if to_step < 0:
-                raise
-            report(f"{error}; step {to_step} is used instead")
-    spike = SpikeError(spike.step, spike.loss, spike.grad_norm, to_step=to_step)
-    return spike, state if frozen is None else with_base(state, frozen)
+def state_before(step: TrainStep, checkpointer: Checkpointer, spike: SpikeError, frozen: Params | None) -> TrainState:
+    """The state that a spike goes back to. The next save abandons those after it."""
+    state = restored_state(step, checkpointer, spike.to_step)
+    return state if frozen is None else with_base(state, frozen)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What evaluation needs of one checkpoint.
-
-    Attributes:
-        step: of the checkpoint.
-        params: parameters, or their moving average where the run keeps one, or the weights that its optimizer keeps for
-            evaluation (Lookahead, schedule-free).
-        model_state: batch statistics and the like, or their moving average where the run keeps one.
-    """
+    """What evaluation needs of one checkpoint."""
 
     step: int
     params: Params = field(repr=False)

@@ -13,7 +13,7 @@ from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
-from jaxtrain.metrics.runinfo import EVALUATED_ROWS, compared_after, read_run_info
+from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.optim.evaluation import kept_nodes
 from jaxtrain.run.own_parts import OwnParts, part_changes
 from jaxtrain.runtime.call import source_digest
@@ -33,6 +33,8 @@ _SAME_TRAINING = (
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
     *("loss.logits ", "loss.block ", "compiler_options", "watchdog"),
 )
+# Evaluations before and after a change of these cannot be compared, as early stopping and `keep_best` do.
+_COMPARED = ("evaluation.max_batches ", "evaluation.early_stopping.metric ", "evaluation.early_stopping.mode ")
 # Of the stream of batches, what the config says; the rest describes the data.
 _BATCH_KEYS = {"seed": "seed", "global_batch_size": "train.global_batch_size"}
 _CALLED = ("model", "task", "data", "optimizer")
@@ -49,17 +51,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) -> int | None:
-    """The step to resume, or None for a fresh start.
-
-    Args:
-        checkpointer: of the run directory.
-        run_dir: for messages.
-        resume: auto (if there is a checkpoint), must, or never; None as auto.
-
-    Raises:
-        ConfigError: unknown mode.
-        CheckpointError: `must` without a checkpoint.
-    """
+    """The step to resume, or None for a fresh start."""
     if resume is not None and resume not in RESUME_MODES:
         raise ConfigError(f"--resume {resume}: use one of {', '.join(RESUME_MODES)}")
     # Process 0 decides for all: another may see an older listing of a network file system.
@@ -86,24 +78,13 @@ def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
 def called_sources(
     config: Config, own: OwnParts | None = None, *, among: tuple[str, ...] = _CALLED
 ) -> dict[str, dict[str, str | None]]:
-    """The functions that a config names: group -> `call`, `file` and `sha256` of the file.
-
-    Args:
-        config: of the run; its functions were called before, so that their modules are imported.
-        own: the parts that came from Python in place of the config's, whose functions were not called.
-        among: groups to record.
-    """
+    """The functions that a config names: group -> `call`, `file` and `sha256` of the file."""
     called = {name: group.call for name, group in called_parts(config).items() if name in among}
     return {name: source_digest(name, call) for name, call in called.items() if (own or {}).get(name) is None}
 
 
 def source_changes(record: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """A line for each function whose file changed since a record was written; it is no error.
-
-    Args:
-        record: content of `run.json`, or the metadata of a checkpoint.
-        current: what `called_sources` gives for the run that goes on.
-    """
+    """A line for each function whose file changed since a record was written; it is no error."""
     saved = record.get("called") or {}
     return [
         f"the file of {name}.call={found['call']} ({found['file']}) has changed since the run trained with it"
@@ -115,27 +96,20 @@ def source_changes(record: Mapping[str, Any], current: Mapping[str, Any]) -> lis
 def check_resumed(
     checkpointer: Checkpointer, target: TrainState, current: Mapping[str, Any], *, run_dir: Path, may_change: bool
 ) -> list[str]:
-    """What changed since the newest checkpoint, each as `train.steps 600 -> 1200`, once this run can go on from it.
-
-    Args:
-        checkpointer: holds a checkpoint.
-        target: the state of this run as shapes; no array is read, and nothing has to be compiled.
-        current: `run_metadata` of this run.
-        run_dir: for messages.
-        may_change: whether another configuration may go on.
-
-    Raises:
-        ConfigError: a part from Python is not given again, the configuration changed and may not, or seed or batch size
-            changed, which never may.
-        DataError: the data differs.
-        CheckpointError: the checkpoint is of another model or optimizer.
-    """
+    """What changed since the newest checkpoint, each as `train.steps 600 -> 1200`, once this run can go on from it."""
     saved = checkpointer.metadata()
     changes = part_changes(saved, recorded_parts(current), run_dir)
     changes += config_changes(saved["config"], current["config"])
     check_stream(saved["stream"], current["stream"], run_dir=run_dir)
+    config = current["config"]
+    compared = [one for one in changes if one.startswith(_COMPARED) and not (".early_" in one and " None -> " in one)]
+    if compared and (config["evaluation"]["early_stopping"] or config["checkpoint"]["keep_best"]):
+        raise ConfigError(
+            f"{', '.join(compared)}: early stopping and checkpoint.keep_best compare evaluations with those before; "
+            f"{_SET_BACK}"
+        )
     if not may_change:
-        _check_same_training(changes, saved["config"], current["config"], run_dir=run_dir)
+        _check_same_training(changes, saved["config"], config, run_dir=run_dir)
     try:
         checkpointer.check_like(target)
     except CheckpointError as error:
@@ -145,16 +119,7 @@ def check_resumed(
 
 
 def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path) -> None:
-    """Refuse to go on with other batches: batch k would hold other rows than it did, or evaluations be of other rows.
-
-    Args:
-        saved, current: which rows batch k holds, in the run of a checkpoint and in the one that would go on.
-        run_dir: for messages.
-
-    Raises:
-        ConfigError: another seed or batch size.
-        DataError: other data.
-    """
+    """Refuse to go on with other batches: batch k would hold other rows, or evaluations be of other rows."""
     keys = {name: key for name, key in _BATCH_KEYS.items() if name in saved and saved[name] != current.get(name)}
     if keys:
         shown = " and ".join(f"{key} {saved[name]} -> {current.get(name)}" for name, key in keys.items())
@@ -198,21 +163,3 @@ def finished_row(run_dir: Path) -> dict[str, float | int | None]:
     """The training metrics of the last step, as run.json has them of a run that ended; empty where it has none."""
     final = read_run_info(run_dir).get("final") or {}
     return {name: value for name, value in final.items() if name != "wall_seconds" and not name.startswith("eval_")}
-
-
-def evaluated_rows(run: Run, before: Mapping[str, Any], start: int) -> dict[str, Any]:
-    """What to note of evaluations: those over the same number of rows are compared, by early stopping and `keep_best`.
-
-    Args:
-        run: that begins or goes on.
-        before: metadata of the checkpoint that it goes on from; empty: it begins.
-        start: the step of that.
-    """
-    former = before.get(EVALUATED_ROWS)
-    if run.data.validation is None:
-        return {} if former is None else {EVALUATED_ROWS: former}
-    count, batches = len(run.data.validation), run.config.evaluation.max_batches
-    if batches is not None:
-        count = min(count, batches * run.config.train.global_batch_size)
-    is_same = former is None or former["count"] == count
-    return {EVALUATED_ROWS: {"count": count, "after": compared_after(before) if is_same else start}}

@@ -158,16 +158,7 @@ def run_config(
 
 
 def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
-    """Train in a process that has started: hold the directory, prepare, train; what `run_config` and `fit` share.
-
-    Args:
-        loaded: the config.
-        folder: directory of the run.
-        given: what came from Python.
-
-    Raises:
-        ConfigError, DataError, CheckpointError, DivergedError, PreemptedError: see `run_config`.
-    """
+    """Train in a process that has started: hold the directory, prepare, train; what `run_config` and `fit` share."""
     import jax
 
     loaded = _with_early_stopping(loaded, sorted_callbacks(given.callbacks)[1])

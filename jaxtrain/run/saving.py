@@ -22,9 +22,6 @@ from jaxtrain.runtime.agreement import together
 from jaxtrain.runtime.files import identity
 from jaxtrain.train.state import TrainState
 
-# The most steps until the processes ask process 0 for the time again.
-_MOST_STEPS = 1000
-
 
 def is_due(number: int, every: int | None) -> bool:
     """Whether a step is a multiple of an interval; None: no step is."""
@@ -40,14 +37,7 @@ def take_folder(
     main: bool,
     report: Callable[[str], None],
 ) -> tuple[Place, Owner | None]:
-    """The folder of a run's checkpoints, for this start alone; every process calls this.
-
-    Returns:
-        The folder, and the hold on it; None where it is in the run directory, or another process has it.
-
-    Raises:
-        ConfigError: the folder is another run's, cannot be used, or is empty while the former one is not.
-    """
+    """The folder of a run's checkpoints, for this start alone; every process calls this."""
 
     def work() -> tuple[Place, Owner | None]:
         folder = configured_folder(keep.directory, run_dir)
@@ -81,15 +71,9 @@ def begin_folder(folder: Place, keep: CheckpointConfig, run_dir: Path, report: C
 
 
 class SaveClock:
-    """Says after which steps `checkpoint.every_minutes` wants a save; every process answers alike.
+    """Says after which steps `checkpoint.every_minutes` wants a save, by the clock of process 0.
 
-    Process 0 alone looks at a clock. An answer is a collective, so that the next one is asked for after as many steps
-    as half of the time that is left should take: a dozen answers per interval.
-
-    Args:
-        minutes: between two saves; None: never.
-        clock: gives seconds.
-        agree: gives every process what process 0 finds.
+    With several processes an answer is a collective: it is asked for every tenth step.
     """
 
     def __init__(
@@ -100,32 +84,19 @@ class SaveClock:
         agree: Callable[[Callable[[], int]], int] = from_process_0,
     ) -> None:
         self._minutes, self._clock, self._agree = minutes, clock, agree
+        self._every = 1 if jax.process_count() == 1 else 10
         self.saved()
 
     def is_due(self, number: int) -> bool:
         """Whether the state after step `number` is to be saved; asked once after every step."""
-        if self._minutes is None or number < self._next:
+        if self._minutes is None or number % self._every:
             return False
-        wait = self._agree(lambda: self._steps_to_wait(number, 60.0 * (self._minutes or 0)))
-        self._next = number + max(1, wait)
-        return wait == 0
+        most = 60.0 * self._minutes
+        return bool(self._agree(lambda: int(self._clock() - self._saved_at >= most)))
 
     def saved(self) -> None:
         """A save began, for this reason or another: the minutes are counted from here."""
-        self._saved_at, self._next = self._clock(), 0
-        self._asked: tuple[int, float] | None = None
-
-    def _steps_to_wait(self, number: int, seconds: float) -> int:
-        """The steps until the question is asked again; 0: a save is due."""
-        now = self._clock()
-        left = self._saved_at + seconds - now
-        if left <= 0:
-            return 0
-        before, self._asked = self._asked, (number, now)
-        if before is None or number <= before[0] or now <= before[1]:
-            return 1
-        seconds_per_step = (now - before[1]) / (number - before[0])
-        return max(1, min(_MOST_STEPS, int(left / 2 / seconds_per_step)))
+        self._saved_at = self._clock()
 
 
 class RunSaves:
@@ -133,13 +104,6 @@ class RunSaves:
 
     The checkpoints that are complete stay whatever happens. Every process calls every method, after the same steps;
     with several processes a failure counts at the next save, where all of them hear of it.
-
-    Args:
-        checkpointer: of the run.
-        run_dir: its directory.
-        config: when a save is due, and how many may fail.
-        report: called with one line for people.
-        owner: of `checkpoint.directory`, in the process that writes; None: the run directory has the checkpoints.
     """
 
     def __init__(
@@ -176,11 +140,7 @@ class RunSaves:
         return by_clock or wanted or is_due(number, self._config.every)
 
     def check(self) -> None:
-        """Look whether a save has failed, or what was saved is gone; called after every step.
-
-        Raises:
-            StorageError: as many saves in a row failed as may.
-        """
+        """Look whether a save has failed, or what was saved is gone; called after every step."""
         try:
             self._checkpointer.check()
         except SaveError as error:
@@ -193,11 +153,7 @@ class RunSaves:
     def save(
         self, number: int, state: TrainState, *, metadata: Mapping[str, Any], loss: float | None, score: float | None
     ) -> bool:
-        """Begin to save a state; see `Checkpointer.save`. False where the step is saved already, or cannot be.
-
-        Raises:
-            StorageError: as many saves in a row failed as may, or another start has the folder.
-        """
+        """Begin to save a state; see `Checkpointer.save`. False where the step is saved already, or cannot be."""
         self.settle(hurry=True)
         other = None if self._owner is None else self._owner.other()
         if self._config.directory is not None and not everyone(other is None):
@@ -230,24 +186,12 @@ class RunSaves:
         return self._failure is None
 
     def wait(self, *, hurry: bool = False) -> None:
-        """Wait until the last save is complete: what follows relies on it.
-
-        Raises:
-            StorageError: it failed, whatever came before it.
-        """
+        """Wait until the last save is complete: what follows relies on it."""
         if not self.settle(hurry=hurry):
             raise StorageError(f"{self._failure}; {self._left()}")
 
     def close(self, *, hurry: bool = False, agrees: bool = True) -> None:
-        """Finish the last save, then release the threads; a second call raises nothing.
-
-        Args:
-            hurry: see `settle`.
-            agrees: whether the other processes close too, so that all can hear of a failure.
-
-        Raises:
-            StorageError: the last save failed.
-        """
+        """Finish the last save, then release the threads; a second call raises nothing."""
         try:
             if agrees or not self._several:
                 self.wait(hurry=hurry)

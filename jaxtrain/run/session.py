@@ -30,26 +30,7 @@ from jaxtrain.train.state import TrainState
 
 @dataclass
 class Session:
-    """The parts of a run, made by `prepare.prepare_session`.
-
-    Attributes:
-        run: config, data, batches and the compiled step.
-        run_dir: directory of the run, which this process holds.
-        start: number of steps that were done before this process started.
-        state: the state after step `start`, on the mesh; the first step donates it, so do not use it afterwards.
-        metadata: what each checkpoint says of the run that wrote it; a roll back adds itself.
-        checkpointer: of the run directory.
-        saves: through it.
-        record: the files that grow with the run.
-        steps: measures and logs the steps.
-        evaluator: of the run's step.
-        watch: calls the callbacks, and knows whether the run stops early.
-        progress: what people see.
-        interrupt: says when to stop.
-        activity: is told what this process does.
-        metrics: of the last evaluation; empty before it.
-        evaluated: the step of that.
-    """
+    """The parts of a run, made by `prepare.prepare_session`."""
 
     run: Run
     run_dir: Path
@@ -97,17 +78,7 @@ def close_session(session: Session, status: str) -> None:
 
 
 def evaluate_state(session: Session, number: int, state: TrainState, *, is_repeated: bool = False) -> None:
-    """Evaluate the state after a step on the run's held-out rows, unless that was done.
-
-    Args:
-        session: the run.
-        number: of the step.
-        state: after it.
-        is_repeated: whether an earlier process did it, recorded it and called what is to be called.
-
-    Raises:
-        PreemptedError: the run is to stop; the state is saved, and evaluated when the run goes on.
-    """
+    """Evaluate the state after a step on the run's held-out rows, unless that was done."""
     if session.run.data.validation is None or session.evaluated == number:
         return
     was_left = False

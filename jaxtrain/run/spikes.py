@@ -38,13 +38,7 @@ class RollBack:
 
 
 class SpikeError(Exception):
-    """A step was a spike, and the run goes back; caught inside the run.
-
-    Attributes:
-        step: its number.
-        loss, grad_norm: of it.
-        to_step: whose checkpoint the run goes back to.
-    """
+    """A step was a spike, and the run goes back; caught inside the run."""
 
     def __init__(self, step: int, loss: float, grad_norm: float, *, to_step: int) -> None:
         super().__init__(step, loss, grad_norm)
@@ -69,13 +63,7 @@ def batch_of(k: int, rolled_back: Sequence[RollBack]) -> int:
 
 
 def with_spike(metadata: Mapping[str, Any], spike: SpikeError, *, skip_batches: int) -> dict[str, Any]:
-    """The entry of the metadata that records the roll backs, with one more.
-
-    Args:
-        metadata: of the run's next checkpoint before that.
-        spike: the step that was one, and where the run goes back to.
-        skip_batches: batches to leave out at least; those up to the spike's own are always left out.
-    """
+    """The entry of the metadata that records the roll backs, with one more."""
     rolled_back, step = recorded(metadata), spike.to_step
     # Of a roll back to a later step nothing stays in the new line: its batches are in the range of this one.
     first = batch_of(step, [one for one in rolled_back if one.to_step <= step])

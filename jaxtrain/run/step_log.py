@@ -20,16 +20,7 @@ from jaxtrain.train.assemble import Run
 
 
 class StepLog:
-    """Measures every step and logs some of them.
-
-    Args:
-        run: what is trained.
-        meter: collects the times.
-        record: receives the rows.
-        progress: what people see.
-        start: steps done before this process.
-        row: the last logged row, from before this process where no step will give one.
-    """
+    """Measures every step and logs some of them."""
 
     def __init__(
         self, run: Run, *, meter: Meter, record: RunRecord, progress: Progress, start: int, row: Scalars
@@ -42,14 +33,7 @@ class StepLog:
         self.row: Scalars = row
 
     def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
-        """Take note of a step that is done.
-
-        Args:
-            number: of the step, counted from 1.
-            metrics: on the device; read only if the step is logged.
-            seconds: wall time of the step.
-            waited: seconds of it that the loop waited for a batch.
-        """
+        """Take note of a step that is done."""
         self._meter.record(number, seconds, waited)
         self._record.spent.add("steps", seconds - waited)
         self._record.spent.add("waiting for data", waited)
@@ -86,12 +70,7 @@ class StepLog:
 
 
 def run_meter(run: Run, *, own_model: bool) -> Meter:
-    """The meter of a run: what a step counts, and the FLOPs and the peak that utilization is computed from.
-
-    Args:
-        run: what is trained.
-        own_model: the model came from Python, so that the config's count of FLOPs is not of it.
-    """
+    """The meter of a run: what a step counts, and the FLOPs and the peak that utilization is computed from."""
     config, data = run.config, run.data
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
     mean = mean_tokens(data.train) if data.unit == "tokens" else None

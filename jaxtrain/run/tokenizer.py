@@ -45,16 +45,7 @@ def _digest(path: Path) -> str | None:
 
 
 def tokenizer_file(run_dir: Path, info: Mapping[str, Any], report: Callable[[str], None]) -> Path | None:
-    """The intact tokenizer file of a run; None where the run has none.
-
-    Args:
-        run_dir: directory of the run.
-        info: content of its run.json.
-        report: called with one line where the file of the run is damaged or gone and its second copy is used.
-
-    Raises:
-        DataError: the run has one, and none of its files is intact.
-    """
+    """The intact tokenizer file of a run; None where the run has none."""
     first, second = run_dir / TOKENIZER_FILE, run_dir / COPY_FILE
     wanted = info.get(DIGEST_KEY)
     if wanted is None:  # a run without text
@@ -87,14 +78,6 @@ def special_of_run(info: Mapping[str, Any], run_dir: Path, tokenizer: Tokenizer 
 
     Rows of plain text have no beginning of text, so that a model that was trained on them gets none either; an
     imported run is a published model, and a template writes that of chats.
-
-    Args:
-        info: the content of run.json.
-        run_dir: directory of the run.
-        tokenizer: of the run.
-
-    Raises:
-        DataError: a file of the published model that the run came from is malformed.
     """
     return _special(files_beside(run_dir / TOKENIZER_FILE), tokenizer, added=_adds(info))
 
@@ -119,16 +102,7 @@ def beginning_note(info: Mapping[str, Any], tokenizer: Tokenizer | None, model: 
 
 
 def special_of_folder(file: Path, tokenizer: Tokenizer, *, adapter: str | Path | None = None) -> SpecialTokens:
-    """The special tokens of a published model.
-
-    Args:
-        file: its tokenizer.json or GGUF file.
-        tokenizer: read from it.
-        adapter: folder of an adapter over it, which may have a chat template and special tokens of its own.
-
-    Raises:
-        DataError: a file beside it is malformed.
-    """
+    """The special tokens of a published model."""
     return _special(texts_beside(file, adapter), tokenizer, added=True)
 
 
@@ -141,17 +115,7 @@ def _special(files: Mapping[str, str], tokenizer: Tokenizer | None, *, added: bo
 
 
 def checked_tokenizer(tokenizer: Tokenizer | None, model: Model, run_dir: Path, *, name: str | None) -> Tokenizer:
-    """The tokenizer of a run that continues texts.
-
-    Args:
-        tokenizer: of the run.
-        model: of the run.
-        run_dir: directory of the run.
-        name: what the message calls the model; None: by its own name.
-
-    Raises:
-        ConfigError: the model does not generate text, or there is no tokenizer.
-    """
+    """The tokenizer of a run that continues texts."""
     if model.decoder is None:
         raise ConfigError(f"{name or f'model {model.name}'} of {run_dir} does not generate text")
     if tokenizer is None:
@@ -168,15 +132,7 @@ def format_of_run(run: Any) -> ChatFormat | None:
 
 
 def run_chat_format(run: Any, *, instead: str) -> ChatFormat:
-    """The chat template of an `OpenedRun`.
-
-    Args:
-        run: opened.
-        instead: what to do without one, for the message.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The chat template of an `OpenedRun`."""
     found = format_of_run(run)
     if found is None:
         raise ConfigError(

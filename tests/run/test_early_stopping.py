@@ -1,8 +1,6 @@
 """Early stopping and the best checkpoint: which evaluations are compared, also after a stop and a resume."""
 
-import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from training_runs import losses, rows
 
 import jaxtrain as jt
 from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
-from jaxtrain.metrics.report.files import read_files
-from jaxtrain.run.callbacks import judge, recorded_evaluations
+from jaxtrain.run.callbacks import judge, recorded_values
 
 VERDICTS = {
     "nothing yet": ({}, {}, (False, None)),
@@ -63,31 +60,17 @@ def test_evaluations_are_read_from_what_a_kill_left(tmp_path: Path) -> None:
     lines = [
         '{"step": 2, "loss": 1.0}',
         '{"step": 2, "eval_loss": 0.1234567890123}',
-        '{"step": 3, "eval_loss": 0.5}',  # at the end of a shorter run
+        '{"step": 3, "eval_loss": 0.5}',  # at the end of a shorter run, and not due
         '{"step": 4, "eval_loss": null}',
         '{"step": 8, "eval_loss": 0.2}',
         '{"step": 6, "eval_lo',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    found = recorded_evaluations(tmp_path, EarlyStoppingConfig(), every=2, last=6, ends={3})
+    found = recorded_values(tmp_path, "eval_loss", every=2, last=6)
     assert found[2] == 0.1234567890123
     assert math.isnan(found.pop(4))
     assert list(found) == [2]
-    assert recorded_evaluations(tmp_path / "none", EarlyStoppingConfig(), every=2, last=6, ends=()) == {}
-
-
-ENDS = {
-    "evaluated every 2, then every 5": (5, {7}, [2, 4, 6]),
-    "every 7": (7, {7}, [2, 4, 6, 7]),
-    "ended twice": (5, {4, 7}, [2, 6]),
-}
-
-
-def test_evaluations_count_whatever_every_was(tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step, "eval_loss": 1.0}) for step in (2, 4, 6, 7)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    for every, ends, wanted in ENDS.values():
-        assert list(recorded_evaluations(tmp_path, EarlyStoppingConfig(), every=every, last=7, ends=ends)) == wanted
+    assert recorded_values(tmp_path / "none", "eval_loss", every=2, last=6) == {}
 
 
 def overfit(run_dir: Path, **changes: Any) -> jt.Result:
@@ -122,10 +105,12 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
 
     record, logged = (whole / "run.json").read_text(), rows(whole)
     again = overfit(whole)
-    assert "already stopped early at step 8: raise evaluation.early_stopping.patience" in capfd.readouterr().err
+    assert "already stopped early at step 8: raise the patience to go on" in capfd.readouterr().err
     assert (again.step, again.metrics["eval_loss"]) == (8, result.metrics["eval_loss"])
     assert (whole / "run.json").read_text() == record, "a run that ended keeps its record"
     assert rows(whole) == logged
+    with pytest.raises(jt.ConfigError, match=r"max_batches None -> 1: early stopping and checkpoint.keep_best compare"):
+        overfit(whole, evaluation={"every": 2, "max_batches": 1})
 
 
 def test_an_accuracy_that_rises_stops_no_run_and_keeps_its_highest(tmp_path: Path) -> None:
@@ -141,29 +126,3 @@ def test_an_accuracy_that_rises_stops_no_run_and_keeps_its_highest(tmp_path: Pat
     evaluated = {row["step"]: row["eval_accuracy"] for row in rows(tmp_path) if "eval_accuracy" in row}
     assert evaluated[8] > evaluated[2], "the example learns nothing"
     assert kept(tmp_path) == {max(evaluated, key=lambda step: evaluated[step]), 8}
-
-
-@pytest.mark.long
-def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The first evaluation of all rows is the best; then those of one batch only get worse from step 6 on."""
-    overfit(tmp_path, steps=4)
-    one = {"every": 2, "max_batches": 1}
-    with pytest.raises(jt.PreemptedError):
-        overfit(tmp_path, evaluation=one, callbacks=[jt.EarlyStopping(patience=3), stop_after(9)])
-    assert "evaluations are of 16 held-out rows from here on, and were of 48 before: early stopping and" in (
-        capfd.readouterr().err
-    )
-    assert overfit(tmp_path, evaluation=one).step == 12
-    shown = capfd.readouterr()
-    assert "held-out rows from here on" not in shown.err
-    assert re.search(
-        r"eval_loss got no better in 3 evaluations \(lower is better\), the best is \S+ at step 6", shown.out
-    )
-    assert kept(tmp_path) == {6, 12}
-    assert json.loads((tmp_path / "run.json").read_text())["evaluated_rows"] == {
-        "count": 16,
-        "after": 4,
-    }
-    best = read_files(tmp_path).best()
-    assert best is not None
-    assert best[0] == 6

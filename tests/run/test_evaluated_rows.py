@@ -67,8 +67,6 @@ def train(run_dir: Path, *, devices: int) -> float:
 
 def test_training_evaluates_spread_rows_on_any_layout(tmp_path: Path) -> None:
     assert train(tmp_path, devices=4) == pytest.approx(VALUES[PICKED].mean(), rel=1e-6)
-    noted = json.loads((tmp_path / "run.json").read_text())["evaluated_rows"]
-    assert noted == {"count": BATCH * MOST, "after": 0}
 
 
 @pytest.mark.long
@@ -104,7 +102,7 @@ def test_training_eval_and_the_report_take_the_same_rows_of_a_sorted_file(
     mean = mean_tokens(run.data.train)
     assert mean is not None
     assert result.metrics["tokens"] == round(BATCH * mean), "tokens are those of the texts, without padding"
-    assert f"steps of {BATCH * mean:,.0f} tokens ({8 * BATCH} with padding)" in capfd.readouterr().err
+    assert f"steps of {BATCH * mean:,.0f} tokens" in capfd.readouterr().err
     assert run.evaluate()["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
     assert "evaluation: 24 of 96 held-out rows, spread over all of them" in capfd.readouterr().err
     assert run.data.validation is not None

@@ -5,7 +5,6 @@ import pytest
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.config.spikes import SpikesConfig, check_roll_back
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.evaluation import gone_back
 from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
 
 
@@ -57,10 +56,3 @@ def test_checkpoints_must_reach_back_far_enough() -> None:
         for spike in range(10 * every + 1, 11 * every + 1):
             saved = [step for step in range(every, spike, every)][-keep_last:]
             assert any(step <= spike - 100 for step in saved)
-
-
-def test_evaluations_after_a_roll_back_are_of_the_rows_of_now():
-    noted = {"evaluated_rows": {"count": 16, "after": 20}}
-    assert gone_back(noted, 10) == {"evaluated_rows": {"count": 16, "after": 10}}
-    assert gone_back(noted, 30) == noted
-    assert gone_back({}, 10) == {}
