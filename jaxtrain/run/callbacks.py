@@ -98,9 +98,6 @@ class Callback:
         on_save: called once a checkpoint is complete.
         every: steps between two calls of `on_step`.
 
-    Raises:
-        ConfigError: none of the functions is given, or `every` is below 1.
-
     Example:
         >>> def enough(moment):
         ...     return "stop" if moment.metrics["eval_accuracy"] > 0.99 else None
@@ -111,12 +108,6 @@ class Callback:
     on_evaluation: Callable[[Moment], Answer] | None = None
     on_save: Callable[[Moment], Answer] | None = None
     every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.on_step is self.on_evaluation is self.on_save is None:
-            raise ConfigError("Callback has nothing to call; give on_step=, on_evaluation= or on_save=")
-        if self.every < 1:
-            raise ConfigError(f"every={self.every!r} of a Callback; use a whole number of steps from 1")
 
 
 @suggesting
@@ -153,15 +144,10 @@ class EarlyStopping:
 
 def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[Callback, ...], EarlyStopping | None]:
     """The callbacks of a run, and the early stopping among them, which is a setting of the run."""
-    listed = list(given) if isinstance(given, Sequence) else [given]
-    if any(not isinstance(one, (Callback, EarlyStopping)) for one in listed):
-        raise ConfigError(
-            f"callbacks={given!r}; write callbacks=[jaxtrain.Callback(on_step=...), jaxtrain.EarlyStopping(...)]"
-        )
-    stopping = [one for one in listed if isinstance(one, EarlyStopping)]
+    stopping = [one for one in given if isinstance(one, EarlyStopping)]
     if len(stopping) > 1:
         raise ConfigError(f"callbacks holds {len(stopping)} EarlyStopping; a run has one: leave the others out")
-    return tuple(one for one in listed if isinstance(one, Callback)), next(iter(stopping), None)
+    return tuple(one for one in given if isinstance(one, Callback)), next(iter(stopping), None)
 
 
 @dataclass(frozen=True)

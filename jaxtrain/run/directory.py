@@ -40,7 +40,7 @@ _OF_A_RUN = (
     *("reference.npz", "profile", "nonfinite", "trackers", "tokenizer.json", "tokenizer.copy.json"),
     *("tokenizer_config.json", "base"),
 )
-_OF_METADATA = ("name", "config", "from_python", "called", "base", "rolled_back")
+_OF_METADATA = ("name", "config", "from_python", "base", "rolled_back")
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:

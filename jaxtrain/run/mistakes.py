@@ -67,48 +67,44 @@ def _predictions(run: Run, state: TrainState) -> dict[str, Any] | None:
     if "inputs" not in spec or targets is None or targets.ndim != 1 or not jnp.issubdtype(targets.dtype, jnp.integer):
         return None
     # Replicated, so that each process can read all of it.
-    predict = jax.jit(
-        lambda params, model_state, batch: _predict(run, params, model_state, batch),
+    forward = jax.jit(
+        lambda params, model_state, batch: _logits(run, params, model_state, batch),
         out_shardings=NamedSharding(step.mesh, PartitionSpec()),
         compiler_options={**step.compiler_options.used} or None,
     )
-    load, parts = step.loader(batches), []
-    for k in range(len(batches)):
-        found = predict(state.evaluation_params, state.evaluation_model_state, load(k))
-        if found is None:
-            return None
-        parts.append({**jax.device_get(found), "rows": k * size + np.arange(size)})
-    num_classes = max(int(part.pop("num_classes")) for part in parts)
-    counts = np.concatenate([part.pop("counts") for part in parts])
-    table = {name: np.concatenate([part[name] for part in parts])[counts] for name in parts[0]}
-    table["rows"] = numbers[table["rows"]]
-    return {**table, "num_classes": num_classes, "num_rows": len(validation), "read": len(numbers)}
+    load = step.loader(batches)
+    found = [
+        jax.device_get(forward(state.evaluation_params, state.evaluation_model_state, load(k)))
+        for k in range(len(batches))
+    ]
+    if found[0][0] is None:
+        return None
+    logits, targets, weights = (np.concatenate(part) for part in zip(*found, strict=True))
+    # Rows that fill the last batch up weigh nothing, and a negative target is ignored everywhere.
+    (rows_N,) = np.nonzero((weights != 0) & (targets >= 0))
+    logits_NC, targets_N = logits[rows_N], targets[rows_N]
+    log_probabilities_NC = logits_NC - np.logaddexp.reduce(logits_NC, axis=-1, keepdims=True)
+    predicted_N, index_N = logits_NC.argmax(-1), np.arange(len(rows_N))
+    return {
+        "rows": numbers[rows_N],
+        "targets": targets_N,
+        "predicted": predicted_N,
+        "losses": -log_probabilities_NC[index_N, targets_N],
+        "confidence": np.exp(log_probabilities_NC[index_N, predicted_N]),
+        "weights": weights[rows_N],
+        "num_classes": logits.shape[-1],
+        "num_rows": len(validation),
+        "read": len(numbers),
+    }
 
 
-def _predict(run: Run, params: Any, model_state: Any, batch: Mapping[str, Any]) -> dict[str, jax.Array] | None:
-    """Class, loss and probabilities of each row of a batch; None where the model does not give logits [B, C]."""
+def _logits(run: Run, params: Any, model_state: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Logits [B, C] float32, targets and weights [B] of a batch; None in place of outputs of another shape."""
     model = run.step.sharded_model
     with model.context():
         logits_BC, _ = model.apply(params, model_state, batch["inputs"], key=None, train=False)
-    if not isinstance(logits_BC, jax.Array) or logits_BC.ndim != 2:
-        return None
-    targets_B = batch["targets"].astype(jnp.int32)
-    log_probabilities_BC = jax.nn.log_softmax(logits_BC.astype(jnp.float32))
-    predicted_B = jnp.argmax(logits_BC, axis=-1).astype(jnp.int32)
-
-    def of(classes_B: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(log_probabilities_BC, jnp.maximum(classes_B, 0)[:, None], axis=-1)[:, 0]
-
-    return {
-        "targets": targets_B,
-        "predicted": predicted_B,
-        "losses": -of(targets_B),
-        "confidence": jnp.exp(of(predicted_B)),
-        # Rows that fill the last batch up weigh nothing, and a negative target is ignored everywhere.
-        "counts": (batch["weights"] != 0) & (targets_B >= 0),
-        "weights": batch["weights"].astype(jnp.float32),
-        "num_classes": jnp.int32(logits_BC.shape[-1]),
-    }
+    is_table = isinstance(logits_BC, jax.Array) and logits_BC.ndim == 2
+    return logits_BC.astype(jnp.float32) if is_table else None, batch["targets"], batch["weights"]
 
 
 def _confusions(run: Run, found: Mapping[str, Any]) -> dict[str, Any]:

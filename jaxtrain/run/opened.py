@@ -18,7 +18,6 @@ from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.opened_data import built_from, open_saved_data, rows_of_given
 from jaxtrain.run.own_parts import check_evaluable
-from jaxtrain.run.resume import called_sources, source_changes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -175,7 +174,6 @@ class OpenedRun:
 
         if self._own_model is None:
             check_evaluable(self.info, self.run_dir, needed=("model",))
-            self._tell_changes("model")
         distributed.start(compilation_cache=self.config.compilation_cache)
         from jaxtrain.train.assemble import build_sharded_model
 
@@ -216,13 +214,7 @@ class OpenedRun:
             # A shipped task that came from Python is the one that the config names.
             if not (info.get("task_is_shipped") is True and info.get("task") == self.config.task):
                 check_evaluable(info, self.run_dir, needed=("task",))
-            self._tell_changes("task")
         return self._own_task or build_task(self.config)
-
-    def _tell_changes(self, part: str) -> None:
-        """Reports that the file of a function that the config names is another one than in training."""
-        for remark in source_changes(self.info, called_sources(self.config, among=(part,))):
-            self._report(remark)
 
     @functools.cached_property
     def evaluator(self) -> "Evaluator":

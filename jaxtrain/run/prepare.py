@@ -39,7 +39,6 @@ from jaxtrain.run.resume import (
     finished_row,
     flat,
     run_metadata,
-    source_changes,
 )
 from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
 from jaxtrain.run.session import Session
@@ -212,7 +211,6 @@ def _described_start(
     changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=may_change)
     same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
     notes = [f"resuming step {resumed} from {checkpointer.directory}: {same}"]
-    notes += source_changes(checkpointer.metadata(), metadata["called"])
     if isinstance(run.batches, BatchStream):
         notes.append(f"skipping the first {resumed} batches of the iterable")
     return metadata, notes

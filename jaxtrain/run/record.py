@@ -302,7 +302,7 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
         "task": run.step.task.name,
         "task_is_shipped": is_shipped(run.step.task),
         "parameters": _parameters(run),
-        **{key: metadata.get(key) for key in ("from_python", "called", "base")},
+        **{key: metadata.get(key) for key in ("from_python", "base")},
         **{key: metadata[key] for key in (RECORD,) if key in metadata},
         "choices": list(run.step.choices),
         "compiler_options": dict(run.step.compiled_with),

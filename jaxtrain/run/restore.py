@@ -16,7 +16,7 @@ from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_ste
 from jaxtrain.checkpoint.find import find_checkpoint
 from jaxtrain.checkpoint.going_back import live_steps
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
-from jaxtrain.checkpoint.mirror import Mirror, mirror_folder
+from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.tree import is_inside, stored_name
@@ -216,12 +216,6 @@ def restore_for_evaluation(
                 return _restore(checkpoints, sharded_model, candidate, run_dir, moved_to)
             except DamagedError as error:
                 damaged[candidate] = str(error)
-                copies = _copies(run_dir)
-                if copies is not None and _has_copy(copies, checkpoints, candidate):
-                    with Checkpointer(copies, read_only=True) as second, contextlib.suppress(DamagedError):
-                        found = _restore(second, sharded_model, candidate, run_dir, moved_to)
-                        report(f"{error}; its copy in the mirror is used")
-                        return found
                 if step is None and candidate in checkpoints.steps():
                     report(f"{error}; an older one is used")
     first = next(iter(damaged.values()), f"step {step} was deleted while it was read")
@@ -234,23 +228,12 @@ def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
     line = other_run_line(run_dir)
     if line is not None:
         report(line)
-    copies = None if live_steps(folder) else _copies(run_dir)
-    if copies is None or not list_steps(copies):
+    settings = read_run(run_dir)["config"].get("checkpoint") if is_run(run_dir) else None
+    copies = mirror_folder((settings or {}).get("mirror"), run_dir)
+    if copies is None or live_steps(folder) or not list_steps(copies):
         return folder
     report(f"no checkpoint is left in {folder}: the copies in {copies} are used")
     return copies
-
-
-def _copies(run_dir: Path) -> Place | None:
-    """Where the second copies of a run's checkpoints are; None: it has none."""
-    settings = read_run(run_dir)["config"].get("checkpoint") if is_run(run_dir) else None
-    return mirror_folder((settings or {}).get("mirror"), run_dir)
-
-
-def _has_copy(copies: Place, checkpoints: Checkpointer, step: int) -> bool:
-    if copies == checkpoints.directory or step not in checkpoints.steps() or step not in list_steps(copies):
-        return False
-    return Mirror(copies, checkpoints.directory).is_same(step)
 
 
 def _restore(

@@ -8,15 +8,12 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
-from jaxtrain.config.kinds import called_parts
 from jaxtrain.config.saved_run import recorded_parts
-from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
 from jaxtrain.optim.evaluation import kept_nodes
 from jaxtrain.run.own_parts import OwnParts, part_changes
-from jaxtrain.runtime.call import source_digest
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 
@@ -37,7 +34,6 @@ _SAME_TRAINING = (
 _COMPARED = ("evaluation.max_batches ", "evaluation.early_stopping.metric ", "evaluation.early_stopping.mode ")
 # Of the stream of batches, what the config says; the rest describes the data.
 _BATCH_KEYS = {"seed": "seed", "global_batch_size": "train.global_batch_size"}
-_CALLED = ("model", "task", "data", "optimizer")
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -64,33 +60,14 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
 
 
 def run_metadata(run: Run, own: OwnParts) -> dict[str, Any]:
-    """What a checkpoint says of its run: config, which rows batch k holds, parts from Python, files of functions."""
+    """What a checkpoint says of its run: config, which rows batch k holds, parts from Python."""
     return {
         "name": run.name,
         "config": redacted(run.config.model_dump(mode="json")),
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": own,
-        "called": called_sources(run.config, own),
         KEPT_WEIGHTS: kept_nodes(run.step.abstract_state.optimizer_state),
     }
-
-
-def called_sources(
-    config: Config, own: OwnParts | None = None, *, among: tuple[str, ...] = _CALLED
-) -> dict[str, dict[str, str | None]]:
-    """The functions that a config names: group -> `call`, `file` and `sha256` of the file."""
-    called = {name: group.call for name, group in called_parts(config).items() if name in among}
-    return {name: source_digest(name, call) for name, call in called.items() if (own or {}).get(name) is None}
-
-
-def source_changes(record: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """A line for each function whose file changed since a record was written; it is no error."""
-    saved = record.get("called") or {}
-    return [
-        f"the file of {name}.call={found['call']} ({found['file']}) has changed since the run trained with it"
-        for name, found in current.items()
-        if (before := saved.get(name)) and before["call"] == found["call"] and before["sha256"] != found["sha256"]
-    ]
 
 
 def check_resumed(

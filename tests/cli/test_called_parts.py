@@ -154,18 +154,6 @@ def test_other_arguments_are_another_configuration(run, here):
         jt.run_config(loaded, run_dir=run, resume="must")
 
 
-def test_a_changed_file_is_remarked_upon(run, here, cli):
-    path = here / "my_package" / "models.py"
-    path.write_text(FILES["my_package/models.py"] + "# Another line.\n")
-    try:
-        answer = cli("eval", "runs/whole")
-    finally:
-        path.write_text(FILES["my_package/models.py"])
-    assert answer.code == 0
-    assert "the file of model.call=my_package.models:build" in answer.err
-    assert "has changed since the run trained with it" in answer.err
-
-
 @pytest.mark.long
 def test_a_called_optimizer_gets_the_schedule_of_the_config(here):
     words = ["optimizer.learning_rate=0.02", "optimizer.schedule.kind=linear", "optimizer.schedule.final_fraction=0"]

@@ -125,10 +125,7 @@ def test_a_wrong_setting_is_one_line(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "a function": (lambda: fit(Path("x"), callbacks=[print]), r"write callbacks=\[jaxtrain.Callback"),
     "two": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()] * 2), "holds 2 EarlyStopping"),
-    "nothing to call": (lambda: jt.Callback(), "Callback has nothing to call"),
-    "every": (lambda: jt.Callback(on_step=print, every=0), "every=0 of a Callback"),
     "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "evaluation.every is null"),
     "a rate alone": (lambda: jt.run_config(DIGITS, learning_rate=0.1), "optimizer=, which is not given"),
     "an optimizer": (lambda: jt.run_config(DIGITS, optimizer=0.1), "write optax.adamw"),  # pyright: ignore
