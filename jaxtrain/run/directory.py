@@ -37,7 +37,7 @@ _INSTEAD = "use a local folder; checkpoints alone can be elsewhere: checkpoint.d
 _KEPT = ("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters", "published", "mesh")
 _OF_A_RUN = (
     *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "held_out.json"),
-    *("reference.npz", "profile", "nonfinite", "trackers", "tokenizer.json", "tokenizer.copy.json"),
+    *("reference.npz", "profile", "nonfinite", "trackers", "tokenizer.json"),
     *("tokenizer_config.json", "base"),
 )
 _OF_METADATA = ("name", "config", "from_python", "base", "rolled_back")
@@ -108,7 +108,6 @@ class RunLock:
             raise InUseError(self.run_dir, holder) from error
         except OSError:  # some network file systems are mounted without locks
             print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
-        self._release()  # the one before, where the file was deleted and is taken again
         self._descriptor = descriptor
         # A worker that outlives its parent would hold the directory.
         self._keep_in_children = drop_in_children(self._close)
@@ -117,15 +116,6 @@ class RunLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return self
-
-    def is_in_place(self) -> bool:
-        """Whether the file that is held is the one at its path."""
-        if self._descriptor is None:
-            return True
-        try:
-            return os.path.samestat(os.lstat(self.run_dir / LOCK_NAME), os.fstat(self._descriptor))
-        except OSError as error:
-            return not isinstance(error, FileNotFoundError)
 
     def __exit__(self, *exception: object) -> None:
         # The file stays: if deleted, one process could hold it and another a new file of the same name.

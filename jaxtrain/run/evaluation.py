@@ -28,7 +28,6 @@ from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.checks import check_task
-from jaxtrain.train.given_state import check_batch_not_deleted, check_not_donated
 from jaxtrain.train.parallelism import Parallelism, check_stages, make_pipeline, microbatches
 from jaxtrain.train.pipelined import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState
@@ -43,7 +42,7 @@ class Evaluator:
 
     Args:
         step: a train step, or a sharded model.
-        task: what outputs are compared with; None: that of the step.
+        task: what outputs are compared with; needed for a sharded model, and taken from a step.
         parallelism: schedule of the pipeline of a sharded model, as for `make_train_step`; None: the defaults.
         compiler_options: for a sharded model, over those of `jaxtrain/runtime/compiler_options.py`.
 
@@ -51,8 +50,7 @@ class Evaluator:
         feed: how batches reach the mesh.
 
     Raises:
-        ConfigError: something else than a step, a sharded model without a task, or layers that do not divide over the
-            stages of its mesh.
+        ConfigError: a sharded model without a task, or layers that do not divide over the stages of its mesh.
 
     Example:
         >>> held_out = jt.Batches(rows, 8, seed=0, shuffle=False)
@@ -71,11 +69,6 @@ class Evaluator:
         compiler_options: Mapping[str, Value] | None = None,
     ):
         if isinstance(step, TrainStep):
-            if task is not None or parallelism is not None or compiler_options is not None:
-                raise ConfigError(
-                    "Evaluator(step) takes task, parallelism and compiler options from the step; give it "
-                    "step.sharded_model to choose them"
-                )
             self._sharded_model, self._task, self._pipeline = step.sharded_model, step.task, step.pipeline
             self.feed, options = step.feed, step.compiler_options
         else:
@@ -129,17 +122,12 @@ class Evaluator:
         Returns:
             `eval_loss`, the task's metrics as `eval_*` (a float, or a NumPy array for a vector), and `eval_perplexity`
             for language models. A mean over no weight is NaN; of no batches there is nothing.
-
-        Raises:
-            ConfigError: a state that was donated to a step.
         """
         params, model_state = state.evaluation_params, state.evaluation_model_state
-        check_not_donated({"params": params, "model_state": model_state})
         totals: dict[str, tuple[Any, Any]] = {}
         step = state.step
         for number, batch in enumerate(batches):
             self.feed.check(batch)
-            check_batch_not_deleted(batch)
             if not self.feed.is_placed(batch):  # one line where rows do not divide, before anything is traced
                 batch = self.feed.place(batch)
             num_rows = self._num_rows(batch)
@@ -261,7 +249,7 @@ def held_out_rows(
     """
     if isinstance(rows, Data):
         if rows.validation is None:
-            raise DataError(f"the data of the run has no held-out rows; {to_hold_out(config, is_trained=True)}")
+            raise DataError(f"the data of the run has no held-out rows; {to_hold_out(config)}")
         rows = rows.validation
     size = _dividing_batch(config, sharded_model, task)
     remarks = ()
@@ -276,13 +264,11 @@ def held_out_rows(
     return HeldOutRows(batches, len(batches), len(rows), remarks)
 
 
-def to_hold_out(config: Config, *, is_trained: bool = False) -> str:
+def to_hold_out(config: Config) -> str:
     """What gives a run rows for evaluation."""
     if isinstance(config.data, CalledData):
         return f"let the function of data.call={config.data.call} return {{'train': {{...}}, 'validation': {{...}}}}"
-    if is_trained:
-        return "give other data, such as data.path=FILE data.validation_fraction=1"
-    return "set data.validation_fraction=0.1, or give fit validation=0.1"
+    return "set data.validation_fraction (of other data that is evaluated: 1), or give fit validation=0.1"
 
 
 def evaluate_rows(evaluator: Evaluator, state: EvaluationState, held_out: HeldOutRows) -> Means:

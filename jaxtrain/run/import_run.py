@@ -142,7 +142,7 @@ def export_run(
     distributed.start(emulate=emulate, compilation_cache=None)
     run = open_run(run_dir, step=step)
     # Its second copy, where the first one is damaged: what is written is for programs that know of no copies.
-    file, origin = tokenizer_file(run_dir, info, print_remark), origin_of(run_dir)
+    file, origin = tokenizer_file(run_dir, info), origin_of(run_dir)
     settings = _settings(run.config.model, info.get("data") or {})
     tokenizer = None if file is None else file.read_text(encoding="utf-8")
     model = run.sharded_model.model

@@ -96,8 +96,6 @@ def find_learning_rate(
         raise ConfigError(
             f"find_learning_rate: {steps} rates from {lowest:g} to {highest:g}; give 10 or more that rise"
         )
-    if isinstance(optimizer, optax.GradientTransformation):
-        raise ConfigError("find_learning_rate takes a function of the rate; write optax.adamw, without a call")
     opened = data_of(data if columns is None else renamed(data, columns, "data"))
     if isinstance(opened.train, BatchStream):
         raise ConfigError("find_learning_rate takes rows with an index, such as {'inputs': x, 'targets': y}")

@@ -143,7 +143,7 @@ class OpenedRun:
         """What made the run's tokens; None where the run has none."""
         from jaxtrain.run.tokenizer import read_tokenizer
 
-        return read_tokenizer(self.run_dir, self.info, self._report)
+        return read_tokenizer(self.run_dir, self.info)
 
     @functools.cached_property
     def data(self) -> "Data":

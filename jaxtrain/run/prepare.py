@@ -26,7 +26,7 @@ from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.run.activity import Activity
 from jaxtrain.run.callbacks import Watch, sorted_callbacks
 from jaxtrain.run.class_order import class_notes
-from jaxtrain.run.directory import RunLock, set_aside
+from jaxtrain.run.directory import set_aside
 from jaxtrain.run.evaluation import Evaluator, to_hold_out
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.own_parts import Given, own_parts
@@ -84,7 +84,6 @@ def prepare_session(
     progress: Progress,
     interrupt: Interrupt,
     activity: Activity,
-    lock: RunLock,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made."""
     check_jit()
@@ -138,7 +137,7 @@ def prepare_session(
                 run, metadata["reference"] = with_known_reference(run, known), known.record
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
-        record = RunRecord(run_dir, spent, lock=lock if main else None, report=progress.message)
+        record = RunRecord(run_dir, spent, report=progress.message)
         record.open(loaded, run, metadata, start=start, has_ended=has_ended)
         metadata["run"], watch.log = record.kept, record.log
         return Session(

@@ -1,6 +1,5 @@
 """What a run keeps of the published model that it started from: enough to write it as a published folder again."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -35,7 +34,7 @@ def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bo
     for name, text in published.source.files.items():
         (kept / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     write_json_atomic(kept / "config.json", dict(published.source.config))
-    record = {"folder": str(Path(path).resolve()), "digest": _digest(published), "dtypes": saved_dtypes(published)}
+    record = {"folder": str(Path(path).resolve()), "dtypes": saved_dtypes(published)}
     if is_base:
         record["parameters"] = _parameters(published, model)
     write_json_atomic(kept / _RECORD, record)
@@ -83,9 +82,3 @@ def _parameters(published: PublishedModel, model: Group) -> dict[str, str]:
     if settings_of(model).get("tie_embeddings") is False and settings.get("tie_embeddings"):
         settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
     return base_digests(published, find_places(published, settings).params)
-
-
-def _digest(published: PublishedModel) -> str:
-    tensors = {name: [list(shape), str(dtype)] for name, (shape, dtype) in published.source.tensors.items()}
-    text = json.dumps([dict(published.source.config), tensors], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

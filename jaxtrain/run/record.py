@@ -21,7 +21,7 @@ from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trac
 from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.callbacks import EARLY_STOPPED
-from jaxtrain.run.directory import LOCK_NAME, InUseError, RunLock, kept_info, seconds_before
+from jaxtrain.run.directory import kept_info, seconds_before
 from jaxtrain.run.published import keep_published
 from jaxtrain.run.spikes import RECORD
 from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
@@ -43,14 +43,13 @@ class RunRecord:
         run_dir: Path,
         spent: TimeSpent,
         *,
-        lock: RunLock | None = None,
         report: Callable[[str], None] = print_remark,
     ) -> None:
-        self._run_dir, self.spent, self._lock, self._report = run_dir, spent, lock, report
+        self._run_dir, self.spent, self._report = run_dir, spent, report
         self._identity = identity(run_dir)
         self._info: dict[str, Any] | None = None
         self._writes = False  # the main process, unless the run was done before
-        self._unwritten = self._is_refused = self.is_lost = False
+        self._unwritten = False
         self._writers, self._trackers = MultiWriter(()), Trackers(run_dir)
         self._metrics: LastingWriter | None = None
         self._saved: dict[int, Mapping[str, float]] = {}  # step -> where the time had gone when it was saved
@@ -148,43 +147,24 @@ class RunRecord:
 
     def look(self) -> None:
         """Write again what is gone of the run directory, which may be deleted, moved or unmounted, and say so."""
-        if not self._writes or self._lock is None or self._metrics is None or self.is_lost:
+        if not self._writes or self._metrics is None:
             return
         is_gone = identity(self._run_dir) != self._identity
-        is_unlocked = not self._lock.is_in_place()
         names = ["run.json", *([TOKENIZER_FILE] if self._run.data.tokenizer is not None else [])]
         missing = [name for name in names if not (self._run_dir / name).is_file()]
-        if not (is_gone or is_unlocked or missing) and self._metrics.is_in_place():
+        if not (is_gone or missing) and self._metrics.is_in_place():
             return
-        if (is_gone or is_unlocked) and not self._take_again(self._lock):
-            return
-        found = [f"{LOCK_NAME} is written again"] if is_unlocked and not is_gone else []
-        if not self._metrics.is_in_place():
-            found.append(self._metrics.write_again())
-        if missing:
+        try:
+            self._run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self._identity = identity(self._run_dir)
+            found = [] if self._metrics.is_in_place() else [self._metrics.write_again()]
             self._keep_tokenizer()
-            self._try_to_write_info()
+            self._write_info()
             found += [f"{name} is written again" for name in missing]
+        except OSError as error:
+            found = [f"it cannot be written again: {error.strerror}"]
         what = f"{self._run_dir} was deleted, moved or unmounted" if is_gone else f"files of {self._run_dir} are gone"
         self._report(f"{what} while the run goes on: {', '.join(found)}")
-
-    def _take_again(self, lock: RunLock) -> bool:
-        """Make the directory and hold it; False where that cannot be."""
-        try:
-            lock.__enter__()
-        except InUseError as error:
-            self.is_lost, self._writes = True, False
-            raise StorageError(
-                f"{self._run_dir} is in use by {error.holder}, which began there after its lock was deleted or moved: "
-                "this run stops and saves nothing more there"
-            ) from None
-        except ConfigError as error:
-            if not self._is_refused:
-                self._report(f"{self._run_dir} was deleted, moved or unmounted and cannot be written again: {error}")
-            self._is_refused = True
-            return False
-        self._identity, self._is_refused = identity(self._run_dir), False
-        return True
 
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json."""
@@ -236,8 +216,7 @@ class RunRecord:
     ) -> None:
         """Close the writers, write the end into run.json, draw the report; a second call does nothing."""
         try:
-            with contextlib.suppress(StorageError):  # what ends there, ends
-                self.look()
+            self.look()
             writes, self._writes = self._writes, False
             writers, self._writers = self._writers, MultiWriter(())
             try:

@@ -171,7 +171,7 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
     else:  # of several only the main one needs the packages, and it says so with its rows
         check_trackers(loaded.config.logging)
     main = distributed.is_main_process()
-    shown, lock = given.progress or Progress(process_index=0 if main else 1), RunLock(folder)
+    shown = given.progress or Progress(process_index=0 if main else 1)
     with Interrupt(loaded.config.notices or NoticesConfig()) as interrupt:
 
         def waits_on(is_held: bool) -> bool:
@@ -185,7 +185,7 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
         with (
             files_for_the_group(),
             shown,
-            distributed.on_main_process(lock),
+            distributed.on_main_process(RunLock(folder)),
             watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
         ):
             from jaxtrain.run.loop import train
@@ -195,9 +195,7 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
             with interrupt.free_to_leave():
                 if main:
                     mend_run(folder, shown.message)
-                session = prepare_session(
-                    loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity, lock=lock
-                )
+                session = prepare_session(loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity)
             with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
                 state, done = train(session)
                 return Result(folder, state, final_metrics(session), done)

@@ -53,7 +53,7 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
     if takes_tokenizer:
         # Who needs the tokenizer hears of it; curves and numbers can be had without one.
         with contextlib.suppress(DataError):
-            tokenizer = tokenizer_file(run_dir, info, lambda line: None)
+            tokenizer = tokenizer_file(run_dir, info)
     if tokenizer is not None:
         keywords = {**keywords, "data.tokenizer.kind": "file", "data.tokenizer.path": str(tokenizer)}
         loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")

@@ -139,7 +139,6 @@ def save_state(session: Session, number: int, state: TrainState) -> None:
 def _write(session: Session, number: int, state: TrainState) -> bool:
     """Begin a save; False where the step was saved already."""
     record, loss, score = session.record, loss_after(session, number), session.watch.score_after(number)
-    record.look()  # a save deletes older steps, which may be those of another run
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, loss=loss, score=score)
@@ -187,7 +186,7 @@ def saving_on_failure(session: Session, number: int, state: TrainState) -> Itera
 
 def save_on_failure(session: Session, number: int, state: TrainState, *, says: bool = True) -> bool:
     """Save the state after a step where something failed, and say so; False where that fails too."""
-    if jax.process_count() > 1 or session.record.is_lost:  # the others may be in no save, or another run has the place
+    if jax.process_count() > 1:  # the others may be in no save
         return False
     with contextlib.suppress(Exception):
         _write(session, number, state)

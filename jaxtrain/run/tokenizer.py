@@ -1,11 +1,11 @@
-"""The tokenizer of a run, which is kept twice and with a digest, its special tokens and its chat template.
+"""The tokenizer of a run, which is kept with a digest, its special tokens and its chat template.
 
 What was trained is no text without its tokenizer.
 """
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from jaxtrain.inference.prompts import leading_tokens
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.models.model import Model
 from jaxtrain.run.exported_texts import texts_beside
-from jaxtrain.runtime.files import write_bytes_atomic
 
-TOKENIZER_FILE, COPY_FILE = "tokenizer.json", "tokenizer.copy.json"
+TOKENIZER_FILE = "tokenizer.json"
 # Of the file, in run.json.
 DIGEST_KEY = "tokenizer_sha256"
 # The status of a run that was made of a published model, and not trained.
@@ -27,44 +26,33 @@ _IMPORTED = "imported"
 
 
 def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> str:
-    """Write tokenizer.json into the directory of a run, and a second time beside it; returns the digest of the file."""
+    """Write tokenizer.json into the directory of a run; returns the digest of the file."""
     temporary = run_dir / f".{TOKENIZER_FILE}.{os.getpid()}.tmp"
-    try:
-        tokenizer.save(temporary)
-        content = temporary.read_bytes()
-    finally:
-        temporary.unlink(missing_ok=True)
-    for name in (TOKENIZER_FILE, COPY_FILE):
-        if _digest(run_dir / name) != hashlib.sha256(content).hexdigest():
-            write_bytes_atomic(run_dir / name, content)
-    return hashlib.sha256(content).hexdigest()
+    tokenizer.save(temporary)
+    temporary.replace(run_dir / TOKENIZER_FILE)
+    return _digest(run_dir / TOKENIZER_FILE)
 
 
-def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def tokenizer_file(run_dir: Path, info: Mapping[str, Any], report: Callable[[str], None]) -> Path | None:
+def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
     """The intact tokenizer file of a run; None where the run has none."""
-    first, second = run_dir / TOKENIZER_FILE, run_dir / COPY_FILE
-    wanted = info.get(DIGEST_KEY)
-    if wanted is None:  # a run without text
-        return first if first.is_file() else None
-    if _digest(first) == wanted:
-        return first
-    state = "is damaged, or not the run's" if first.is_file() else "is gone"
-    if _digest(second) == wanted:
-        report(f"{first} {state}: {second} is used")
-        return second
+    path, wanted = run_dir / TOKENIZER_FILE, info.get(DIGEST_KEY)
+    is_there = path.is_file()
+    if wanted is None or (is_there and _digest(path) == wanted):  # a run without text, which may be imported with one
+        return path if is_there else None
+    state = "is damaged, or not the run's" if is_there else "is gone"
     raise DataError(
-        f"{first} {state}, and without it the run reads and writes no text; run 'jaxtrain train {run_dir}' again, "
+        f"{path} {state}, and without it the run reads and writes no text; run 'jaxtrain train {run_dir}' again, "
         "which writes it where the data of the run is still there"
     )
 
 
-def read_tokenizer(run_dir: Path, info: Mapping[str, Any], report: Callable[[str], None]) -> Tokenizer | None:
+def read_tokenizer(run_dir: Path, info: Mapping[str, Any]) -> Tokenizer | None:
     """Read the tokenizer of a run; see `tokenizer_file`."""
-    path = tokenizer_file(run_dir, info, report)
+    path = tokenizer_file(run_dir, info)
     if path is None:
         return None
     tokenizer, data = load_tokenizer(path), info.get("data") or {}

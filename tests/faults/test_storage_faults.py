@@ -19,7 +19,6 @@ import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.errors import StorageError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.directory import RunLock
 from jaxtrain.run.saved_config import saved_config
 
 SMALL: dict[str, Any] = {
@@ -132,7 +131,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LOST: dict[str, tuple[Callable[[Path], object], str]] = {
     "all of it deleted": (shutil.rmtree, "was deleted, moved or unmounted"),
     "its checkpoints deleted": (lambda run_dir: shutil.rmtree(run_dir / "checkpoints"), "the state is saved again"),
-    "its lock deleted": (lambda run_dir: (run_dir / "lock").unlink(), "lock is written again"),
 }
 
 
@@ -152,25 +150,6 @@ def test_what_vanishes_while_a_run_goes_on_is_written_again(
     # Another process finds the run whole.
     result, _ = train(run_dir, train__steps=STEPS + 1, checkpoint__every=None)
     assert result.step == STEPS + 1
-
-
-def test_two_runs_in_one_directory_do_not_mix(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    other = RunLock(run_dir)
-
-    def start_another() -> None:
-        (run_dir / "lock").unlink()
-        other.__enter__()
-        (run_dir / "other").write_text("")
-
-    actions = {5: once_complete(run_dir, 4, start_another)}
-    with pytest.raises(StorageError, match=rf"run is in use by process {os.getpid()} on .* saves nothing more there$"):
-        train(run_dir, actions, checkpoint__every=2)
-    other.__exit__()
-    assert (run_dir / "other").is_file()
-    assert Checkpointer(run_dir / "checkpoints", read_only=True).steps() == [2, 4]
-    assert json.loads((run_dir / "run.json").read_text())["status"] == "running"
-    assert [step for step, _ in logged(run_dir)] == [1, 2, 3, 4, 5]
 
 
 def test_a_disk_that_is_full_for_a_while_costs_nothing(undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:

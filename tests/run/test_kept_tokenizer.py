@@ -1,4 +1,4 @@
-"""The tokenizer of a run is intact, or its second copy is used, or one line; the end of documents is kept with it."""
+"""The tokenizer of a run is intact, or one line; the end of documents is kept with it."""
 
 import json
 from pathlib import Path
@@ -13,31 +13,24 @@ from jaxtrain.data import build_tokenizer
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 from jaxtrain.run.import_run import export_run
-from jaxtrain.run.tokenizer import COPY_FILE, DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer, read_tokenizer
-
-DAMAGED = {"another": b'{"jaxtrain_tokenizer": "byte", "special": ["<x>"]}', "gone": None}
+from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 
 
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_tokenizer_that_is_damaged_or_gone(tmp_path: Path, content: bytes | None) -> None:
-    def damage(name: str) -> None:
-        (tmp_path / name).unlink()
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-
-    tokenizer, lines = ByteTokenizer(["<a>"]), []
-    digest = keep_tokenizer(tmp_path, tokenizer)
-    info = {DIGEST_KEY: digest}
-    damage(TOKENIZER_FILE)
-    found = read_tokenizer(tmp_path, info, lines.append)
+def test_a_tokenizer_that_is_damaged_or_gone(tmp_path: Path) -> None:
+    tokenizer, path = ByteTokenizer(["<a>"]), tmp_path / TOKENIZER_FILE
+    info = {DIGEST_KEY: keep_tokenizer(tmp_path, tokenizer)}
+    found = read_tokenizer(tmp_path, info)
     assert isinstance(found, ByteTokenizer)
     assert found.special == ("<a>",)
-    assert "tokenizer.copy.json is used" in lines[0]
-    damage(COPY_FILE)
-    with pytest.raises(DataError, match=r"tokenizer\.json is .*; run 'jaxtrain train .*' again, which writes it"):
-        read_tokenizer(tmp_path, info, lines.append)
-    assert keep_tokenizer(tmp_path, tokenizer) == digest
-    assert load_tokenizer(tmp_path / TOKENIZER_FILE).vocab_size == tokenizer.vocab_size
+    path.write_text('{"jaxtrain_tokenizer": "byte", "special": ["<x>"]}')
+    for state in ("is damaged, or not the run's", "is gone"):
+        with pytest.raises(
+            DataError, match=rf"tokenizer\.json {state}.*; run 'jaxtrain train .*' again, which writes it"
+        ):
+            read_tokenizer(tmp_path, info)
+        path.unlink(missing_ok=True)
+    assert keep_tokenizer(tmp_path, tokenizer) == info[DIGEST_KEY]
+    assert load_tokenizer(path).vocab_size == tokenizer.vocab_size
 
 
 SETTINGS = '{"eos_token": "<|eot|>"}'
