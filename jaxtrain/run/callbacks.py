@@ -144,6 +144,9 @@ class EarlyStopping:
 
 def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[Callback, ...], EarlyStopping | None]:
     """The callbacks of a run, and the early stopping among them, which is a setting of the run."""
+    other = next((one for one in given if not isinstance(one, (Callback, EarlyStopping))), None)
+    if other is not None:
+        raise ConfigError(f"callbacks holds {other!r}; write callbacks=[jaxtrain.Callback(on_step=...)]")
     stopping = [one for one in given if isinstance(one, EarlyStopping)]
     if len(stopping) > 1:
         raise ConfigError(f"callbacks holds {len(stopping)} EarlyStopping; a run has one: leave the others out")

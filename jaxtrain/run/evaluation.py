@@ -28,6 +28,7 @@ from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.checks import check_task
+from jaxtrain.train.given_state import check_not_donated
 from jaxtrain.train.parallelism import Parallelism, check_stages, make_pipeline, microbatches
 from jaxtrain.train.pipelined import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState
@@ -122,8 +123,12 @@ class Evaluator:
         Returns:
             `eval_loss`, the task's metrics as `eval_*` (a float, or a NumPy array for a vector), and `eval_perplexity`
             for language models. A mean over no weight is NaN; of no batches there is nothing.
+
+        Raises:
+            ConfigError: a state that was donated to a step.
         """
         params, model_state = state.evaluation_params, state.evaluation_model_state
+        check_not_donated({"params": params, "model_state": model_state})
         totals: dict[str, tuple[Any, Any]] = {}
         step = state.step
         for number, batch in enumerate(batches):

@@ -30,6 +30,7 @@ from jaxtrain.run.session import (
     stop_run,
 )
 from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
+from jaxtrain.run.step_log import ProfileWindow
 from jaxtrain.runtime import collector
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
@@ -37,17 +38,16 @@ from jaxtrain.train.update import Metrics
 
 @dataclass(frozen=True)
 class Hooks:
-    """What happens around the steps; each is a plain function.
+    """What happens around the steps; each is a plain function of the number of a step.
 
     Attributes:
-        before_step: (number of the step that comes), before its batch is taken.
+        before_step: before the batch of this step is taken.
         finished: (number, metrics on the device, seconds, data wait), once a step is known to be done -> seconds of the
-            call that are counted elsewhere and not as the time of the next step; None: it has none.
-        wants_pause: number -> whether `pause` is to run after this step (evaluation, a save).
-        pause: (number, state) -> whether to stop after this step, with nothing in flight.
-        stop_requested: number -> whether to stop after this step; asked after every step.
-        data_failed: (number of the last step, state after it, error), before the error of the batch that comes next is
-            raised; not called before the first step.
+            call that are not to be counted as the time of the next step.
+        wants_pause: whether `pause` is to run after this step (evaluation, a save).
+        pause: with nothing in flight -> whether to stop after this step.
+        stop_requested: whether to stop after this step; asked after every step.
+        data_failed: before the error of the batch after this step is raised.
     """
 
     before_step: Callable[[int], None]
@@ -68,22 +68,10 @@ def train_loop(
     max_skipped_in_a_row: int,
     hooks: Hooks,
 ) -> tuple[TrainState, int]:
-    """Run steps `first` to `last` (counted from 1).
+    """Run steps `first` to `last` (counted from 1); returns the state and the number of the last step that ran.
 
-    Args:
-        step: a compiled `TrainStep`, or what calls one.
-        state: after step `first - 1`; donated.
-        batches: batches on the mesh; the seconds that each is waited for are reported as the step's data wait.
-        first, last: step numbers.
-        max_skipped_in_a_row: non-finite steps and spikes after which training is given up.
-        hooks: what happens around the steps.
-
-    Returns:
-        The state and the number of the last step that ran (below `last` when a stop was requested).
-
-    Raises:
-        DivergedError: too many non-finite steps or spikes in a row; the state before them is intact.
-        Exception: a batch could not be given.
+    The state is donated; batches are on the mesh. After `max_skipped_in_a_row` non-finite steps or spikes training is
+    given up; the state before them is intact.
     """
     pending: tuple[int, Metrics, float] | None = None  # a step that was dispatched and not yet read
     clock = time.perf_counter()
@@ -243,7 +231,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         progress=session.progress,
         spent=session.record.spent,
     )
-    profile = _Profile(session)
+    profile = ProfileWindow(run.config.profile, session.run_dir, session.progress)
     session.progress.start(train.steps, start)
     fed = session.activity.fed(session.interrupt.until_asked(batches), first=start + 1)
     try:
@@ -268,7 +256,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         profile.stop()
 
 
-def _hooks(session: Session, bad_steps: BadSteps, profile: "_Profile") -> Hooks:
+def _hooks(session: Session, bad_steps: BadSteps, profile: ProfileWindow) -> Hooks:
     """What happens around the steps of a run."""
     evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
 
@@ -310,27 +298,3 @@ def _hooks(session: Session, bad_steps: BadSteps, profile: "_Profile") -> Hooks:
         return session.interrupt.requested()
 
     return Hooks(profile.before_step, finished, wants_pause, pause, stop_requested, data_failed)
-
-
-class _Profile:
-    """Traces the steps that `profile` of the config asks for into `profile/` of the run directory."""
-
-    def __init__(self, session: Session) -> None:
-        self._window, self._progress = session.run.config.profile, session.progress
-        self._folder, self._is_running = session.run_dir / "profile", False
-
-    def before_step(self, number: int) -> None:
-        if number - 1 == self._window.start_step:
-            jax.profiler.start_trace(str(self._folder))
-            self._is_running = True
-
-    def after_step(self, number: int) -> None:
-        start = self._window.start_step
-        if start is not None and number == start + self._window.num_steps:
-            self.stop()
-
-    def stop(self) -> None:
-        if self._is_running:
-            self._is_running = False
-            jax.profiler.stop_trace()
-            self._progress.message(f"profile: {self._folder}")

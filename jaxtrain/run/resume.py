@@ -49,7 +49,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) -> int | None:
     """The step to resume, or None for a fresh start."""
     if resume is not None and resume not in RESUME_MODES:
-        raise ConfigError(f"--resume {resume}: use one of {', '.join(RESUME_MODES)}")
+        raise ConfigError(f"resume={resume!r}: use one of {', '.join(RESUME_MODES)}")
     # Process 0 decides for all: another may see an older listing of a network file system.
     found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
     if resume == "must" and found < 0:

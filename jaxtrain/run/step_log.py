@@ -3,9 +3,11 @@
 import contextlib
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 
+from jaxtrain.config.schema import ProfileConfig
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import StorageError
 from jaxtrain.metrics.flops import model_flops_per_row
@@ -67,6 +69,30 @@ class StepLog:
         self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
         self._record.scalars(number, self.row)
         self._progress.update(number, self.row)
+
+
+class ProfileWindow:
+    """Traces the steps that `profile` of the config asks for into `profile/` of the run directory."""
+
+    def __init__(self, window: ProfileConfig, run_dir: Path, progress: Progress) -> None:
+        self._window, self._folder, self._progress = window, run_dir / "profile", progress
+        self._is_running = False
+
+    def before_step(self, number: int) -> None:
+        if number - 1 == self._window.start_step:
+            jax.profiler.start_trace(str(self._folder))
+            self._is_running = True
+
+    def after_step(self, number: int) -> None:
+        start = self._window.start_step
+        if start is not None and number == start + self._window.num_steps:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._is_running:
+            self._is_running = False
+            jax.profiler.stop_trace()
+            self._progress.message(f"profile: {self._folder}")
 
 
 def run_meter(run: Run, *, own_model: bool) -> Meter:

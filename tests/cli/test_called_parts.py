@@ -150,7 +150,7 @@ def test_other_arguments_are_another_configuration(run, here):
         jt.run_config(loaded, run_dir=run)
     # From the command line a change may go on, but not that of a shape.
     loaded = load_config("mine.yaml", overrides=[*SHORT, "model.args.width=8"])
-    with pytest.raises(jt.CheckpointError, match=r"changed since: model.args.width 32 -> 8; set that back"):
+    with pytest.raises(jt.CheckpointError, match=r"changed since: model.args.width 32 -> 8; set it back"):
         jt.run_config(loaded, run_dir=run, resume="must")
 
 

@@ -300,7 +300,7 @@ WRONG = {
     "a mesh": (dict(mesh={"data": 8}), r"mesh is .*; write jaxtrain.make_mesh\(data=2, fsdp=4\)"),
     "a class": (dict(optimizer=optax.adam), "call it first: optax.adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "the model is an instance of Task"),
-    "resume": (dict(resume="maybe"), "maybe: use one of auto, must, never"),
+    "resume": (dict(resume="maybe"), "resume='maybe': use one of auto, must, never"),
     "a key": (dict(checkpoint={"evry": 10}), "did you mean 'checkpoint.every'"),
     "a batch that does not divide": (dict(mesh=jt.make_mesh(), batch_size=12), "12"),
 }
