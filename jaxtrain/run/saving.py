@@ -231,8 +231,8 @@ class RunSaves:
             self._complete = self._pending
         place = identity(self._run_dir)
         # A store is not asked after every step, and loses no folder as a disk does that is taken away.
-        is_gone = self._complete not in (None, self._pending) and not is_remote(folder)
-        is_gone = is_gone and not (folder / str(self._complete)).is_dir()
+        is_saved = self._complete not in (None, self._pending)
+        is_gone = is_saved and not is_remote(folder) and not (folder / str(self._complete)).is_dir()
         if is_gone:
             self._report(f"the checkpoint of step {self._complete} in {folder} is gone; the state is saved again")
             self._complete = max(self._checkpointer.steps(), default=None)
