@@ -142,8 +142,6 @@ def fit(
         settings["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
     config = _loaded(settings, overrides).config
-    if run_dir is None and resume in ("auto", "must"):
-        raise ConfigError("a run that is resumed needs its directory; give run_dir=")
     distributed.start(compilation_cache=config.compilation_cache)
     from jaxtrain.data.sources.given import data_of, renamed
     from jaxtrain.models.tasks import TASKS, named_task

@@ -11,8 +11,6 @@ import optax
 
 from jaxtrain.data.batches import Batches
 from jaxtrain.data.sources.given import data_of, renamed
-from jaxtrain.data.stream import BatchStream
-from jaxtrain.errors import ConfigError
 from jaxtrain.train.make_step import make_train_step
 
 if TYPE_CHECKING:
@@ -79,30 +77,21 @@ def find_learning_rate(
         optimizer: learning rate -> optimizer, such as `optax.adamw` or `lambda rate: optax.sgd(rate, momentum=0.9)`.
         data, columns: rows with an index, as for `fit`.
         batch_size: rows per step.
-        lowest, highest: first and last rate.
-        steps: number of rates; fewer are tried where the loss grows beyond four times its smallest value.
+        lowest, highest: first and last rate, above 0.
+        steps: number of rates, 10 or more; fewer are tried where the loss grows beyond four times its smallest value.
         seed: of the parameters and the order of the rows.
         options: of `make_train_step`: mesh, policy, clip_norm.
-
-    Raises:
-        ConfigError: data without an index, or rates that do not rise.
 
     Example:
         >>> found = jt.find_learning_rate(model, "classification", data=rows, batch_size=8, steps=20)
         >>> found.plot("rates.png").name
         'rates.png'
     """
-    if not 0 < lowest < highest or steps < 10:
-        raise ConfigError(
-            f"find_learning_rate: {steps} rates from {lowest:g} to {highest:g}; give 10 or more that rise"
-        )
-    opened = data_of(data if columns is None else renamed(data, columns, "data"))
-    if isinstance(opened.train, BatchStream):
-        raise ConfigError("find_learning_rate takes rows with an index, such as {'inputs': x, 'targets': y}")
+    rows: Any = data_of(data if columns is None else renamed(data, columns, "data")).train
     rates = np.geomspace(lowest, highest, steps)
     schedule = optax.exponential_decay(lowest, 1, float(rates[1] / rates[0]))
     step = make_train_step(model, task, optimizer(schedule), **options)
-    load = step.loader(Batches(opened.train, batch_size, seed=seed, shuffle=True))
+    load = step.loader(Batches(rows, batch_size, seed=seed, shuffle=True))
     state, losses, smoothed = step.init(seed), [], 0.0
     for k in range(steps):
         state, metrics = step(state, load(k))

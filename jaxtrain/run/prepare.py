@@ -1,6 +1,7 @@
 """From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -109,7 +110,7 @@ def prepare_session(
         progress.banner(_banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"))
         if run.awaits_reference and resumed is not None:
             recorded = checkpointer.metadata().get("reference")
-            make = lambda: _created(run, given.own_step)  # noqa: E731
+            make = functools.partial(_created, run, given.own_step)
             known = resumed_reference(run, run_dir, recorded, make, progress, main=main)
             run, metadata["reference"] = with_known_reference(run, known), known.record
         state, base = _compiled_state(
