@@ -285,7 +285,6 @@ WRONG = {
     "three arrays": (dict(data=(X, Y, Y)), "data is a tuple of 3, not a pair"),
     "a generator function": (dict(data=batches_of), "data is a function .batches_of.; call it first"),
     "no rows": (dict(data=(X[:0], Y[:0])), "data has no rows"),
-    "lengths": (dict(data=(X, Y[:5])), "inputs has 96, targets has 5 rows"),
     "text in a row": (dict(data=[{"inputs": X[0], "targets": "a"}]), "row 0 of data holds 'targets' of type text"),
     "ragged": (dict(data={"inputs": [[1.0], [1.0, 2.0]], "targets": [0, 1]}), "holds 'inputs', which cannot become"),
     "no inputs": (dict(data={"targets": Y}), "has no entry 'inputs'"),
@@ -295,13 +294,10 @@ WRONG = {
     "an iterator to evaluate": (dict(validation=batches_of()), "cannot be read again at each evaluation"),
     "a share of 2": (dict(validation=2.0), "validation=2; use a share of the rows between 0 and 1"),
     "other entries": (dict(validation={"inputs": X}), "validation holds inputs, but data holds inputs, targets"),
-    "steps and epochs": (dict(epochs=1), "steps= or epochs=: leave one out"),
     "steps=0": (dict(steps=0), r"train\.steps is 0 \(jaxtrain.fit\)"),
     "a mesh": (dict(mesh={"data": 8}), r"mesh is .*; write jaxtrain.make_mesh\(data=2, fsdp=4\)"),
     "a class": (dict(optimizer=optax.adam), "call it first: optax.adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "the model is an instance of Task"),
-    "resume": (dict(resume="maybe"), "resume='maybe': use one of auto, must, never"),
-    "a key": (dict(checkpoint={"evry": 10}), "did you mean 'checkpoint.every'"),
     "a batch that does not divide": (dict(mesh=jt.make_mesh(), batch_size=12), "12"),
 }
 

@@ -125,7 +125,6 @@ def test_a_wrong_setting_is_one_line(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "a function": (lambda: fit(Path("x"), callbacks=[print]), r"write callbacks=\[jaxtrain.Callback"),
     "two": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()] * 2), "holds 2 EarlyStopping"),
     "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "evaluation.every is null"),
     "a rate alone": (lambda: jt.run_config(DIGITS, learning_rate=0.1), "optimizer=, which is not given"),
