@@ -161,7 +161,11 @@ class RunRecord:
             self._keep_tokenizer()
             self._write_info()
             found += [f"{name} is written again" for name in missing]
+            self._unwritten = False
         except OSError as error:
+            if self._unwritten:
+                return
+            self._unwritten = True
             found = [f"it cannot be written again: {error.strerror}"]
         what = f"{self._run_dir} was deleted, moved or unmounted" if is_gone else f"files of {self._run_dir} are gone"
         self._report(f"{what} while the run goes on: {', '.join(found)}")
