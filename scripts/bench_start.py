@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from jaxtrain.bench.start import start_seconds  # noqa: E402  (the checkout's, not an installed one)
+from jaxtrain.bench.measure import start_seconds  # noqa: E402  (the checkout's, not an installed one)
 
 _LIMIT_SECONDS = 600
 _LIGHT_COMMANDS = ("--help", "train --help", "config", "config quickstart")

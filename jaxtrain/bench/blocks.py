@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxtrain.bench.limits import Limits
-from jaxtrain.bench.timing import call_seconds
+from jaxtrain.bench.limits import Limits, call_seconds
 from jaxtrain.config.models import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import make_mesh
@@ -69,14 +68,14 @@ class TimedBlock:
         return self.roofline_seconds / self.seconds
 
 
-def roofline(flops: float, moved: float, flops_per_second: float, limits: Limits) -> tuple[float, str]:
-    """The least seconds of some work, and what binds it."""
-    compute, memory = flops / flops_per_second, moved / limits.memory
-    return (compute, "compute") if compute > memory else (memory, "memory")
+def has_blocks(config: Config) -> bool:
+    """Whether the blocks of a model can be timed: a transformer of tokens that has its usual head."""
+    model = config.model
+    return isinstance(model, TransformerConfig) and model.head is None and not model.token_types
 
 
 def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Limits) -> list[TimedBlock]:
-    """Time the blocks of a config's model at its shapes, for the rows that one device has of a microbatch.
+    """Time the blocks of a transformer at its shapes, for the rows that one device has of a microbatch.
 
     Args:
         config: the run. Tensor parallelism and a sharded sequence are left out: no block is partitioned.
@@ -84,47 +83,37 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
         step: its step.
         limits: from `measure_limits`.
     """
+    model = config.model
+    assert isinstance(model, TransformerConfig), "has_blocks"
     shards = math.prod(step.mesh.shape[axis] for axis in ("data", "fsdp", "expert"))
     microbatches = config.train.accumulation_steps
     rows = max(1, workload.rows // (microbatches * shards))
     # The format that matmuls run in; where there are no units for it, the one they fall back to.
     rate = limits.matmul.get(FORMATS[config.precision.policy]) or limits.matmul["bf16"] or limits.matmul["fp32"]
     assert rate is not None
-    experts = least_experts(config.model) if isinstance(config.model, TransformerConfig) else None
-    attention = _least_attention(config, workload)
+    # Attention takes at least the pairs that are seen, and no score in memory.
+    (length,) = workload.input_shape
+    structure = model_structure(model, workload)
+    assert structure is not None
+    windows = structure.stacks[0].blocks.windows
+    pairs = sum(visible_pairs(length, causal=model.causal, window=window) for window in windows)
+    attention = AttentionWork("roofline", pairs / model.num_layers / length**2, 0.0, 0, True)
     alone = dict.fromkeys(step.mesh.shape, 1)
-    batch = DeviceBatch(microbatches, rows, alone, tuple(attention), experts=experts)
+    batch = DeviceBatch(microbatches, rows, alone, (attention,), experts=least_experts(model))
     counted = {block.name: block for block in step_blocks(config, workload, batch)}
     device = jax.local_devices()[0]
     mesh = make_mesh(devices=[device])
     layout = dataclasses.replace(step.layout, mesh=mesh)
-    # Other heads, and what else a model embeds, are timed as one.
-    if isinstance(config.model, TransformerConfig) and config.model.head is None and not config.model.token_types:
-        calls = _transformer_calls(config.model, config, workload, step, rows, counted)
-    else:
-        calls = [_whole_model(workload, step, rows, list(counted.values()), microbatches)]
     timed = []
-    for call in calls:
+    for call in _transformer_calls(model, config, workload, step, rows, counted):
         with model_context(layout, step.policy), jax.default_device(device):
             seconds = call_seconds(call.make())
-        least, bound = roofline(call.flops, call.bytes, rate, limits)
-        timed.append(TimedBlock(call.name, call.count, seconds, call.flops, call.bytes, least, bound))
+        compute, memory = call.flops / rate, call.bytes / limits.memory
+        bound = "compute" if compute > memory else "memory"
+        timed.append(TimedBlock(call.name, call.count, seconds, call.flops, call.bytes, max(compute, memory), bound))
     if not config.optimizer.offload:  # it would be timed on arrays that lie elsewhere
         timed.append(_optimizer(config, step, limits))
     return timed
-
-
-def _least_attention(config: Config, workload: Workload) -> tuple[AttentionWork, ...]:
-    """What the attention of each stack takes at least: the pairs that are seen, no score in memory."""
-    structure = model_structure(config.model, workload)
-    found = []
-    for stack in () if structure is None else structure.stacks:
-        length, model = stack.length, stack.blocks
-        pairs = sum(visible_pairs(length, causal=model.causal, window=window) for window in model.windows)
-        found.append(AttentionWork("roofline", pairs / model.num_layers / length**2, 0.0, 0, True))
-    if structure is not None and structure.stacks[-1].memory_length is not None:
-        found.append(AttentionWork("roofline", 1.0, 0.0, 0, True))
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -235,32 +224,6 @@ def _transformer_calls(
         ),
     ]
     return calls
-
-
-def _whole_model(workload: Workload, step: TrainStep, rows: int, blocks: list[BlockWork], microbatches: int) -> _Call:
-    """Forward and backward of a model that is not batch, as one row."""
-    state = step.abstract_state
-    inputs = jax.ShapeDtypeStruct((rows, *workload.input_shape), step.policy.compute_dtype)
-    key = jax.random.key(0)
-    tokens: Any = None
-    if workload.unit == "tokens":  # which have no gradient
-        tokens = jnp.zeros((rows, *workload.input_shape), jnp.int32)
-        if workload.decoder_length is not None:
-            tokens = {"tokens": tokens, "decoder_tokens": jnp.zeros((rows, workload.decoder_length), jnp.int32)}
-
-    def make() -> Callable[[], Any]:
-        model_state = _random_like(state.model_state, jnp.float32)
-
-        def outputs(params: Any, inputs: Any) -> Any:
-            return step.model.apply(params, model_state, inputs, key=key, train=True)[0]
-
-        if tokens is None:
-            return _forward_and_backward(outputs, (state.params, inputs), step.policy.compute_dtype)
-        return _forward_and_backward(lambda params: outputs(params, tokens), (state.params,), step.policy.compute_dtype)
-
-    flops = sum(_FORWARD_AND_BACKWARD * block.count * block.flops for block in blocks) / microbatches
-    moved = sum(_FORWARD_AND_BACKWARD * block.count * block.bytes for block in blocks) / microbatches
-    return _Call("whole model", microbatches, flops, moved, make)
 
 
 def _optimizer(config: Config, step: TrainStep, limits: Limits) -> TimedBlock:
