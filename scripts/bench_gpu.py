@@ -158,7 +158,7 @@ def run(row: Row, out: Path, torch_python: str, *, smoke: bool, timeout: float) 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the rows as a Markdown table."""
     lines = [
-        "| row | units per second | MFU | ms per step | memory: peak, planned | joules per unit |",
+        "| row | units per second | MFU | ms per step | memory: peak, planned |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -175,13 +175,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return [f"{torch['units_per_second']:,.0f}", "", f"{torch['seconds'] * 1e3:.1f}", _gib(peak), ""]
     if "bench" in row:
         step = row["bench"]["step"]
-        use, joules = step["model_flops_utilization"], step["joules_per_unit"]
+        use = step["model_flops_utilization"]
         return [
             f"{step['units_per_second']:,.0f} {step['unit']}",
             "" if use is None else f"{use:.1%}",
             f"{step['seconds'] * 1e3:.1f}",
             f"{_gib(step['device_peak_bytes'])}, {_gib(step['planned_bytes'])}",
-            "" if joules is None else f"{joules:.3g}",
         ]
     return ["; ".join(row["said"]), "", "", "", ""]
 
