@@ -88,9 +88,8 @@ def main() -> None:
     for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as cache:
             for name, seconds in (("cold", cold), ("warm", warm)):
-                found = start_seconds(arguments.config, arguments.overrides, cache)
-                seconds.append(found.seconds)
-                said[name] = found.said
+                taken, said[name] = start_seconds(arguments.config, arguments.overrides, cache)
+                seconds.append(taken)
         for words, seconds in light.items():
             seconds.append(processor_seconds(words))
         for layers, rows in depths.items():

@@ -7,7 +7,7 @@ counted as a kernel that skips masked pairs and keeps scores to itself.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,13 @@ from jaxtrain.models.context import model_context
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.block import Block
 from jaxtrain.ops.attention.blocks import visible_pairs
-from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.work.attention import AttentionWork
 from jaxtrain.plan.work.block import BlockWork, DeviceBatch
 from jaxtrain.plan.work.blocks import step_blocks
 from jaxtrain.plan.work.experts import least_experts
-from jaxtrain.plan.workload.parameters import model_structure
 from jaxtrain.plan.workload.record import Workload
-from jaxtrain.precision.dtypes import POLICY_DTYPES
 from jaxtrain.runtime.peaks import FORMATS
 from jaxtrain.train.state import select_leaves
 from jaxtrain.train.step import TrainStep
@@ -68,10 +65,11 @@ class TimedBlock:
         return self.roofline_seconds / self.seconds
 
 
-def has_blocks(config: Config) -> bool:
-    """Whether the blocks of a model can be timed: a transformer of tokens that has its usual head."""
+def has_blocks(config: Config, step: TrainStep) -> bool:
+    """Whether the blocks of a model can be timed: a transformer of tokens with its usual head and loss."""
     model = config.model
-    return isinstance(model, TransformerConfig) and model.head is None and not model.token_types
+    usual = isinstance(model, TransformerConfig) and model.head is None and not model.token_types
+    return usual and not step.task.calls_model
 
 
 def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Limits) -> list[TimedBlock]:
@@ -93,10 +91,7 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     assert rate is not None
     # Attention takes at least the pairs that are seen, and no score in memory.
     (length,) = workload.input_shape
-    structure = model_structure(model, workload)
-    assert structure is not None
-    windows = structure.stacks[0].blocks.windows
-    pairs = sum(visible_pairs(length, causal=model.causal, window=window) for window in windows)
+    pairs = sum(visible_pairs(length, causal=model.causal, window=window) for window in model.windows)
     attention = AttentionWork("roofline", pairs / model.num_layers / length**2, 0.0, 0, True)
     alone = dict.fromkeys(step.mesh.shape, 1)
     batch = DeviceBatch(microbatches, rows, alone, (attention,), experts=least_experts(model))
@@ -105,26 +100,15 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     mesh = make_mesh(devices=[device])
     layout = dataclasses.replace(step.layout, mesh=mesh)
     timed = []
-    for call in _transformer_calls(model, config, workload, step, rows, counted):
-        with model_context(layout, step.policy), jax.default_device(device):
-            seconds = call_seconds(call.make())
-        compute, memory = call.flops / rate, call.bytes / limits.memory
-        bound = "compute" if compute > memory else "memory"
-        timed.append(TimedBlock(call.name, call.count, seconds, call.flops, call.bytes, max(compute, memory), bound))
+    with model_context(layout, step.policy), jax.default_device(device):
+        for work, call in _transformer_calls(model, workload, step, rows, counted):
+            flops, moved = _FORWARD_AND_BACKWARD * work.flops, _FORWARD_AND_BACKWARD * work.bytes
+            compute, memory = flops / rate, moved / limits.memory
+            bound, least = ("compute" if compute > memory else "memory"), max(compute, memory)
+            timed.append(TimedBlock(work.name, work.count, call_seconds(call), flops, moved, least, bound))
     if not config.optimizer.offload:  # it would be timed on arrays that lie elsewhere
         timed.append(_optimizer(config, step, limits))
     return timed
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A block that can be timed."""
-
-    name: str
-    count: int
-    flops: float
-    bytes: float
-    make: Callable[[], Callable[[], Any]]
 
 
 def _random_like(shapes: Any, dtype: Any) -> Any:
@@ -159,71 +143,45 @@ _EMBEDS = ("embedding", "positions", "embedding_norm", "relative_positions")
 
 
 def _transformer_calls(
-    model: TransformerConfig,
-    config: Config,
-    workload: Workload,
-    step: TrainStep,
-    rows: int,
-    counted: Mapping[str, BlockWork],
-) -> list[_Call]:
-    dtype, length, microbatches = step.policy.compute_dtype, workload.input_shape[0], config.train.accumulation_steps
-    parts, task = step.model.parts, step.task
+    model: TransformerConfig, workload: Workload, step: TrainStep, rows: int, counted: Mapping[str, BlockWork]
+) -> Iterator[tuple[BlockWork, Callable[[], Any]]]:
+    """Each block with its forward work, and a call that runs it forward and backward."""
+    dtype, length, parts = step.policy.compute_dtype, workload.input_shape[0], step.model.parts
     assert parts is not None, "transformers have parts"
+    assert workload.vocab_size is not None
     params = {name: leaf for name, leaf in step.abstract_state.params.items() if name != parts.stack}
     embedding = {name: params[name] for name in _EMBEDS if name in params}
     head = {name: params[name] for name in params if name not in _EMBEDS}
     head |= {"embedding": params["embedding"]} if model.tie_embeddings else {}
-    assert workload.vocab_size is not None
     tokens = jax.random.randint(jax.random.key(1), (rows, length), 0, workload.vocab_size)
     positions = jnp.arange(length)[None]
-    carry = jax.eval_shape(lambda p: parts.embed({**params, **p}, tokens, key=None, train=True), embedding)
     x = jax.ShapeDtypeStruct((rows, length, model.embed_dim), dtype)
     block = nnx.eval_shape(lambda: Block(model, nnx.Rngs(0)))
 
-    def module_call(name: str, call: Callable[[Any, jax.Array], jax.Array]) -> Callable[[], Callable[[], Any]]:
+    def of_module(name: str, call: Callable[[Any, jax.Array], jax.Array]) -> Callable[[], Any]:
         graph, state = nnx.split(getattr(block, name))
-        return lambda: _forward_and_backward(lambda state, x: call(nnx.merge(graph, state), x), (state, x), dtype)
+        return _forward_and_backward(lambda state, x: call(nnx.merge(graph, state), x), (state, x), dtype)
 
-    def embed_and_back(some: Any) -> Any:
+    def embed(some: Any) -> Any:
         return parts.embed({**params, **some}, tokens, key=None, train=True)
 
-    def head_and_back(some: Any, carry: Any) -> jax.Array:
+    def loss(some: Any, carry: Any) -> jax.Array:
         outputs = parts.head({**params, **some}, carry, train=True)
-        if task.calls_model:  # losses of pairs, which compare log-probabilities of tokens or numbers per text
-            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-            if isinstance(logits, DeferredLogits) or logits.ndim == 3:
-                return jnp.sum(cross_entropy(logits, tokens))
-            return jnp.sum(logits)
-        return task.loss(outputs, {"inputs": tokens, "targets": tokens})[0]
+        return step.task.loss(outputs, {"inputs": tokens, "targets": tokens})[0]
 
-    def of(name: str, *blocks: BlockWork) -> tuple[str, int, float, float]:
-        work = [(_FORWARD_AND_BACKWARD * one.flops, _FORWARD_AND_BACKWARD * one.bytes) for one in blocks]
-        return name, blocks[0].count, sum(flops for flops, _ in work), sum(moved for _, moved in work)
-
-    attention = counted["attention projections"], counted["attention scores"]
-    # Of a norm: the input read twice and the gradients of both sides once, the output written.
-    norm_bytes = 5 * POLICY_DTYPES[config.precision.policy].compute_bytes * rows * length * model.embed_dim
-    norms = (4 if model.block == "sandwich" else 2) * model.num_layers * microbatches
+    yield counted["embedding"], _forward_and_backward(embed, (embedding,), dtype)
+    attention, scores = counted["attention projections"], counted["attention scores"]
+    both = BlockWork("attention", attention.count, attention.flops + scores.flops, attention.bytes + scores.bytes)
+    yield both, of_module("attention", lambda module, x: module(x, positions, None, None, None)[0])
     mlp = "MLP" if model.experts is None else "experts"
-    calls = [
-        _Call(
-            *of("embedding", counted["embedding"]), lambda: _forward_and_backward(embed_and_back, (embedding,), dtype)
-        ),
-        _Call(
-            *of("attention", *attention),
-            module_call("attention", lambda attention, x: attention(x, positions, None, None, None)[0]),
-        ),
-        _Call(
-            *of(mlp, counted[mlp]),
-            module_call("mlp", lambda mlp, x: mlp(x) if model.experts is None else mlp(x)[0]),
-        ),
-        _Call("norm", norms, 0.0, norm_bytes, module_call("attention_norm", lambda norm, x: norm(x))),
-        _Call(
-            *of("head and loss", counted["output and loss"]),
-            lambda: _forward_and_backward(head_and_back, (head, carry), dtype),
-        ),
-    ]
-    return calls
+    yield counted[mlp], of_module("mlp", lambda module, x: module(x) if model.experts is None else module(x)[0])
+    # Of a norm: the input read twice and the gradients of both sides once, the output written.
+    norm_bytes = 5 / _FORWARD_AND_BACKWARD * rows * length * model.embed_dim * jnp.dtype(dtype).itemsize
+    norms = (4 if model.block == "sandwich" else 2) * attention.count
+    yield BlockWork("norm", norms, 0.0, norm_bytes), of_module("attention_norm", lambda module, x: module(x))
+    carry = jax.eval_shape(embed, embedding)
+    output = dataclasses.replace(counted["output and loss"], name="head and loss")
+    yield output, _forward_and_backward(loss, (head, carry), dtype)
 
 
 def _optimizer(config: Config, step: TrainStep, limits: Limits) -> TimedBlock:

@@ -89,23 +89,15 @@ def measure_limits() -> Limits:
     matmul: dict[str, float | None] = {}
     reasons: dict[str, str] = {}
     for name in _FORMATS:
-        try:
-            matmul[name] = _matmul_rate(name, device) if _has_units(name, device) else None
-            reason = f"no units for it on a {device.device_kind}"
-        except jax.errors.JaxRuntimeError as error:
-            matmul[name], reason = None, str(error).splitlines()[0][:200]
-        if matmul[name] is None:
-            reasons[f"matmul.{name}"] = reason
-    if jax.device_count() == 1:
-        reasons["all_reduce"] = "one device"
+        has_units = name in _PLATFORM_FORMATS.get(device.platform, _FORMATS)
+        has_units &= float(getattr(device, "compute_capability", None) or 99) >= _SINCE.get(name, 0.0)
+        matmul[name] = _matmul_rate(name, device) if has_units else None
+        if not has_units:
+            reasons[f"matmul.{name}"] = f"no units for it on a {device.device_kind}"
     all_reduce = _all_reduce_rate() if jax.device_count() > 1 else None
+    if all_reduce is None:
+        reasons["all_reduce"] = "one device"
     return Limits(matmul, memory_bytes_per_second(device=device), all_reduce, reasons)
-
-
-def _has_units(name: str, device: Any) -> bool:
-    if device.platform in _PLATFORM_FORMATS:
-        return name in _PLATFORM_FORMATS[device.platform]
-    return float(getattr(device, "compute_capability", None) or 99) >= _SINCE.get(name, 0.0)
 
 
 def _matmul_rate(name: str, device: Any) -> float:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +90,8 @@ def measure(
     import jax
 
     from jaxtrain.bench import step as whole
+    from jaxtrain.bench.blocks import has_blocks, time_blocks
+    from jaxtrain.bench.limits import measure_limits
 
     answer["jax"] = jax.__version__
     devices = jax.devices()
@@ -104,16 +105,12 @@ def measure(
             measured = dataclasses.asdict(whole.measure_step(step, batches, seed=config.seed))
     limits = None
     if "limits" not in skip:
-        from jaxtrain.bench.limits import measure_limits
-
         with phase("measuring the device"):
             limits = measure_limits()
         answer["limits"] = dataclasses.asdict(limits)
         reasons |= {f"limits.{what}": why for what, why in answer["limits"].pop("reasons").items()}
-    from jaxtrain.bench.blocks import has_blocks, time_blocks
-
-    if own_functions(config) or not has_blocks(config):
-        reasons.setdefault("blocks", "only those of a transformer of tokens with its usual head are timed")
+    if own_functions(config) or not has_blocks(config, step):
+        reasons.setdefault("blocks", "only those of a transformer of tokens with its usual head and loss are timed")
     elif "blocks" not in skip and limits is not None:
         with phase("timing blocks"):
             timed = time_blocks(config, workload, step, limits)
@@ -130,32 +127,17 @@ def _machine() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-    return {
-        "cpu": model or platform.processor() or platform.machine(),
-        "cores": usable_cores(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-    }
+    found = {"cpu": model or platform.machine(), "cores": usable_cores(), "load": os.getloadavg()[0]}
+    return {**found, "python": platform.python_version()}
 
 
 class NoStepError(RuntimeError):
     """A started run made no first step; the message says why."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of a run.
-
-    Attributes:
-        seconds: from the start of the process to the first row of metrics.jsonl.
-        said: lines that the run printed to standard error until then.
-    """
-
-    seconds: float
-    said: tuple[str, ...]
-
-
-def start_seconds(config: str, overrides: Sequence[str], cache: str | Path, *, emulate: int | None = None) -> Start:
+def start_seconds(
+    config: str, overrides: Sequence[str], cache: str | Path, *, emulate: int | None = None
+) -> tuple[float, list[str]]:
     """Start `jaxtrain train` on a config in a temporary folder, and end it after its first step.
 
     Args:
@@ -163,6 +145,10 @@ def start_seconds(config: str, overrides: Sequence[str], cache: str | Path, *, e
         overrides: `key=value` settings that replace those of the config.
         cache: folder for compiled programs, whatever `compilation_cache` of the config is.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
+
+    Returns:
+        Seconds from the start of the process to the first row of metrics.jsonl, and the lines that the run printed to
+        standard error until then.
 
     Raises:
         NoStepError: the run ended, or took longer than ten minutes, before its first step.
@@ -193,8 +179,7 @@ def start_seconds(config: str, overrides: Sequence[str], cache: str | Path, *, e
             finally:
                 process.kill()
                 process.wait()
-        said = tuple(line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip())
-        return Start(seconds, said)
+        return seconds, log.read_text(errors="replace").splitlines()
 
 
 def _start(
@@ -207,7 +192,7 @@ def _start(
         return None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         try:
-            cold, warm = (start_seconds(name, overrides, cache, emulate=emulate).seconds for _ in range(2))
+            cold, warm = (start_seconds(name, overrides, cache, emulate=emulate)[0] for _ in range(2))
         except NoStepError as error:
             reasons["start"] = str(error)
             return None

@@ -1,5 +1,6 @@
 """`jaxtrain bench`: measures the limits of a device, and how much of them the step of a config reaches."""
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,67 +12,52 @@ from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import strict_json
 from jaxtrain.runtime.remarks import print_remark
 
 
-def run_bench(
-    config: str,
-    overrides: Sequence[str],
-    *,
-    json_path: str | None,
-    out: str | None,
-    skip: Sequence[str],
-    emulate: int | None,
-) -> int:
-    """Measure a config and print the results; write JSON and a picture where they are asked for.
-
-    Args:
-        config: a shipped name or a path.
-        overrides: `key=value` settings that replace those of the config.
-        json_path: file for everything that was measured; None: no file.
-        out: folder for bench.json and bench.svg, which is created; None: no folder.
-        skip: parts that are not measured.
-        emulate: number of CPU devices to emulate; None: the devices of the machine.
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Runs `jaxtrain bench`: measures a config and prints the results; writes JSON and a picture where asked for.
 
     Raises:
         ConfigError: the config cannot run, a part is not known, or a file cannot be written.
     """
-    skip = [part for given in skip for part in given.split(",")]
+    skip = [part for given in arguments.skip for part in given.split(",")]
     wrong = [part for part in skip if part not in PARTS]
     if wrong:
         raise ConfigError(f"--skip {wrong[0]}: no such part; there are {', '.join(PARTS)}")
     if "limits" in skip and "blocks" not in skip:
         raise ConfigError("--skip limits: blocks are compared with the limits; add --skip blocks")
-    loaded = load_config(config, overrides=overrides, weights=False)
+    loaded = load_config(arguments.config, overrides=arguments.overrides, weights=False)
     loaded.check_described()
     check_or_remark(loaded)
     if loaded.config.parallel.auto:
         raise ConfigError("parallel.auto: a bench measures one layout; set the degrees, or leave parallel out")
-    paths = [Path(json_path)] if json_path else []
+    paths = [Path(arguments.json)] if arguments.json else []
+    folder = None if arguments.out is None else Path(arguments.out)
     try:
-        if out is not None:
-            Path(out).mkdir(parents=True, exist_ok=True)
-            paths.append(Path(out) / "bench.json")
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths.append(folder / "bench.json")
         for path in paths:
             path.touch()  # before the measurements, which take minutes: a file that cannot be written is found here
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; give another place") from None
     with own_code(loaded.config), Progress() as progress:
-        answer = measure(loaded, config, overrides, emulate=emulate, skip=skip, phase=progress.phase)
+        name, overrides, emulate = arguments.config, arguments.overrides, arguments.emulate
+        answer = measure(loaded, name, overrides, emulate=emulate, skip=skip, phase=progress.phase)
     for title, header, rows in _tables(answer):
         print_text(f"\n{title}")
         print_table(header, rows)
     for path in paths:
         path.write_text(json.dumps(strict_json(answer), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         print_remark(f"wrote {path}")
-    if out is not None:
+    if folder is not None:
         from jaxtrain.bench.picture import draw
 
-        draw(answer, Path(out) / "bench.svg")
-        print_remark(f"wrote {Path(out) / 'bench.svg'}")
+        draw(answer, folder / "bench.svg")
+        print_remark(f"wrote {folder / 'bench.svg'}")
     return 0
 
 
@@ -86,16 +72,11 @@ def _tables(answer: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
         rows.append(("sum over devices", _shown(limits["all_reduce"], 1e9, ",.1f", "GB/s")))
         yield f"{where}: limits", ("what", "measured"), rows
     if answer["blocks"] is not None:
-        rows = [
-            (
-                block["name"],
-                str(block["count"]),
-                f"{block['seconds'] * 1e3:.3g} ms",
-                f"{block['roofline_seconds'] * 1e3:.3g} ms ({block['bound']})",
-                f"{block['share_of_roofline']:.0%}",
-            )
-            for block in answer["blocks"]
-        ]
+        rows = []
+        for block in answer["blocks"]:
+            least = f"{block['roofline_seconds'] * 1e3:.3g} ms ({block['bound']})"
+            time, share = f"{block['seconds'] * 1e3:.3g} ms", f"{block['share_of_roofline']:.0%}"
+            rows.append((block["name"], str(block["count"]), time, least, share))
         yield "blocks, forward and backward", ("block", "per step", "time", "roofline", "share"), rows
     rows = []
     if step is not None:
@@ -106,14 +87,9 @@ def _tables(answer: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
             ("share of the published peak (MFU)", _shown(step["model_flops_utilization"], 0.01, ".1f", "%")),
             ("share of the measured matmul rate", _shown(step["share_of_measured_matmul"], 0.01, ".1f", "%")),
             ("host time per step besides the program", f"{step['host_seconds'] * 1e3:.2f} ms"),
-            *(
-                (title, "-" if step[name] is None else format_bytes(step[name]))
-                for name, title in (
-                    ("planned_bytes", "memory planned by the compiler"),
-                    ("device_peak_bytes", "peak memory of the device"),
-                    ("process_peak_bytes", "peak memory of the process"),
-                )
-            ),
+            ("memory planned by the compiler", _shown(step["planned_bytes"], 2**20, ",.1f", "MiB")),
+            ("peak memory of the device", _shown(step["device_peak_bytes"], 2**20, ",.1f", "MiB")),
+            ("peak memory of the process", _shown(step["process_peak_bytes"], 2**20, ",.1f", "MiB")),
             ("tracing and compiling", f"{step['compile_seconds']:.1f} s"),
         ]
     if start is not None:

@@ -27,13 +27,7 @@ from jaxtrain.runtime.remarks import print_remark
 JAXTRAIN = (sys.executable, "-m", "jaxtrain")
 # Ctrl-C, a request to end, a closed terminal (which means "save and exit" as well), and the warnings that Slurm sends
 # before the time of a job is over: every signal at which a run saves.
-_PASSED_ON = {
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGUSR2: signal.SIGUSR2,
-}
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 # Time for the processes to end after one of them failed: each can write its own files, but they can no longer agree on
 # anything with each other.
@@ -44,11 +38,9 @@ _POLL_SECONDS = 0.02
 
 
 class Signals:
-    """Passes signals on to child processes while it is entered; enter it in the main thread.
+    """Passes signals on to its `children` while it is entered; enter it in the main thread.
 
-    Attributes:
-        children: the processes that get them.
-        asked: set once a signal was passed on: the end that follows is no failure.
+    `asked` is set once a signal was passed on: the end that follows is no failure.
     """
 
     def __init__(self) -> None:
@@ -60,7 +52,7 @@ class Signals:
 
     def __enter__(self) -> Self:
         # A signal that is ignored (SIGHUP under nohup) stays ignored.
-        heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+        heard = [number for number in _HEARD if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._pass_on) for number in heard}
         return self
 
@@ -82,7 +74,8 @@ class Signals:
     def _tell(self, child: "subprocess.Popen[str]") -> None:
         while (count := self._passed.get(child, 0)) < len(self._heard):
             self._passed[child] = count + 1
-            child.send_signal(_PASSED_ON[signal.Signals(self._heard[count])])
+            number = self._heard[count]
+            child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 def start_child(command: Sequence[str], *, environment: Mapping[str, str], shown: bool = True) -> subprocess.Popen[str]:
@@ -92,9 +85,6 @@ def start_child(command: Sequence[str], *, environment: Mapping[str, str], shown
         command: program and words.
         environment: variables besides those of this process.
         shown: whether it writes to the terminal; else its standard error is a pipe, and its output is not kept.
-
-    Raises:
-        ConfigError: the process cannot be started.
     """
     try:
         return subprocess.Popen(
@@ -167,15 +157,14 @@ def run_launch(
         words: the command and its arguments, the same for every process.
         num_processes: number of processes.
         program: the program that takes the words; empty: the words begin with a program.
-        emulate: number of CPU devices that each process emulates, set through its environment; None: the words decide.
+        emulate: number of CPU devices of each process, set through its environment; None: the words decide.
         restarts: how often all are started again where one is lost.
-        min_processes: where the run fails twice in a row at one step, go on with a process less, but not fewer than
-            this; None: never.
+        min_processes: least number of processes, down to which a run goes on that fails twice at one step; None: all.
         run_dir: directory of the run, for the restarts; None: a program's, which is not known.
 
     Returns:
-        The exit code of the process that failed first (128 + n where signal n ended it), of the last start; without a
-        failure 75 where the processes saved and stopped, else 0.
+        The exit code of the process that failed first in the last start (128 + n: signal n ended it); without a failure
+        75 where the processes saved and stopped, else 0.
 
     Raises:
         ConfigError: a process cannot be started, or the GPUs of this machine do not divide among them.
@@ -209,16 +198,12 @@ def run_launch(
 def _launch_once(
     command: Sequence[str], signals: Signals, *, shares: Sequence[Mapping[str, str]], shared: Mapping[str, str]
 ) -> int:
-    """Start the processes once, and wait for all of them.
-
-    Args:
-        command: program and words.
-        signals: passes signals on to them.
-        shares: environment of each process, one entry per process.
-        shared: environment of all.
-    """
+    """Start the processes once, one for each entry of `shares`, and wait for all of them."""
     readers: list[threading.Thread] = []
-    meeting = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(len(shares))}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    meeting = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(len(shares))}
     processes = signals.children
     processes.clear()
     try:
@@ -276,9 +261,3 @@ def _show(index: int, lines: IO[str]) -> None:
     for line in lines:
         if line.strip():
             print_remark(f"[{index}] {line.rstrip()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.commands.command import count, number, process_count, step_number
 from jaxtrain.commands.shared_arguments import add_config, add_emulate
@@ -76,10 +77,7 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
         )
         overrides.append(f"checkpoint.every_minutes={minutes:g}")
         print_remark(f"jaxtrain: {overrides[-1]} by Young's formula, from {source} and {hours:g} h between failures")
-    fields = {
-        field.name: getattr(arguments, field.name) for field in dataclasses.fields(SlurmJob) if field.name in arguments
-    }
-    job = SlurmJob(**{**fields, "folder": Path.cwd(), "output": Path()})
+    job = SlurmJob(**{**_values(SlurmJob, arguments), "folder": Path.cwd(), "output": Path()})
     emulated = arguments.emulate
     per_node = num_gpus(job) if emulated is None else job.tasks_per_node * emulated
     training = job_training(
@@ -124,7 +122,8 @@ def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue", metavar="QUEUE", help="local queue of Kueue that admits the run")
     add("--namespace", default="default", metavar="NS", help="namespace of all objects; default: default")
     add("--name", metavar="NAME", help="name of the job; default: the config's")
-    add("--grace", type=count, default=600, metavar="SECONDS", help="time to save before a pod is killed; default: 600")
+    grace_help = "time to save before a pod is killed; default: 600"
+    add("--grace", dest="grace_seconds", type=count, default=600, metavar="SECONDS", help=grace_help)
     add("--restarts", type=step_number, default=3, metavar="N", help="starts after a failure; default: 3")
     add("--run-dir", metavar="DIR", help="directory of the run in the pods; default: <first volume>/<name>")
     repeated = {
@@ -139,17 +138,8 @@ def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run", action="store_true", help="also give them to kubectl")
 
 
-def submit_job(arguments: argparse.Namespace) -> int:
-    """Runs `jaxtrain submit job`."""
-    return _submit_kubernetes(arguments, jobset=False)
-
-
-def submit_jobset(arguments: argparse.Namespace) -> int:
-    """Runs `jaxtrain submit jobset`."""
-    return _submit_kubernetes(arguments, jobset=True)
-
-
-def _submit_kubernetes(arguments: argparse.Namespace, *, jobset: bool) -> int:
+def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
+    """Runs `jaxtrain submit job` or `jaxtrain submit jobset`."""
     from jaxtrain.submit import kubernetes
     from jaxtrain.submit.tpu import tpu_slice
     from jaxtrain.submit.training import pod_training
@@ -167,25 +157,12 @@ def _submit_kubernetes(arguments: argparse.Namespace, *, jobset: bool) -> int:
         num_devices=hosts * per_host if tpu is None else tpu.num_devices,
     )
     name = arguments.name or re.sub(r"[^a-z0-9]+", "-", training.name.lower()).strip("-")
-    run = kubernetes.KubernetesRun(
-        name=name,
-        image=arguments.image,
-        words=training.words,
-        hosts=hosts,
-        namespace=arguments.namespace,
-        gpus=arguments.gpus,
-        tpu=tpu,
-        cpus=arguments.cpus,
-        memory=arguments.memory,
-        queue=arguments.queue,
-        grace_seconds=arguments.grace,
-        restarts=arguments.restarts,
-        volumes=volumes,
-        environment=environment,
-        secrets=arguments.secret,
-        service_account=arguments.service_account,
-        config_file=training.config_file,
-    )
+    values = {
+        **_values(kubernetes.KubernetesRun, arguments),
+        **{"name": name, "words": training.words, "hosts": hosts, "tpu": tpu, "config_file": training.config_file},
+        **{"volumes": volumes, "environment": environment, "secrets": arguments.secret},
+    }
+    run = kubernetes.KubernetesRun(**values)
     if not any(f"{training.run_dir}/".startswith(f"{path}/") for path in volumes):
         print_remark(
             f"jaxtrain: the run directory {training.run_dir} lies on no volume and is lost with its pod; add --volume "
@@ -208,6 +185,11 @@ def _submit_kubernetes(arguments: argparse.Namespace, *, jobset: bool) -> int:
     elif arguments.output is None:
         print(text, end="")
     return 0
+
+
+def _values(record: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that are fields of a record."""
+    return {one.name: getattr(arguments, one.name) for one in dataclasses.fields(record) if one.name in arguments}
 
 
 def _write(text: str, path: str) -> None:

@@ -24,7 +24,6 @@ from jaxtrain.run.lock import RunLock
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.remarks import print_remark
 
-_MOST_TRIALS = 1000
 # Another start would end in the same way; not so after a missing file or package, which may be there by then.
 _FINAL = (0, DivergedError.exit_code)
 
@@ -37,8 +36,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", metavar="DIR", help="directory of the sweep; default: runs/<name>-sweep")
     add("--trials", type=count, metavar="N", help="number of trials; default: all combinations")
     add("--jobs", type=process_count, default=1, metavar="N", help="trials at once; default: 1")
-    random_help = "draw values with this seed; default: 0 where there are ranges"
-    add("--random", type=step_number, metavar="SEED", help=random_help)
+    add("--random", type=step_number, metavar="SEED", help="seed of drawn values; default: 0 where there are ranges")
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -93,12 +91,10 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
     is_grid = seed is None and len(lists) == len(choices)
     if num_trials is None and not is_grid:
         raise ConfigError("values are drawn; say how many: --trials 20")
-    number = math.prod(map(len, lists)) if num_trials is None else num_trials
-    if number > _MOST_TRIALS:
-        raise ConfigError(f"{number} trials are too many, above {_MOST_TRIALS}; draw some: --trials 50 --random 0")
     if is_grid:
-        return [dict(zip(choices, one, strict=True)) for one in itertools.islice(itertools.product(*lists), number)]
-    generators = [random.Random(f"{seed or 0}/{index}") for index in range(number)]
+        grid = itertools.islice(itertools.product(*lists), num_trials)
+        return [dict(zip(choices, one, strict=True)) for one in grid]
+    generators = [random.Random(f"{seed or 0}/{index}") for index in range(num_trials or 0)]
     return [{key: _draw(one, each) for key, one in choices.items()} for each in generators]
 
 

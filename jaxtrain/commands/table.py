@@ -146,14 +146,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.bench import run_bench
 
-    return run_bench(
-        arguments.config,
-        arguments.overrides,
-        json_path=arguments.json,
-        out=arguments.out,
-        skip=arguments.skip,
-        emulate=arguments.emulate,
-    )
+    return run_bench(arguments)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -256,9 +249,9 @@ def _submit_job(arguments: argparse.Namespace) -> int:
 
 
 def _submit_jobset(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit import submit_jobset
+    from jaxtrain.commands.submit import submit_job
 
-    return submit_jobset(arguments)
+    return submit_job(arguments, jobset=True)
 
 
 COMMANDS: dict[str, Command] = {

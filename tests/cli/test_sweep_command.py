@@ -93,7 +93,6 @@ def test_drawn_values_depend_on_seed_and_number_alone():
         pytest.param(["a=1..2"], None, None, "values are drawn; say how many: --trials 20", id="range-uncounted"),
         pytest.param(["a=0..1:log"], 3, None, "a=0..1:log is no range", id="log-of-zero"),
         pytest.param(["a=1,2", "b=1", "a=3"], None, None, "a is given twice", id="twice"),
-        pytest.param([f"{key}=1,2,3,4" for key in "abcdefgh"], None, None, "65536 trials are too many", id="too-many"),
     ],
 )
 def test_settings_that_cannot_be_read(words, number, seed, said):
