@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import re
 import shlex
 import sys
@@ -42,20 +43,12 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODES",
         help="exit codes after which the job starts again; default: 70,75 (137: a process was killed)",
     )
-    add(
-        "--mtbf-hours",
-        type=number,
-        metavar="H",
-        help="mean hours between failures of the whole job: sets checkpoint.every_minutes by Young's formula",
-    )
+    add("--mtbf-hours", type=number, metavar="H", help="mean hours between failures: saves by Young's formula")
     add("--save-seconds", type=number, metavar="S", help="what a save costs; default: as measured in the run directory")
-    repeated = {
-        "--setup": ("LINE", "shell before the command, as 'source .venv/bin/activate'"),
-        "--sbatch": ("OPTION", "one more, as --sbatch=--exclusive"),
-        "--srun": ("OPTION", "one more, as --srun=--mpi=none"),
-    }
-    for name, (metavar, text) in repeated.items():
-        add(name, action="append", default=[], metavar=metavar, help=text)
+    add_each = functools.partial(add, action="append", default=[])
+    add_each("--setup", metavar="LINE", help="shell before the command, as 'source .venv/bin/activate'")
+    add_each("--sbatch", metavar="OPTION", help="one more, as --sbatch=--exclusive")
+    add_each("--srun", metavar="OPTION", help="one more, as --srun=--mpi=none")
     add_emulate(parser)
     add("-o", "--script", metavar="FILE", help="write the script to FILE; default: print it")
     add("--run", action="store_true", help="submit the script with sbatch; prints the number of the job")
@@ -126,13 +119,10 @@ def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     add("--grace", dest="grace_seconds", type=count, default=600, metavar="SECONDS", help=grace_help)
     add("--restarts", type=step_number, default=3, metavar="N", help="starts after a failure; default: 3")
     add("--run-dir", metavar="DIR", help="directory of the run in the pods; default: <first volume>/<name>")
-    repeated = {
-        "--volume": ("CLAIM:PATH", "mount a persistent volume claim; may repeat"),
-        "--env": ("NAME=VALUE", "environment variable; may repeat"),
-        "--secret": ("SECRET", "a Secret whose keys become variables; may repeat"),
-    }
-    for name, (metavar, text) in repeated.items():
-        add(name, action="append", default=[], metavar=metavar, help=text)
+    add_each = functools.partial(add, action="append", default=[])
+    add_each("--volume", metavar="CLAIM:PATH", help="mount a persistent volume claim; may repeat")
+    add_each("--env", metavar="NAME=VALUE", help="environment variable; may repeat")
+    add_each("--secret", metavar="SECRET", help="a Secret whose keys become variables; may repeat")
     add("--service-account", metavar="NAME", help="an account that exists; default: one is made")
     add("-o", "--output", metavar="FILE", help="write the manifests to FILE; default: print them")
     add("--run", action="store_true", help="also give them to kubectl")
