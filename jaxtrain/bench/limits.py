@@ -17,7 +17,7 @@ from jaxtrain.runtime.device_speed import memory_bytes_per_second
 
 # A round must be much longer than a dispatch, about 0.1 ms, and than the resolution of the clock.
 _ROUND_SECONDS = 0.02
-_ROUNDS = 5
+_ROUNDS, _BUDGET_SECONDS = 5, 1.0
 # Sides of the matrices, for which a product takes about a millisecond or more.
 _SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}
 _ALL_REDUCE_BYTES = {"cpu": 2**24, "gpu": 2**28, "tpu": 2**28}
@@ -36,13 +36,11 @@ _PLATFORM_FORMATS = {"cpu": ("fp32", "bf16"), "tpu": ("fp32", "bf16", "int8")}
 _SINCE = {"tf32": 8.0, "bf16": 8.0, "fp16": 7.0, "fp8": 8.9, "int8": 7.5}
 
 
-def call_seconds(call: Callable[[], object], *, budget: float = 1.0) -> float:
+def call_seconds(call: Callable[[], object]) -> float:
     """The median seconds of a call over five rounds, or fewer where these would exceed the budget.
 
-    Args:
-        call: returns arrays. On accelerators the end of a round waits for the device, so that dispatches overlap; on a
-            CPU, which may run several calls at once, each call is waited for.
-        budget: seconds for the rounds, besides the first call, which compiles.
+    On accelerators the end of a round waits for the device, so that dispatches overlap; on a CPU, which may run several
+    calls at once, each call is waited for.
     """
     in_turn = jax.default_backend() == "cpu"
     jax.block_until_ready(call())
@@ -51,7 +49,7 @@ def call_seconds(call: Callable[[], object], *, budget: float = 1.0) -> float:
     once = max(time.perf_counter() - began, 1e-6)
     calls = max(1, round(_ROUND_SECONDS / once))
     rounds: list[float] = []
-    while len(rounds) < _ROUNDS and (not rounds or sum(rounds) * calls < budget):
+    while len(rounds) < _ROUNDS and (not rounds or sum(rounds) * calls < _BUDGET_SECONDS):
         began = time.perf_counter()
         result = None
         for _ in range(calls):

@@ -28,13 +28,11 @@ JAXTRAIN = (sys.executable, "-m", "jaxtrain")
 # Ctrl-C, a request to end, a closed terminal (which means "save and exit" as well), and the warnings that Slurm sends
 # before the time of a job is over: every signal at which a run saves.
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1
 # Time for the processes to end after one of them failed: each can write its own files, but they can no longer agree on
 # anything with each other.
 _GRACE_SECONDS = 10.0
 # Exit codes of a process that ended in order; the others end soon after it.
 _ORDERLY = (0, PreemptedError.exit_code)
-_POLL_SECONDS = 0.02
 
 
 class Signals:
@@ -110,7 +108,7 @@ def _die_with_parent() -> Callable[[], None] | None:
     library, parent = ctypes.CDLL(None), os.getpid()
 
     def prepare() -> None:
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
 
@@ -242,18 +240,16 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signalled: threading.Event
             elif not failure:
                 failure, deadline = code, time.monotonic() + _GRACE_SECONDS
                 if running and not signalled.is_set():
-                    print_remark(
-                        f"jaxtrain: process {index} of {len(processes)} {how_ended(code)}; stopping the others"
-                    )
+                    which = f"process {index} of {len(processes)}"
+                    print_remark(f"jaxtrain: {which} {how_ended(code)}; stopping the others")
                 for other in running.values():
                     other.send_signal(signal.SIGTERM)
         if running and deadline is not None and time.monotonic() > deadline:
-            late = sorted(running)
-            print_remark(f"jaxtrain: killing processes that did not end within {_GRACE_SECONDS:g} s: {late}")
+            print_remark(f"jaxtrain: killing processes that did not end within {_GRACE_SECONDS:g} s: {[*running]}")
             for process in running.values():
                 kill_child(process)
             deadline = None
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.02)
     return failure or orderly
 
 

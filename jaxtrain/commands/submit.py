@@ -71,15 +71,10 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
         overrides.append(f"checkpoint.every_minutes={minutes:g}")
         print_remark(f"jaxtrain: {overrides[-1]} by Young's formula, from {source} and {hours:g} h between failures")
     job = SlurmJob(**{**_values(SlurmJob, arguments), "folder": Path.cwd(), "output": Path()})
-    emulated = arguments.emulate
-    per_node = num_gpus(job) if emulated is None else job.tasks_per_node * emulated
-    training = job_training(
-        arguments.config,
-        overrides,
-        run_dir=run_dir,
-        emulate=emulated,
-        num_devices=None if per_node is None else job.nodes * per_node,
-    )
+    emulate = arguments.emulate
+    per_node = num_gpus(job) if emulate is None else job.tasks_per_node * emulate
+    devices = None if per_node is None else job.nodes * per_node
+    training = job_training(arguments.config, overrides, run_dir=run_dir, emulate=emulate, num_devices=devices)
     name = job.name or training.name
     # A folder's own % would be read as a pattern.
     output = arguments.output or re.sub(r"[/\\]", "-", name).replace("%", "%%") + "-%j.out"
@@ -115,8 +110,7 @@ def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue", metavar="QUEUE", help="local queue of Kueue that admits the run")
     add("--namespace", default="default", metavar="NS", help="namespace of all objects; default: default")
     add("--name", metavar="NAME", help="name of the job; default: the config's")
-    grace_help = "time to save before a pod is killed; default: 600"
-    add("--grace", dest="grace_seconds", type=count, default=600, metavar="SECONDS", help=grace_help)
+    add("--grace", dest="grace_seconds", type=count, default=600, metavar="S", help="seconds to save in; default: 600")
     add("--restarts", type=step_number, default=3, metavar="N", help="starts after a failure; default: 3")
     add("--run-dir", metavar="DIR", help="directory of the run in the pods; default: <first volume>/<name>")
     add_each = functools.partial(add, action="append", default=[])
@@ -139,13 +133,9 @@ def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
     volumes = kubernetes.parse_volumes(arguments.volume)
     environment = kubernetes.parse_environment(arguments.env)
     per_host = arguments.gpus or int(environment.get("JAX_NUM_CPU_DEVICES", "1"))
-    training = pod_training(
-        arguments.config,
-        arguments.overrides,
-        run_dir=arguments.run_dir,
-        folder=next(iter(volumes), "runs"),
-        num_devices=hosts * per_host if tpu is None else tpu.num_devices,
-    )
+    devices = hosts * per_host if tpu is None else tpu.num_devices
+    folder, run_dir = next(iter(volumes), "runs"), arguments.run_dir
+    training = pod_training(arguments.config, arguments.overrides, run_dir=run_dir, folder=folder, num_devices=devices)
     name = arguments.name or re.sub(r"[^a-z0-9]+", "-", training.name.lower()).strip("-")
     values = {
         **_values(kubernetes.KubernetesRun, arguments),
@@ -158,13 +148,12 @@ def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
             f"jaxtrain: the run directory {training.run_dir} lies on no volume and is lost with its pod; add --volume "
             "CLAIM:PATH of a claim that all hosts may write to (ReadWriteMany)"
         )
-    about = f"-n {run.namespace}"
+    kind, about = "jobset" if jobset else "job", f"-n {run.namespace}"
     header = [
         f"jaxtrain {shlex.join(training.words)}, on {hosts} host{'s' if hosts > 1 else ''}",
         "To start it:  kubectl apply -f FILE",
         # By default kubectl returns before the pods have ended.
-        f"To stop it (it saves first):  kubectl delete {'jobset' if jobset else 'job'} {name} {about} "
-        "--cascade=foreground",
+        f"To stop it (it saves first):  kubectl delete {kind} {name} {about} --cascade=foreground",
         f"What process 0 prints:  kubectl logs -f {about} -l app.kubernetes.io/instance={name}",
     ]
     text = kubernetes.manifests_text(kubernetes.manifests(run, jobset=jobset), header=header)
@@ -177,6 +166,9 @@ def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
     return 0
 
 
+submit_jobset = functools.partial(submit_job, jobset=True)
+
+
 def _values(record: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments that are fields of a record."""
     return {one.name: getattr(arguments, one.name) for one in dataclasses.fields(record) if one.name in arguments}
@@ -186,6 +178,4 @@ def _write(text: str, path: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"-o {path} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from None
+        raise ConfigError(f"-o {path}: {error.strerror}; name a file in a folder that exists") from None

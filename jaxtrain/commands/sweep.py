@@ -92,8 +92,7 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
     if num_trials is None and not is_grid:
         raise ConfigError("values are drawn; say how many: --trials 20")
     if is_grid:
-        grid = itertools.islice(itertools.product(*lists), num_trials)
-        return [dict(zip(choices, one, strict=True)) for one in grid]
+        return [dict(zip(choices, one, strict=True)) for one in itertools.product(*lists)][:num_trials]
     generators = [random.Random(f"{seed or 0}/{index}") for index in range(num_trials or 0)]
     return [{key: _draw(one, each) for key, one in choices.items()} for each in generators]
 

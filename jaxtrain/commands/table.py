@@ -249,9 +249,9 @@ def _submit_job(arguments: argparse.Namespace) -> int:
 
 
 def _submit_jobset(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit import submit_job
+    from jaxtrain.commands.submit import submit_jobset
 
-    return submit_job(arguments, jobset=True)
+    return submit_jobset(arguments)
 
 
 COMMANDS: dict[str, Command] = {
