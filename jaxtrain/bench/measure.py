@@ -153,8 +153,7 @@ def start_seconds(
     Raises:
         NoStepError: the run ended, or took longer than ten minutes, before its first step.
     """
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
     # The settings of malloc under which a bench runs are removed, because a start has to set them itself.
     inherited = {name: value for name, value in os.environ.items() if SETTINGS.get(name) != value}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

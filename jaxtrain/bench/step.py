@@ -25,8 +25,7 @@ from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 
-_MOST_STEPS, _LEAST_STEPS, _BUDGET_SECONDS = 50, 3, 10.0
-_HOST_STEPS = 300
+_MOST_STEPS, _LEAST_STEPS, _HOST_STEPS, _BUDGET_SECONDS = 50, 3, 300, 10.0
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ JAXTRAIN = (sys.executable, "-m", "jaxtrain")
 # Ctrl-C, a request to end, a closed terminal (which means "save and exit" as well), and the warnings that Slurm sends
 # before the time of a job is over: every signal at which a run saves.
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# Time for the processes to end after one of them failed: each can write its own files, but they can no longer agree on
-# anything with each other.
+# Time for the others to write their own files after one failed: they can no longer agree on anything.
 _GRACE_SECONDS = 10.0
 # Exit codes of a process that ended in order; the others end soon after it.
 _ORDERLY = (0, PreemptedError.exit_code)
