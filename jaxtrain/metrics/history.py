@@ -1,4 +1,4 @@
-"""The metrics of a run as columns, read from metrics.jsonl. No jax here."""
+"""The metrics of a run as rows and as columns, read from metrics.jsonl. No jax here."""
 
 import json
 import math
@@ -9,12 +9,62 @@ from typing import Any
 
 import numpy as np
 
+Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+def read_rows(path: Path, *, num_bytes: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Read the complete rows of a file; lines that a kill left incomplete, and a missing file, are no error.
+
+    Args:
+        path: a `metrics.jsonl`.
+        num_bytes: only lines within the first bytes are read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            num_bytes -= len(line)
+            if num_bytes < 0:
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
+
+
+def read_series(path: Path) -> Series:
+    """Read the numbers of a file, metric by metric.
+
+    Args:
+        path: a `metrics.jsonl`.
+
+    Returns:
+        Metric -> (steps, values), float64, of the rows that have it, ordered by step; NaN where it was not finite. Of a
+        step that was written twice, as after going back, the later value is taken.
+    """
+    # Arrays of numbers: lists of Python numbers take many times the memory on a long run.
+    columns: dict[str, tuple[array, array]] = {}
+    for row in read_rows(path):
+        for name, value in row.items():
+            if name != "step" and (value is None or isinstance(value, int | float)):
+                steps, values = columns.setdefault(name, (array("d"), array("d")))
+                steps.append(row["step"])
+                values.append(math.nan if value is None else value)
+    series = {}
+    for name, (steps, values) in columns.items():
+        # `unique` finds the first of equal steps: that of the reversed rows is the last.
+        ordered, places = np.unique(np.array(steps)[::-1], return_index=True)
+        series[name] = ordered, np.array(values)[::-1][places]
+    return series
+
 
 def read_history(path: Path) -> dict[str, np.ndarray]:
-    """Read the rows of a metrics file as columns of one length.
-
-    Where a step was written twice, as by a run that went on from an earlier step, the later value is taken. Texts and
-    incomplete lines (as the last line of a running job may be) are left out; a missing file has no rows.
+    """Read the numbers of a file as columns of one length.
 
     Args:
         path: a `metrics.jsonl`.
@@ -23,7 +73,13 @@ def read_history(path: Path) -> dict[str, np.ndarray]:
         `step`, int64 [N] ascending, each step once, then each metric, float64 [N]: NaN where a step has no such value
         (evaluation runs at few steps) or where it was not finite.
     """
-    return _read(path)[0]
+    series = read_series(path)
+    steps = np.unique(np.concatenate([np.zeros(0), *(steps for steps, _ in series.values())]))
+    history: dict[str, np.ndarray] = {"step": steps.astype(np.int64)}
+    for name, (known, values) in series.items():
+        history[name] = np.full(len(steps), np.nan)
+        history[name][np.searchsorted(steps, known)] = values
+    return history
 
 
 def last_evaluation(path: Path) -> dict[str, float]:
@@ -32,7 +88,10 @@ def last_evaluation(path: Path) -> dict[str, float]:
     Args:
         path: a `metrics.jsonl`.
     """
-    return _last_evaluation(*_read(path))
+    found = {name: one for name, one in read_series(path).items() if name.startswith("eval_")}
+    last = max((steps[-1] for steps, _ in found.values()), default=0)
+    metrics = {name: float(values[-1]) for name, (steps, values) in found.items() if steps[-1] == last}
+    return {"step": int(last), **metrics} if metrics else {}
 
 
 def last_metrics(path: Path, names: Sequence[str]) -> dict[str, float]:
@@ -42,67 +101,9 @@ def last_metrics(path: Path, names: Sequence[str]) -> dict[str, float]:
         path: a `metrics.jsonl`.
         names: of metrics; those that no row has are left out.
     """
-    history, places = _read(path)
-    if not len(history["step"]):
+    series = read_series(path)
+    if not series:
         return {}
-    found = {name: float(history[name][places[name].max()]) for name in names if name in history}
-    evaluated = {name: value for name, value in _last_evaluation(history, places).items() if name != "step"}
-    return {"step": int(history["step"][-1]), **found, **evaluated}
-
-
-def _last_evaluation(history: Mapping[str, np.ndarray], places: Mapping[str, np.ndarray]) -> dict[str, float]:
-    ends = {name: int(found.max()) for name, found in places.items() if name.startswith("eval_")}
-    if not ends:
-        return {}
-    last = max(ends.values())
-    found = {name: float(history[name][last]) for name, end in ends.items() if end == last}
-    return {"step": int(history["step"][last]), **found}
-
-
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The columns of `read_history`, and for each metric the places of the rows that have it, finite or not.
-
-    A column alone does not say it: NaN stands for a row without the metric and for a value that was not finite.
-    """
-    numbers = array("q")
-    # Arrays of numbers: dicts of Python numbers take many times the memory on a long run.
-    values: dict[str, tuple[array, array]] = {}
-    for row in _rows(path):
-        place = len(numbers)
-        numbers.append(row["step"])
-        for name, value in row.items():
-            number = _number(value)
-            if number is not None and name != "step":
-                places, column = values.setdefault(name, (array("q"), array("d")))
-                places.append(place)
-                column.append(number)
-    steps, places_of = np.unique(np.array(numbers, np.int64), return_inverse=True)
-    history: dict[str, np.ndarray] = {"step": steps}
-    places_with: dict[str, np.ndarray] = {}
-    for name, (places, column) in values.items():
-        history[name] = np.full(len(steps), np.nan)
-        places_with[name] = places_of[np.array(places, np.int64)]
-        # Of several values of one step, NumPy keeps the last.
-        history[name][places_with[name]] = np.array(column)
-    return history, places_with
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete rows of a file, each with its `step`."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield row
-
-
-def _number(value: object) -> float | None:
-    """The value as a float; NaN for null, which stands for a number that is not finite, and None for a text."""
-    if value is None:
-        return math.nan
-    return float(value) if isinstance(value, int | float) else None
+    last = max(steps[-1] for steps, _ in series.values())
+    found = {name: float(series[name][1][-1]) for name in names if name in series}
+    return {"step": 0, **found, **last_evaluation(path)} | {"step": int(last)}
