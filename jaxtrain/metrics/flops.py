@@ -109,14 +109,8 @@ def model_flops_per_row(
     Returns:
         FLOPs as a float, or None where a size that the model needs is not known, and for a model of the user's own.
     """
+    products: list[Product]
     match model_config:
-        case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
-            known = _known_structure(
-                model_config, sequence_length, input_shape, num_outputs, vocab_size, decoder_length
-            )
-            if known is None:
-                return None
-            products = list(itertools.chain(*structure_products(known).values()))
         case ResNetConfig():
             num_classes = model_config.num_classes or num_outputs
             if input_shape is None or len(input_shape) != 3 or num_classes is None:
@@ -127,6 +121,27 @@ def model_flops_per_row(
             if input_shape is None or num_outputs is None:
                 return None
             products = mlp_products(model_config, input_shape, num_outputs)
+        case ViTConfig():
+            if input_shape is None or (model_config.num_classes or num_outputs) is None:
+                return None
+            structure = structure_of(
+                model_config, input_shape=tuple(input_shape), vocab_size=None, num_outputs=num_outputs
+            )
+            products = list(itertools.chain(*structure_products(structure).values()))
+        case TransformerConfig() | EncoderDecoderConfig():
+            vocab_size = model_config.vocab_size or vocab_size
+            head = model_config.head if isinstance(model_config, TransformerConfig) else None
+            is_open = head is not None and head.has_labels and (head.num_labels or num_outputs) is None
+            if sequence_length is None or vocab_size is None or is_open:
+                return None
+            structure = structure_of(
+                model_config,
+                input_shape=(sequence_length,),
+                vocab_size=vocab_size,
+                num_outputs=num_outputs,
+                decoder_length=decoder_length,
+            )
+            products = list(itertools.chain(*structure_products(structure).values()))
         case CalledModel():
             return None
     lowest = lowest_trained_block(model_config, trained)
@@ -135,41 +150,8 @@ def model_flops_per_row(
     return float(_FLOPS_PER_MULTIPLY_ADD * (passes + 3 * beside))
 
 
-def _known_structure(
-    config: TransformerConfig | EncoderDecoderConfig | ViTConfig,
-    sequence_length: int | None,
-    input_shape: Sequence[int] | None,
-    num_outputs: int | None,
-    vocab_size: int | None,
-    decoder_length: int | None,
-) -> Structure | None:
-    """The structure of a model; None where a size that it needs is not known."""
-    if isinstance(config, ViTConfig):
-        if input_shape is None or (config.num_classes or num_outputs) is None:
-            return None
-        return structure_of(config, input_shape=tuple(input_shape), vocab_size=None, num_outputs=num_outputs)
-    vocab_size = config.vocab_size or vocab_size
-    if sequence_length is None or vocab_size is None:
-        return None
-    head = config.head if isinstance(config, TransformerConfig) else None
-    if head is not None and head.has_labels and (head.num_labels or num_outputs) is None:
-        return None
-    return structure_of(
-        config,
-        input_shape=(sequence_length,),
-        vocab_size=vocab_size,
-        num_outputs=num_outputs,
-        decoder_length=decoder_length,
-    )
-
-
 def lowest_trained_block(config: ModelConfig, trained: Collection[str] | None) -> int:
-    """Number of the first block, from the input, that holds a trained parameter.
-
-    Args:
-        config: the model.
-        trained: paths of the parameters that are trained, at least one; None: all are.
-    """
+    """Number of the first block, from the input, that holds one of the trained parameters; None: all are trained."""
     return 0 if trained is None else min(block_number(config, path) for path in trained)
 
 

@@ -14,7 +14,7 @@ from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, open_writers
@@ -28,7 +28,7 @@ from jaxtrain.run.restarted import seconds_before
 from jaxtrain.run.roll_back import RECORD
 from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
-from jaxtrain.runtime.files import put_aside, strict_json, write_text_atomic
+from jaxtrain.runtime.files import put_aside, strict_json, write_json_atomic, write_text_atomic
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.train.assemble import Run
 
