@@ -107,3 +107,12 @@ def last_metrics(path: Path, names: Sequence[str]) -> dict[str, float]:
     last = max(steps[-1] for steps, _ in series.values())
     found = {name: float(series[name][1][-1]) for name in names if name in series}
     return {"step": 0, **found, **last_evaluation(path)} | {"step": int(last)}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested config to dotted keys; an empty group is a value of its own."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found |= flat(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+    return found

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxtrain.config.secrets import redacted_text
 from jaxtrain.metrics.format import format_clock, format_count, format_duration, format_loss, sparkline
@@ -31,8 +31,6 @@ _SLOW_PHASE_SECONDS = 2.0
 _REFRESH_PER_SECOND = 4
 _MOST_LINES = 400
 _MOST_LOSSES = 1024
-# The task of a phase that the bar shows as its title.
-_NO_TASK = cast("TaskID", -1)
 
 
 class Phase:
@@ -188,14 +186,7 @@ class Progress:
 
 
 def describe(values: Mapping[str, Any]) -> list[str]:
-    """Format the parts of a row that a line of progress shows.
-
-    Args:
-        values: a logged row (keys of metrics.jsonl).
-
-    Returns:
-        Texts for the loss, the rate, the wait for data, MFU, skipped steps and results of evaluation.
-    """
+    """Texts of a logged row: the loss, the rate, the wait for data, MFU, skipped steps and results of evaluation."""
     parts = []
     if values.get("loss") is not None:
         parts.append(f"loss {format_loss(values['loss'])}")
@@ -229,7 +220,7 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 class LiveView:
-    """The live display on a terminal, drawn by rich: the bar where there is one, else spinners with the elapsed time.
+    """The live display on a terminal, drawn by rich: the bar where there is one, else a spinner with the elapsed time.
 
     rich is imported at the first call, so that a run whose output is a file does not import it.
     """
@@ -237,39 +228,38 @@ class LiveView:
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._console: Console | None = None
-        self._bar: RichProgress | None = None
-        self._bar_task = _NO_TASK
-        self._spinner: RichProgress | None = None
-        self._phases: list[tuple[str, TaskID]] = []
+        # The bar or the spinner, and its task.
+        self._shown: tuple[RichProgress, TaskID] | None = None
+        self._has_bar = False
+        self._phases: list[str] = []
         self._lock = threading.RLock()
 
     def begin(self, name: str) -> None:
-        """Show that a phase runs: as the title of the bar, or as a line with a spinner where there is no bar."""
+        """Show that a phase runs: as the title of the bar, or beside a spinner where there is no bar."""
         from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
         with self._lock:
-            if self._bar is not None:
-                self._phases.append((name, _NO_TASK))
-                self._bar.update(self._bar_task, description=name)
-                return
-            if self._spinner is None:
+            self._phases.append(name)
+            if self._shown is None:
                 columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-                self._spinner = self._new_view(*columns, transient=True)
-            self._phases.append((name, self._spinner.add_task(name, total=None)))
+                view = self._new_view(*columns, transient=True)
+                self._shown = view, view.add_task(name, total=None)
+            self._name()
 
     def end(self) -> None:
         """Remove the innermost phase; the caller prints its line with the time."""
         with self._lock:
-            if not self._phases:
-                return
-            _, task = self._phases.pop()
-            if self._bar is not None:
-                self._bar.update(self._bar_task, description=self._phases[-1][0] if self._phases else "training")
-            elif self._spinner is not None:
-                self._spinner.remove_task(task)
-                if not self._phases:
-                    self._spinner.stop()
-                    self._spinner = None
+            if self._phases:
+                self._phases.pop()
+            if self._phases or self._has_bar:
+                self._name()
+            else:
+                self.close()
+
+    def _name(self) -> None:
+        if self._shown is not None:
+            view, task = self._shown
+            view.update(task, description=self._phases[-1] if self._phases else "training")
 
     def start_bar(self, total_steps: int, first_step: int) -> None:
         """Show the bar."""
@@ -277,27 +267,29 @@ class LiveView:
         from rich.table import Column
 
         self.close()
-        self._bar = self._new_view(
+        view = self._new_view(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None, table_column=Column(ratio=1)),
             MofNCompleteColumn(),
             TextColumn("{task.fields[remaining]}", markup=False),
             TextColumn("{task.fields[facts]}", markup=False),
         )
-        self._bar_task = self._bar.add_task("training", total=total_steps, completed=first_step, facts="", remaining="")
+        task = view.add_task("training", total=total_steps, completed=first_step, facts="", remaining="")
+        self._shown, self._has_bar = (view, task), True
 
     def move_bar(self, step: int, facts: Sequence[str], remaining: str) -> None:
         """Move the bar; without facts, those that are shown stay."""
-        if self._bar is None:
+        if self._shown is None or not self._has_bar:
             return
+        view, task = self._shown
         fields: dict[str, Any] = {"remaining": remaining}
         if facts:
             # A narrow terminal shows the count and the time, not the last facts.
-            count = len(str(self._bar.tasks[0].total))
-            room = self._bar.console.width - (len("evaluating") + 8 + 2 * count + 1 + len("ETA 00:00:00") + 4)
-            shown = [facts[:number] for number in range(len(facts) + 1)]
-            fields["facts"] = next(text for one in reversed(shown) if len(text := "  ".join(one)) <= max(0, room))
-        self._bar.update(self._bar_task, completed=step, **fields)
+            count = len(str(view.tasks[0].total))
+            room = view.console.width - (len("evaluating") + 8 + 2 * count + 1 + len("ETA 00:00:00") + 4)
+            shown = ["  ".join(facts[:number]) for number in range(len(facts), -1, -1)]
+            fields["facts"] = next(text for text in shown if len(text) <= max(0, room))
+        view.update(task, completed=step, **fields)
 
     def print(self, text: str) -> None:
         """Print a line above the live region."""
@@ -306,10 +298,9 @@ class LiveView:
     def close(self) -> None:
         """End the live region; a bar stays on the terminal as it was last drawn."""
         with self._lock:
-            for view in (self._spinner, self._bar):
-                if view is not None:
-                    view.stop()
-            self._spinner = self._bar = None
+            if self._shown is not None:
+                self._shown[0].stop()
+            self._shown, self._has_bar = None, False
             self._phases.clear()
 
     def _new_view(self, *columns: "ProgressColumn", transient: bool = False) -> "RichProgress":

@@ -22,16 +22,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.history import flat
 from jaxtrain.metrics.writers import Background, Row, Scalars
 from jaxtrain.runtime.files import plain_number, write_json_atomic
 
@@ -57,19 +57,8 @@ _FILES = ("run.json", "report.html")
 _importing = threading.Lock()
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """What a tracker is told of a run that begins or goes on.
-
-    Attributes:
-        run_dir: directory of the run.
-        project: the project, or experiment, that the run belongs to.
-        name: of the run.
-        known_id: what the tracker called the run when it began; None: it begins now.
-        settings: dotted key of the config -> value, without secrets.
-        tags: name -> text, by which people find the run.
-        begun: called with the id of a run that has begun, before what may fail.
-    """
+class TrackedRun(NamedTuple):
+    """What a tracker is told of a run that begins, or goes on with `known_id`; `begun` is called with a new id."""
 
     run_dir: Path
     project: str
@@ -80,17 +69,11 @@ class TrackedRun:
     begun: Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Tracker:
+class Tracker(NamedTuple):
     """A run that is open on a tracker; every function may take long and may raise.
 
-    Attributes:
-        run_id: what the tracker calls the run.
-        place: where people find it, for one line.
-        rows: records the numbers of rows, in their order.
-        text: records a text, histogram or image: step, name and value of `Row.values`.
-        end: ends the run. It takes the status of the run and files to keep with it.
-        last_step: the last step of a metric that the tracker has; None: it cannot tell, and has what was being sent.
+    `rows` records numbers, `text` a text, histogram or image (step, name, value), `end` the end (status, files).
+    `last_step` is the last step of a metric that the tracker has, or -1; None: it has what was being sent.
     """
 
     run_id: str
@@ -98,7 +81,7 @@ class Tracker:
     rows: Callable[[Sequence[Row]], None]
     text: Callable[[int, str, Any], None]
     end: Callable[[str, Sequence[Path]], None]
-    last_step: Callable[[str], int | None] | None = None
+    last_step: Callable[[str], int] | None = None
 
 
 class BackgroundTracker(Background):
@@ -141,23 +124,12 @@ class BackgroundTracker(Background):
         self._say()
 
     def begin_end(self, status: str, files: Sequence[Path], *, until: float) -> None:
-        """Have what waits sent, and the run ended on the tracker; a second call does nothing.
-
-        Args:
-            status: how the run ended.
-            files: what the tracker keeps with the run.
-            until: time of `time.monotonic` up to which what fails is tried again.
-        """
-        if not self._ending.is_set():
-            self._end, self._until, self._ended_at = (status, files), until, time.monotonic()
-            self._ending.set()
+        """Have what waits sent, and the run ended; what fails is tried again until a time of `time.monotonic`."""
+        self._end, self._until, self._ended_at = (status, files), until, time.monotonic()
+        self._ending.set()
 
     def wait_for_end(self, is_over: Callable[[], bool]) -> None:
-        """Wait until that is done, and report what is not.
-
-        Args:
-            is_over: asked several times a second; once it holds, the thread is left to itself.
-        """
+        """Wait until that is done or `is_over`, which leaves the thread to itself, and report what is not done."""
         is_said = False
         while self._thread.is_alive() and not is_over():
             if not is_said and time.monotonic() - self._ended_at > _SAID_AFTER_SECONDS:
@@ -185,26 +157,27 @@ class BackgroundTracker(Background):
         if tracker.last_step is not None:
             # Asked, because what was being sent when a process was killed may have arrived or not.
             for name in self._sent:
-                self._sent[name] = self._insist(functools.partial(tracker.last_step, name)) or -1
-        for rows in itertools.chain(_grouped(self._earlier_rows(), 200), self._batches()):
+                found = self._insist(functools.partial(tracker.last_step, name))
+                self._sent[name] = self._sent[name] if found is None else found
+        earlier = self._earlier_rows()
+        for rows in itertools.chain(iter(lambda: list(itertools.islice(earlier, 200)), []), self._batches()):
             self._send(tracker, rows)
         self._is_complete = bool(self._insist(lambda: tracker.end(*self._end) or True, tries=2))
 
     def _send(self, tracker: Tracker, rows: Sequence[Row]) -> None:
         """Send what was not sent before; it is noted before, so that a kill loses the rows of a second at most."""
-        unsent: list[Row] = []
+        numbers: list[Row] = []
+        texts: list[tuple[int, str, Any]] = []
         for row in rows:
-            known = {name: value for name, value in row.values.items() if value is not None and name != "step"}
-            values = {name: value for name, value in known.items() if row.step > self._sent.get(name, -1)}
-            self._sent |= dict.fromkeys(values, row.step)
-            unsent.append(row._replace(values=values))
-        texts = [(row.step, name, value) for row in unsent for name, value in row.values.items() if _is_text(value)]
-        numbers = [row._replace(values={k: v for k, v in row.values.items() if not _is_text(v)}) for row in unsent]
-        numbers = [row for row in numbers if row.values]
-        if not numbers and not texts:
-            return
+            found = {name: value for name, value in row.values.items() if value is not None and name != "step"}
+            found = {name: value for name, value in found.items() if row.step > self._sent.get(name, -1)}
+            self._sent |= dict.fromkeys(found, row.step)
+            texts += [(row.step, name, value) for name, value in found.items() if isinstance(value, str | Mapping)]
+            found = {name: value for name, value in found.items() if not isinstance(value, str | Mapping)}
+            numbers += [row._replace(values=found)] if found else []
         self._untaken += len(numbers) + len(texts)
-        self._note(self._run_id)
+        if numbers or texts:
+            self._note(self._run_id)
         if numbers and self._insist(lambda: tracker.rows(numbers) or True):
             self._untaken -= len(numbers)
         for text in texts:
@@ -245,15 +218,6 @@ class BackgroundTracker(Background):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str | Mapping)
-
-
-def _grouped(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    while group := list(itertools.islice(rows, size)):
-        yield group
-
-
 def _recorded(path: Path, run_dir: Path) -> dict[str, Any]:
     """What the record of a run holds; empty where there is none, a damaged one, or that of a run this is a copy of."""
     try:
@@ -266,12 +230,7 @@ def _recorded(path: Path, run_dir: Path) -> dict[str, Any]:
 
 
 class Trackers:
-    """The trackers of a run; nothing that they do or leave undone reaches the training.
-
-    Args:
-        run_dir: directory of the run.
-        trackers: each in a thread of its own.
-    """
+    """The trackers of a run, each in a thread of its own: nothing that they do or leave undone reaches the training."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[BackgroundTracker] = ()) -> None:
         self._run_dir, self._trackers = run_dir, trackers
@@ -294,7 +253,8 @@ class Trackers:
         files = [path for name in _FILES if (path := self._run_dir / name).is_file()]
         was_asked = status in _STOPPED  # a run that was stopped has few seconds as it is
         until = time.monotonic() + (_HURRY_SECONDS if was_asked else _END_SECONDS)
-        for tracker in self._trackers:
+        trackers, self._trackers = self._trackers, ()
+        for tracker in trackers:
             tracker.begin_end(status, files, until=until - 0.5)
 
         def is_over() -> bool:
@@ -303,7 +263,6 @@ class Trackers:
                 until, was_asked = min(until, time.monotonic() + _ASKED_SECONDS), True
             return time.monotonic() >= until
 
-        trackers, self._trackers = self._trackers, ()
         for tracker in trackers:
             tracker.wait_for_end(is_over)
 
@@ -334,7 +293,7 @@ def open_trackers(
 
     Args:
         run_dir: an existing directory, whose lock this process holds.
-        config: says whether there are trackers, and which.
+        config: says which.
         info: content of run.json.
         is_resumed: whether the run goes on; then each tracker goes on with the run that it has of it.
         report: called with one line for people.
@@ -344,11 +303,22 @@ def open_trackers(
     """
     check_trackers(config)
     run_dir = Path(run_dir).absolute()
-    settings, tags = _flat(info.get("config") or {}), {**_facts(run_dir, info), **redacted(config.tags)}
+    versions, devices = info.get("versions") or {}, info.get("devices") or {}
+    facts = {
+        "run_dir": str(run_dir),
+        "jaxtrain": versions.get("jaxtrain"),
+        "jax": versions.get("jax"),
+        "devices": f"{devices['count']} x {devices['kind']}" if devices.get("kind") else None,
+        "git_commit": info.get("git_commit"),
+    }
+    # People find a run on a tracker by these.
+    tags = {name: str(value) for name, value in facts.items() if value} | redacted(config.tags)
+    settings = flat(info.get("config") or {})
+
+    run = TrackedRun(run_dir, config.project, str(info.get("name") or run_dir.name), None, settings, tags, print)
 
     def open_one(name: str, known_id: str | None, begun: Callable[[str], None]) -> Tracker:
-        run_name = str(info.get("name") or run_dir.name)
-        return TRACKERS[name](TrackedRun(run_dir, config.project, run_name, known_id, settings, tags, begun))
+        return TRACKERS[name](run._replace(known_id=known_id, begun=begun))
 
     opening = {name: functools.partial(open_one, name) for name in _wanted(config)}
     return Trackers(
@@ -362,27 +332,6 @@ def open_trackers(
 
 def _wanted(config: LoggingConfig) -> list[str]:
     return [name for name in TRACKERS if config.model_dump(include={name})[name]]
-
-
-def _facts(run_dir: Path, info: Mapping[str, Any]) -> dict[str, str]:
-    """What a run is found by on a tracker."""
-    versions, devices = info.get("versions") or {}, info.get("devices") or {}
-    found = {
-        "run_dir": str(run_dir),
-        "jaxtrain": versions.get("jaxtrain"),
-        "jax": versions.get("jax"),
-        "devices": f"{devices['count']} x {devices['kind']}" if devices.get("kind") else None,
-        "git_commit": info.get("git_commit"),
-    }
-    return {name: str(value) for name, value in found.items() if value}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in tree.items():
-        is_group = isinstance(value, Mapping) and value
-        found |= _flat(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
-    return found
 
 
 def _import(name: str) -> Any:
@@ -458,8 +407,8 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         for file in files:
             client.log_artifact(run_id, str(file))
 
-    def last_step(name: str) -> int | None:
-        return max((metric.step for metric in client.get_metric_history(run_id, _allowed(name))), default=None)
+    def last_step(name: str) -> int:
+        return max((metric.step for metric in client.get_metric_history(run_id, _allowed(name))), default=-1)
 
     place = f"run {run_id} of experiment {run.project} in {address}"
     return Tracker(run_id, place, log_rows, log_text, end, last_step)
@@ -561,12 +510,10 @@ def _alone_in(address: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)  # as MLflow does
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # a file system without such locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing it is not enough where a child has been forked
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing it is not enough where a child has been forked
         os.close(descriptor)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count, format_duration
+from jaxtrain.metrics.history import flat
 from jaxtrain.metrics.report.html import Markup, grid, mapping, number, page, rounded, section, soft, text, word_list
 from jaxtrain.metrics.report.page import usual_rate
 from jaxtrain.metrics.report.plots import DASHES, Plot, figure
 from jaxtrain.metrics.report.run_files import RunFiles, read_files, read_json
-from jaxtrain.metrics.report.sections import flat
 from jaxtrain.runtime.files import write_text_atomic
 
 # The record of a trial of a sweep, beside run.json: its settings, and the exit code of its process.

@@ -11,7 +11,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.saved_run import is_replaced
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count, format_duration
-from jaxtrain.metrics.history import read_rows
+from jaxtrain.metrics.history import flat, read_rows
 from jaxtrain.metrics.report.html import (
     breakable,
     facts,
@@ -272,15 +272,6 @@ def settings(run: RunFiles) -> str:
     body = (f"<p>From Python: {breakable(given)}</p>" if own else "") + shown
     folded_rest = folded(f"the other {len(others)} settings", facts(others))
     return section("Settings that differ from the defaults", body + folded_rest)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested config to dotted keys; an empty group is a value of its own."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        found |= flat(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
-    return found
 
 
 def parameters(run: RunFiles) -> str:
