@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -69,22 +69,6 @@ def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"two metrics are recorded as {double!r}, one an entry of an array; rename one of them")
         flat |= found
     return flat
-
-
-class Writer(Protocol):
-    """The interface of everything that records the metrics of a run; only one process of a run has a writer."""
-
-    def scalars(self, step: int, values: Scalars) -> None:
-        """Record numbers of one step: name -> number; None is a value that is not known."""
-        ...
-
-    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
-        """Record a text, a histogram or an image of one step; see `Row`."""
-        ...
-
-    def close(self) -> None:
-        """Write what is buffered and close the target; a second call does nothing."""
-        ...
 
 
 class JsonlWriter:
@@ -251,34 +235,11 @@ class LastingWriter(JsonlWriter):
             )
 
 
-class MultiWriter:
-    """Gives every row to each of several writers, in their order."""
-
-    def __init__(self, writers: Iterable[Writer]):
-        self.writers: Sequence[Writer] = tuple(writers)
-
-    def scalars(self, step: int, values: Scalars) -> None:
-        for writer in self.writers:
-            writer.scalars(step, values)
-
-    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
-        for writer in self.writers:
-            writer.text(step, name, text)
-
-    def close(self) -> None:
-        """Close every writer, even where closing one fails."""
-        with contextlib.ExitStack() as stack:
-            for writer in reversed(self.writers):
-                stack.callback(writer.close)
-
-
 class Background:
-    """Takes rows into a queue that a daemon thread empties: no disk or server that is slow keeps a step waiting.
-
-    A subclass defines `_work`, which the thread runs; the thread starts with the first row.
+    """Takes rows into a queue that a daemon thread empties by `_work`: nothing that is slow keeps a step waiting.
 
     Args:
-        name: of the thread.
+        name: of the thread, which starts with the first row.
         earlier: metrics.jsonl of a run that goes on; what it holds now is in `_earlier_rows`.
     """
 
@@ -305,6 +266,12 @@ class Background:
         if self._thread.ident is None:
             self._thread.start()
 
+    def close(self) -> None:
+        """Have what waits written; a disk that hangs is left to itself after 30 s."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECONDS)
+
     def _work(self) -> None:
         raise NotImplementedError
 
@@ -323,6 +290,30 @@ class Background:
                 yield Row(row.pop("step"), time.time(), row)
 
 
+Writer = JsonlWriter | Background
+
+
+class MultiWriter:
+    """Gives every row to each of several writers, in their order."""
+
+    def __init__(self, writers: Iterable[Writer]):
+        self.writers: Sequence[Writer] = tuple(writers)
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        for writer in self.writers:
+            writer.scalars(step, values)
+
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
+        for writer in self.writers:
+            writer.text(step, name, text)
+
+    def close(self) -> None:
+        """Close every writer, even where closing one fails."""
+        with contextlib.ExitStack() as stack:
+            for writer in reversed(self.writers):
+                stack.callback(writer.close)
+
+
 class TensorBoardWriter(Background):
     """Writes TensorBoard events, nothing for None. Rows that a kill kept from the files are written again.
 
@@ -339,12 +330,6 @@ class TensorBoardWriter(Background):
         super().__init__("tensorboard", earlier)
         self._directory, self._resumed_step = Path(directory), resumed_step
 
-    def close(self) -> None:
-        """Write what waits; a disk that hangs is left to itself after 30 s."""
-        self._ending.set()
-        if self._thread.ident is not None:
-            self._thread.join(_END_SECONDS)
-
     def _work(self) -> None:
         file, rows = None, self._written_again()
         first = rows[0].step if rows else self._resumed_step + bool(self._resumed_step)
@@ -359,7 +344,7 @@ class TensorBoardWriter(Background):
                 # what this one has of the same steps.
                 first = rows[0].step
                 if file is not None:
-                    file.discard()
+                    file.close()
                 file = None
         if file is not None:
             file.close()
@@ -396,15 +381,12 @@ class _EventFile:
         self._records.flush()
         self._is_written = True
 
-    def discard(self) -> None:
-        """Leave the file, which could not be written to."""
+    def close(self) -> None:
+        """Close the file; one that nothing could be written to is gone."""
         with contextlib.suppress(OSError):
             self._records.close()
         if not self._is_written:
             self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self._records.close()
 
 
 def _event(row: Row) -> Any:
@@ -447,10 +429,8 @@ def open_writers(
 ) -> MultiWriter:
     """Open the writers of files that a config asks for; rows after the resumed step are dropped first.
 
-    Only the process that holds the lock of the run directory should call it.
-
     Args:
-        run_dir: an existing directory; it gets `metrics.jsonl` and `tensorboard/`.
+        run_dir: an existing directory, whose lock this process holds; it gets `metrics.jsonl` and `tensorboard/`.
         config: says whether there are TensorBoard events besides metrics.jsonl.
         resumed_step: steps done before this process; 0 for a fresh run.
         report: called with one line where rows cannot be written.
@@ -458,7 +438,6 @@ def open_writers(
     Returns:
         One writer that gives every row to all of them, first that of metrics.jsonl, a `LastingWriter`.
     """
-    run_dir = Path(run_dir)
     metrics = LastingWriter(run_dir / "metrics.jsonl", report)
     metrics.truncate_after(resumed_step)
     writers: list[Writer] = [metrics]

@@ -147,9 +147,6 @@ def _words(run: RunFiles) -> Iterator[tuple[str, str]]:
         )
     if spikes:
         yield "bad", f"Skipped steps: {spikes:,.0f}, as spikes of the loss or the gradient norm."
-    for back in map(mapping, run.info.get("rolled_back") or ()):
-        spike, to, left_out = (back.get(key) for key in ("from_step", "to_step", "num_batches"))
-        yield "bad", f"A spike at step {spike} took the run back to step {to}; {left_out} batches were left out."
     seconds = mapping(run.info.get("seconds"))
     waited, stepped = seconds.get("waiting for data") or 0, seconds.get("steps") or 0
     if waited > _LONG_WAIT * (waited + stepped):
@@ -188,12 +185,9 @@ def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 def _training_fell_since(run: RunFiles, step: int) -> bool:
     """Whether the training loss at the end is below that around a step."""
-    end = run.end("loss")
-    if end is None:
-        return False
-    steps, values = run.series["loss"]
-    around = values[max(0, int(np.abs(steps - step).argmin()) - len(values) // 30) :][: 1 + len(values) // 15]
-    return end < float(np.nanmean(around))
+    end, (steps, values) = run.end("loss"), run.series.get("loss", (np.zeros(1), np.zeros(1)))
+    place, width = int(np.abs(steps - step).argmin()), max(1, len(values) // 30)
+    return end is not None and end < float(np.nanmean(values[max(0, place - width) : place + width]))
 
 
 def _sample(run: RunFiles) -> str:
