@@ -20,7 +20,6 @@ import secrets
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +31,7 @@ from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import flat
-from jaxtrain.metrics.writers import Background, Row, Scalars
+from jaxtrain.metrics.writers import Background, MultiWriter, Row
 from jaxtrain.runtime.files import plain_number, write_json_atomic
 
 # Folder of the run directory with what each tracker calls the run.
@@ -41,10 +40,8 @@ FOLDER = "trackers"
 _DONE, _STOPPED = ("done", "early stopped", "stopped by a callback"), ("preempted", "stopped")
 _PREEMPTED_CODE = 75
 # Seconds that all trackers together have at the end of a run, of one that was asked to stop, once somebody asks while
-# they are waited for, and of a tracker that never answered, as where its address is wrong.
-_END_SECONDS, _HURRY_SECONDS, _ASKED_SECONDS, _NEVER_ANSWERED_SECONDS = 30.0, 5.0, 1.0, 4.0
-# A wait for the end is said once it has taken so long.
-_SAID_AFTER_SECONDS = 3.0
+# they are waited for, and of a tracker that never answered; a wait is said after the last.
+_END_SECONDS, _HURRY_SECONDS, _ASKED_SECONDS, _NEVER_ANSWERED_SECONDS, _SAID_AFTER_SECONDS = 30.0, 5.0, 1.0, 4.0, 3.0
 # Seconds between tries: 1, 2, 4, and so on up to this, and at the end of a run.
 _LONGEST_PAUSE, _LONGEST_LAST_PAUSE = 60.0, 4.0
 # An artifact store may be out of reach while numbers are taken: a text must not keep them waiting.
@@ -95,7 +92,7 @@ class BackgroundTracker(Background):
         open: begins the run there, or goes on with the one that it is given, and calls its second argument with the id.
         run_dir: directory of the run.
         is_resumed: whether the run goes on, so that the record and metrics.jsonl are of this run.
-        report: called with one line for people, by whoever calls the methods.
+        report: called with one line for people, in any thread.
     """
 
     def __init__(
@@ -116,12 +113,7 @@ class BackgroundTracker(Background):
         self._end: tuple[str, Sequence[Path]] = ("", ())
         self._until, self._ended_at = math.inf, math.inf
         self._untaken, self._reason, self._has_answered, self._is_complete = 0, "", False, False
-        self._said: deque[str] = deque()
         self._thread.start()
-
-    def _put(self, row: Row) -> None:
-        super()._put(row)
-        self._say()
 
     def begin_end(self, status: str, files: Sequence[Path], *, until: float) -> None:
         """Have what waits sent, and the run ended; what fails is tried again until a time of `time.monotonic`."""
@@ -136,24 +128,18 @@ class BackgroundTracker(Background):
                 is_said = True
                 self._report(f"waiting for {self._name} to take what is left; Ctrl-C ends the wait")
             self._thread.join(0.1)
-        self._say()
         reason = self._reason or "it did not answer"
         if missing := self._untaken + self._dropped + len(self._waiting):
             self._report(f"{self._name} did not take {missing} rows: {reason}; metrics.jsonl has them all")
         elif not self._is_complete:
             self._report(f"{self._name} has all rows, but not the end of the run: {reason}")
 
-    def _say(self) -> None:
-        """Report, in the thread of the caller, what the thread of the tracker has to say."""
-        while self._said:
-            self._report(self._said.popleft())
-
     def _work(self) -> None:
         tracker = self._insist(lambda: self._open(self._run_id, self._note))
         if tracker is None:
             return
         self._note(tracker.run_id)
-        self._said.append(f"{self._name}: {tracker.place}")
+        self._report(f"{self._name}: {tracker.place}")
         if tracker.last_step is not None:
             # Asked, because what was being sent when a process was killed may have arrived or not.
             for name in self._sent:
@@ -210,7 +196,7 @@ class BackgroundTracker(Background):
             if count >= tries or is_last:
                 return None
             if count == 2 and not self._ending.is_set():
-                self._said.append(f"{self._name} takes no rows: {self._reason}; training goes on without it")
+                self._report(f"{self._name} takes no rows: {self._reason}; training goes on without it")
             if self._ending.is_set():
                 time.sleep(max(0.0, min(pause, _LONGEST_LAST_PAUSE, until - time.monotonic())))
             else:
@@ -229,19 +215,12 @@ def _recorded(path: Path, run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-class Trackers:
+class Trackers(MultiWriter):
     """The trackers of a run, each in a thread of its own: nothing that they do or leave undone reaches the training."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[BackgroundTracker] = ()) -> None:
-        self._run_dir, self._trackers = run_dir, trackers
-
-    def scalars(self, step: int, values: Scalars) -> None:
-        for tracker in self._trackers:
-            tracker.scalars(step, values)
-
-    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
-        for tracker in self._trackers:
-            tracker.text(step, name, text)
+        super().__init__(trackers)
+        self._run_dir, self._open = run_dir, trackers
 
     def end(self, status: str, *, is_asked: Callable[[], bool] = lambda: False) -> None:
         """End the run on every tracker, within seconds; a second call does nothing.
@@ -253,7 +232,7 @@ class Trackers:
         files = [path for name in _FILES if (path := self._run_dir / name).is_file()]
         was_asked = status in _STOPPED  # a run that was stopped has few seconds as it is
         until = time.monotonic() + (_HURRY_SECONDS if was_asked else _END_SECONDS)
-        trackers, self._trackers = self._trackers, ()
+        trackers, self._open = self._open, ()
         for tracker in trackers:
             tracker.begin_end(status, files, until=until - 0.5)
 
@@ -304,28 +283,25 @@ def open_trackers(
     check_trackers(config)
     run_dir = Path(run_dir).absolute()
     versions, devices = info.get("versions") or {}, info.get("devices") or {}
-    facts = {
-        "run_dir": str(run_dir),
-        "jaxtrain": versions.get("jaxtrain"),
-        "jax": versions.get("jax"),
-        "devices": f"{devices['count']} x {devices['kind']}" if devices.get("kind") else None,
-        "git_commit": info.get("git_commit"),
-    }
     # People find a run on a tracker by these.
-    tags = {name: str(value) for name, value in facts.items() if value} | redacted(config.tags)
-    settings = flat(info.get("config") or {})
-
-    run = TrackedRun(run_dir, config.project, str(info.get("name") or run_dir.name), None, settings, tags, print)
+    tags = {
+        "run_dir": str(run_dir),
+        **{name: versions[name] for name in ("jaxtrain", "jax") if versions.get(name)},
+        **({"devices": f"{devices['count']} x {devices['kind']}"} if devices else {}),
+        **({"git_commit": info["git_commit"]} if info.get("git_commit") else {}),
+        **redacted(config.tags),
+    }
+    name, settings = str(info.get("name") or run_dir.name), flat(info.get("config") or {})
+    run = TrackedRun(run_dir, config.project, name, None, settings, tags, begun=lambda run_id: None)
 
     def open_one(name: str, known_id: str | None, begun: Callable[[str], None]) -> Tracker:
         return TRACKERS[name](run._replace(known_id=known_id, begun=begun))
 
-    opening = {name: functools.partial(open_one, name) for name in _wanted(config)}
     return Trackers(
         run_dir,
         [
-            BackgroundTracker(name, open, run_dir, is_resumed=is_resumed, report=report)
-            for name, open in opening.items()
+            BackgroundTracker(name, functools.partial(open_one, name), run_dir, is_resumed=is_resumed, report=report)
+            for name in _wanted(config)
         ],
     )
 
