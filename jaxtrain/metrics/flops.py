@@ -4,15 +4,13 @@ Conventions (those of PaLM, Chowdhery et al. 2022, appendix B, and Chinchilla, H
 a multiply-add is 2 FLOPs; the backward pass is twice the forward pass; recomputation (remat) is not counted, so that
 it lowers the utilization; matmuls and convolutions only, no norms, softmax, activations or embedding look-ups.
 Unlike both papers, attention counts the pairs of a query and a key that the model lets see each other: causal
-attention is counted at half, and a sliding window of W of T tokens at W T - W^2 / 2 pairs (twice that, without order).
-Figures that count causal attention in full are higher, by 4 to 12 % at usual sizes, and do not compare.
+attention at half, a sliding window of W of T tokens at W T - W^2 / 2 pairs (twice that, without order). Figures that
+count causal attention in full are higher, by 4 to 12 % at usual sizes, and do not compare.
 
 Of frozen parameters the backward pass has no gradient of the weights, and below the lowest block with a trained
-parameter it has none of the inputs: such a block counts its forward pass alone. Blocks are the embedding, each stack of
-layers as a whole, the output norm, the head (models of transformer blocks); stem, first and other blocks of a stage,
-head (ResNet); layers (MLP). The first layer counts a gradient of its inputs while it is trained, as published counts
-do. A frozen kernel below an adapter has the gradient of its inputs alone, and the two factors of the adapter count as
-trained layers beside it.
+parameter none of the inputs. Blocks are the embedding, each stack of layers, the output norm, the head; stem, first and
+other blocks of a stage, head (ResNet); layers (MLP). The first layer counts a gradient of its inputs while it is
+trained, as published counts do. The two factors of an adapter count as trained layers beside their frozen kernel.
 """
 
 import itertools
@@ -83,17 +81,15 @@ def model_flops_per_row(
 
         6 T (L (2 d h k + 2 d g k + m d f) + d V)  +  12 L h k P,    m = 2, or 3 with a gate (SwiGLU, GEGLU);
 
-    the first term is 6 per matmul weight and token, the output layer included (tied or not), the embedding look-up
-    not; with E experts of which a token takes K, the weights are those it meets, K m d f and d E of the router;
-    the second is the attention scores and their product with the values over the P visible pairs of a query and a
-    key: T^2, halved for causality, fewer with a window, and the mean over layers where only some have one. Norms,
-    positions of any kind, scales and softcaps count nothing, as all that is no matmul. Another head counts its layers,
-    and where it has one output per text, for one position.
-    A vision transformer has the same for its T patches and class token, without order between them, 6 (T - 1) p^2 c d
-    for patches of p x p pixels of c channels (6 T p^2 c d without class token), and 6 d per class.
-    An encoder-decoder takes that of its encoder for an input of S tokens and that of its decoder for an output of T,
-    with order in the output alone, and for each layer of the decoder 12 d h k T + 12 d g k S + 12 h k S T of
-    cross-attention; the output layer counts for the T tokens of the output.
+    the first term is 6 per matmul weight and token, the output layer included (tied or not); with E experts of which a
+    token takes K, the weights are K m d f and d E of the router; the second is the attention scores and their product
+    with the values over the P visible pairs of a query and a key: T^2, halved for causality, fewer with a window, and
+    the mean over layers where only some have one. A head of labels counts its layers, and where it has one output per
+    text, for one position.
+    A vision transformer has the same for its T patches and class token, without order, 6 (T - 1) p^2 c d for patches of
+    p x p pixels of c channels (6 T p^2 c d without class token), and 6 d per class.
+    An encoder-decoder takes that of its encoder for S tokens and that of its decoder for T, and for each layer of the
+    decoder 12 d h k T + 12 d g k S + 12 h k S T of cross-attention; the output layer counts for T tokens.
     A convolution of kernel n x n takes n^2 c_in c_out multiply-adds a pixel of its output.
 
     Args:
@@ -156,13 +152,7 @@ def lowest_trained_block(config: ModelConfig, trained: Collection[str] | None) -
 
 
 def backward_passes(product: Product, trained: Collection[str] | None, lowest: int) -> int:
-    """Products of the same size in the backward pass: the gradients of the two factors, as far as they are needed.
-
-    Args:
-        product: of the forward pass.
-        trained: paths of the parameters that are trained; None: all are.
-        lowest: from `lowest_trained_block`.
-    """
+    """Products of the same size in the backward pass: the gradients of the two factors, as far as they are needed."""
     if product.block < lowest:
         return 0
     weight = product.path is None or trained is None or product.path in trained
@@ -197,9 +187,8 @@ def structure_block(path: str) -> int:
 def structure_products(structure: Structure) -> dict[str, list[Product]]:
     """The products of one row of a model of transformer blocks, by what they are.
 
-    For each stack, with its label before the name, there are `projections`, `scores` and `mlp` (the MLP or experts),
-    and where it attends to another stack `cross projections` and `cross scores`; besides there are `entry` and
-    `output`.
+    For each stack, with its label before the name: `projections`, `scores` and `mlp` (the MLP or experts), and where it
+    attends to another stack `cross projections` and `cross scores`; besides `entry` and `output`.
     """
     found: dict[str, list[Product]] = {}
     for stack in structure.stacks:

@@ -13,15 +13,7 @@ Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 def read_rows(path: Path, *, num_bytes: float = math.inf) -> Iterator[dict[str, Any]]:
-    """Read the complete rows of a file; lines that a kill left incomplete, and a missing file, are no error.
-
-    Args:
-        path: a `metrics.jsonl`.
-        num_bytes: only lines within the first bytes are read.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Read the complete rows within the first bytes of a `metrics.jsonl`; a missing file has none."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -38,14 +30,9 @@ def read_rows(path: Path, *, num_bytes: float = math.inf) -> Iterator[dict[str, 
 
 
 def read_series(path: Path) -> Series:
-    """Read the numbers of a file, metric by metric.
+    """Read the numbers of a file: metric -> (steps, values), float64 [N], ordered by step; NaN where it was not finite.
 
-    Args:
-        path: a `metrics.jsonl`.
-
-    Returns:
-        Metric -> (steps, values), float64, of the rows that have it, ordered by step; NaN where it was not finite. Of a
-        step that was written twice, as after going back, the later value is taken.
+    Of a step that was written twice, as after going back, the later value is taken.
     """
     # Arrays of numbers: lists of Python numbers take many times the memory on a long run.
     columns: dict[str, tuple[array, array]] = {}
@@ -64,10 +51,7 @@ def read_series(path: Path) -> Series:
 
 
 def read_history(path: Path) -> dict[str, np.ndarray]:
-    """Read the numbers of a file as columns of one length.
-
-    Args:
-        path: a `metrics.jsonl`.
+    """Read the numbers of a `metrics.jsonl` as columns of one length.
 
     Returns:
         `step`, int64 [N] ascending, each step once, then each metric, float64 [N]: NaN where a step has no such value
@@ -83,11 +67,7 @@ def read_history(path: Path) -> dict[str, np.ndarray]:
 
 
 def last_evaluation(path: Path) -> dict[str, float]:
-    """The metrics of the last evaluation, with its `step`, NaN where one was not finite; empty where there was none.
-
-    Args:
-        path: a `metrics.jsonl`.
-    """
+    """The metrics of the last evaluation, with its `step`, NaN where one was not finite; empty where there was none."""
     found = {name: one for name, one in read_series(path).items() if name.startswith("eval_")}
     last = max((steps[-1] for steps, _ in found.values()), default=0)
     metrics = {name: float(values[-1]) for name, (steps, values) in found.items() if steps[-1] == last}
@@ -95,12 +75,7 @@ def last_evaluation(path: Path) -> dict[str, float]:
 
 
 def last_metrics(path: Path, names: Sequence[str]) -> dict[str, float]:
-    """The last step, the last value of each of some metrics, and the last evaluation; NaN where one was not finite.
-
-    Args:
-        path: a `metrics.jsonl`.
-        names: of metrics; those that no row has are left out.
-    """
+    """The last step, the last value of those of `names` that were logged, and the last evaluation."""
     series = read_series(path)
     if not series:
         return {}

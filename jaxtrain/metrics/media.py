@@ -18,11 +18,9 @@ Media = Mapping[str, Any]
 
 
 def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[str, float], dict[str, Media]]:
-    """Numbers, and histograms and images, by name; every process calls this, since arrays may be on all of them.
+    """Numbers, and histograms and images, by name, of what `Moment.log` takes; `inside` is the name of their tree.
 
-    Args:
-        values: name -> a number, an array or a tree of arrays, see `Moment.log`.
-        inside: name of the tree that they are in.
+    Every process calls this, since arrays may be on all of them.
 
     Raises:
         ConfigError: a value is none of these.

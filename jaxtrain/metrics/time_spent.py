@@ -49,7 +49,7 @@ class TimeSpent:
     """Adds up the seconds of each part of a run.
 
     Args:
-        earlier: part -> seconds of the processes before this one, as `seconds` gave them.
+        earlier: part -> seconds of the processes before this one, which may be known later (`after`).
         during: marks a block as a part for others, such as the watchdog.
     """
 
@@ -71,7 +71,7 @@ class TimeSpent:
         return time.time() - (time.monotonic() - self._began)
 
     def after(self, earlier: Mapping[str, float]) -> None:
-        """Take note of the seconds of the processes before this one, which are known only once a run is resumed."""
+        """Take note of the seconds of the processes before this one."""
         self._earlier = dict(earlier)
 
     def add(self, part: Part, seconds: float) -> None:

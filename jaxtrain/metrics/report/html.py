@@ -61,12 +61,9 @@ def facts(rows: Mapping[str, Any]) -> str:
 
 
 def grid(header: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[int] = ()) -> str:
-    """Make a table with a header, which scrolls on its own where the page is narrow.
+    """Make a table, which scrolls on its own where the page is narrow; a cell that is a `Markup` is HTML.
 
-    Args:
-        header: names of the columns, not escaped.
-        rows: cells of each row, not escaped; a cell that is a `Markup` is HTML.
-        numbers: columns that are aligned to the right.
+    The columns `numbers` are aligned to the right.
     """
     kinds = [' class="n"' if column in numbers else "" for column in range(len(header))]
     top = "".join(f'<th scope="col"{kind}>{text(name)}</th>' for kind, name in zip(kinds, header, strict=True))

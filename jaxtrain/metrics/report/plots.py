@@ -177,7 +177,8 @@ def _svg(plot: Plot, curves: Mapping[str, Curve]) -> str:
 
 def _count(tick: float) -> str:
     """A large tick as people read it: 15k and not 15.0k, because ticks are round numbers."""
-    return re.sub(r"\.?0+(?=[kMBT])", "", format_count(tick)) if abs(tick) < 1e15 else f"{tick:.2g}"
+    shown = re.sub(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])", "", format_count(tick))
+    return shown if abs(tick) < 1e15 else f"{tick:.2g}"
 
 
 def _vertical(plot: Plot, curves: Mapping[str, Curve]) -> tuple[float, float, bool]:
