@@ -117,27 +117,27 @@ def model_flops_per_row(
             if input_shape is None or num_outputs is None:
                 return None
             products = mlp_products(model_config, input_shape, num_outputs)
-        case ViTConfig():
-            if input_shape is None or (model_config.num_classes or num_outputs) is None:
-                return None
-            structure = structure_of(
-                model_config, input_shape=tuple(input_shape), vocab_size=None, num_outputs=num_outputs
-            )
-            products = list(itertools.chain(*structure_products(structure).values()))
-        case TransformerConfig() | EncoderDecoderConfig():
-            vocab_size = model_config.vocab_size or vocab_size
+        case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
+            is_vision = isinstance(model_config, ViTConfig)
+            shape = input_shape if is_vision else None if sequence_length is None else (sequence_length,)
+            # What the data must say where the model leaves it open.
+            wanted = [
+                shape,
+                model_config.num_classes or num_outputs if is_vision else model_config.vocab_size or vocab_size,
+            ]
             head = model_config.head if isinstance(model_config, TransformerConfig) else None
-            is_open = head is not None and head.has_labels and (head.num_labels or num_outputs) is None
-            if sequence_length is None or vocab_size is None or is_open:
+            if head is not None and head.has_labels:
+                wanted.append(head.num_labels or num_outputs)
+            if shape is None or None in wanted:
                 return None
             structure = structure_of(
                 model_config,
-                input_shape=(sequence_length,),
-                vocab_size=vocab_size,
+                input_shape=tuple(shape),
+                vocab_size=None if is_vision else model_config.vocab_size or vocab_size,
                 num_outputs=num_outputs,
-                decoder_length=decoder_length,
+                decoder_length=None if is_vision else decoder_length,
             )
-            products = list(itertools.chain(*structure_products(structure).values()))
+            products = list(itertools.chain(*structure_products(structure).values())) if structure else []
         case CalledModel():
             return None
     lowest = lowest_trained_block(model_config, trained)

@@ -77,11 +77,9 @@ def last_evaluation(path: Path) -> dict[str, float]:
 def last_metrics(path: Path, names: Sequence[str]) -> dict[str, float]:
     """The last step, the last value of those of `names` that were logged, and the last evaluation."""
     series = read_series(path)
-    if not series:
-        return {}
-    last = max(steps[-1] for steps, _ in series.values())
     found = {name: float(series[name][1][-1]) for name in names if name in series}
-    return {"step": 0, **found, **last_evaluation(path)} | {"step": int(last)}
+    steps = {"step": int(max(steps[-1] for steps, _ in series.values()))} if series else {}
+    return {**steps, **found, **last_evaluation(path), **steps}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -34,10 +34,9 @@ _MOST_LOSSES = 1024
 
 
 class Phase:
-    """A phase that is running; `note` adds a remark to the line that is printed at its end."""
+    """A phase that is running."""
 
-    def __init__(self) -> None:
-        self.remark = ""
+    remark = ""
 
     def note(self, text: str) -> None:
         """Set the remark that the line shows in parentheses, such as `from cache`."""
@@ -84,29 +83,24 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Show that a phase runs and, at its end, how long it took.
-
-        Where the phase raises an error its line says that it failed, and the error is raised again.
-        """
-        handle = Phase()
-        started = time.monotonic()
+        """Show that a phase runs and, at its end, how long it took, or that it failed."""
+        handle, started = Phase(), time.monotonic()
         timer = threading.Timer(_SLOW_PHASE_SECONDS, self._line, (f"{name} …",))
         timer.daemon = True
         if self._view is not None:
             self._view.begin(name)
         elif not self.silent:
             timer.start()
-        failed = True
+        how = "failed after "
         try:
             yield handle
-            failed = False
+            how = ""
         finally:
-            seconds = time.monotonic() - started
             timer.cancel()
             if self._view is not None:
                 self._view.end()
             remark = f" ({handle.remark})" if handle.remark else ""
-            self.message(f"{name} … {'failed after ' if failed else ''}{format_duration(seconds)}{remark}")
+            self.message(f"{name} … {how}{format_duration(time.monotonic() - started)}{remark}")
 
     def banner(self, lines: Sequence[str]) -> None:
         """Print lines that describe the run and the settings that were chosen for it."""
@@ -114,23 +108,13 @@ class Progress:
             self.message(line)
 
     def start(self, total_steps: int, first_step: int) -> None:
-        """Begin to show steps.
-
-        Args:
-            total_steps: steps of the run, including those of earlier processes.
-            first_step: steps done before this process; 0 for a fresh run.
-        """
+        """Begin to show steps: of the whole run, and those done before this process."""
         self._total_steps, self._first = total_steps, None
         if self._view is not None:
             self._view.start_bar(total_steps, first_step)
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record that `step` steps are done; called after every step.
-
-        Args:
-            step: steps done by all processes of the run so far.
-            values: the logged row of this step (keys of metrics.jsonl); empty where the step was not logged.
-        """
+        """Record that steps are done, with the logged row of this one; empty where it was not logged."""
         if self.silent or not self._total_steps:
             return
         now = time.monotonic()

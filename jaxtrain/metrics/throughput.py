@@ -66,16 +66,10 @@ class Meter:
         device_memory_bytes: int | None,
         more: Mapping[str, float | int | None] | None = None,
     ) -> dict[str, float | int | None]:
-        """Make the row of `metrics.jsonl` for a step, and begin a new window.
+        """Make the row of `metrics.jsonl` for a step, in the order in which it is written, and begin a new window.
 
-        Args:
-            step: steps done by all processes of the run so far; the count of tokens or examples follows from it.
-            loss: of the step.
-            grad_norm: global norm of the gradients before clipping.
-            learning_rate: of the step; None where it is not known.
-            skipped_steps: steps so far that left the state as it was.
-            device_memory_bytes: peak memory of a device, in bytes; None where it is not known.
-            more: metrics of the task, appended.
+        `step` counts the steps of all processes of the run, `skipped_steps` those so far that left the state as it was;
+        `grad_norm` is global, before clipping; `device_memory_bytes` is the peak of a device. `more` is appended.
         """
         values = {
             "step": step,

@@ -87,12 +87,8 @@ class BackgroundTracker(Background):
     The last step of each metric that was sent is noted in the run directory. So a run that goes on sends no step of a
     metric twice, and rows of metrics.jsonl that a kill kept from the tracker.
 
-    Args:
-        name: of the tracker.
-        open: begins the run there, or goes on with the one that it is given, and calls its second argument with the id.
-        run_dir: directory of the run.
-        is_resumed: whether the run goes on, so that the record and metrics.jsonl are of this run.
-        report: called with one line for people, in any thread.
+    `open` begins the run there, or goes on with the one that it is given, and calls its second argument with the id.
+    `report` is called with one line for people, in any thread.
     """
 
     def __init__(
@@ -223,12 +219,7 @@ class Trackers(MultiWriter):
         self._run_dir, self._open = run_dir, trackers
 
     def end(self, status: str, *, is_asked: Callable[[], bool] = lambda: False) -> None:
-        """End the run on every tracker, within seconds; a second call does nothing.
-
-        Args:
-            status: how the run ended.
-            is_asked: whether somebody asks the process to stop, who waits for no tracker.
-        """
+        """End the run on every tracker, within seconds, sooner where somebody asks; a second call does nothing."""
         files = [path for name in _FILES if (path := self._run_dir / name).is_file()]
         was_asked = status in _STOPPED  # a run that was stopped has few seconds as it is
         until = time.monotonic() + (_HURRY_SECONDS if was_asked else _END_SECONDS)
@@ -247,11 +238,7 @@ class Trackers(MultiWriter):
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Check that the packages of the trackers are installed.
-
-    Raises:
-        ConfigError: a package is missing; names the extra.
-    """
+    """Check that the packages of the trackers are installed; the ConfigError names the extra."""
     for name in _wanted(config):
         packages = [name]
         if name == "mlflow" and _mlflow_address().startswith("sqlite"):
@@ -275,10 +262,7 @@ def open_trackers(
         config: says which.
         info: content of run.json.
         is_resumed: whether the run goes on; then each tracker goes on with the run that it has of it.
-        report: called with one line for people.
-
-    Raises:
-        ConfigError: a package is missing.
+        report: called with one line for people, in any thread.
     """
     check_trackers(config)
     run_dir = Path(run_dir).absolute()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -361,9 +362,9 @@ class _EventFile:
     """A file of events, in which TensorBoard shows a step instead of the earlier files from a first step on."""
 
     def __init__(self, directory: Path, first: int) -> None:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.record_writer import RecordWriter
 
+        messages = import_module("tensorboardX.proto.event_pb2")
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names.
         seconds = [int(path.name.split(".")[3]) for path in directory.glob("events.out.tfevents.*")]
@@ -371,8 +372,9 @@ class _EventFile:
         self._path = directory / f"events.out.tfevents.{second:010d}.{socket.gethostname()}"
         self._is_written = False
         self._records = RecordWriter(str(self._path))
-        for event in (Event(file_version="brain.Event:2"), Event(session_log=SessionLog(status=SessionLog.START))):
-            event.wall_time, event.step = time.time(), first
+        start = messages.SessionLog(status=messages.SessionLog.START)
+        for content in ({"file_version": "brain.Event:2"}, {"session_log": start}):
+            event = messages.Event(wall_time=time.time(), step=first, **content)
             self._records.write(event.SerializeToString())
 
     def write(self, rows: Iterable[Row]) -> None:
@@ -392,9 +394,8 @@ class _EventFile:
 def _event(row: Row) -> Any:
     """The event of a row; characters that TensorBoard does not take in names become others."""
     from tensorboardX import summary
-    from tensorboardX.proto.event_pb2 import Event
 
-    event = Event(wall_time=row.seconds, step=row.step)
+    event = import_module("tensorboardX.proto.event_pb2").Event(wall_time=row.seconds, step=row.step)
     for name, value in row.values.items():
         if isinstance(value, str):
             # TensorBoard renders Markdown; four spaces make it show a sample unchanged.
@@ -411,13 +412,13 @@ def _event(row: Row) -> Any:
 
 def _media(name: str, value: Mapping[str, Any]) -> Any:
     from tensorboardX import summary
-    from tensorboardX.proto.summary_pb2 import Summary
 
     if "png" in value:
         content = base64.b64decode(value["png"])
         width, height = struct.unpack(">II", content[16:24])  # of the header
-        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
-        return Summary(value=[Summary.Value(tag=name, image=image)])
+        messages = import_module("tensorboardX.proto.summary_pb2")
+        image = messages.Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
+        return messages.Summary(value=[messages.Summary.Value(tag=name, image=image)])
     counts, edges = np.array(value["counts"], float), np.array(value["edges"], float)
     middles = (edges[:-1] + edges[1:]) / 2
     sums = (counts.sum(), (counts * middles).sum(), (counts * middles**2).sum())

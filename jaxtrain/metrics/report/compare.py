@@ -34,10 +34,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 
     Args:
         run_dirs: directories of runs; one may be broken, still train, or hold the record of a trial alone.
-        path: of the page, which is replaced atomically.
-
-    Returns:
-        Path of the page.
+        path: of the page, which is replaced atomically, and returned.
     """
     found = [_read(Path(run_dir)) for run_dir in run_dirs]
     metric = "eval_loss" if any("eval_loss" in run.series for run in found) else "loss"

@@ -34,15 +34,11 @@ _STANDARD = {
 def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
     """Write the page of a run from the files of its directory; the page is replaced atomically.
 
-    The files are `run.json`, `metrics.jsonl`, `sample.txt`, `held_out.json`, `rows.json` and the records of
-    checkpoints.
+    The run may still be running. The page omits the parts whose files are missing.
 
     Args:
-        run_dir: a run directory; the run may still be running. The page omits the parts whose files are missing.
-        path: of the page; None: `report.html` in the directory.
-
-    Returns:
-        Path of the page.
+        run_dir: a run directory.
+        path: of the page, which is returned; None: `report.html` in the directory.
     """
     run = read_files(Path(run_dir))
     parts = [
@@ -203,7 +199,7 @@ def _sample(run: RunFiles) -> str:
     step = max((row["step"] for row in rows if row.get("sample") == sample), default=None)
     if step is not None:
         said.append(f"after step {step:,}")
-    if run.last_step is not None and run.last_step > (step or 0):
+    if step is not None and run.last_step is not None and run.last_step > step:
         said.append(f"<b>an earlier end of this run</b>, which has since gone on to step {run.last_step:,}")
     rest = sample[len(given) : _MOST_SAMPLE_CHARACTERS]
     shown = f'<b class="prompt">{text(given)}</b>' if given else ""
@@ -227,20 +223,19 @@ def _curves(run: RunFiles) -> str:
 def _plots(run: RunFiles) -> list[Plot]:
     """The pictures for the metrics that were logged, then those of the metrics that the task reports."""
 
-    def lines(**names: str) -> dict[str, Line]:
-        return {label.replace("_", " "): run.series[name] for label, name in names.items() if name in run.series}
+    def lines(*labels: tuple[str, str]) -> dict[str, Line]:
+        return {label: run.series[name] for label, name in labels if name in run.series}
 
     def both(name: str) -> dict[str, Line]:
-        found = lines(train=name, held=f"eval_{name}")
-        return {"held-out" if label == "held" else label: line for label, line in found.items()}
+        return lines(("train", name), ("held-out", f"eval_{name}"))
 
     unit = next((f"{unit}/s" for unit in _UNITS if f"{unit}_per_second" in run.series), "")
-    is_language, best = run.task == "language_modeling", run.best()
-    rates = {unit: run.series[f"{unit}_per_second"] for unit in _UNITS if f"{unit}_per_second" in run.series}
+    unit_of_loss, best = "nats per token" if run.task == "language_modeling" else "loss", run.best()
+    rates = lines(*((unit, f"{unit}_per_second") for unit in _UNITS))
     return [
         Plot(
             "Loss",
-            "nats per token" if is_language else "loss",
+            unit_of_loss,
             both("loss"),
             smooth=("train",),
             may_be_log=True,
@@ -248,20 +243,11 @@ def _plots(run: RunFiles) -> list[Plot]:
             best=best if best is not None and len(run.finite("eval_loss")) > 1 else None,
         ),
         Plot("Accuracy", "share correct", both("accuracy"), smooth=("train",), from_zero=True),
-        Plot("Learning rate", "learning rate", lines(learning_rate="learning_rate")),
+        Plot("Learning rate", "learning rate", lines(("rate", "learning_rate"))),
         Plot("Throughput", unit, rates, smooth=_UNITS, from_zero=True),
-        Plot(
-            "Gradient norm",
-            "global norm before clipping",
-            lines(gradient_norm="grad_norm"),
-            smooth=("gradient norm",),
-            may_be_log=True,
-        ),
-        _time_plot(run, lines(step="step_seconds", data_wait="data_wait_seconds")),
-        *(
-            Plot(name.replace("_", " "), name, both(name), smooth=("train",))
-            for name in _own_metrics(run)[:_MOST_OWN_PLOTS]
-        ),
+        Plot("Gradient norm", "global norm before clipping", lines(("norm", "grad_norm")), ("norm",), may_be_log=True),
+        _time_plot(run, lines(("step", "step_seconds"), ("data wait", "data_wait_seconds"))),
+        *(Plot(name.replace("_", " "), name, both(name), ("train",)) for name in _own_metrics(run)[:_MOST_OWN_PLOTS]),
     ]
 
 

@@ -34,17 +34,10 @@ Line = tuple[np.ndarray, np.ndarray]
 class Plot:
     """One picture: named curves over steps.
 
-    Attributes:
-        title: caption of the picture.
-        unit: name and unit of the vertical axis.
-        lines: name -> (steps, values), ordered by step, NaN where a line is interrupted.
-        smooth: names of the lines over which a mean of neighbouring values is drawn.
-        may_be_log: whether the vertical axis is logarithmic where the values span a large range.
-        from_zero: whether the vertical axis begins at zero, so that the jitter of a steady rate looks small.
-        reference: (name, value) of a dashed line.
-        best: (step, value) that is marked as the best.
-        resumed: steps after which the run was resumed, drawn as short ticks.
-        looks: name -> number of its colour and dash, where runs are compared: without bands and faint values.
+    `lines` are name -> (steps, values), ordered by step, NaN where a line is interrupted; over those in `smooth` a mean
+    of neighbouring values is drawn. `reference` is the name and value of a dashed line, `best` the (step, value) that
+    is marked; at `resumed` steps are short ticks. `looks` is name -> number of its colour and dash, where runs are
+    compared: without bands and faint values.
     """
 
     title: str

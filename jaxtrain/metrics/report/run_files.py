@@ -86,10 +86,7 @@ class RunFiles:
         return values[np.isfinite(values)]
 
     def best(self, name: str = "eval_loss") -> tuple[int, float] | None:
-        """The step and value where a metric of evaluations was lowest; None where it was never finite.
-
-        Where the last ones are over other held-out rows than those before, it is the best of the last ones.
-        """
+        """The step and value where a metric was lowest, among evaluations of the same rows; None: never finite."""
         if not len(self.finite(name)):
             return None
         steps, values = self.series[name]
@@ -98,10 +95,7 @@ class RunFiles:
         return int(steps[at]), float(values[at])
 
     def end(self, name: str) -> float | None:
-        """The mean of the last tenth of the rows of a metric; None where its last value is not finite.
-
-        A single row is of a single batch: the lowest one of a run favours small batches, whose losses vary the most.
-        """
+        """The mean of the last tenth of the rows of a metric; None where its last value is not finite."""
         if name not in self.series or not np.isfinite(self.series[name][1][-1]):
             return None
         values = self.series[name][1]
