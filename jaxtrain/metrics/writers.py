@@ -33,6 +33,8 @@ COLLECTED_SECONDS = 1.0
 # Rows that were written later than this many rows before a kill are written to TensorBoard again.
 _ROWS_WRITTEN_AGAIN = 1000
 _END_SECONDS = 30.0
+# Between tries to write to a disk that is full.
+_PAUSE_SECONDS = 60.0
 
 
 class Row(NamedTuple):
@@ -332,23 +334,40 @@ class TensorBoardWriter(Background):
         self._directory, self._resumed_step = Path(directory), resumed_step
 
     def _work(self) -> None:
-        file, rows = None, self._written_again()
+        records, rows = None, self._written_again()
         first = rows[0].step if rows else self._resumed_step + bool(self._resumed_step)
         for batch in self._batches():
             rows = [*rows, *batch][-MOST_WAITING:]
             try:
-                file = file or _EventFile(self._directory, first)
-                file.write(rows)
+                records = records or self._new_file(first)
+                for row in rows:
+                    records.write(_event(row).SerializeToString())
+                records.flush()
                 rows = []
             except OSError:
-                # Half a record ends what TensorBoard reads of a file: the next batch begins another one, which hides
-                # what this one has of the same steps.
+                # Half a record ends what TensorBoard reads of a file: go on in another one, which hides the same steps.
                 first = rows[0].step
-                if file is not None:
-                    file.close()
-                file = None
-        if file is not None:
-            file.close()
+                with contextlib.suppress(OSError, AttributeError):
+                    records.close()
+                records = None
+                self._ending.wait(_PAUSE_SECONDS)
+        if records is not None:
+            records.close()
+
+    def _new_file(self, first: int) -> Any:
+        """A file of records, in which TensorBoard shows steps instead of the earlier files from a first step on."""
+        from tensorboardX.record_writer import RecordWriter
+
+        messages = import_module("tensorboardX.proto.event_pb2")
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names.
+        seconds = [int(path.name.split(".")[3]) for path in self._directory.glob("events.out.tfevents.*")]
+        second = max([int(time.time()), *(found + 1 for found in seconds)])
+        records = RecordWriter(str(self._directory / f"events.out.tfevents.{second:010d}.{socket.gethostname()}"))
+        start = messages.SessionLog(status=messages.SessionLog.START)
+        for content in ({"file_version": "brain.Event:2"}, {"session_log": start}):
+            records.write(messages.Event(wall_time=time.time(), step=first, **content).SerializeToString())
+        return records
 
     def _written_again(self) -> list[Row]:
         """The newest rows so far, which the files may lack; all of them where there are no files."""
@@ -356,39 +375,6 @@ class TensorBoardWriter(Background):
             return list(self._earlier_rows())
         newest = deque((row.step for row in self._earlier_rows()), maxlen=_ROWS_WRITTEN_AGAIN)
         return [row for row in self._earlier_rows() if row.step >= newest[0]] if newest else []
-
-
-class _EventFile:
-    """A file of events, in which TensorBoard shows a step instead of the earlier files from a first step on."""
-
-    def __init__(self, directory: Path, first: int) -> None:
-        from tensorboardX.record_writer import RecordWriter
-
-        messages = import_module("tensorboardX.proto.event_pb2")
-        directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names.
-        seconds = [int(path.name.split(".")[3]) for path in directory.glob("events.out.tfevents.*")]
-        second = max([int(time.time()), *(found + 1 for found in seconds)])
-        self._path = directory / f"events.out.tfevents.{second:010d}.{socket.gethostname()}"
-        self._is_written = False
-        self._records = RecordWriter(str(self._path))
-        start = messages.SessionLog(status=messages.SessionLog.START)
-        for content in ({"file_version": "brain.Event:2"}, {"session_log": start}):
-            event = messages.Event(wall_time=time.time(), step=first, **content)
-            self._records.write(event.SerializeToString())
-
-    def write(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self._records.write(_event(row).SerializeToString())
-        self._records.flush()
-        self._is_written = True
-
-    def close(self) -> None:
-        """Close the file; one that nothing could be written to is gone."""
-        with contextlib.suppress(OSError):
-            self._records.close()
-        if not self._is_written:
-            self._path.unlink(missing_ok=True)
 
 
 def _event(row: Row) -> Any:

@@ -180,6 +180,7 @@ def test_tensorboard_gets_all_rows_of_a_run_that_began_without(tmp_path: Path) -
 
 def test_tensorboard_goes_on_in_another_file_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "COLLECTED_SECONDS", 0.01)
+    monkeypatch.setattr(writers, "_PAUSE_SECONDS", 0.01)
     refused, flush = threading.Event(), RecordWriter.flush
 
     def full(self: RecordWriter) -> None:

@@ -10,7 +10,7 @@ from jaxtrain.metrics.format import format_bytes, format_count, format_duration
 from jaxtrain.metrics.history import flat
 from jaxtrain.metrics.report.html import Markup, grid, mapping, number, page, rounded, section, soft, text, word_list
 from jaxtrain.metrics.report.page import usual_rate
-from jaxtrain.metrics.report.plots import DASHES, Plot, figure
+from jaxtrain.metrics.report.plots import Plot, figure
 from jaxtrain.metrics.report.run_files import RunFiles, read_files, read_json
 from jaxtrain.runtime.files import write_text_atomic
 
@@ -53,7 +53,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
         f"<header><h1>{len(runs)} runs</h1></header>",
         word_list(_words(runs, metric, differing)),
         _table(runs, metric, is_ranked=not differing),
-        soft(note) + _legend(shown) + _curves(shown) if shown else "",
+        soft(note) + _curves(shown) if shown else "",
     ]
     write_text_atomic(path, page(f"{len(runs)} runs", parts))
     return path
@@ -202,19 +202,6 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _shown(value: object) -> str:
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _legend(runs: Mapping[str, RunFiles]) -> str:
-    """Colour and dash of each run, its name, status and model."""
-    items = ""
-    for place, (name, run) in enumerate(runs.items()):
-        dash = f";stroke-dasharray:{DASHES[place]}" if DASHES[place] else ""
-        line = f'<path d="M0 5h40" style="stroke:var(--series-{place + 1});stroke-width:3{dash}"/>'
-        items += (
-            f'<li><svg class="swatch" viewBox="0 0 40 10" aria-hidden="true">{line}</svg><b>{text(name)}</b> '
-            f'<span class="soft">{text(mapping(run.info.get("model")).get("name") or "")}</span></li>'
-        )
-    return f'<ul class="runs">{items}</ul>'
 
 
 def _curves(runs: Mapping[str, RunFiles]) -> str:

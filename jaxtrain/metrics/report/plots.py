@@ -21,7 +21,7 @@ _NUM_TITLES = 40
 # Fewer points are seen as they are.
 _FEWEST_TO_SMOOTH = 24
 # Told apart without colours, too: by eye on paper, or by those who see no colours.
-DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 4", "8 2 2 2 2 2")
+_DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 4", "8 2 2 2 2 2")
 # Names on the picture have a rim of the page's colour, because curves pass behind them.
 _ON_CURVES = "fill:var(--ink);stroke:var(--page);stroke-width:3.5;paint-order:stroke;stroke-linejoin:round"
 # Values are on a logarithmic axis where they span more than this ratio, and only whose range is possible for a float32.
@@ -209,8 +209,8 @@ def _legend(plot: Plot, curves: Mapping[str, Curve]) -> tuple[str, float]:
 
 def _stroke(plot: Plot, name: str, place: int, *, is_dashed: bool = True) -> str:
     number = place if plot.looks is None else plot.looks[name]
-    dash = DASHES[number % len(DASHES)] if plot.looks is not None and is_dashed else ""
-    return f"stroke:var(--series-{number % len(DASHES) + 1})" + (f";stroke-dasharray:{dash}" if dash else "")
+    dash = _DASHES[number % len(_DASHES)] if plot.looks is not None and is_dashed else ""
+    return f"stroke:var(--series-{number % len(_DASHES) + 1})" + (f";stroke-dasharray:{dash}" if dash else "")
 
 
 def _line(plot: Plot, frame: _Frame, name: str, place: int, curve: Curve) -> str:

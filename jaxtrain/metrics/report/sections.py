@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.describe import describe, value_text
-from jaxtrain.config.early_stopping import is_higher_better
 from jaxtrain.config.load import load_config
 from jaxtrain.config.saved_run import is_replaced
 from jaxtrain.errors import CheckpointError, ConfigError
@@ -227,19 +226,14 @@ def checkpoints(run: RunFiles) -> str:
         infos = {step: read_info(folder, step) for step in live_steps(folder)}
     except CheckpointError:  # there are none, or a run that trains deleted one meanwhile
         return ""
-    settings, stopping = (
-        mapping(mapping(run.config.get(group)).get(key) if key else run.config.get(group))
-        for group, key in (("checkpoint", ""), ("evaluation", "early_stopping"))
-    )
-    metric = str(stopping.get("metric") or "eval_loss")
-    sign = -1.0 if is_higher_better(metric, stopping.get("mode")) else 1.0
-    steps, values = run.series.get(metric, ((), ()))
-    scores = {int(step): sign * value for step, value in zip(steps, values, strict=True) if int(step) in infos}
-    best = min(scores, key=lambda step: (scores[step], step)) if len(scores) > 1 else None
+    settings = mapping(run.config.get("checkpoint"))
+    steps, values = run.series.get("eval_loss", ((), ()))
+    losses = {int(step): value for step, value in zip(steps, values, strict=True) if int(step) in infos}
+    best = min(losses, key=lambda step: (losses[step], step)) if len(losses) > 1 else None
     newest, every = sorted(infos)[-int(settings.get("keep_last") or 1) :], settings.get("keep_every")
 
     def reason(step: int) -> str:
-        reasons = ["lowest held-out loss" if metric == "eval_loss" else f"best {metric}"] if step == best else []
+        reasons = ["lowest held-out loss"] if step == best else []
         reasons += [f"one of the newest {len(newest)}" if len(newest) > 1 else "newest"] if step in newest else []
         return ", ".join([*reasons, *([f"a multiple of {every:,}"] if every and step % every == 0 else [])])
 

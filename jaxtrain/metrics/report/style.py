@@ -90,8 +90,6 @@ svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica N
 .mistakes li { background: var(--panel); border-radius: .5rem; padding: .6rem; overflow-wrap: anywhere; }
 .mistakes img { width: 5rem; height: 5rem; object-fit: contain; image-rendering: pixelated; display: block;
   margin-bottom: .4rem; border-radius: .2rem; background: #000; }
-.runs { list-style: none; margin: 1rem 0 0; padding: 0; } .runs li { margin: .4rem 0; overflow-wrap: anywhere; }
-.swatch { display: inline-block; width: 2.6rem; height: .65rem; margin-right: .6rem; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.4rem; }
 .beside > div { min-width: 0; }
 @media print {
