@@ -395,9 +395,8 @@ def open_wandb(run: TrackedRun) -> Tracker:
     opened.define_metric("step")
     opened.define_metric("*", step_metric="step")
 
-    def log_rows(rows: Sequence[Row]) -> None:
-        for row in rows:
-            opened.log({"step": row.step} | _finite(row.values))
+    def log(step: int, values: Mapping[str, Any]) -> None:
+        opened.log({"step": step, **values})
 
     def end(status: str, files: Sequence[Path]) -> None:
         opened.summary["status"] = status
@@ -409,8 +408,7 @@ def open_wandb(run: TrackedRun) -> Tracker:
         opened.finish(exit_code=0 if status in _DONE else _PREEMPTED_CODE if status == "preempted" else 1)
 
     place = opened.settings.sync_dir if opened.offline else opened.url
-    log_text = lambda step, name, value: opened.log({"step": step, name: _shown(value, wandb)})  # noqa: E731
-    return Tracker(opened.id, str(place), log_rows, log_text, end)
+    return Tracker(opened.id, str(place), *_by_row(log, wandb), end)
 
 
 def open_trackio(run: TrackedRun) -> Tracker:
@@ -427,19 +425,17 @@ def open_trackio(run: TrackedRun) -> Tracker:
         opened = trackio.init(project=run.project, name=name, resume=resume, config={**run.settings, **run.tags})
     last_step = 0
 
-    def log_rows(rows: Sequence[Row]) -> None:
+    def log(step: int, values: Mapping[str, Any]) -> None:
         nonlocal last_step
-        for row in rows:
-            last_step = row.step
-            opened.log(_finite(row.values), step=row.step)
+        last_step = step
+        opened.log(dict(values), step=step)
 
     def end(status: str, files: Sequence[Path]) -> None:
         opened.log({"status": status}, step=last_step)
         with to_standard_error:
             opened.finish()
 
-    log_text = lambda step, name, value: opened.log({name: _shown(value, trackio)}, step=step)  # noqa: E731
-    return Tracker(name, f"run {name} of project {run.project}", log_rows, log_text, end)
+    return Tracker(name, f"run {name} of project {run.project}", *_by_row(log, trackio), end)
 
 
 # A key of `logging` in the config -> the tracker; adding one is a row here, a function above and the key.
@@ -483,21 +479,25 @@ def _allowed(name: str) -> str:
     return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
 
 
-def _shown(value: Any, package: Any) -> Any:
-    """A text, or what wandb and trackio, which name them alike, call a histogram or an image."""
-    if isinstance(value, str):
-        return value
-    if "png" in value:
-        return package.Image(_image(value))
-    return package.Histogram(np_histogram=(np.array(value["counts"]), np.array(value["edges"])))
+def _by_row(log: Callable[[int, Mapping[str, Any]], None], package: Any) -> tuple[Callable, Callable]:
+    """What records rows and texts by a function of step and values; wandb and trackio name their media alike."""
+
+    def log_rows(rows: Sequence[Row]) -> None:
+        for row in rows:
+            numbers = {name: plain_number(value) for name, value in row.values.items()}
+            log(row.step, {name: number for name, number in numbers.items() if number is not None})
+
+    def log_text(step: int, name: str, value: Any) -> None:
+        if isinstance(value, Mapping) and "png" in value:
+            value = package.Image(_image(value))
+        elif isinstance(value, Mapping):
+            value = package.Histogram(np_histogram=(np.array(value["counts"]), np.array(value["edges"])))
+        log(step, {name: value})
+
+    return log_rows, log_text
 
 
 def _image(value: Mapping[str, Any]) -> Any:
     from PIL import Image
 
     return Image.open(io.BytesIO(base64.b64decode(value["png"])))
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, float | int]:
-    numbers = {name: plain_number(value) for name, value in values.items()}
-    return {name: number for name, number in numbers.items() if number is not None}

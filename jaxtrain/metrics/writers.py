@@ -5,6 +5,7 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import socket
 import struct
@@ -108,9 +109,12 @@ class JsonlWriter:
             values: name -> number of Python, NumPy or JAX; None is a value that is not known.
 
         Raises:
+            TypeError: a value is no number.
             OSError: the row cannot be written; the file is as it was.
         """
-        self.append({"step": int(step)} | {name: plain_number(value) for name, value in values.items()})
+        finite = {name: value is not None and math.isfinite(value) for name, value in values.items()}
+        numbers = {name: plain_number(value) if finite[name] else None for name, value in values.items()}
+        self.append({"step": int(step), **numbers})
 
     def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         """Write a text, a histogram or an image of one step; see `scalars`."""

@@ -55,6 +55,11 @@ def test_jsonl_writes_strict_json(tmp_path, value, written):
     writer.close()
 
 
+def test_jsonl_takes_numbers_alone(tmp_path):
+    with pytest.raises(TypeError):
+        JsonlWriter(tmp_path / "metrics.jsonl").scalars(1, {"loss": "2.5"})  # pyright: ignore
+
+
 def test_jsonl_keeps_text(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     writer.text(4, "sample", 'two\nlines "é" \ud800')
