@@ -351,8 +351,9 @@ class TensorBoardWriter(Background):
             except OSError:
                 # Half a record ends what TensorBoard reads of a file: go on in another one, which hides the same steps.
                 first = rows[0].step
-                with contextlib.suppress(OSError, AttributeError):
-                    records.close()
+                with contextlib.suppress(OSError):
+                    if records is not None:
+                        records.close()
                 records = None
                 self._ending.wait(_PAUSE_SECONDS)
         if records is not None:

@@ -1,7 +1,7 @@
 """Curves as inline SVG whose colours come from the page, so that one picture serves light and dark themes.
 
-The picture is written here: matplotlib takes a second to import and to draw what is drawn in 20 ms here, and its SVG is
-three times as large.
+The picture is written here: matplotlib takes 0.7 s to import and to draw what is drawn in 20 ms here at the end of each
+run, and its SVG is twice as large.
 """
 
 import math
