@@ -102,8 +102,7 @@ def model_flops_per_row(
         trained: paths of the parameters that are trained; None: all are.
         adapters: path of each kernel that has an adapter -> elements of its two factors, as a multiple of the kernel's.
 
-    Returns:
-        FLOPs as a float, or None where a size that the model needs is not known, and for a model of the user's own.
+    Returns None where a size that the model needs is not known, and for a model of the user's own.
     """
     products: list[Product]
     match model_config:
