@@ -12,13 +12,12 @@ import jax
 from jaxtrain.config import Loaded
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.layout.rules import entry_axes
-from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
-from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
-from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
+from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
+from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, open_writers
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.callbacks import EARLY_STOPPED
 from jaxtrain.run.directory import kept_info, seconds_before
@@ -26,7 +25,7 @@ from jaxtrain.run.published import keep_published
 from jaxtrain.run.spikes import RECORD
 from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
 from jaxtrain.runtime.distributed import is_main_process
-from jaxtrain.runtime.files import identity, strict_json, write_text_atomic
+from jaxtrain.runtime.files import identity, strict_json, write_json_atomic, write_text_atomic
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.runtime.tree_path import path_name
 from jaxtrain.train.assemble import Run
@@ -86,10 +85,11 @@ class RunRecord:
             )
 
     def _open_writers(self, step: int) -> None:
-        jsonl, *others = open_writers(self._run_dir, self._loaded.config.logging, resumed_step=step).writers
-        assert isinstance(jsonl, JsonlWriter)
-        self._metrics = LastingWriter(jsonl, self._report)
-        self._writers = MultiWriter([self._metrics, *others])
+        logging = self._loaded.config.logging
+        self._writers = open_writers(self._run_dir, logging, resumed_step=step, report=self._report)
+        metrics = self._writers.writers[0]
+        assert isinstance(metrics, LastingWriter)
+        self._metrics = metrics
 
     @property
     def kept(self) -> dict[str, Any]:

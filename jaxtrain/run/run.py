@@ -14,7 +14,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.metrics.runinfo import package_versions
-from jaxtrain.metrics.trackers.opened import check_trackers
+from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.run.callbacks import Callback, EarlyStopping, sorted_callbacks
 from jaxtrain.run.directory import RunLock, folder_of, mend_run, wait_for_holder
 from jaxtrain.run.own_parts import Given
