@@ -1,36 +1,45 @@
-"""The content of a checkpoint directory, handled without jax or Orbax: steps, their records, what is kept or renamed.
+"""The content of a checkpoint directory, handled without jax or Orbax: steps, their records, removal, going back.
 
 A step is a directory (not a link) whose name is its number and which holds our item `jaxtrain`; everything else is
 ignored. Orbax writes into a directory with another name and renames it at the end, so a directory with the name of a
 step is complete. In an object store it writes a marker at the end; `places` has what differs there.
+
+Going back to an earlier step begins a new line of steps. The order of operations makes a kill harmless: first a note is
+written, then the new step, and only then are the abandoned steps moved away. Until the new step is complete, the steps
+of the old line are the valid ones; after that those of the new line are, whatever was already moved.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxtrain.checkpoint import places
-from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.places import COPYING, TRASH, Place
 from jaxtrain.errors import CheckpointError
 
 FORMAT_VERSION = 1
 RECORD_ITEM = "jaxtrain"
 ARRAYS_ITEM = "state"
+NOTE = "going_back.json"
+_ABANDONED = "abandoned-"
 _TEMPORARY = ".orbax-checkpoint-tmp"
-_TRASH = ".pruned"
-COPYING = ".copying"
 # Errors of opening a file which say that it is not there, or not a file.
 _IS_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class DamagedError(CheckpointError):
     """A step cannot be read, or does not hold what was saved; an older step may be used instead."""
+
+
+class SaveError(CheckpointError):
+    """A step could not be saved, because of the disk or of what is in its place; the steps before it are kept."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +78,10 @@ class CheckpointInfo:
     def bytes_of(self, name: str) -> int:
         """The bytes of one array in memory."""
         shape, dtype = self.leaves[name]
-        return math.prod(shape) * _itemsize(dtype)
-
-
-def _itemsize(dtype: str) -> int:
-    if dtype.startswith("key<"):
-        return 8  # threefry; keys of other generators differ by a few bytes
-    bits = re.search(r"\d+", dtype)
-    # Numbers narrower than a byte take one byte each outside an accelerator.
-    return max(1, int(bits.group()) // 8) if bits else 1
+        bits = re.search(r"\d+", dtype)
+        # Keys of threefry have 8 bytes; numbers narrower than a byte take one each outside an accelerator.
+        size = 8 if dtype.startswith("key<") else max(1, int(bits.group()) // 8) if bits else 1
+        return math.prod(shape) * size
 
 
 def step_path(directory: Place, step: int) -> Place:
@@ -91,12 +95,18 @@ def list_steps(directory: Place) -> list[int]:
     Raises:
         CheckpointError: the directory cannot be read.
     """
-    try:
+    with _reading(directory):
         names = [name for name in places.names(directory) if name.isdecimal()]
         steps = sorted(int(name) for name in names if name == str(int(name)))
         return [step for step in steps if places.is_complete(step_path(directory, step), item=RECORD_ITEM)]
+
+
+@contextlib.contextmanager
+def _reading(place: Place) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {place}: {error.strerror or error}") from error
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,25 +134,21 @@ def read_info(directory: Place, step: int) -> CheckpointInfo:
         CheckpointError: a newer jaxtrain wrote it, or this user may not read it.
     """
     path = step_path(directory, step)
+    content: Any = None
     try:
-        sealed = json.loads(places.read_bytes(path / RECORD_ITEM / "metadata"))
-        content = sealed["content"]
-        intact = sealed["sha256"] == _checksum(content)
+        sealed = json.loads((path / RECORD_ITEM / "metadata").read_bytes())
+        if sealed["sha256"] == _checksum(sealed["content"]):
+            content = sealed["content"]
     except OSError as error:
         # What could not be opened for another reason (no permission, a stale handle, too many open files) may be whole.
         if error.errno not in _IS_DAMAGE:
             raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
-        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read") from error
-    if not intact:
-        raise DamagedError(f"checkpoint {path} is damaged: its record was altered")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    if content is None:
+        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read")
     if content["format_version"] > FORMAT_VERSION:
-        writer = content["versions"].get("jaxtrain", "?")
-        raise CheckpointError(
-            f"checkpoint {path} has format {content['format_version']}, written by jaxtrain {writer}; this one reads "
-            f"up to {FORMAT_VERSION}: install that version or a later one"
-        )
+        raise CheckpointError(f"checkpoint {path} was written by a newer jaxtrain: {content['versions']['jaxtrain']}")
     return CheckpointInfo(
         step=step,
         path=path,
@@ -153,7 +159,7 @@ def read_info(directory: Place, step: int) -> CheckpointInfo:
         eval_loss=content["eval_loss"],
         versions=content["versions"],
         saved_at=content["saved_at"],
-        score=content.get("score"),
+        score=content["score"],
     )
 
 
@@ -165,7 +171,7 @@ def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float 
     """
     path = read_info(directory, step).path / RECORD_ITEM / "metadata"
     try:
-        content = json.loads(places.read_bytes(path))["content"]
+        content = json.loads(path.read_bytes())["content"]
         places.write_bytes(path, json.dumps(seal({**content, "eval_loss": eval_loss, "score": score})).encode())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
@@ -194,7 +200,7 @@ def steps_to_keep(
 def remove(directory: Place, steps: Iterable[int]) -> None:
     """Delete steps, so that a kill leaves no incomplete directory under the name of a step."""
     for step in steps:
-        places.remove_step(step_path(directory, step), trash=f"{step}{_TRASH}")
+        places.remove_step(step_path(directory, step))
 
 
 def clear_leftovers(directory: Place) -> None:
@@ -202,12 +208,11 @@ def clear_leftovers(directory: Place) -> None:
     places.finish_moves(directory)
     for name in places.names(directory):
         number, dot, suffix = name.partition(".")
-        if not number.isdecimal():
-            continue
-        is_temporary = f"{dot}{suffix}".startswith((_TEMPORARY, _TRASH, COPYING))
-        entry = directory / name
-        if places.is_leftover(entry, is_temporary=is_temporary, items=(RECORD_ITEM, ARRAYS_ITEM)):
-            places.remove_tree(entry)
+        is_temporary = f"{dot}{suffix}".startswith((_TEMPORARY, TRASH, COPYING))
+        if number.isdecimal() and places.is_leftover(
+            directory / name, is_temporary=is_temporary, items=(RECORD_ITEM, ARRAYS_ITEM)
+        ):
+            places.remove_tree(directory / name)
 
 
 def set_aside(directory: Place, step: int, *, reason: str) -> Place:
@@ -216,10 +221,142 @@ def set_aside(directory: Place, step: int, *, reason: str) -> Place:
     Raises:
         CheckpointError: it cannot be renamed.
     """
-    source = step_path(directory, step)
-    target = directory / f"{step}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
+    source, target = step_path(directory, step), directory / f"{step}.{reason}-{moment()}"
     try:
         places.move(source, target)
     except OSError as error:
         raise CheckpointError(f"cannot rename {source} to {target.name}: {error.strerror}") from error
     return target
+
+
+def moment() -> str:
+    """This moment as a part of a name that no other one has."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
+
+
+@dataclass(frozen=True)
+class _GoingBack:
+    """A save that begins a new line of steps.
+
+    Attributes:
+        after: steps above this number are abandoned.
+        step: number of the saved step, the first of the new line.
+        folder: name of the directory, beside the steps, to which abandoned steps are moved.
+        replaces: whether the old line has a step of the same number.
+    """
+
+    after: int
+    step: int
+    folder: str
+    replaces: bool
+
+    def is_complete(self, directory: Place, steps: Iterable[int]) -> bool:
+        """Whether the new step is: where the old line had one of that number, that one was moved away before."""
+        return self.step in steps and (
+            not self.replaces or places.has_arrived(directory / self.folder / str(self.step))
+        )
+
+
+def live_steps(directory: Place) -> list[int]:
+    """Return the steps of the valid line in ascending order, without those that a new line has abandoned.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    # The note first: a listing that is older than the note would show both lines.
+    noted = _read_note(directory)
+    steps = list_steps(directory)
+    with _reading(directory):
+        if noted is None or not noted.is_complete(directory, steps):
+            return steps
+    return [step for step in steps if step <= noted.after or step == noted.step]
+
+
+def go_back(directory: Place, *, after: int, step: int) -> None:
+    """Write the note that the save of `step` abandons every step above `after`, and move away a step of that number.
+
+    Raises:
+        CheckpointError: a file cannot be written or renamed.
+    """
+    noted = _GoingBack(after, step, f"{_ABANDONED}{moment()}", step in list_steps(directory))
+    try:
+        places.write_json(directory / NOTE, asdict(noted))
+        if noted.replaces:
+            move_steps(directory, [step], directory / noted.folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot go back to step {after} in {directory}: {error.strerror}") from error
+
+
+def settle(directory: Place, report: Callable[[str], None]) -> None:
+    """Carry out a note: move the abandoned steps away where the new step is complete, else undo the note.
+
+    Args:
+        directory: folder of the steps.
+        report: called with one line when steps were abandoned.
+
+    Raises:
+        CheckpointError: a step cannot be renamed.
+    """
+    noted = _read_note(directory)
+    if noted is None:
+        return
+    folder = directory / noted.folder
+    try:
+        places.finish_moves(directory)
+        places.finish_moves(folder)  # of a step on its way back
+        steps = list_steps(directory)
+        if not noted.is_complete(directory, steps):
+            old, place = folder / str(noted.step), step_path(directory, noted.step)
+            if noted.replaces and old.is_dir() and places.make_free(place):
+                places.move(old, place)
+            places.remove_if_empty(folder)
+            (directory / NOTE).unlink(missing_ok=True)
+            return
+        move_steps(directory, [step for step in steps if step > noted.after and step != noted.step], folder)
+        abandoned = list_steps(folder)
+        (directory / NOTE).unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot move abandoned steps to {folder}: {error.strerror}") from error
+    report(
+        f"step {noted.step} was saved after going back: the abandoned {', '.join(map(str, abandoned))} of "
+        f"{directory} moved to {folder.name}, which is kept until you delete it"
+    )
+
+
+def abandoned_folders(directory: Place) -> list[Place]:
+    """Return the directories of abandoned steps, oldest first; each can be opened as a checkpoint directory."""
+    with _reading(directory):
+        return [directory / name for name in sorted(places.names(directory)) if name.startswith(_ABANDONED)]
+
+
+def abandon(directory: Place, steps: Iterable[int]) -> None:
+    """Move steps away as those of a line that is given up.
+
+    Raises:
+        OSError: they cannot be moved.
+    """
+    if steps := list(steps):
+        move_steps(directory, steps, directory / f"{_ABANDONED}{moment()}")
+
+
+def move_steps(directory: Place, steps: Iterable[int], target: Place) -> None:
+    """Move steps to another directory.
+
+    Raises:
+        OSError: they cannot be moved.
+    """
+    places.make_folder(target)
+    for step in steps:
+        places.move(step_path(directory, step), target / str(step))
+
+
+def _read_note(directory: Place) -> _GoingBack | None:
+    path = directory / NOTE
+    try:
+        with _reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return _GoingBack(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: move the steps that you do not want to another folder, then delete it"
+        ) from error
+    return None

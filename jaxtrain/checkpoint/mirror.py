@@ -4,27 +4,24 @@ Nothing here runs in the way of training: who copies does so in the background, 
 made after a later save.
 """
 
+import hashlib
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.checkpoint import directory, places
-from jaxtrain.checkpoint.copies import copy_step
 from jaxtrain.checkpoint.directory import DamagedError
-from jaxtrain.checkpoint.line import Marks, recorded_marks
-from jaxtrain.checkpoint.places import Place, place_at
+from jaxtrain.checkpoint.places import COMMIT_FILE, COPYING, Place, RemotePath, place_at
 from jaxtrain.errors import ConfigError
 
 _OWNER = "mirror_of.json"
+_CHUNK_BYTES = 4 * 2**20
 
 
 def mirror_folder(mirror: str | None, run_dir: Path) -> Place | None:
     """Where the second copies of a run's checkpoints are: a folder named as the run in `checkpoint.mirror`."""
-    if mirror is None:
-        return None
-    place = place_at(mirror, what="checkpoint.mirror")
-    return (place.expanduser().absolute() if isinstance(place, Path) else place) / run_dir.absolute().name
+    return None if mirror is None else place_at(mirror, what="checkpoint.mirror") / run_dir.absolute().name
 
 
 class Mirror:
@@ -36,11 +33,18 @@ class Mirror:
 
     Attributes:
         copied_bytes: grows while a copy is made, so that a copy that stands still is noticed.
+
+    Raises:
+        ConfigError: it is the directory itself, is inside of it or is the one that it is in.
     """
 
     def __init__(self, folder: Place, source: Place) -> None:
         self.folder, self._source = folder, source
         self.copied_bytes = 0
+        place, here = folder.resolve(), source.resolve()
+        # As of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
+        if here in (place, *place.parents) or place == here.parent:
+            raise ConfigError(f"checkpoint.mirror: {folder} is where {source} is; name a folder on another disk")
 
     def check_owner(self) -> None:
         """Raise where the folder holds the copies of another run.
@@ -50,11 +54,9 @@ class Mirror:
             OSError: it cannot be read.
         """
         try:
-            owner = json.loads(places.read_bytes(self.folder / _OWNER)).get("checkpoints")
+            owner = json.loads((self.folder / _OWNER).read_bytes())["checkpoints"]
         except FileNotFoundError:
             return
-        except (ValueError, AttributeError):
-            owner = "a run that its damaged note does not name"
         if owner != str(self._source):
             raise ConfigError(
                 f"checkpoint.mirror: {self.folder} holds the copies of {owner}, not of {self._source}; name another "
@@ -65,7 +67,7 @@ class Mirror:
         """Return the steps that have a copy, in ascending order; none where the folder cannot be read."""
         try:
             return directory.list_steps(self.folder)
-        except (directory.CheckpointError, OSError):
+        except directory.CheckpointError:
             return []
 
     def is_same(self, step: int) -> bool:
@@ -80,12 +82,12 @@ class Mirror:
             return False
         return (here.digests, here.leaves) == (there.digests, there.leaves)
 
-    def copy(self, step: int, *, keep: Callable[[Marks], set[int]]) -> None:
+    def copy(self, step: int, *, keep: Callable[[Place, Iterable[int]], set[int]]) -> None:
         """Copy a complete step, then delete and set aside what the copies hold beside the line of steps.
 
         Args:
             step: the newest step.
-            keep: of the steps that have a copy, with their marks, those that stay.
+            keep: which of the steps of a folder stay.
 
         Raises:
             OSError: the folder cannot be reached or written, or a copy is not what was read.
@@ -98,20 +100,24 @@ class Mirror:
         self.check_owner()
         directory.clear_leftovers(self.folder)
         # A step of a line that was given up is kept beside the copies, as it is beside the steps.
-        self._abandon([other for other in self.steps() if other > step or not self.is_same(other)])
+        directory.abandon(self.folder, [other for other in self.steps() if other > step or not self.is_same(other)])
         if step not in self.steps():
-            copy_step(self._source, self.folder, step, advance=self._advance)
-        copies = {other: recorded_marks(self.folder, other) for other in self.steps()}
-        directory.remove(self.folder, set(copies) - keep(copies) - {step})
+            self._copy(self._source, self.folder, step)
+        steps = self.steps()
+        directory.remove(self.folder, set(steps) - keep(self.folder, steps) - {step})
 
     def bring_back(self, step: int) -> None:
         """Copy a step from the mirror to its place, where nothing of that name may be.
 
         Raises:
             OSError: it cannot be read or written.
+            DamagedError: its record is damaged.
+            ConfigError: the copies are of another directory.
         """
+        self.check_owner()
+        directory.read_info(self.folder, step)
         places.make_folder(self._source)
-        copy_step(self.folder, self._source, step, advance=self._advance)
+        self._copy(self.folder, self._source, step)
 
     def set_aside(self) -> None:
         """Move all copies to a folder `abandoned-<time>`: a run that starts anew makes copies of its own.
@@ -119,15 +125,33 @@ class Mirror:
         Raises:
             OSError: they cannot be moved.
         """
-        self._abandon(self.steps())
+        directory.abandon(self.folder, self.steps())
 
-    def _abandon(self, steps: list[int]) -> None:
-        if not steps:
-            return
-        folder = self.folder / f"abandoned-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
-        places.make_folder(folder)
-        for step in steps:
-            places.move(directory.step_path(self.folder, step), folder / str(step))
+    def _copy(self, source: Place, target: Place, step: int) -> None:
+        """Copy the directory of a step, compare what was written, and only then make it a step."""
+        origin, place = directory.step_path(source, step), directory.step_path(target, step)
+        partial = place if isinstance(place, RemotePath) else place.with_name(f"{step}{COPYING}")
+        places.remove_tree(partial)
+        places.make_folder(partial)
+        digests = {}
+        for name in places.files(origin):
+            places.make_folder((partial / name).parent)
+            with (origin / name).open("rb") as read, (partial / name).open("wb") as written:
+                digests[name] = self._digest(read, written.write)
+        for name, digest in digests.items():
+            with (partial / name).open("rb") as read:
+                if self._digest(read, len) != digest:
+                    raise OSError(f"{partial / name} reads other than it was written")
+        if isinstance(place, RemotePath):
+            (place / COMMIT_FILE).write_bytes(b"copied by jaxtrain")
+        else:
+            places.move(partial, place)
+            places.sync_folder(place)
 
-    def _advance(self, count: int) -> None:
-        self.copied_bytes += count
+    def _digest(self, file: Any, take: Callable[[bytes], object]) -> str:
+        digest = hashlib.sha256()
+        while part := file.read(_CHUNK_BYTES):
+            digest.update(part)
+            take(part)
+            self.copied_bytes += len(part)
+        return digest.hexdigest()

@@ -16,12 +16,6 @@ from jaxtrain.checkpoint.tree import flatten
 from jaxtrain.errors import CheckpointError, ConfigError
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    """Reads that fail print as they end; here they fail by the dozen and are waited for once."""
-    monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.02)
-
-
 @pytest.fixture
 def lines():
     return []

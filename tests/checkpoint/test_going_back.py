@@ -123,7 +123,7 @@ def kill_after_the_save(checkpointer, step, monkeypatch):
 
     checkpointer.save(step, state(-step), metadata={})
     with monkeypatch.context() as patch:
-        patch.setattr("jaxtrain.checkpoint.going_back.settle", die)
+        patch.setattr("jaxtrain.checkpoint.directory.settle", die)
         with pytest.raises(Killed):
             checkpointer.wait()
 

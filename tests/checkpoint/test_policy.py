@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import steps_to_keep
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError
 
 NAN = float("nan")
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: None, 50: NAN, 60: 1.0}
@@ -63,16 +63,8 @@ def test_the_best_step_where_a_restart_compares_something_else(tmp_path, case):
     assert {int(path.name) for path in tmp_path.iterdir()} == kept
 
 
-def test_arguments_that_mean_nothing_are_one_line(tmp_path):
-    for wrong in ({"keep_last": 0}, {"keep_last": 1.5}, {"keep_every": -3}):
-        with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is [^\n]*$"):
-            Checkpointer(tmp_path, **wrong)
-    with Checkpointer(tmp_path / "c") as checkpointer:
-        for wrong in ({"step": -1}, {"step": "7"}, {"metadata": [1, 2]}, {"eval_loss": "1.5"}):
-            given = {"step": 1, "metadata": {}, "eval_loss": None, **wrong}
-            with pytest.raises(CheckpointError, match=r"^[^\n]*$"):
-                checkpointer.save(given.pop("step"), {"x": jnp.ones(4)}, **given)
-        assert not (tmp_path / "c").exists()
+def test_numbers_of_any_library(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
         for step in (np.int64(7), jnp.int32(8)):
             assert checkpointer.save(step, {"x": jnp.ones(4)}, metadata={}, eval_loss=jnp.float32(2))
         checkpointer.wait()
@@ -141,6 +133,6 @@ def test_a_save_after_close_is_refused_in_one_line(tmp_path):
     for step in (1, 2):
         with checkpointer:
             assert checkpointer.save(step, {"x": jnp.ones(4)}, metadata={})
-        with pytest.raises(CheckpointError, match=r"^the Checkpointer of [^\n]* is closed: [^\n]*$"):
+        with pytest.raises(CheckpointError, match=r"^checkpoints in [^\n]* are closed: [^\n]*$"):
             checkpointer.save(9, {"x": jnp.ones(4)}, metadata={})
     assert checkpointer.steps() == [1, 2]

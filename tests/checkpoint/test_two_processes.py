@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.going_back import abandoned_folders
+from jaxtrain.checkpoint.directory import abandoned_folders
 from jaxtrain.checkpoint.places import Place
 
 PROGRAM = """

@@ -7,15 +7,14 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, aftercare
-from jaxtrain.checkpoint.directory import DamagedError
-from jaxtrain.checkpoint.space import SaveError, check_space, needed_bytes
-from jaxtrain.config import load_config
+from jaxtrain.checkpoint import Checkpointer, upkeep
+from jaxtrain.checkpoint.directory import DamagedError, SaveError
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.run.save_clock import SaveClock
 
@@ -35,12 +34,6 @@ def damage(folder: Path, step: int) -> None:
     max(files, key=lambda path: path.stat().st_size).write_bytes(b"damage")
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads that fail print as they end; they are waited for once."""
-    monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.02)
-
-
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -51,9 +44,9 @@ def test_nothing_is_deleted_for_a_step_that_does_not_read_as_it_was_saved(
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         save(checkpointer, 1)
         # What a bad memory bar or disk does between the write and the read.
-        found = aftercare.verify_on_host
+        found = upkeep.verify_on_host
         monkeypatch.setattr(
-            aftercare, "verify_on_host", lambda info, reads: (damage(tmp_path, info.step), found(info, reads))
+            upkeep, "verify_on_host", lambda info, advance: (damage(tmp_path, info.step), found(info, advance))
         )
         with pytest.raises(SaveError, match=r"checkpoint .*2 .*read back after the save \(renamed to 2\.corrupt-"):
             save(checkpointer, 2)
@@ -68,13 +61,13 @@ def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
 ) -> None:
     """The rules would delete step 2 for step 3, which cannot be read back, and keep step 0 for its number."""
 
-    def unreadable(info: Any, reads: Any) -> None:
+    def unreadable(info: Any, advance: Any) -> None:
         raise CheckpointError("Stale file handle")
 
     with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
         save(checkpointer, 0, 2)
         checkpointer.verify(2)
-        monkeypatch.setattr(aftercare, "verify_on_host", unreadable)
+        monkeypatch.setattr(upkeep, "verify_on_host", unreadable)
         save(checkpointer, 3)
         assert checkpointer.steps() == [0, 2, 3]
         monkeypatch.undo()
@@ -85,13 +78,10 @@ def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
 def test_a_save_that_does_not_fit_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         save(checkpointer, 1)
-        monkeypatch.setattr("jaxtrain.checkpoint.space.free_bytes", lambda folder: 1000)
-        with pytest.raises(SaveError, match=r"No space left on device: it takes 256 KiB, and 1 KiB are free in "):
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=2**30, free=100))
+        with pytest.raises(SaveError, match=r"No space left on device: it takes 0.0 MiB, 0.0 MiB are free$"):
             save(checkpointer, 2)
         assert names(tmp_path) == {"1"}
-    monkeypatch.undo()
-    check_space(tmp_path / "not" / "there" / "yet", 1, what="cannot save")
-    assert needed_bytes(10**12) < 1.03 * 10**12
 
 
 def test_the_mirror_holds_what_the_directory_holds(tmp_path: Path) -> None:
@@ -164,37 +154,24 @@ def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
         save(checkpointer, 1)
     with pytest.raises(ConfigError, match=r"mirror holds the copies of .*/a, not of .*/b; name another folder"):
         Checkpointer(tmp_path / "b", mirror=tmp_path / "mirror")
-    with pytest.raises(ConfigError, match="is inside"):
-        Checkpointer(tmp_path / "a", mirror=tmp_path / "a" / "mirror")
-    with pytest.raises(ConfigError, match=r"mirror: .* is where .*/run/checkpoints is; name a folder on another disk"):
-        Checkpointer(tmp_path / "run" / "checkpoints", mirror=tmp_path / "run")
+    for inside in ("a/mirror", "a", "."):
+        with pytest.raises(ConfigError, match=r"mirror: .* is where .*/a is; name a folder on another disk"):
+            Checkpointer(tmp_path / "a", mirror=tmp_path / inside)
 
 
 @pytest.mark.long
 def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr("jaxtrain.checkpoint.mirror.copy_step", lambda *arguments, **more: answers.wait())
-    monkeypatch.setattr(aftercare, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("jaxtrain.checkpoint.mirror.Mirror._copy", lambda *arguments: answers.wait())
+    monkeypatch.setattr(upkeep, "_PATIENCE_SECONDS", 0.1)
     lines: list[str] = []
     began = time.monotonic()
     with Checkpointer(tmp_path / "run", mirror=tmp_path / "mirror", report=lines.append) as checkpointer:
         save(checkpointer, 1, 2)
         assert checkpointer.steps() == [1, 2]
     assert time.monotonic() - began < 60  # a hang
-    assert any("stands still" in line for line in lines)
+    assert any("no progress" in line for line in lines)
     answers.set()
-
-
-def test_settings_that_mean_nothing() -> None:
-    for value, said in (
-        ("checkpoint.mirror=hf://bucket/x", "hf://bucket/x is not a path on this machine; use a local folder, gs://"),
-        ("checkpoint.directory=s3://B", "s3://B can be no bucket"),
-        ("checkpoint.directory=''", "it is empty"),
-        ("checkpoint.every_minutes=0", "every_minutes"),
-    ):
-        with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
-            load_config(overrides=[value])
-        assert said in str(caught.value)
 
 
 def test_processes_agree_when_minutes_have_passed() -> None:
@@ -263,5 +240,5 @@ def test_a_verified_step_that_is_kept_for_its_number_does_not_stand_for_the_newe
         save(checkpointer, 1_000)
         checkpointer.verify(1_000)
         save(checkpointer, 1_001, 1_002)
-        assert checkpointer._upkeep._care.verified >= {1_000, 1_002}  # it was read back before 1,001 was deleted
+        assert checkpointer._upkeep.verified >= {1_000, 1_002}  # it was read back before 1,001 was deleted
         assert checkpointer.steps() == [1_000, 1_002]
