@@ -22,8 +22,7 @@ _FEW_PARAMETERS = 12
 
 def checkpoints(run: RunFiles) -> str:
     """List the checkpoints of a run: step, size, held-out loss, and why each is kept."""
-    from jaxtrain.checkpoint.directory import read_info
-    from jaxtrain.checkpoint.directory import live_steps
+    from jaxtrain.checkpoint.directory import live_steps, read_info
     from jaxtrain.checkpoint.run_folder import checkpoint_folder
 
     try:
