@@ -333,7 +333,7 @@ class Checkpointer:
             self._saving = None
             raise self._failed(path, error) from None
         if is_process_0():
-            if self._seen(path, item=directory.RECORD_ITEM):
+            if self._seen(path):
                 self._upkeep.begin(int(path.name))
             self._upkeep.look()
 

@@ -10,7 +10,6 @@ of the old line are the valid ones; after that those of the new line are, whatev
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -18,20 +17,19 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import places
-from jaxtrain.checkpoint.places import COPYING, TRASH, Place
+from jaxtrain.checkpoint.places import COPYING, RECORD_ITEM, TRASH, Place
 from jaxtrain.errors import CheckpointError
 
 FORMAT_VERSION = 1
-RECORD_ITEM = "jaxtrain"
-ARRAYS_ITEM = "state"
 NOTE = "going_back.json"
 _ABANDONED = "abandoned-"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 # Errors of opening a file which say that it is not there, or not a file.
-_IS_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_IS_DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedError(CheckpointError):
@@ -90,31 +88,24 @@ def step_path(directory: Place, step: int) -> Place:
 
 
 def list_steps(directory: Place) -> list[int]:
-    """Return the numbers of the saved steps in ascending order; a directory that does not exist has none.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
-    with _reading(directory):
+    """Return the numbers of the saved steps in ascending order; a directory that does not exist has none."""
+    with failing(f"cannot read {directory}"):
         names = [name for name in places.names(directory) if name.isdecimal()]
         steps = sorted(int(name) for name in names if name == str(int(name)))
-        return [step for step in steps if places.is_complete(step_path(directory, step), item=RECORD_ITEM)]
+        return [step for step in steps if places.is_complete(step_path(directory, step))]
 
 
 @contextlib.contextmanager
-def _reading(place: Place) -> Iterator[None]:
+def failing(what: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that begins with `what`."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot read {place}: {error.strerror or error}") from error
+        raise CheckpointError(f"{what}: {error.strerror or error}") from error
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record as it is stored: JSON values with a checksum.
-
-    Raises:
-        CheckpointError: the metadata cannot be written as JSON.
-    """
+    """Return the record as it is stored, JSON values with a checksum; a CheckpointError where they are none."""
     try:
         plain = json.loads(json.dumps(content))
     except (TypeError, ValueError) as error:
@@ -136,13 +127,10 @@ def read_info(directory: Place, step: int) -> CheckpointInfo:
     path = step_path(directory, step)
     content: Any = None
     try:
-        sealed = json.loads((path / RECORD_ITEM / "metadata").read_bytes())
-        if sealed["sha256"] == _checksum(sealed["content"]):
-            content = sealed["content"]
-    except OSError as error:
         # What could not be opened for another reason (no permission, a stale handle, too many open files) may be whole.
-        if error.errno not in _IS_DAMAGE:
-            raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
+        with failing(f"cannot read checkpoint {path}"), contextlib.suppress(*_IS_DAMAGE):
+            sealed = json.loads((path / RECORD_ITEM / "metadata").read_bytes())
+            content = sealed["content"] if sealed["sha256"] == _checksum(sealed["content"]) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     if content is None:
@@ -164,17 +152,11 @@ def read_info(directory: Place, step: int) -> CheckpointInfo:
 
 
 def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float | None) -> None:
-    """Write the eval_loss and the score of a saved step into its record, which is replaced atomically.
-
-    Raises:
-        CheckpointError: the record is damaged or cannot be written.
-    """
+    """Write the eval_loss and the score of a saved step into its record, which is replaced atomically."""
     path = read_info(directory, step).path / RECORD_ITEM / "metadata"
-    try:
-        content = json.loads(path.read_bytes())["content"]
-        places.write_bytes(path, json.dumps(seal({**content, "eval_loss": eval_loss, "score": score})).encode())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    with failing(f"cannot write {path}"):
+        content = {**json.loads(path.read_bytes())["content"], "eval_loss": eval_loss, "score": score}
+        places.write_bytes(path, json.dumps(seal(content)).encode())
 
 
 def steps_to_keep(
@@ -209,23 +191,15 @@ def clear_leftovers(directory: Place) -> None:
     for name in places.names(directory):
         number, dot, suffix = name.partition(".")
         is_temporary = f"{dot}{suffix}".startswith((_TEMPORARY, TRASH, COPYING))
-        if number.isdecimal() and places.is_leftover(
-            directory / name, is_temporary=is_temporary, items=(RECORD_ITEM, ARRAYS_ITEM)
-        ):
+        if number.isdecimal() and (is_temporary or places.is_incomplete(directory / name)):
             places.remove_tree(directory / name)
 
 
 def set_aside(directory: Place, step: int, *, reason: str) -> Place:
-    """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that.
-
-    Raises:
-        CheckpointError: it cannot be renamed.
-    """
+    """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that."""
     source, target = step_path(directory, step), directory / f"{step}.{reason}-{moment()}"
-    try:
+    with failing(f"cannot rename {source} to {target.name}"):
         places.move(source, target)
-    except OSError as error:
-        raise CheckpointError(f"cannot rename {source} to {target.name}: {error.strerror}") from error
     return target
 
 
@@ -253,70 +227,54 @@ class _GoingBack:
     def is_complete(self, directory: Place, steps: Iterable[int]) -> bool:
         """Whether the new step is: where the old line had one of that number, that one was moved away before."""
         return self.step in steps and (
-            not self.replaces or places.has_arrived(directory / self.folder / str(self.step))
+            not self.replaces or places.is_complete(directory / self.folder / str(self.step))
         )
 
 
 def live_steps(directory: Place) -> list[int]:
-    """Return the steps of the valid line in ascending order, without those that a new line has abandoned.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """Return the steps of the valid line in ascending order, without those that a new line has abandoned."""
     # The note first: a listing that is older than the note would show both lines.
     noted = _read_note(directory)
     steps = list_steps(directory)
-    with _reading(directory):
+    with failing(f"cannot read {directory}"):
         if noted is None or not noted.is_complete(directory, steps):
             return steps
     return [step for step in steps if step <= noted.after or step == noted.step]
 
 
 def go_back(directory: Place, *, after: int, step: int) -> None:
-    """Write the note that the save of `step` abandons every step above `after`, and move away a step of that number.
-
-    Raises:
-        CheckpointError: a file cannot be written or renamed.
-    """
+    """Write the note that the save of `step` abandons every step above `after`, and move away a step of that number."""
     noted = _GoingBack(after, step, f"{_ABANDONED}{moment()}", step in list_steps(directory))
-    try:
+    with failing(f"cannot go back to step {after} in {directory}"):
         places.write_json(directory / NOTE, asdict(noted))
         if noted.replaces:
             move_steps(directory, [step], directory / noted.folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot go back to step {after} in {directory}: {error.strerror}") from error
 
 
 def settle(directory: Place, report: Callable[[str], None]) -> None:
-    """Carry out a note: move the abandoned steps away where the new step is complete, else undo the note.
-
-    Args:
-        directory: folder of the steps.
-        report: called with one line when steps were abandoned.
-
-    Raises:
-        CheckpointError: a step cannot be renamed.
-    """
+    """Carry out a note: move the abandoned steps away, and say so, where the new step is complete, else undo it."""
     noted = _read_note(directory)
     if noted is None:
         return
     folder = directory / noted.folder
-    try:
+    with failing(f"cannot move abandoned steps to {folder}"):
         places.finish_moves(directory)
         places.finish_moves(folder)  # of a step on its way back
         steps = list_steps(directory)
         if not noted.is_complete(directory, steps):
             old, place = folder / str(noted.step), step_path(directory, noted.step)
-            if noted.replaces and old.is_dir() and places.make_free(place):
+            if places.is_incomplete(place):
+                places.remove_tree(place)
+            if noted.replaces and old.is_dir() and not place.exists():
                 places.move(old, place)
-            places.remove_if_empty(folder)
+            if isinstance(folder, Path):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
             (directory / NOTE).unlink(missing_ok=True)
             return
         move_steps(directory, [step for step in steps if step > noted.after and step != noted.step], folder)
         abandoned = list_steps(folder)
         (directory / NOTE).unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot move abandoned steps to {folder}: {error.strerror}") from error
     report(
         f"step {noted.step} was saved after going back: the abandoned {', '.join(map(str, abandoned))} of "
         f"{directory} moved to {folder.name}, which is kept until you delete it"
@@ -325,26 +283,18 @@ def settle(directory: Place, report: Callable[[str], None]) -> None:
 
 def abandoned_folders(directory: Place) -> list[Place]:
     """Return the directories of abandoned steps, oldest first; each can be opened as a checkpoint directory."""
-    with _reading(directory):
+    with failing(f"cannot read {directory}"):
         return [directory / name for name in sorted(places.names(directory)) if name.startswith(_ABANDONED)]
 
 
 def abandon(directory: Place, steps: Iterable[int]) -> None:
-    """Move steps away as those of a line that is given up.
-
-    Raises:
-        OSError: they cannot be moved.
-    """
+    """Move steps away as those of a line that is given up."""
     if steps := list(steps):
         move_steps(directory, steps, directory / f"{_ABANDONED}{moment()}")
 
 
 def move_steps(directory: Place, steps: Iterable[int], target: Place) -> None:
-    """Move steps to another directory.
-
-    Raises:
-        OSError: they cannot be moved.
-    """
+    """Move steps to another directory."""
     places.make_folder(target)
     for step in steps:
         places.move(step_path(directory, step), target / str(step))
@@ -353,7 +303,7 @@ def move_steps(directory: Place, steps: Iterable[int], target: Place) -> None:
 def _read_note(directory: Place) -> _GoingBack | None:
     path = directory / NOTE
     try:
-        with _reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with failing(f"cannot read {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return _GoingBack(**json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise CheckpointError(

@@ -4,6 +4,7 @@ Nothing here runs in the way of training: who copies does so in the background, 
 made after a later save.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from typing import Any
 from jaxtrain.checkpoint import directory, places
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.places import COMMIT_FILE, COPYING, Place, RemotePath, place_at
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import CheckpointError, ConfigError
 
 _OWNER = "mirror_of.json"
 _CHUNK_BYTES = 4 * 2**20
@@ -25,17 +26,14 @@ def mirror_folder(mirror: str | None, run_dir: Path) -> Place | None:
 
 
 class Mirror:
-    """The second folder of the steps of one checkpoint directory; process 0 alone has one.
+    """The second folder of the steps of one checkpoint directory; process 0 alone writes there.
 
     Args:
-        folder: where the copies are; made with the first one.
+        folder: where the copies are, made with the first one; a ConfigError where it is on the way to `source`.
         source: the checkpoint directory.
 
     Attributes:
         copied_bytes: grows while a copy is made, so that a copy that stands still is noticed.
-
-    Raises:
-        ConfigError: it is the directory itself, is inside of it or is the one that it is in.
     """
 
     def __init__(self, folder: Place, source: Place) -> None:
@@ -47,12 +45,7 @@ class Mirror:
             raise ConfigError(f"checkpoint.mirror: {folder} is where {source} is; name a folder on another disk")
 
     def check_owner(self) -> None:
-        """Raise where the folder holds the copies of another run.
-
-        Raises:
-            ConfigError: it does; names that run.
-            OSError: it cannot be read.
-        """
+        """Raise a ConfigError where the folder holds the copies of another run."""
         try:
             owner = json.loads((self.folder / _OWNER).read_bytes())["checkpoints"]
         except FileNotFoundError:
@@ -65,34 +58,23 @@ class Mirror:
 
     def steps(self) -> list[int]:
         """Return the steps that have a copy, in ascending order; none where the folder cannot be read."""
-        try:
+        with contextlib.suppress(CheckpointError):
             return directory.list_steps(self.folder)
-        except directory.CheckpointError:
-            return []
+        return []
 
     def is_same(self, step: int) -> bool:
         """Whether the copy of a step is of the step which is there; true where that one is gone or damaged."""
         try:
             here = directory.read_info(self._source, step)
         except DamagedError:
-            return True  # gone or damaged there: this copy is all that is left of it
-        try:
+            return True  # this copy is all that is left of it
+        with contextlib.suppress(DamagedError):
             there = directory.read_info(self.folder, step)
-        except DamagedError:
-            return False
-        return (here.digests, here.leaves) == (there.digests, there.leaves)
+            return (here.digests, here.leaves) == (there.digests, there.leaves)
+        return False
 
     def copy(self, step: int, *, keep: Callable[[Place, Iterable[int]], set[int]]) -> None:
-        """Copy a complete step, then delete and set aside what the copies hold beside the line of steps.
-
-        Args:
-            step: the newest step.
-            keep: which of the steps of a folder stay.
-
-        Raises:
-            OSError: the folder cannot be reached or written, or a copy is not what was read.
-            ConfigError: another run has made copies there.
-        """
+        """Copy the newest step, complete; delete the copies that `keep` does not name, and set abandoned ones aside."""
         places.make_folder(self.folder)
         if not (self.folder / _OWNER).exists():
             places.write_json(self.folder / _OWNER, {"checkpoints": str(self._source)})
@@ -107,24 +89,14 @@ class Mirror:
         directory.remove(self.folder, set(steps) - keep(self.folder, steps) - {step})
 
     def bring_back(self, step: int) -> None:
-        """Copy a step from the mirror to its place, where nothing of that name may be.
-
-        Raises:
-            OSError: it cannot be read or written.
-            DamagedError: its record is damaged.
-            ConfigError: the copies are of another directory.
-        """
+        """Copy a step from the mirror to its place, where nothing of that name may be."""
         self.check_owner()
         directory.read_info(self.folder, step)
         places.make_folder(self._source)
         self._copy(self.folder, self._source, step)
 
     def set_aside(self) -> None:
-        """Move all copies to a folder `abandoned-<time>`: a run that starts anew makes copies of its own.
-
-        Raises:
-            OSError: they cannot be moved.
-        """
+        """Move all copies to a folder `abandoned-<time>`: a run that starts anew makes copies of its own."""
         directory.abandon(self.folder, self.steps())
 
     def _copy(self, source: Place, target: Place, step: int) -> None:

@@ -24,6 +24,7 @@ from jaxtrain.config.store_address import is_store_address, store_address
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.files import strict_json, write_bytes_atomic
 
+RECORD_ITEM, ARRAYS_ITEM = "jaxtrain", "state"  # what a step holds
 COMMIT_FILE = "commit_success.txt"
 TRASH, COPYING = ".pruned", ".copying"  # ends of the names of steps that are being deleted or copied on a file system
 _MOVING_FILE = "jaxtrain_moving.json"
@@ -41,15 +42,10 @@ _CREDENTIALS = {
 
 
 class RemotePath:
-    """A folder or an object of a store, used as a `Path` is; it needs not exist.
+    """A folder or an object of a store, gs://bucket/name or s3://bucket/name, used as a `Path` is; it needs not exist.
 
     It deliberately is no `os.PathLike`: a function for files of this machine would make a folder called `s3:`.
-
-    Args:
-        address: gs://bucket/name or s3://bucket/name.
-
-    Raises:
-        ConfigError: the address names no bucket, or no bucket can have that name.
+    Every method raises an OSError where the store does not answer or refuses.
     """
 
     def __init__(self, address: str) -> None:
@@ -60,9 +56,6 @@ class RemotePath:
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self._full}"
-
-    def __repr__(self) -> str:
-        return f"RemotePath({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemotePath) and str(self) == str(other)
@@ -126,26 +119,15 @@ class RemotePath:
         return False
 
     def read_bytes(self) -> bytes:
-        """Return the content of an object.
-
-        Raises:
-            FileNotFoundError: there is none.
-            OSError: the store does not answer, or refuses.
-        """
+        """Return the content of an object; a FileNotFoundError where there is none."""
         with _in_words(self):
             return _client(self.scheme).cat_file(self._full)
 
     def write_bytes(self, content: bytes, *, only_new: bool = False) -> None:
         """Write an object whole, which readers see at once or not at all.
 
-        Args:
-            content: of the object.
-            only_new: whether an object that is there is left as it is. S3 compares and writes in one operation, and so
-                does Google's store; its emulator does not.
-
-        Raises:
-            FileExistsError: `only_new`, and there is one.
-            OSError: the store does not answer, or refuses.
+        With `only_new` a FileExistsError where there is one: S3 compares and writes in one operation, and so does
+        Google's store; its emulator does not.
         """
         with _in_words(self):
             _client(self.scheme).pipe_file(self._full, content, mode="create" if only_new else "overwrite")
@@ -227,18 +209,12 @@ def reason_of(path: RemotePath, error: BaseException) -> tuple[int, str]:
 
 
 def place_at(text: str | os.PathLike[str] | RemotePath, *, what: str, error: type[UserError] = ConfigError) -> Place:
-    """Return the place that a text names: a path of this machine, gs://bucket/name or s3://bucket/name.
+    """Return the absolute path, or the gs://bucket/name or s3://bucket/name, that a text names.
 
     Args:
         text: what the user gave.
         what: its name in a message.
-        error: type of the error.
-
-    Returns:
-        The address, or the absolute path.
-
-    Raises:
-        UserError: it is neither, or the package is missing that speaks to the store.
+        error: type of the error where it is neither, or the package is missing that speaks to the store.
     """
     if isinstance(text, RemotePath):
         return text
@@ -263,11 +239,7 @@ def is_remote(place: Place) -> bool:
 
 
 def names(folder: Place) -> list[str]:
-    """Return the names of what is in a folder, none where it does not exist.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the names of what is in a folder, none where it does not exist."""
     if isinstance(folder, RemotePath):
         return folder.names()
     try:
@@ -283,16 +255,22 @@ def files(step: Place) -> list[str]:
     return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
 
 
-def is_complete(step: Place, *, item: str) -> bool:
-    """Whether a step is complete, which holds the item `item`.
-
-    Raises:
-        OSError: the store does not answer.
-    """
+def is_complete(step: Place) -> bool:
+    """Whether there is a complete step, which is not on its way to another place."""
     if isinstance(step, RemotePath):
         found = step.names()
-        return COMMIT_FILE in found and item in found and _MOVING_FILE not in found
-    return not step.is_symlink() and (step / item).is_dir()
+        return COMMIT_FILE in found and RECORD_ITEM in found and _MOVING_FILE not in found
+    return not step.is_symlink() and (step / RECORD_ITEM).is_dir()
+
+
+def is_incomplete(step: Place) -> bool:
+    """Whether an interrupted save has left a part of a step under its name, which happens in a store alone."""
+    if not isinstance(step, RemotePath) or not step.name.isdecimal():
+        return False
+    found = set(step.names())
+    # Other content is somebody else's: it is set aside, not deleted.
+    is_step = found & {RECORD_ITEM, ARRAYS_ITEM, "_CHECKPOINT_METADATA"}
+    return bool(is_step) and not found & {COMMIT_FILE, _MOVING_FILE}
 
 
 def is_written(step: Place) -> bool:
@@ -309,14 +287,14 @@ class SeenComplete:
     def __init__(self, *, ask_seconds: float = _ASK_SECONDS) -> None:
         self._ask_seconds, self._asked_at, self._known = ask_seconds, 0.0, None
 
-    def __call__(self, step: Place, *, item: str) -> bool:
+    def __call__(self, step: Place, *, item: str = RECORD_ITEM) -> bool:
         """Whether a step is complete, as far as it is known."""
         if not isinstance(step, RemotePath):
             return (step / item).is_dir()
         if self._known != step and monotonic() - self._asked_at >= self._ask_seconds:
             self._asked_at = monotonic()
             with contextlib.suppress(OSError):  # the save itself says what is wrong
-                self._known = step if is_complete(step, item=item) else None
+                self._known = step if is_complete(step) else None
         return self._known == step
 
 
@@ -326,17 +304,7 @@ def write_bytes(file: Place, content: bytes) -> None:
 
 
 def write_json(file: Place, value: Any, *, only_new: bool = False) -> None:
-    """Write a value as JSON, atomically.
-
-    Args:
-        file: to write.
-        value: JSON values.
-        only_new: whether a file that is there is left as it is.
-
-    Raises:
-        FileExistsError: `only_new`, and there is one.
-        OSError: it cannot be written.
-    """
+    """Write a value as JSON, atomically; `only_new`: a FileExistsError where there is such a file."""
     content = (json.dumps(strict_json(value), indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
     if isinstance(file, RemotePath):
         file.write_bytes(content, only_new=only_new)
@@ -371,28 +339,12 @@ def remove_step(step: Place) -> None:
 
 
 def move(source: Place, target: Place) -> None:
-    """Give a folder another name.
-
-    Raises:
-        OSError: it cannot be renamed, or what a store copied may be incomplete; `finish_moves` goes on with it.
-    """
+    """Give a folder another name; of a store that fails, `finish_moves` goes on with it."""
     if isinstance(source, RemotePath):
         write_json(source / _MOVING_FILE, {"to": str(target)})
         _finish_move(source)
     else:
         source.rename(str(target))
-
-
-def has_arrived(step: Place) -> bool:
-    """Whether a step was moved here whole, and is not on its way to another place.
-
-    Raises:
-        OSError: the store does not answer.
-    """
-    if not isinstance(step, RemotePath):
-        return step.is_dir()
-    found = step.names()
-    return COMMIT_FILE in found and _MOVING_FILE not in found
 
 
 def finish_moves(folder: Place) -> None:
@@ -419,50 +371,10 @@ def _delete_objects(folder: RemotePath) -> None:
         (folder / name).unlink()
 
 
-def make_free(step: Place) -> bool:
-    """Whether nothing is at the path of a step; what a save left incomplete in a store is deleted first."""
-    if not isinstance(step, RemotePath):
-        return not step.exists()
-    if COMMIT_FILE in step.names():
-        return False
-    _delete_objects(step)
-    return True
-
-
-def is_leftover(folder: Place, *, is_temporary: bool, items: tuple[str, ...]) -> bool:
-    """Whether a folder is what an interrupted save, copy or removal left.
-
-    Args:
-        folder: of a name that begins with the number of a step.
-        is_temporary: whether its name is that of an unfinished save, copy or removal.
-        items: names of what a step holds.
-    """
-    if not isinstance(folder, RemotePath):
-        return is_temporary and folder.is_dir() and not folder.is_symlink()
-    if is_temporary:
-        return True
-    found = set(folder.names())
-    # Other content is somebody else's: it is set aside, not deleted.
-    is_step = found & {*items, "_CHECKPOINT_METADATA", COMMIT_FILE}
-    return folder.name.isdecimal() and bool(is_step) and not found & {COMMIT_FILE, _MOVING_FILE}
-
-
-def remove_if_empty(folder: Place) -> None:
-    """Remove a folder that has nothing in it; a store has none of that kind."""
-    if isinstance(folder, Path) and folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
-
-
 def sync_folder(folder: Place) -> None:
-    """Flush the files of a folder, and the entries of it and of what holds it, to the disk: Orbax flushes files alone.
-
-    What a store has confirmed is durable.
-
-    Raises:
-        OSError: something cannot be flushed.
-    """
+    """Flush the files of a folder, and the entries of it and of what holds it, to the disk: Orbax flushes files alone."""
     if isinstance(folder, RemotePath):
-        return
+        return  # what a store has confirmed is durable
     for path in (*folder.rglob("*"), folder, folder.parent):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -11,12 +11,13 @@ follows is not seen.
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.checkpoint import directory, places
@@ -47,17 +48,11 @@ class Found:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Found:
-    """Find the checkpoint that a path means, without reading it.
+    """Find the checkpoint that a path means, without reading it; a CheckpointError where there is none.
 
     Args:
         path: a run directory (`runs/x`), a folder of steps (`runs/x/checkpoints`, or any that a `Checkpointer` writes,
             on gs:// or s3:// too), or one step of it (`runs/x/checkpoints/400`).
-
-    Returns:
-        The folder and the step.
-
-    Raises:
-        CheckpointError: there is no checkpoint at that path.
     """
     folder = place_at(path, what="checkpoint", error=CheckpointError)
     if folder.name.isdecimal() and int(folder.name) in list_steps(folder.parent):
@@ -78,34 +73,18 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
 
 
 def checkpoint_folder(run_dir: str | Path) -> Place:
-    """Where the checkpoints of a run are: the place that its note names, or the folder in its directory.
-
-    Raises:
-        CheckpointError: the note is damaged.
-    """
+    """Where the checkpoints of a run are: the place that its note names, or the folder in its directory."""
     noted = read_note(Path(run_dir))
     return Path(run_dir) / FOLDER if noted is None else noted[0]
 
 
 def configured_folder(setting: str | None, run_dir: Path) -> Place:
-    """Where a config puts the checkpoints of a run.
-
-    Args:
-        setting: `checkpoint.directory`.
-        run_dir: directory of the run.
-
-    Raises:
-        ConfigError: the setting is no path and no address of a store.
-    """
+    """Where a config puts the checkpoints of a run: `checkpoint.directory`, or the folder in its directory."""
     return run_dir / FOLDER if setting is None else place_at(setting, what="checkpoint.directory")
 
 
 def read_note(run_dir: Path) -> tuple[Place, str] | None:
-    """The place that the note of a run names, and the identity of the run there; None where there is no note.
-
-    Raises:
-        CheckpointError: the note is damaged.
-    """
+    """The place that the note of a run names, and the identity of the run there; None where there is no note."""
     path = run_dir / NOTE
     try:
         content = json.loads(path.read_bytes())
@@ -124,11 +103,7 @@ def write_note(run_dir: Path, place: Place, identity: str) -> None:
 
 
 def identity_of_steps(folder: Place) -> int | None:
-    """What changes when the steps of a folder are moved away as those of an earlier run; None where there is none.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """What changes when the steps of a folder are moved away as those of an earlier run; None where there is none."""
     if not any(name.isdecimal() for name in places.names(folder)):
         return None
     # The folder of a run directory is moved as a whole. Elsewhere it stays, and its steps move into one of `previous`.
@@ -137,42 +112,14 @@ def identity_of_steps(folder: Place) -> int | None:
 
 
 def set_steps_aside(folder: Place) -> Place | None:
-    """Move the steps of an earlier run in a folder of their own, to `previous/<time>/`; None where there are none.
-
-    Raises:
-        CheckpointError: they cannot be moved.
-    """
+    """Move the steps of an earlier run in a folder of their own, to `previous/<time>/`; None where there are none."""
     target = folder / PREVIOUS / directory.moment()
-    try:
+    with directory.failing(f"cannot move the checkpoints of an earlier run to {target}"):
         directory.clear_leftovers(folder)
         steps = [int(name) for name in places.names(folder) if name.isdecimal()]
         directory.move_steps(folder, steps, target)
         (folder / directory.NOTE).unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot move the checkpoints of an earlier run to {target}: {error.strerror}") from error
     return target if steps else None
-
-
-@dataclass(frozen=True)
-class _Marker:
-    """What the object in the folder of the steps says.
-
-    Attributes:
-        run: identity of the run, which its directory keeps.
-        start: identity of the process that writes.
-        name, run_dir, host, since: for people.
-    """
-
-    run: str
-    start: str
-    name: str
-    run_dir: str
-    host: str
-    since: str
-
-    def text(self) -> str:
-        """The run as people read it."""
-        return f"the run {self.name} ({self.run_dir} on {self.host}, started {self.since})"
 
 
 class Owner:
@@ -183,18 +130,15 @@ class Owner:
         marker: as this process wrote it.
     """
 
-    def __init__(self, folder: Place, marker: _Marker) -> None:
+    def __init__(self, folder: Place, marker: dict[str, str]) -> None:
         self._folder, self._marker = folder, marker
 
     def other(self) -> str | None:
         """Who has taken the folder over; None where it is still this process's, or nobody can tell."""
-        try:
+        with contextlib.suppress(OSError):  # the save that follows says what is wrong with the store
             found = _read(self._folder)
-        except OSError:
-            return None  # the save that follows says what is wrong with the store
-        except CheckpointError as error:
-            return str(error)
-        return None if found is None or found.start == self._marker.start else found.text()
+            return None if found is None or found["start"] == self._marker["start"] else _text(found)
+        return None
 
 
 def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[Owner, str | None]:
@@ -211,36 +155,36 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
 
     Raises:
         ConfigError: another run has it, or it cannot be written.
-        CheckpointError: the note in the run directory, or the object in the folder, is damaged.
     """
     noted = read_note(run_dir)
     known = noted[1] if noted is not None and noted[0] == folder else ""
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    marker = _Marker(
-        known or uuid.uuid4().hex, uuid.uuid4().hex, name, str(run_dir.absolute()), socket.gethostname(), since
-    )
+    marker = {
+        "run": known or uuid.uuid4().hex,  # identity of the run, which its directory keeps
+        "start": uuid.uuid4().hex,  # of the process that writes
+        "name": name,
+        "run_dir": str(run_dir.absolute()),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
     line = None
     try:
         places.make_folder(folder)
         found = _read(folder)
-        if found is not None and (found.run != marker.run or _is_copy(found, run_dir)):
-            if not takes_over:
-                raise _refused(folder, found.text())
-            line = f"{folder} is taken over from {found.text()}"
-            marker = replace(marker, run=uuid.uuid4().hex)  # a copy of a run directory becomes a run of its own
         is_own = known or takes_over or folder == run_dir.absolute() / FOLDER
         if found is None and not is_own and list_steps(folder):
             raise _refused(folder, "a run that it does not name")
+        if found is not None and (found["run"] != marker["run"] or _is_copy(found, run_dir)):
+            if not takes_over:
+                raise _refused(folder, _text(found))
+            line = f"{folder} is taken over from {_text(found)}"
+            marker["run"] = uuid.uuid4().hex  # a copy of a run directory becomes a run of its own
         # Before the marker: a kill between the two must not leave a folder that its own run takes for another's.
-        write_note(run_dir, folder, marker.run)
-        if found is None:
-            with contextlib.suppress(FileExistsError):
-                places.write_json(folder / MARKER, asdict(marker), only_new=True)
-            found = _read(folder)
-            if found is not None and found.start != marker.start:
-                raise _refused(folder, found.text())
-        else:
-            places.write_json(folder / MARKER, asdict(marker))
+        write_note(run_dir, folder, marker["run"])
+        with contextlib.suppress(FileExistsError):
+            places.write_json(folder / MARKER, marker, only_new=found is None)
+        written = _read(folder) or marker
+        if written["start"] != marker["start"]:
+            raise _refused(folder, _text(written))
     except OSError as error:
         if noted is None:
             (run_dir / NOTE).unlink(missing_ok=True)
@@ -251,11 +195,15 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
     return Owner(folder, marker), line
 
 
-def _is_copy(found: _Marker, run_dir: Path) -> bool:
+def _is_copy(found: dict[str, str], run_dir: Path) -> bool:
     """Whether a run directory is a copy (`cp -r`) of the one that a marker names, which still is there on this host."""
-    there = Path(found.run_dir)
-    is_here = found.host == socket.gethostname() and (there / NOTE).exists()
+    there = Path(found["run_dir"])
+    is_here = found["host"] == socket.gethostname() and (there / NOTE).exists()
     return is_here and not there.samefile(run_dir)
+
+
+def _text(marker: dict[str, str]) -> str:
+    return f"the run {marker['name']} ({marker['run_dir']} on {marker['host']}, started {marker['since']})"
 
 
 def _refused(folder: Place, whose: str) -> ConfigError:
@@ -265,13 +213,12 @@ def _refused(folder: Place, whose: str) -> ConfigError:
     )
 
 
-def _read(folder: Place) -> _Marker | None:
-    path = folder / MARKER
+def _read(folder: Place) -> dict[str, str] | None:
     try:
-        return _Marker(**json.loads(path.read_bytes()))
+        return json.loads((folder / MARKER).read_bytes())
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
-        raise CheckpointError(
-            f"{path} is damaged: it says whose the checkpoints are; delete it if they are of this run"
-        ) from None
+    except ValueError as error:
+        raise OSError(
+            errno.EIO, f"{folder / MARKER} is damaged; delete it if the checkpoints are of this run"
+        ) from error

@@ -16,12 +16,12 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.checkpoint import digest, s3_orbax
-from jaxtrain.checkpoint.directory import ARRAYS_ITEM, RECORD_ITEM, CheckpointInfo, DamagedError
-from jaxtrain.checkpoint.places import Place, RemotePath, forget_listings
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.places import ARRAYS_ITEM, RECORD_ITEM, Place, RemotePath, forget_listings
 from jaxtrain.checkpoint.tree import is_key, native, shown_name
 from jaxtrain.errors import CheckpointError
 
@@ -99,7 +99,8 @@ class Storage:
             Path -> array.
 
         Raises:
-            DamagedError, CheckpointError: see `read_failure`.
+            DamagedError: the files are missing or damaged.
+            CheckpointError: they cannot be read here, although they may be whole.
         """
         import jax
         import numpy
@@ -118,13 +119,8 @@ class Storage:
             restore_args={name: restore_args(leaf) for name, leaf in wanted.items()},
             partial_restore=True,
         )
-        try:
-            return self._checkpointer.restore(_orbax_path(path), args=ocp.args.Composite(**{ARRAYS_ITEM: arguments}))[
-                ARRAYS_ITEM
-            ]
-        except Exception as error:
-            failure = read_failure(path, error)
-        raise failure
+        composite = ocp.args.Composite(**{ARRAYS_ITEM: arguments})
+        return _read(path, lambda: self._checkpointer.restore(_orbax_path(path), args=composite)[ARRAYS_ITEM])
 
     def wait(self) -> None:
         """Wait until the last write is complete; raise its error if it failed."""
@@ -173,14 +169,7 @@ def _orbax_path(path: Place) -> Any:
 
 
 def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves in forms that Orbax can store: random keys as numbers, numbers as arrays, no empty arrays.
-
-    Args:
-        leaves: path -> array, number or random key.
-
-    Returns:
-        Path -> array; leaves without elements are left out.
-    """
+    """Return the leaves in forms that Orbax can store: random keys as numbers, numbers as arrays, no empty arrays."""
     import jax
     import numpy
 
@@ -194,7 +183,7 @@ def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_verified(storage: Storage, info: CheckpointInfo, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the wanted leaves of a step and compare each with its digest.
+    """Read the wanted leaves of a step, as `Storage.read` does, and compare each with its digest.
 
     Args:
         storage: open.
@@ -203,10 +192,6 @@ def read_verified(storage: Storage, info: CheckpointInfo, wanted: Mapping[str, A
 
     Returns:
         Path -> restored leaf, in the sharding of the target.
-
-    Raises:
-        DamagedError: files are missing or unreadable, or an array differs from what was saved.
-        CheckpointError: this machine cannot read them (no permission, no memory), although they may be intact.
     """
     import jax
     import numpy
@@ -240,52 +225,30 @@ def read_verified(storage: Storage, info: CheckpointInfo, wanted: Mapping[str, A
 def verify_on_host(info: CheckpointInfo, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Read every array of a step into the memory of this process, a few at a time, and compare it with its digest.
 
-    No device and no other process takes part, so that a thread beside the training can do it.
-
-    Args:
-        info: record of the step.
-        advance: called with the bytes that are read next, before each read.
-
-    Raises:
-        DamagedError: an array is missing or differs.
-        CheckpointError: the files cannot be read for another reason.
+    No device and no other process takes part, so that a thread beside the training can do it. `advance` is called with
+    the bytes that are read next, before each read.
     """
     import numpy
     import orbax.checkpoint as ocp
 
     _silence()
     folder = _orbax_path(info.path / ARRAYS_ITEM)
-    for names in _chunks(info):
+    left = list(info.digests)
+    while left:
+        names = [left.pop()]
+        while left and sum(map(info.bytes_of, names)) < _READ_BYTES:
+            names.append(left.pop())
         advance(sum(map(info.bytes_of, names)))
         arguments = ocp.args.PyTreeRestore(
             item=dict.fromkeys(names, 0),
             restore_args={name: ocp.RestoreArgs(restore_type=numpy.ndarray) for name in names},
             partial_restore=True,
         )
-        failure = None
-        found: dict[str, Any] = {}
-        try:
-            found = ocp.PyTreeCheckpointHandler().restore(folder, args=arguments)
-        except Exception as error:
-            failure = read_failure(info.path, error)
-        if failure is not None:
-            raise failure
+        found = _read(info.path, lambda: ocp.PyTreeCheckpointHandler().restore(folder, args=arguments))
         arrays = {name: array for name, array in found.items() if isinstance(array, numpy.ndarray)}
         altered = _altered(info, names, {name: array for name, array in arrays.items() if array.dtype != object})
         if altered is not None:
             raise _not_as_saved(info, altered)
-
-
-def _chunks(info: CheckpointInfo) -> Iterator[list[str]]:
-    """The names of the arrays of a step, those together that are read at once."""
-    names: list[str] = []
-    for name in info.digests:
-        names.append(name)
-        if sum(map(info.bytes_of, names)) >= _READ_BYTES:
-            yield names
-            names = []
-    if names:
-        yield names
 
 
 def _altered(info: CheckpointInfo, names: Any, arrays: Mapping[str, Any]) -> str | None:
@@ -362,12 +325,16 @@ def everyone(succeeded: bool) -> bool:
     return bool(numpy.all(multihost_utils.process_allgather(numpy.asarray([succeeded]))))
 
 
-def read_failure(path: Place, error: BaseException) -> CheckpointError:
-    """The error of a read that failed: a DamagedError, unless what failed says nothing about the files."""
-    reason = free(error)
-    if any(_is_of_this_machine(link) for link in _chain(error)):
-        return CheckpointError(f"cannot read checkpoint {path}: {reason}")
-    return DamagedError(f"checkpoint {path} is damaged: {reason}")
+def _read(path: Place, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `read` gives through Orbax; see `Storage.read` for what is raised, without the error of Orbax."""
+    try:
+        return read()
+    except Exception as error:
+        is_damage = not any(map(_is_of_this_machine, _chain(error)))
+        reason = free(error)
+    if is_damage:
+        raise DamagedError(f"checkpoint {path} is damaged: {reason}")
+    raise CheckpointError(f"cannot read checkpoint {path}: {reason}")
 
 
 def _is_of_this_machine(error: BaseException) -> bool:

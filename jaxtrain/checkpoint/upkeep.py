@@ -23,10 +23,7 @@ _LEAVING_SECONDS = 10.0
 
 
 class Retention:
-    """Which steps of a checkpoint directory stay; see `directory.steps_to_keep`.
-
-    Args:
-        keep_last, keep_every, keep_best: the rules.
+    """Which steps of a checkpoint directory stay; `directory.steps_to_keep` has the rules.
 
     Attributes:
         compared_after: steps up to this one are compared only until a later one has a loss or a score.
@@ -113,11 +110,7 @@ class Upkeep:
         self._began, self._is_over = None, False
 
     def look(self) -> None:
-        """Report what was done in the background since the last call.
-
-        Raises:
-            SaveError: a step does not read as it was saved; it is renamed, and those before it are kept.
-        """
+        """Report what was done in the background; a SaveError where a step does not read as it was saved."""
         while self._lines:
             self._report(self._lines.pop(0))
         while self._damaged:
@@ -198,23 +191,14 @@ class Upkeep:
         self._mirror_fails = failed
 
     def recover(self, *, damaged: Collection[int] = ()) -> int:
-        """Bring the newest copy back where no step is left, and say so; returns its number, -1 where there is none.
-
-        Args:
-            damaged: steps that are left and cannot be used; copies of them were tried.
-        """
+        """Bring the newest copy back, but none of the damaged steps, and say so; its number, -1 where there is none."""
         copies = [] if self._mirror is None else self._mirror.steps()
         reason = f"no {'intact ' if damaged else ''}checkpoint is left in {self._folder}"
         others = (step for step in reversed(copies) if step not in damaged)
         return next((step for step in others if self._bring_back(step, reason)), -1)
 
     def replace(self, step: int, reason: str) -> bool:
-        """Rename a damaged step and bring its copy back, and say so; False where there is no copy.
-
-        Args:
-            step: the damaged one.
-            reason: what is wrong with it.
-        """
+        """Rename a damaged step and bring its copy back, and say so; False where there is no copy."""
         # A copy with other arrays is of a line of steps that was given up.
         if self._mirror is None or step not in self._mirror.steps() or not self._mirror.is_same(step):
             return False

@@ -123,7 +123,7 @@ def test_a_damaged_step_is_passed_over(store, kept, start, content):
     copy(kept, folder)
     for name in [name for name in (folder / "2").files() if name.startswith(start)]:
         if content is None:
-            (folder / "2" / name).delete()
+            (folder / "2" / name).unlink()
         else:
             (folder / "2" / name).write_bytes(content)
     lines: list[str] = []

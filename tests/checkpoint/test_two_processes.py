@@ -113,7 +113,7 @@ def one_to_two_to_one(root: Place) -> None:
         checkpointer.save(1, state, metadata={})
         checkpointer.save(2, state, metadata={})
     record = root / "2" / "jaxtrain" / "metadata"
-    (record.unlink if isinstance(record, Path) else record.delete)()
+    record.unlink()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
