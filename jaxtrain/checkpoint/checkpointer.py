@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -172,23 +172,17 @@ class Checkpointer:
         directory.seal(record)  # metadata that is not JSON fails before any work on the device
         stored = storage.storable(flat)
         record["digests"] = digest.digests(stored)
-        if self._decided(path, lambda: self._holds(step, record)):
+        num_bytes = sum(array.nbytes for array in stored.values())
+        if not self._decided(path, lambda: not self._holds(step, record) and self._make_room(step, num_bytes)):
             self._position = step
             return False
-        self._decided(path, lambda: self._make_room(step, sum(array.nbytes for array in stored.values())))
-        try:
+        with self._failing(path):
             self._open().write(path, stored, directory.seal(record))
-        except Exception as error:
-            raise self._failed(path, error) from None
         self._saving, self._seen = path, SeenComplete()
         return True
 
     def add_eval_loss(self, step: int, eval_loss: float, *, score: float | None = None) -> None:
-        """Record the eval_loss (and score) of a step that was saved before it was evaluated, for `keep_best`.
-
-        Raises:
-            CheckpointError: there is no such step.
-        """
+        """Record the eval_loss (and score) of a step that was saved before it was evaluated, for `keep_best`."""
         self.wait()
         self.info(step)
         if is_process_0():
@@ -244,9 +238,12 @@ class Checkpointer:
                     candidates += [other] if other >= 0 else []
                 continue
             # Only once an intact step is found: with all steps renamed, the next run would start at step 0.
-            if is_process_0():
-                self._pass_over(damaged, instead=candidate)
-            everyone(True)
+            for other, reason in damaged.items() if is_process_0() else ():
+                if not self._read_only:
+                    moved = directory.set_aside(self.directory, other, reason="corrupt")
+                    reason = f"{reason} (renamed to {moved.name})"
+                self._report(f"{reason}; step {candidate} is used instead")
+            everyone(True)  # what is renamed is so for all of them
             if prefix is None:
                 self._position = candidate
                 # What is saved from here on is compared, also under a number that an abandoned step had.
@@ -282,26 +279,13 @@ class Checkpointer:
         return {path: read[name] for path, name in names.items()}
 
     def check_like(self, target: Any) -> None:
-        """Compare names, shapes and dtypes with the newest intact record, as `restore` does, without reading arrays.
-
-        Args:
-            target: tree of `jax.ShapeDtypeStruct` or arrays.
-
-        Raises:
-            CheckpointError: there is no step, or it belongs to another model or optimizer.
-        """
+        """Compare a tree with the newest intact record, as `restore` does, without reading arrays."""
         self.wait()
         info = self._newest_info()
         self._check_like(info, tree.flatten(target).leaves, info.leaves)
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
-        """Read every array of a step, a few at a time, and compare it with its digest.
-
-        Args:
-            step: number of the step; None: the newest step.
-
-        Returns:
-            The record of the step.
+        """Read every array of a step (None: the newest), a few at a time, compare it with its digest; the record.
 
         Raises:
             DamagedError: an array differs from what was saved; the message names the first one.
@@ -327,11 +311,8 @@ class Checkpointer:
         if self._storage is None or self._saving is None:
             return
         path = self._saving
-        try:
+        with self._failing(path):
             self._storage.check()
-        except Exception as error:
-            self._saving = None
-            raise self._failed(path, error) from None
         if is_process_0():
             if self._seen(path):
                 self._upkeep.begin(int(path.name))
@@ -357,13 +338,11 @@ class Checkpointer:
         path, self._saving = self._saving, None
         if self._storage is None or path is None:
             return
-        try:
+        with self._failing(path):
             self._storage.wait()
-        except Exception as error:
-            raise self._failed(path, error) from None
         self._position = int(path.name)
         if is_process_0():
-            with self._save_errors(path):
+            with self._failing(path):
                 directory.settle(self.directory, self._report)
                 self._upkeep.begin(int(path.name))
 
@@ -394,35 +373,40 @@ class Checkpointer:
         return False
 
     def _decided(self, path: Place, decide: Callable[[], bool]) -> bool:
-        """Return what process 0 decides before a save; every process raises where it cannot.
-
-        Raises:
-            SaveError: process 0 cannot read or write there.
-        """
-        failures: list[SaveError] = []
+        """Return what process 0 decides before a save; every process raises a SaveError where it cannot."""
+        failure: SaveError | None = None
 
         def look() -> int:
+            nonlocal failure
             try:
-                with self._save_errors(path):
+                with self._failing(path):
                     return decide()
             except SaveError as error:
-                failures.append(error)
+                failure = error
                 return -1
 
         found = from_process_0(look if is_process_0() else lambda: 0)
         if found < 0:
-            raise failures[0] if failures else SaveError(f"cannot save checkpoint {path}: process 0 cannot")
+            raise failure or SaveError(f"cannot save checkpoint {path}: process 0 cannot")
         return bool(found)
 
     @contextlib.contextmanager
-    def _save_errors(self, path: Place) -> Any:
+    def _failing(self, path: Place) -> Iterator[None]:
+        """Turn whatever a save raises into a SaveError of one line, and make the directory ready for the next one."""
         try:
             yield
         except SaveError:
             raise
-        except (OSError, CheckpointError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise SaveError(f"cannot save checkpoint {path}: {reason}") from None
+        except Exception as error:
+            # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
+            self._saving = self._storage = None
+            self._is_cleared = False
+            failure = SaveError(f"cannot save checkpoint {path}: {storage.free(error)}")
+            if is_process_0():
+                with contextlib.suppress(OSError, CheckpointError):  # the next save begins with it
+                    directory.clear_leftovers(self.directory)
+                    directory.settle(self.directory, self._report)
+            raise failure from None
 
     def _make_room(self, step: int, num_bytes: int) -> bool:
         """Make the directory ready for a save of `step`; process 0 alone."""
@@ -449,17 +433,6 @@ class Checkpointer:
                 )
         return True
 
-    def _failed(self, path: Place, error: BaseException) -> SaveError:
-        # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
-        self._storage = None
-        failure = SaveError(f"cannot save checkpoint {path}: {storage.free(error)}")
-        self._is_cleared = False
-        if is_process_0():
-            with contextlib.suppress(OSError, CheckpointError):  # the next save begins with it
-                directory.clear_leftovers(self.directory)
-                directory.settle(self.directory, self._report)
-        return failure
-
     def _read(self, step: int, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:
         """Read a step, from its copy where it is damaged."""
 
@@ -476,15 +449,7 @@ class Checkpointer:
                 raise
         return read()
 
-    def _pass_over(self, damaged: Mapping[int, str], *, instead: int) -> None:
-        """Report damaged steps in place of which an earlier one is used, and rename them: no start meets them again."""
-        for step, reason in damaged.items():
-            moved = ""
-            if not self._read_only:
-                moved = f" (renamed to {directory.set_aside(self.directory, step, reason='corrupt').name})"
-            self._report(f"{reason}{moved}; step {instead} is used instead")
-
-    def _check_like(self, info: CheckpointInfo, wanted: Mapping[str, Any], names: Any) -> None:
+    def _check_like(self, info: CheckpointInfo, wanted: Mapping[str, Any], names: Iterable[str]) -> None:
         """Raise where the named leaves in the record of a step are not those that are wanted."""
         parts, phrase = tree.difference(
             {name: info.leaves[name] for name in names if name in info.leaves},

@@ -32,16 +32,10 @@ _SMALL_BYTES = 1 << 20
 
 
 def digests(arrays: "Mapping[str, jax.Array | np.ndarray]") -> dict[str, Digest]:
-    """Digest each array (jax or numpy, any dtype, any sharding); with several processes all of them call this.
+    """Give two sums below 2^32 for each array, of any dtype and in any sharding; all processes call this together.
 
     Each result is awaited before the next begins, because dozens of concurrent all-reduces deadlock on emulated CPU
     devices.
-
-    Args:
-        arrays: path -> jax or NumPy array of any dtype, in any sharding.
-
-    Returns:
-        Path -> two sums below 2^32.
     """
     import jax
 

@@ -39,9 +39,9 @@ class Mirror:
     def __init__(self, folder: Place, source: Place) -> None:
         self.folder, self._source = folder, source
         self.copied_bytes = 0
-        place, here = folder.resolve(), source.resolve()
-        # As of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
-        if here in (place, *place.parents) or place == here.parent:
+        place, here = (str(one.resolve() if isinstance(one, Path) else one) for one in (folder, source))
+        # The second is that of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
+        if f"{place}/".startswith(f"{here}/") or place == str(source.parent):
             raise ConfigError(f"checkpoint.mirror: {folder} is where {source} is; name a folder on another disk")
 
     def check_owner(self) -> None:

@@ -77,17 +77,8 @@ class RemotePath:
         return self if not self.key else type(self)(str(self).rpartition("/")[0])
 
     @property
-    def parents(self) -> list[Self]:
-        """The folders that this one is in, the nearest first."""
-        return [] if not self.key else [self.parent, *self.parent.parents]
-
-    @property
     def _full(self) -> str:
         return f"{self.bucket}/{self.key}" if self.key else self.bucket
-
-    def resolve(self) -> Self:
-        """The same address: there are no links."""
-        return self
 
     def names(self) -> list[str]:
         """Return the names of what is in this folder; empty where there is none."""
@@ -372,7 +363,7 @@ def _delete_objects(folder: RemotePath) -> None:
 
 
 def sync_folder(folder: Place) -> None:
-    """Flush the files of a folder, and the entries of it and of what holds it, to the disk: Orbax flushes files alone."""
+    """Flush a folder and what is in it to the disk: Orbax flushes files alone, and no entries of folders."""
     if isinstance(folder, RemotePath):
         return  # what a store has confirmed is durable
     for path in (*folder.rglob("*"), folder, folder.parent):

@@ -244,7 +244,8 @@ def verify_on_host(info: CheckpointInfo, advance: Callable[[int], None] = lambda
             restore_args={name: ocp.RestoreArgs(restore_type=numpy.ndarray) for name in names},
             partial_restore=True,
         )
-        found = _read(info.path, lambda: ocp.PyTreeCheckpointHandler().restore(folder, args=arguments))
+        restore = functools.partial(ocp.PyTreeCheckpointHandler().restore, folder, args=arguments)
+        found = _read(info.path, restore)
         arrays = {name: array for name, array in found.items() if isinstance(array, numpy.ndarray)}
         altered = _altered(info, names, {name: array for name, array in arrays.items() if array.dtype != object})
         if altered is not None:

@@ -28,7 +28,6 @@ def test_an_address_has_one_form():
         assert str(path) == means
         assert (path / "7").name == "7"
         assert (path / "7").parent == path
-        assert str((path / "7").parents[-1]).count("/") == 2
     for written, said in (
         ("s3://", "names no bucket"),
         ("s3://Bucket/a", "can be no bucket"),
@@ -104,11 +103,9 @@ def test_steps_that_nobody_signed_are_not_taken_for_ones_own(tmp_path: Path):
         take(others, run, name="a", takes_over=False)
     assert list(run.iterdir()) == []
     assert not (others / MARKER).exists()
-    owner, _ = take(others, run, name="a", takes_over=True)
+    take(others, run, name="a", takes_over=True)
     (others / MARKER).unlink()
     assert take(others, run, name="a", takes_over=False)[1] is None  # the note in the run directory knows it
-    (others / MARKER).write_text("{")
-    assert "damaged" in str(owner.other())  # no error, which other processes would wait for
     take(with_step(run / "checkpoints", 4), run, name="a", takes_over=False)
 
 
