@@ -1,9 +1,6 @@
 """The checkpoints of a run: saved in the background, restored on any mesh, every array verified."""
 
 import contextlib
-import errno
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
@@ -16,7 +13,7 @@ from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.places import Place, RemotePath, SeenComplete, place_at
 from jaxtrain.checkpoint.storage import Storage, everyone, from_process_0, is_process_0
 from jaxtrain.checkpoint.upkeep import Retention, Upkeep
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.remarks import print_remark
 
 
@@ -40,7 +37,7 @@ class Checkpointer:
         report: called with one line when a damaged step is skipped, or steps are abandoned.
 
     Raises:
-        ConfigError: the directory is a file, or the mirror holds the copies of another directory.
+        ConfigError: the directory is no path and no such address, or the mirror holds the copies of another one.
 
     Example:
         >>> with jt.Checkpointer("runs/mine/checkpoints", keep_last=2) as checkpointer:
@@ -62,8 +59,6 @@ class Checkpointer:
         report: Callable[[str], None] = print_remark,
     ) -> None:
         self.directory = place_at(directory, what="checkpoint directory")
-        if isinstance(self.directory, Path) and self.directory.is_file():
-            raise ConfigError(f"checkpoint directory {self.directory} is a file: choose another directory")
         self._report, self._read_only = report, read_only
         self._is_begun = self._is_closed = self._is_cleared = False
         self._storage: Storage | None = None
@@ -172,8 +167,7 @@ class Checkpointer:
         directory.seal(record)  # metadata that is not JSON fails before any work on the device
         stored = storage.storable(flat)
         record["digests"] = digest.digests(stored)
-        num_bytes = sum(array.nbytes for array in stored.values())
-        if not self._decided(path, lambda: not self._holds(step, record) and self._make_room(step, num_bytes)):
+        if not self._decided(path, lambda: not self._holds(step, record) and self._make_room(step)):
             self._position = step
             return False
         with self._failing(path):
@@ -358,10 +352,11 @@ class Checkpointer:
         return [step for step in steps if step <= newest]
 
     def _newest_info(self) -> CheckpointInfo:
-        for step in reversed(self._candidates()):
+        candidates = self._candidates()
+        for step in reversed(candidates):
             with contextlib.suppress(DamagedError):  # `restore` reports it, and takes the step before
                 return self.info(step)
-        raise CheckpointError(f"all checkpoints in {self.directory} are damaged")
+        return self.info(candidates[-1])  # says what is wrong with it
 
     def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
         """Whether a saved step has the arrays of this record: the same leaves with the same digests."""
@@ -395,20 +390,20 @@ class Checkpointer:
         """Turn whatever a save raises into a SaveError of one line, and make the directory ready for the next one."""
         try:
             yield
-        except SaveError:
-            raise
         except Exception as error:
             # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
             self._saving = self._storage = None
             self._is_cleared = False
-            failure = SaveError(f"cannot save checkpoint {path}: {storage.free(error)}")
+            failure = error
+            if not isinstance(error, SaveError):
+                failure = SaveError(f"cannot save checkpoint {path}: {storage.free(error)}")
             if is_process_0():
                 with contextlib.suppress(OSError, CheckpointError):  # the next save begins with it
                     directory.clear_leftovers(self.directory)
                     directory.settle(self.directory, self._report)
             raise failure from None
 
-    def _make_room(self, step: int, num_bytes: int) -> bool:
+    def _make_room(self, step: int) -> bool:
         """Make the directory ready for a save of `step`; process 0 alone."""
         path = directory.step_path(self.directory, step)
         self._upkeep.forget(step)
@@ -424,13 +419,6 @@ class Checkpointer:
         if path.exists():
             moved = directory.set_aside(self.directory, step, reason="foreign")
             self._report(f"{path} is not a checkpoint of jaxtrain: it is renamed to {moved.name}")
-        if isinstance(path, Path):
-            disk = shutil.disk_usage(path.parent)
-            if disk.total and disk.free < num_bytes:  # some network file systems report no sizes at all
-                free, needed = disk.free / 2**20, num_bytes / 2**20
-                raise OSError(
-                    errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: it takes {needed:.1f} MiB, {free:.1f} MiB are free"
-                )
         return True
 
     def _read(self, step: int, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,8 @@ def failing(what: str) -> Iterator[None]:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record as it is stored, JSON values with a checksum; a CheckpointError where they are none."""
-    try:
-        plain = json.loads(json.dumps(content))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"metadata of a checkpoint must be JSON: {error}") from error
+    """Return the record as it is stored: JSON values with a checksum."""
+    plain = json.loads(json.dumps(content))
     return {"sha256": _checksum(plain), "content": plain}
 
 
@@ -122,7 +119,7 @@ def read_info(directory: Place, step: int) -> CheckpointInfo:
 
     Raises:
         DamagedError: the record is missing, unreadable or altered.
-        CheckpointError: a newer jaxtrain wrote it, or this user may not read it.
+        CheckpointError: this user may not read it.
     """
     path = step_path(directory, step)
     content: Any = None
@@ -135,20 +132,10 @@ def read_info(directory: Place, step: int) -> CheckpointInfo:
         pass
     if content is None:
         raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read")
-    if content["format_version"] > FORMAT_VERSION:
-        raise CheckpointError(f"checkpoint {path} was written by a newer jaxtrain: {content['versions']['jaxtrain']}")
-    return CheckpointInfo(
-        step=step,
-        path=path,
-        metadata=content["metadata"],
-        leaves={name: (tuple(shape), dtype) for name, (shape, dtype) in content["leaves"].items()},
-        digests={name: (first, second) for name, (first, second) in content["digests"].items()},
-        key_implementations=content["key_implementations"],
-        eval_loss=content["eval_loss"],
-        versions=content["versions"],
-        saved_at=content["saved_at"],
-        score=content["score"],
-    )
+    known = {item.name: content[item.name] for item in fields(CheckpointInfo) if item.name not in ("step", "path")}
+    known["leaves"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in content["leaves"].items()}
+    known["digests"] = {name: (first, second) for name, (first, second) in content["digests"].items()}
+    return CheckpointInfo(step=step, path=path, **known)
 
 
 def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float | None) -> None:
@@ -157,26 +144,6 @@ def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float 
     with failing(f"cannot write {path}"):
         content = {**json.loads(path.read_bytes())["content"], "eval_loss": eval_loss, "score": score}
         places.write_bytes(path, json.dumps(seal(content)).encode())
-
-
-def steps_to_keep(
-    losses: Mapping[int, float | None], *, keep_last: int, keep_every: int | None, keep_best: bool
-) -> set[int]:
-    """Return the steps that are kept.
-
-    Args:
-        losses: step -> eval_loss (or score) of every saved step; None where it was not evaluated.
-        keep_last: number of the newest steps that are kept.
-        keep_every: steps at multiples of this are kept; None: no such rule.
-        keep_best: whether the step with the lowest finite loss is kept (of equal losses the earliest).
-    """
-    kept = set(sorted(losses)[-keep_last:])
-    if keep_every is not None:
-        kept |= {step for step in losses if step % keep_every == 0}
-    scored = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
-    if keep_best and scored:
-        kept.add(min(scored)[1])
-    return kept
 
 
 def remove(directory: Place, steps: Iterable[int]) -> None:

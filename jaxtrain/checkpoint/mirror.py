@@ -106,7 +106,7 @@ class Mirror:
         places.remove_tree(partial)
         places.make_folder(partial)
         digests = {}
-        for name in places.files(origin):
+        for name in _files(origin):
             places.make_folder((partial / name).parent)
             with (origin / name).open("rb") as read, (partial / name).open("wb") as written:
                 digests[name] = self._digest(read, written.write)
@@ -127,3 +127,10 @@ class Mirror:
             take(part)
             self.copied_bytes += len(part)
         return digest.hexdigest()
+
+
+def _files(step: Place) -> list[str]:
+    """The names of the files of a step, relative to it, without the marker of stores."""
+    if isinstance(step, RemotePath):
+        return [name for name in step.files() if name != COMMIT_FILE]
+    return [path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file()]

@@ -49,10 +49,7 @@ class RemotePath:
     """
 
     def __init__(self, address: str) -> None:
-        try:
-            self.scheme, self.bucket, self.key = store_address(address)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        self.scheme, self.bucket, self.key = store_address(address)  # a ValueError where it is none
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self._full}"
@@ -178,19 +175,17 @@ def _in_words(path: RemotePath) -> Iterator[None]:
     """Turn what the clients raise, of a dozen libraries, into an OSError whose `strerror` is one short reason."""
     try:
         yield
-    except FileNotFoundError as error:
-        # The clients leave out the number, by which a caller tells what is gone from what cannot be reached.
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
-    except (FileExistsError, ConfigError):
-        raise
     except Exception as error:
-        number, reason = reason_of(path, error)
-        raise OSError(number, reason) from error
+        # By the number an OSError becomes a FileNotFoundError or a FileExistsError again, which callers tell apart.
+        raise OSError(*reason_of(path, error)) from error
 
 
 def reason_of(path: RemotePath, error: BaseException) -> tuple[int, str]:
     """Return the number of the error that a file system would have given, and the reason in words."""
     kind, text = type(error).__name__, " ".join(str(error).split())
+    if isinstance(error, FileNotFoundError | FileExistsError):
+        number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EEXIST
+        return number, os.strerror(number)
     if "Credential" in kind or "RefreshError" in kind or "Credential" in text or "Anonymous caller" in text:
         return errno.EACCES, f"no credentials for {path.scheme}://: {_CREDENTIALS[path.scheme]}"
     if isinstance(error, PermissionError) or text.startswith(("Forbidden", "AccessDenied")):
@@ -216,7 +211,7 @@ def place_at(text: str | os.PathLike[str] | RemotePath, *, what: str, error: typ
 
     try:
         found = RemotePath(os.fspath(text))
-    except ConfigError as mistake:
+    except ValueError as mistake:
         raise error(f"{what}: {mistake}") from None
     package, extra = EXTRAS[found.scheme]
     if importlib.util.find_spec(package) is None:
@@ -237,13 +232,6 @@ def names(folder: Place) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
-
-
-def files(step: Place) -> list[str]:
-    """Return the names of the files of a step, relative to it, without the marker of stores."""
-    if isinstance(step, RemotePath):
-        return [name for name in step.files() if name != COMMIT_FILE]
-    return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
 
 
 def is_complete(step: Place) -> bool:
@@ -270,23 +258,20 @@ def is_written(step: Place) -> bool:
 
 
 class SeenComplete:
-    """Whether a save in the background is complete, asked after every step of the training.
+    """Whether a save in the background is complete, asked after every step: a store is asked every ten seconds."""
 
-    A file system is asked each time. A store is asked every ten seconds, and never again once it said yes.
-    """
-
-    def __init__(self, *, ask_seconds: float = _ASK_SECONDS) -> None:
-        self._ask_seconds, self._asked_at, self._known = ask_seconds, 0.0, None
+    def __init__(self) -> None:
+        self._asked_at, self._is_complete = 0.0, False
 
     def __call__(self, step: Place, *, item: str = RECORD_ITEM) -> bool:
         """Whether a step is complete, as far as it is known."""
         if not isinstance(step, RemotePath):
             return (step / item).is_dir()
-        if self._known != step and monotonic() - self._asked_at >= self._ask_seconds:
+        if not self._is_complete and monotonic() - self._asked_at >= _ASK_SECONDS:
             self._asked_at = monotonic()
             with contextlib.suppress(OSError):  # the save itself says what is wrong
-                self._known = step if is_complete(step) else None
-        return self._known == step
+                self._is_complete = is_complete(step)
+        return self._is_complete
 
 
 def write_bytes(file: Place, content: bytes) -> None:

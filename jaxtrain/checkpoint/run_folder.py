@@ -57,18 +57,15 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
     folder = place_at(path, what="checkpoint", error=CheckpointError)
     if folder.name.isdecimal() and int(folder.name) in list_steps(folder.parent):
         return Found(folder.parent, int(folder.name), folder.parent.parent if isinstance(folder, Path) else None)
-    if not isinstance(folder, Path):
-        if live_steps(folder):
-            return Found(folder, None, None)
-    elif folder.is_dir():
-        for steps, run_dir in ((folder, folder.parent), (checkpoint_folder(folder), folder)):
-            if live_steps(steps):
-                return Found(steps, None, run_dir)
-        if (folder / "run.json").is_file():
-            raise CheckpointError(f"the run {path} has no checkpoint yet; a run saves one at its end or on a signal")
+    candidates: list[tuple[Place, Path | None]] = [(folder, folder.parent if isinstance(folder, Path) else None)]
+    if isinstance(folder, Path):
+        candidates.append((checkpoint_folder(folder), folder))
+    for steps, run_dir in candidates:
+        if live_steps(steps):
+            return Found(steps, None, run_dir)
     raise CheckpointError(
-        f"no checkpoint at {path}; give a run (runs/<name>), a folder of checkpoints, or one step of it "
-        "(runs/<name>/checkpoints/400)"
+        f"no checkpoint at {path}; give a run (runs/<name>), which saves one at its end or on a signal, a folder of "
+        "checkpoints, or one step of it (runs/<name>/checkpoints/400)"
     )
 
 
@@ -166,18 +163,18 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    line = None
     try:
         places.make_folder(folder)
         found = _read(folder)
-        is_own = known or takes_over or folder == run_dir.absolute() / FOLDER
-        if found is None and not is_own and list_steps(folder):
-            raise _refused(folder, "a run that it does not name")
+        is_own = known or folder == run_dir.absolute() / FOLDER
+        whose = None
         if found is not None and (found["run"] != marker["run"] or _is_copy(found, run_dir)):
-            if not takes_over:
-                raise _refused(folder, _text(found))
-            line = f"{folder} is taken over from {_text(found)}"
+            whose = _text(found)
             marker["run"] = uuid.uuid4().hex  # a copy of a run directory becomes a run of its own
+        elif found is None and not is_own and list_steps(folder):
+            whose = "a run that it does not name"
+        if whose is not None and not takes_over:
+            raise _refused(folder, whose)
         # Before the marker: a kill between the two must not leave a folder that its own run takes for another's.
         write_note(run_dir, folder, marker["run"])
         with contextlib.suppress(FileExistsError):
@@ -192,7 +189,7 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
         if isinstance(error, FileNotFoundError) and isinstance(folder, places.RemotePath):
             reason = f"there is no bucket {folder.bucket}, or it is not yours; make it, or name another"
         raise ConfigError(f"checkpoint.directory: {folder} cannot be used: {reason}") from error
-    return Owner(folder, marker), line
+    return Owner(folder, marker), None if whose is None else f"{folder} is taken over from {whose}"
 
 
 def _is_copy(found: dict[str, str], run_dir: Path) -> bool:

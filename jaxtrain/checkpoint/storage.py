@@ -49,11 +49,7 @@ _REASONS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, *_ERRNOS)
 
 
 class Storage:
-    """Writes arrays and record of one step at a time in the background, and reads them.
-
-    Args:
-        folder: of the steps; None: on this machine.
-    """
+    """Writes arrays and record of one step at a time in the background, and reads them."""
 
     def __init__(self, folder: Place | None = None) -> None:
         import orbax.checkpoint as ocp
@@ -71,13 +67,7 @@ class Storage:
         )
 
     def write(self, path: Place, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Start to write a step; return when the arrays are copied and may be donated.
-
-        Args:
-            path: directory of the step, which must not exist.
-            arrays: path -> array.
-            record: JSON values to store with them.
-        """
+        """Start to write a step, and a record of JSON values; return when the arrays are copied and may be donated."""
         import jax
         import orbax.checkpoint as ocp
 
@@ -89,19 +79,7 @@ class Storage:
             self._checkpointer.save(_orbax_path(path), args=ocp.args.Composite(**items))
 
     def read(self, path: Place, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the named arrays, and only those, each directly into its sharding.
-
-        Args:
-            path: directory of a step.
-            wanted: path -> `jax.ShapeDtypeStruct` with a sharding, or NumPy array for a leaf on the host.
-
-        Returns:
-            Path -> array.
-
-        Raises:
-            DamagedError: the files are missing or damaged.
-            CheckpointError: they cannot be read here, although they may be whole.
-        """
+        """Read the named arrays, and only those, each directly into its sharding; a NumPy array stays on the host."""
         import jax
         import numpy
         import orbax.checkpoint as ocp
@@ -136,11 +114,7 @@ class Storage:
 
 
 def _type_handlers() -> Any:
-    """Orbax's own handlers of arrays and numbers, but for when replicated arrays are divided between devices.
-
-    Orbax's own handler of arrays has a store of its own for shapes and data types as well, which have no public name;
-    the record of a step holds them (`tree.describe`).
-    """
+    """Orbax's own handlers of arrays and numbers, but for when replicated arrays are divided between devices."""
     import jax
     import numpy
     from orbax.checkpoint import type_handlers
@@ -183,15 +157,11 @@ def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_verified(storage: Storage, info: CheckpointInfo, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the wanted leaves of a step, as `Storage.read` does, and compare each with its digest.
+    """Read the wanted leaves of a step, whose shapes and dtypes are those of its record, and compare their digests.
 
-    Args:
-        storage: open.
-        info: record of the step; its shapes and dtypes are those of `wanted`.
-        wanted: path -> leaf of the target.
-
-    Returns:
-        Path -> restored leaf, in the sharding of the target.
+    Raises:
+        DamagedError: files are missing or unreadable, or an array differs from what was saved.
+        CheckpointError: this machine cannot read them (no permission, no memory), although they may be intact.
     """
     import jax
     import numpy
@@ -235,10 +205,11 @@ def verify_on_host(info: CheckpointInfo, advance: Callable[[int], None] = lambda
     folder = _orbax_path(info.path / ARRAYS_ITEM)
     left = list(info.digests)
     while left:
-        names = [left.pop()]
-        while left and sum(map(info.bytes_of, names)) < _READ_BYTES:
+        names, num_bytes = [], 0
+        while left and num_bytes < _READ_BYTES:
             names.append(left.pop())
-        advance(sum(map(info.bytes_of, names)))
+            num_bytes += info.bytes_of(names[-1])
+        advance(num_bytes)
         arguments = ocp.args.PyTreeRestore(
             item=dict.fromkeys(names, 0),
             restore_args={name: ocp.RestoreArgs(restore_type=numpy.ndarray) for name in names},
@@ -327,15 +298,14 @@ def everyone(succeeded: bool) -> bool:
 
 
 def _read(path: Place, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `read` gives through Orbax; see `Storage.read` for what is raised, without the error of Orbax."""
+    """Return what `read` gives through Orbax; what is raised holds no error of Orbax, with its pending reads."""
     try:
         return read()
     except Exception as error:
         is_damage = not any(map(_is_of_this_machine, _chain(error)))
         reason = free(error)
-    if is_damage:
-        raise DamagedError(f"checkpoint {path} is damaged: {reason}")
-    raise CheckpointError(f"cannot read checkpoint {path}: {reason}")
+    told = f"checkpoint {path} is damaged: {reason}" if is_damage else f"cannot read checkpoint {path}: {reason}"
+    raise (DamagedError if is_damage else CheckpointError)(told)
 
 
 def _is_of_this_machine(error: BaseException) -> bool:

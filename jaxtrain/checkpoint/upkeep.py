@@ -5,6 +5,7 @@ then are older steps deleted, so that a verified one is there at any time.
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from time import monotonic
@@ -23,7 +24,12 @@ _LEAVING_SECONDS = 10.0
 
 
 class Retention:
-    """Which steps of a checkpoint directory stay; `directory.steps_to_keep` has the rules.
+    """Which steps of a checkpoint directory stay.
+
+    Args:
+        keep_last: number of the newest steps that are kept.
+        keep_every: steps at multiples of this are kept; None: no such rule.
+        keep_best: whether the step with the lowest finite loss (or score) is kept, of equal ones the earliest.
 
     Attributes:
         compared_after: steps up to this one are compared only until a later one has a loss or a score.
@@ -36,30 +42,36 @@ class Retention:
         self.marks: dict[int, tuple[float | None, float | None]] = {}
 
     def kept(self, folder: Place, steps: Iterable[int]) -> set[int]:
-        """Return which of the steps of a folder stay: by the scores where there are any, else by the losses."""
-        marks = {step: self.marks.get(step) or self._recorded(folder, step) for step in steps}
+        """Return which of the steps of a folder stay."""
+        steps = sorted(steps)
+        kept = set(steps[-self.keep_last :])
+        if self._keep_every is not None:
+            kept |= {step for step in steps if step % self._keep_every == 0}
+        if self._keep_best:
+            kept |= self._best({step: self.marks.get(step) or _recorded(folder, step) for step in steps})
+        return kept
+
+    def _best(self, marks: Mapping[int, tuple[float | None, float | None]]) -> set[int]:
+        """The best step by the scores where there are any, else by the losses."""
         after = self.compared_after
         if after and any(step > after and mark != (None, None) for step, mark in marks.items()):
-            marks = {step: mark if step > after else (None, None) for step, mark in marks.items()}
+            marks = {step: mark for step, mark in marks.items() if step > after}
         by_score = any(score is not None for _, score in marks.values())
         losses = {step: score if by_score else loss for step, (loss, score) in marks.items()}
-        return directory.steps_to_keep(
-            losses, keep_last=self.keep_last, keep_every=self._keep_every, keep_best=self._keep_best
-        )
+        scored = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
+        return {min(scored)[1]} if scored else set()
 
     def score_again(self, folder: Place, scores: Mapping[int, float | None]) -> None:
         """Compare the steps of a folder by these scores in place of the recorded ones; those without one by none."""
         for step in directory.live_steps(folder):
-            self.marks[step] = (self._recorded(folder, step)[0], scores.get(step))
+            self.marks[step] = (_recorded(folder, step)[0], scores.get(step))
 
-    def _recorded(self, folder: Place, step: int) -> tuple[float | None, float | None]:
-        if not self._keep_best:
-            return None, None
-        try:
-            info = directory.read_info(folder, step)
-        except CheckpointError:
-            return None, None
+
+def _recorded(folder: Place, step: int) -> tuple[float | None, float | None]:
+    with contextlib.suppress(CheckpointError):
+        info = directory.read_info(folder, step)
         return info.eval_loss, info.score
+    return None, None
 
 
 class Upkeep:

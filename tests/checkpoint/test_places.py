@@ -34,8 +34,8 @@ def test_an_address_has_one_form():
         ("gs://bucket/../a", "is no name"),
         ("gs://bucket/a#b", "number of a version"),
     ):
-        with pytest.raises(ConfigError, match=f"^[^\n]*{said}[^\n]*$"):
-            RemotePath(written)
+        with pytest.raises(ConfigError, match=f"^it: [^\n]*{said}[^\n]*$"):
+            places.place_at(written, what="it")
 
 
 def test_a_missing_client_names_the_extra(monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import steps_to_keep
+from jaxtrain.checkpoint.upkeep import Retention
 from jaxtrain.errors import CheckpointError
 
 NAN = float("nan")
@@ -24,9 +24,11 @@ POLICIES = [
 ]
 
 
-def test_policy():
+def test_policy(tmp_path):
     for policy, kept in POLICIES:
-        assert steps_to_keep(LOSSES, **{"keep_every": None, "keep_best": False, **policy}) == kept, policy
+        retention = Retention(**{"keep_every": None, "keep_best": False, **policy})
+        retention.marks = {step: (loss, None) for step, loss in LOSSES.items()}
+        assert retention.kept(tmp_path, LOSSES) == kept, policy
 
 
 def test_directory_follows_the_policy(tmp_path):

@@ -132,6 +132,6 @@ def test_a_store_that_is_away_fails_a_save_and_no_run(store, monkeypatch):
         with pytest.raises(SaveError, match=r"^cannot save checkpoint s3://bucket/run/2: [^\n]*access denied[^\n]*$"):
             checkpointer.save(2, {"w": np.zeros(3)}, metadata={})
     (folder / "2" / "state" / "d").write_bytes(b"")
-    checkpointer._make_room(3, 0)  # what a save that failed left is deleted before the next one
+    checkpointer._make_room(3)  # what a save that failed left is deleted before the next one
     assert folder.names() == ["1"]
     checkpointer.release()
