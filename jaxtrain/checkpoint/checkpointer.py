@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,12 +65,12 @@ class Checkpointer:
         self._position: int | None = None  # the step that the caller's training stands at, where it is known
         self._seen = SeenComplete()
         self._retention = Retention(keep_last, keep_every, keep_best)
-        second = None
+        self._mirror: Mirror | None = None
         if mirror is not None and not read_only:
-            second = Mirror(place_at(mirror, what="checkpoint mirror"), self.directory)
+            self._mirror = Mirror(place_at(mirror, what="checkpoint mirror"), self.directory)
             with contextlib.suppress(OSError):  # each copy tries to reach it
-                second.check_owner()
-        self._upkeep = Upkeep(self.directory, self._retention, mirror=second, report=report)
+                self._mirror.check_owner()
+        self._upkeep = Upkeep(self.directory, self._retention, self._mirror, report)
 
     def __enter__(self) -> Self:
         self._is_closed = False
@@ -94,8 +93,9 @@ class Checkpointer:
     def begin_anew(self) -> None:
         """Begin a line of steps that the mirror knows nothing of: the copies that it holds are moved aside there."""
         self._is_begun = True
-        if is_process_0():
-            self._upkeep.set_mirror_aside()
+        if is_process_0() and self._mirror is not None:
+            with contextlib.suppress(OSError):  # the copy of the next step says what is wrong with the folder
+                self._mirror.set_aside()
 
     def latest_step(self) -> int | None:
         """Return the newest saved step, or None."""
@@ -157,7 +157,7 @@ class Checkpointer:
             "format_version": directory.FORMAT_VERSION,
             "step": step,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": {name: version(name) for name in ("jaxtrain", "jax", "orbax-checkpoint")},
+            "versions": storage.versions(),
             "metadata": dict(metadata),
             "eval_loss": None if eval_loss is None else float(eval_loss),
             "score": None if score is None else float(score),
@@ -200,9 +200,8 @@ class Checkpointer:
 
         Names, shapes and dtypes are compared with the record before anything is read, and every array is compared with
         its digest afterwards. If the newest step is damaged and `step` is None, its directory is renamed and its copy
-        or the step before it is used. After a complete state was restored, the next save starts a new line from it:
-        once that save is complete, later steps are moved aside. To read an earlier step during training, use a second
-        Checkpointer with `read_only=True`.
+        or the step before it is used. After a complete state was restored, the next save starts a new line from it.
+        To read an earlier step during training, use a second Checkpointer with `read_only=True`.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays whose shape, dtype and sharding to use.
@@ -260,8 +259,7 @@ class Checkpointer:
             Path -> array.
 
         Raises:
-            DamagedError: a file is missing, or an array differs from what was saved.
-            CheckpointError: there is no such step, or no such array in it.
+            CheckpointError: there is no such step, or no such array in it, or it is damaged (DamagedError).
         """
         self.wait()
         info = self.info(step)
@@ -282,8 +280,7 @@ class Checkpointer:
         """Read every array of a step (None: the newest), a few at a time, compare it with its digest; the record.
 
         Raises:
-            DamagedError: an array differs from what was saved; the message names the first one.
-            CheckpointError: there is no such step.
+            CheckpointError: there is no such step, or an array differs (DamagedError), which the message names.
         """
         self.wait()
         info = self.info(self._candidates()[-1] if step is None else step)
@@ -360,11 +357,9 @@ class Checkpointer:
 
     def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
         """Whether a saved step has the arrays of this record: the same leaves with the same digests."""
-        if step not in self.steps():
-            return False
         with contextlib.suppress(DamagedError):
-            info = directory.read_info(self.directory, step)
-            return (info.leaves, info.digests) == (record["leaves"], record["digests"])
+            info = directory.read_info(self.directory, step) if step in self.steps() else None
+            return info is not None and (info.leaves, info.digests) == (record["leaves"], record["digests"])
         return False
 
     def _decided(self, path: Place, decide: Callable[[], bool]) -> bool:

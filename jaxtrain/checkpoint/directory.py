@@ -177,19 +177,12 @@ def moment() -> str:
 
 @dataclass(frozen=True)
 class _GoingBack:
-    """A save that begins a new line of steps.
+    """A save that begins a new line of steps."""
 
-    Attributes:
-        after: steps above this number are abandoned.
-        step: number of the saved step, the first of the new line.
-        folder: name of the directory, beside the steps, to which abandoned steps are moved.
-        replaces: whether the old line has a step of the same number.
-    """
-
-    after: int
-    step: int
-    folder: str
-    replaces: bool
+    after: int  # steps above this number are abandoned
+    step: int  # the saved one, the first of the new line
+    folder: str  # beside the steps, to which abandoned ones are moved
+    replaces: bool  # whether the old line has a step of the same number
 
     def is_complete(self, directory: Place, steps: Iterable[int]) -> bool:
         """Whether the new step is: where the old line had one of that number, that one was moved away before."""
@@ -232,7 +225,7 @@ def settle(directory: Place, report: Callable[[str], None]) -> None:
             old, place = folder / str(noted.step), step_path(directory, noted.step)
             if places.is_incomplete(place):
                 places.remove_tree(place)
-            if noted.replaces and old.is_dir() and not place.exists():
+            if noted.replaces and places.is_complete(old) and not place.exists():
                 places.move(old, place)
             if isinstance(folder, Path):
                 with contextlib.suppress(OSError):

@@ -20,16 +20,12 @@ KEPT_WEIGHTS = "kept_weights"
 
 
 def find_kept_weights(leaves: Leaves, recorded: Iterable[Sequence[str]]) -> dict[str, tuple[str, str | None]]:
-    """Find the weights that evaluation uses in place of parameters.
-
-    Args:
-        leaves: stored name -> shape and dtype, of all leaves of a checkpoint.
-        recorded: the entry `KEPT_WEIGHTS` of its metadata (see `kept_nodes` of `jaxtrain.optim.evaluation`).
+    """Find the weights that evaluation uses in place of parameters, by what `optim.evaluation.kept_nodes` recorded.
 
     Returns:
         Stored name of a parameter (without `params.`) -> the stored name of its weights, and that of the number b1 that
         mixes them into the parameters (None: the weights stand as they are); empty where the run kept a moving average,
-        which has precedence, or where its optimizer keeps none.
+        which has precedence.
     """
     if any(is_inside(name, "ema") for name in leaves):
         return {}
@@ -53,9 +49,6 @@ def read_kept_weights(checkpointer: Checkpointer, params: Any, *, step: int) -> 
 
     Returns:
         A tree like `params`, in its dtypes and shardings; `params` itself where no such weights were kept.
-
-    Raises:
-        DamagedError: an array differs from what was saved.
     """
     info = checkpointer.info(step)
     found = find_kept_weights(info.leaves, info.metadata.get(KEPT_WEIGHTS) or ())

@@ -26,14 +26,9 @@ def mirror_folder(mirror: str | None, run_dir: Path) -> Place | None:
 
 
 class Mirror:
-    """The second folder of the steps of one checkpoint directory; process 0 alone writes there.
+    """The second folder of the steps of the checkpoint directory `source`; process 0 alone writes there.
 
-    Args:
-        folder: where the copies are, made with the first one; a ConfigError where it is on the way to `source`.
-        source: the checkpoint directory.
-
-    Attributes:
-        copied_bytes: grows while a copy is made, so that a copy that stands still is noticed.
+    `copied_bytes` grows while a copy is made, so that a copy that stands still is noticed.
     """
 
     def __init__(self, folder: Place, source: Place) -> None:

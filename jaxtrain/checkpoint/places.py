@@ -1,10 +1,10 @@
 """What checkpoints ask of the place where they are: a folder on this machine, or one in gs:// or s3://.
 
-Everything that differs between the two is here; the other files of this folder hardly know which one they have. The
-difference is renaming. On a file system a step gets its name when it is complete, and moving it is one operation. In a
-store a step is complete once the object `commit_success.txt` is in it, and moving is copying and deleting, which a kill
-may interrupt anywhere: a note in the step says where it goes, so that the next process that writes finishes the move.
-Both stores list what was written at once, so nothing is remembered between two requests. No jax here.
+Everything that differs between the two is here. The difference is renaming. On a file system a step gets its name when
+it is complete, and moving it is one operation. In a store a step is complete once the object `commit_success.txt` is in
+it, and moving is copying and deleting, which a kill may interrupt anywhere: a note in the step says where it goes, so
+that the next process that writes finishes the move. Both stores list what was written at once, so nothing is remembered
+between two requests. No jax here.
 """
 
 import contextlib
@@ -50,6 +50,7 @@ class RemotePath:
 
     def __init__(self, address: str) -> None:
         self.scheme, self.bucket, self.key = store_address(address)  # a ValueError where it is none
+        self._full = f"{self.bucket}/{self.key}".rstrip("/")
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self._full}"
@@ -73,10 +74,6 @@ class RemotePath:
         """The folder that this one is in; the bucket is in itself."""
         return self if not self.key else type(self)(str(self).rpartition("/")[0])
 
-    @property
-    def _full(self) -> str:
-        return f"{self.bucket}/{self.key}" if self.key else self.bucket
-
     def names(self) -> list[str]:
         """Return the names of what is in this folder; empty where there is none."""
         with _in_words(self):
@@ -94,10 +91,6 @@ class RemotePath:
             found = _client(self.scheme).find(self._full, refresh=True)
         start = f"{self._full}/"
         return sorted(entry.removeprefix(start) for entry in found if entry.startswith(start) and entry[-1] != "/")
-
-    def is_dir(self) -> bool:
-        """Whether an object is below this folder."""
-        return bool(self.names())
 
     def exists(self) -> bool:
         """Whether there is an object of this name, or one below it."""
@@ -197,10 +190,7 @@ def reason_of(path: RemotePath, error: BaseException) -> tuple[int, str]:
 def place_at(text: str | os.PathLike[str] | RemotePath, *, what: str, error: type[UserError] = ConfigError) -> Place:
     """Return the absolute path, or the gs://bucket/name or s3://bucket/name, that a text names.
 
-    Args:
-        text: what the user gave.
-        what: its name in a message.
-        error: type of the error where it is neither, or the package is missing that speaks to the store.
+    Where it is neither, or the package is missing that speaks to the store, an error of the given type says so.
     """
     if isinstance(text, RemotePath):
         return text

@@ -6,8 +6,7 @@ A run whose checkpoints are elsewhere (`checkpoint.directory`) has a note in its
 The run directory has a lock of the kernel, which a store has not. In its place the folder of the steps holds an object
 that names the run, and the start of it that writes. It is written only where there is none, which S3 and Google's store
 ensure in one operation; the emulator of the latter does not, so it is read again after it was written. Before each save
-the process that writes looks whether it still is the one that is named; a takeover in the time of the request that
-follows is not seen.
+the process that writes looks whether it still is the one that is named.
 """
 
 import contextlib
@@ -34,17 +33,11 @@ PREVIOUS = "previous"
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that a path means.
+    """A checkpoint that a path means."""
 
-    Attributes:
-        directory: folder of the steps, as `Checkpointer` takes it.
-        step: the step that the path names; None: the newest that is intact.
-        run_dir: directory of the run that saved it, as far as the path tells; None: it is in a store.
-    """
-
-    directory: Place
-    step: int | None
-    run_dir: Path | None
+    directory: Place  # of the steps, as `Checkpointer` takes it
+    step: int | None  # that the path names; None: the newest that is intact
+    run_dir: Path | None  # of the run that saved it, as far as the path tells; None: it is in a store
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Found:
@@ -120,12 +113,7 @@ def set_steps_aside(folder: Place) -> Place | None:
 
 
 class Owner:
-    """The hold of this process on the folder of the checkpoints of its run.
-
-    Args:
-        folder: the folder.
-        marker: as this process wrote it.
-    """
+    """The hold of this process on the folder of the checkpoints of its run, with the marker that it wrote there."""
 
     def __init__(self, folder: Place, marker: dict[str, str]) -> None:
         self._folder, self._marker = folder, marker
@@ -139,16 +127,10 @@ class Owner:
 
 
 def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[Owner, str | None]:
-    """Make a folder that of a run, for this process, and note it in the run directory.
-
-    Args:
-        folder: `checkpoint.directory`.
-        run_dir: directory of the run, which is locked.
-        name: of the run.
-        takes_over: whether the folder of another run becomes that of this one.
+    """Make a folder that of the run in a locked directory, for this process, and note it there.
 
     Returns:
-        The hold, and a line for people where another run's folder was taken over.
+        The hold, and a line for people where another run's folder was taken over, if it may be.
 
     Raises:
         ConfigError: another run has it, or it cannot be written.

@@ -17,8 +17,12 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
+import numpy
+
+from jaxtrain import __version__
 from jaxtrain.checkpoint import digest, s3_orbax
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.places import ARRAYS_ITEM, RECORD_ITEM, Place, RemotePath, forget_listings
@@ -81,7 +85,6 @@ class Storage:
     def read(self, path: Place, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Read the named arrays, and only those, each directly into its sharding; a NumPy array stays on the host."""
         import jax
-        import numpy
         import orbax.checkpoint as ocp
 
         if not wanted:
@@ -116,7 +119,6 @@ class Storage:
 def _type_handlers() -> Any:
     """Orbax's own handlers of arrays and numbers, but for when replicated arrays are divided between devices."""
     import jax
-    import numpy
     from orbax.checkpoint import type_handlers
 
     smallest = min(_SMALLEST_PART_BYTES, _LARGEST_WHOLE_BYTES // jax.device_count())
@@ -145,7 +147,6 @@ def _orbax_path(path: Place) -> Any:
 def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves in forms that Orbax can store: random keys as numbers, numbers as arrays, no empty arrays."""
     import jax
-    import numpy
 
     stored = {}
     for name, leaf in leaves.items():
@@ -164,7 +165,6 @@ def read_verified(storage: Storage, info: CheckpointInfo, wanted: Mapping[str, A
         CheckpointError: this machine cannot read them (no permission, no memory), although they may be intact.
     """
     import jax
-    import numpy
 
     specifications = {name: _specification(leaf, info, name) for name, leaf in wanted.items()}
     present = {name: leaf for name, leaf in specifications.items() if math.prod(leaf.shape)}
@@ -198,7 +198,6 @@ def verify_on_host(info: CheckpointInfo, advance: Callable[[int], None] = lambda
     No device and no other process takes part, so that a thread beside the training can do it. `advance` is called with
     the bytes that are read next, before each read.
     """
-    import numpy
     import orbax.checkpoint as ocp
 
     _silence()
@@ -237,7 +236,6 @@ def _not_as_saved(info: CheckpointInfo, name: str | None) -> DamagedError:
 def _specification(leaf: Any, info: CheckpointInfo, name: str) -> Any:
     """Return what Orbax reads for a leaf: an abstract array with a sharding, or a NumPy array for one on the host."""
     import jax
-    import numpy
 
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return native(numpy.asarray(leaf))
@@ -253,7 +251,6 @@ def _as_wanted(leaf: Any, found: Any, specification: Any, implementation: str | 
     """What was read (None: an array without elements, which is not stored) as the kind of leaf that the target has."""
     import jax
     import jax.numpy as jnp
-    import numpy
 
     if isinstance(specification, numpy.ndarray):
         found = specification.copy() if found is None else found
@@ -266,6 +263,11 @@ def _as_wanted(leaf: Any, found: Any, specification: Any, implementation: str | 
     return found
 
 
+def versions() -> dict[str, str]:
+    """Return package -> version, of those that write a checkpoint."""
+    return {"jaxtrain": __version__, **{name: version(name) for name in ("jax", "orbax-checkpoint")}}
+
+
 def is_process_0() -> bool:
     """Return whether this process is the one that renames and deletes files."""
     import jax
@@ -275,11 +277,6 @@ def is_process_0() -> bool:
 
 def from_process_0(decide: Callable[[], int]) -> int:
     """Return what process 0 decides; other processes may see an older listing of a network file system."""
-    import jax
-
-    if jax.process_count() == 1:
-        return decide()
-    import numpy
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(numpy.int32(decide())))
@@ -287,11 +284,6 @@ def from_process_0(decide: Callable[[], int]) -> int:
 
 def everyone(succeeded: bool) -> bool:
     """Return whether all processes succeeded; each waits for all others."""
-    import jax
-
-    if jax.process_count() == 1:
-        return succeeded
-    import numpy
     from jax.experimental import multihost_utils
 
     return bool(numpy.all(multihost_utils.process_allgather(numpy.asarray([succeeded]))))
@@ -338,10 +330,9 @@ def free(error: BaseException) -> str:
 
 def _chain(error: BaseException) -> list[BaseException]:
     chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in chain:
-        chain.append(current)
-        current = current.__cause__ or current.__context__
+    while error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__ or error
     return chain
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.tree_path import part_name
 
@@ -29,15 +31,7 @@ class FlatTree:
 
 
 def flatten(tree: Any, *, prefix: str | None = None) -> FlatTree:
-    """Name every leaf of a tree by its field names, dictionary keys and indices, joined by dots.
-
-    Args:
-        tree: any pytree; empty nodes and None have no leaves and so no path.
-        prefix: path of this tree inside a larger one.
-
-    Raises:
-        CheckpointError: two leaves get the same path.
-    """
+    """Name every leaf of a tree by its field names, dictionary keys and indices, joined by dots, after a prefix."""
     import jax
 
     entries, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -87,13 +81,8 @@ def native(array: Any) -> Any:
 
 
 def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
-    """Return the shape and the name of the dtype of a leaf, without its byte order.
-
-    Raises:
-        CheckpointError: the leaf is neither a number nor an array.
-    """
+    """Return the shape and the name of the dtype of a leaf, without its byte order; an error where it has none."""
     import jax
-    import numpy
 
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return tuple(leaf.shape), str(leaf.dtype)
@@ -106,11 +95,7 @@ def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
 
 
 def difference(saved: Leaves, wanted: Leaves) -> tuple[set[str], str]:
-    """Compare two tables of shapes and dtypes.
-
-    Args:
-        saved: table of the checkpoint, called "there" in the phrase.
-        wanted: table of the target, called "here" in the phrase.
+    """Compare the shapes and dtypes of a checkpoint ("there") and of a target ("here").
 
     Returns:
         The top-level parts in which leaves differ (`params`), empty where the tables are equal, and a phrase with the

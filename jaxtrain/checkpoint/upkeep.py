@@ -24,12 +24,7 @@ _LEAVING_SECONDS = 10.0
 
 
 class Retention:
-    """Which steps of a checkpoint directory stay.
-
-    Args:
-        keep_last: number of the newest steps that are kept.
-        keep_every: steps at multiples of this are kept; None: no such rule.
-        keep_best: whether the step with the lowest finite loss (or score) is kept, of equal ones the earliest.
+    """Which steps of a checkpoint directory stay: see the arguments of `Checkpointer`.
 
     Attributes:
         compared_after: steps up to this one are compared only until a later one has a loss or a score.
@@ -52,7 +47,7 @@ class Retention:
         return kept
 
     def _best(self, marks: Mapping[int, tuple[float | None, float | None]]) -> set[int]:
-        """The best step by the scores where there are any, else by the losses."""
+        """The best step, by the scores where there are any, else by the losses."""
         after = self.compared_after
         if after and any(step > after and mark != (None, None) for step, mark in marks.items()):
             marks = {step: mark for step, mark in marks.items() if step > after}
@@ -78,20 +73,11 @@ class Upkeep:
     """Looks after the complete steps of a checkpoint directory; process 0 alone has work for it.
 
     One thread works on one step at a time; of steps that wait only the newest is taken. It never raises: what it finds
-    is told by `look`, which the thread of the training calls.
-
-    Args:
-        folder: the checkpoint directory.
-        retention: its rules.
-        mirror: where second copies go; None: none are made.
-        report: called with one line for people, by the thread of the training.
-
-    Attributes:
-        verified: steps that are known to be intact.
+    is told by `look`, which the thread of the training calls. `verified` holds the steps that are known to be intact.
     """
 
     def __init__(
-        self, folder: Place, retention: Retention, *, mirror: Mirror | None, report: Callable[[str], None]
+        self, folder: Place, retention: Retention, mirror: Mirror | None, report: Callable[[str], None]
     ) -> None:
         self.verified: set[int] = set()
         self._folder, self._retention, self._mirror, self._report = folder, retention, mirror, report
@@ -175,10 +161,10 @@ class Upkeep:
         steps = directory.live_steps(self._folder)
         superfluous = set(steps) - self._retention.kept(self._folder, steps)
         newest = steps[-self._retention.keep_last :]
-        if (superfluous and not self.verified & set(newest)) or self._mirror is not None:
-            if step not in self.verified:
-                with self._reading:
-                    verify_on_host(directory.read_info(self._folder, step), self._advance)
+        is_copied = self._mirror is not None and step not in self.verified
+        if is_copied or (superfluous and not self.verified & set(newest)):
+            with self._reading:
+                verify_on_host(directory.read_info(self._folder, step), self._advance)
             self.verified.add(step)
         if self.verified & set(newest):
             directory.remove(self._folder, superfluous)
@@ -204,10 +190,11 @@ class Upkeep:
 
     def recover(self, *, damaged: Collection[int] = ()) -> int:
         """Bring the newest copy back, but none of the damaged steps, and say so; its number, -1 where there is none."""
-        copies = [] if self._mirror is None else self._mirror.steps()
         reason = f"no {'intact ' if damaged else ''}checkpoint is left in {self._folder}"
-        others = (step for step in reversed(copies) if step not in damaged)
-        return next((step for step in others if self._bring_back(step, reason)), -1)
+        for step in reversed(self._mirror.steps() if self._mirror else []):
+            if self._mirror and step not in damaged and self._bring_back(self._mirror, step, reason):
+                return step
+        return -1
 
     def replace(self, step: int, reason: str) -> bool:
         """Rename a damaged step and bring its copy back, and say so; False where there is no copy."""
@@ -215,23 +202,16 @@ class Upkeep:
         if self._mirror is None or step not in self._mirror.steps() or not self._mirror.is_same(step):
             return False
         moved = directory.set_aside(self._folder, step, reason="corrupt")
-        if self._bring_back(step, f"{reason} (renamed to {moved.name})"):
+        if self._bring_back(self._mirror, step, f"{reason} (renamed to {moved.name})"):
             return True
         places.move(moved, directory.step_path(self._folder, step))
         return False
 
-    def set_mirror_aside(self) -> None:
-        """Move the copies of an earlier run away, which a new one in the same directory would add to."""
-        if self._mirror is not None:
-            with contextlib.suppress(OSError):  # the copy of the next step says what is wrong with the folder
-                self._mirror.set_aside()
-
-    def _bring_back(self, step: int, reason: str) -> bool:
-        assert self._mirror is not None
+    def _bring_back(self, mirror: Mirror, step: int, reason: str) -> bool:
         try:
-            self._mirror.bring_back(step)
+            mirror.bring_back(step)
         except (OSError, CheckpointError, ConfigError) as error:
-            self._report(f"{reason}, and its copy in {self._mirror.folder} cannot be used: {error}")
+            self._report(f"{reason}, and its copy in {mirror.folder} cannot be used: {error}")
             return False
-        self._report(f"{reason}: step {step} was copied back from {self._mirror.folder}")
+        self._report(f"{reason}: step {step} was copied back from {mirror.folder}")
         return True
