@@ -151,7 +151,7 @@ class Checkpointer:
         self.settle()
         self._is_begun = True
         step = int(step)
-        path = directory.step_path(self.directory, step)
+        path = self.directory / str(step)
         flat = tree.flatten(state).leaves
         record = {
             "format_version": directory.FORMAT_VERSION,
@@ -400,7 +400,7 @@ class Checkpointer:
 
     def _make_room(self, step: int) -> bool:
         """Make the directory ready for a save of `step`; process 0 alone."""
-        path = directory.step_path(self.directory, step)
+        path = self.directory / str(step)
         self._upkeep.forget(step)
         places.make_folder(self.directory)
         if not self._is_cleared:

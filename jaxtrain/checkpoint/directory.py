@@ -82,17 +82,12 @@ class CheckpointInfo:
         return math.prod(shape) * size
 
 
-def step_path(directory: Place, step: int) -> Place:
-    """Return the directory of a step, which need not exist."""
-    return directory / str(step)
-
-
 def list_steps(directory: Place) -> list[int]:
     """Return the numbers of the saved steps in ascending order; a directory that does not exist has none."""
     with failing(f"cannot read {directory}"):
         names = [name for name in places.names(directory) if name.isdecimal()]
         steps = sorted(int(name) for name in names if name == str(int(name)))
-        return [step for step in steps if places.is_complete(step_path(directory, step))]
+        return [step for step in steps if places.is_complete(directory / str(step))]
 
 
 @contextlib.contextmanager
@@ -121,7 +116,7 @@ def read_info(directory: Place, step: int) -> CheckpointInfo:
         DamagedError: the record is missing, unreadable or altered.
         CheckpointError: this user may not read it.
     """
-    path = step_path(directory, step)
+    path = directory / str(step)
     content: Any = None
     try:
         # What could not be opened for another reason (no permission, a stale handle, too many open files) may be whole.
@@ -149,7 +144,7 @@ def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float 
 def remove(directory: Place, steps: Iterable[int]) -> None:
     """Delete steps, so that a kill leaves no incomplete directory under the name of a step."""
     for step in steps:
-        places.remove_step(step_path(directory, step))
+        places.remove_step(directory / str(step))
 
 
 def clear_leftovers(directory: Place) -> None:
@@ -164,7 +159,7 @@ def clear_leftovers(directory: Place) -> None:
 
 def set_aside(directory: Place, step: int, *, reason: str) -> Place:
     """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that."""
-    source, target = step_path(directory, step), directory / f"{step}.{reason}-{moment()}"
+    source, target = directory / str(step), directory / f"{step}.{reason}-{moment()}"
     with failing(f"cannot rename {source} to {target.name}"):
         places.move(source, target)
     return target
@@ -222,7 +217,7 @@ def settle(directory: Place, report: Callable[[str], None]) -> None:
         places.finish_moves(folder)  # of a step on its way back
         steps = list_steps(directory)
         if not noted.is_complete(directory, steps):
-            old, place = folder / str(noted.step), step_path(directory, noted.step)
+            old, place = folder / str(noted.step), directory / str(noted.step)
             if places.is_incomplete(place):
                 places.remove_tree(place)
             if noted.replaces and places.is_complete(old) and not place.exists():
@@ -249,15 +244,14 @@ def abandoned_folders(directory: Place) -> list[Place]:
 
 def abandon(directory: Place, steps: Iterable[int]) -> None:
     """Move steps away as those of a line that is given up."""
-    if steps := list(steps):
-        move_steps(directory, steps, directory / f"{_ABANDONED}{moment()}")
+    move_steps(directory, steps, directory / f"{_ABANDONED}{moment()}")
 
 
 def move_steps(directory: Place, steps: Iterable[int], target: Place) -> None:
     """Move steps to another directory."""
-    places.make_folder(target)
     for step in steps:
-        places.move(step_path(directory, step), target / str(step))
+        places.make_folder(target)
+        places.move(directory / str(step), target / str(step))
 
 
 def _read_note(directory: Place) -> _GoingBack | None:

@@ -96,7 +96,7 @@ class Mirror:
 
     def _copy(self, source: Place, target: Place, step: int) -> None:
         """Copy the directory of a step, compare what was written, and only then make it a step."""
-        origin, place = directory.step_path(source, step), directory.step_path(target, step)
+        origin, place = source / str(step), target / str(step)
         partial = place if isinstance(place, RemotePath) else place.with_name(f"{step}{COPYING}")
         places.remove_tree(partial)
         places.make_folder(partial)

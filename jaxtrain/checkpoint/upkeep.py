@@ -151,13 +151,13 @@ class Upkeep:
             try:
                 self._care_for(step)
             except DamagedError as error:
-                if directory.step_path(self._folder, step).is_dir():  # it was not deleted meanwhile
+                if places.is_complete(self._folder / str(step)):  # it was not deleted meanwhile
                     self._damaged[step] = str(error)
             except Exception as error:  # the step stays unverified, and older ones stay
                 self._lines.append(f"step {step} cannot be looked after: {error}")
 
     def _care_for(self, step: int) -> None:
-        places.sync_folder(directory.step_path(self._folder, step))
+        places.sync_folder(self._folder / str(step))
         steps = directory.live_steps(self._folder)
         superfluous = set(steps) - self._retention.kept(self._folder, steps)
         newest = steps[-self._retention.keep_last :]
@@ -204,7 +204,7 @@ class Upkeep:
         moved = directory.set_aside(self._folder, step, reason="corrupt")
         if self._bring_back(self._mirror, step, f"{reason} (renamed to {moved.name})"):
             return True
-        places.move(moved, directory.step_path(self._folder, step))
+        places.move(moved, self._folder / str(step))
         return False
 
     def _bring_back(self, mirror: Mirror, step: int, reason: str) -> bool:
