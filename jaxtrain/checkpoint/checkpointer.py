@@ -102,11 +102,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def info(self, step: int) -> CheckpointInfo:
-        """Return the record of a step without reading its arrays.
-
-        Raises:
-            CheckpointError: there is no such step, or its record is damaged.
-        """
+        """Return the record of a step without its arrays; a CheckpointError where there is none, or a damaged one."""
         steps = self.steps()
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
@@ -277,7 +273,7 @@ class Checkpointer:
         self._check_like(info, tree.flatten(target).leaves, info.leaves)
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
-        """Read every array of a step (None: the newest), a few at a time, compare it with its digest; the record.
+        """Read every array of a step (None: the newest), compare it with its digest, and return the record.
 
         Raises:
             CheckpointError: there is no such step, or an array differs (DamagedError), which the message names.
@@ -289,11 +285,7 @@ class Checkpointer:
         return info
 
     def wait(self) -> None:
-        """Wait until the last save is complete, verified and copied, and older steps are deleted by the rules.
-
-        Raises:
-            SaveError: that save failed, or reads otherwise than it was written.
-        """
+        """Wait until the last save is complete, verified and copied, and older steps are deleted, or raise why not."""
         self.settle()
         self._upkeep.finish()
 

@@ -141,12 +141,6 @@ def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float 
         places.write_bytes(path, json.dumps(seal(content)).encode())
 
 
-def remove(directory: Place, steps: Iterable[int]) -> None:
-    """Delete steps, so that a kill leaves no incomplete directory under the name of a step."""
-    for step in steps:
-        places.remove_step(directory / str(step))
-
-
 def clear_leftovers(directory: Place) -> None:
     """Delete what an interrupted save or removal left behind, and finish what is half moved."""
     places.finish_moves(directory)
@@ -242,25 +236,15 @@ def abandoned_folders(directory: Place) -> list[Place]:
         return [directory / name for name in sorted(places.names(directory)) if name.startswith(_ABANDONED)]
 
 
-def abandon(directory: Place, steps: Iterable[int]) -> None:
-    """Move steps away as those of a line that is given up."""
-    move_steps(directory, steps, directory / f"{_ABANDONED}{moment()}")
-
-
-def move_steps(directory: Place, steps: Iterable[int], target: Place) -> None:
-    """Move steps to another directory."""
+def move_steps(directory: Place, steps: Iterable[int], target: Place | None = None) -> None:
+    """Move steps to another directory; None: to a new one, as those of a line that is given up."""
+    target = target or directory / f"{_ABANDONED}{moment()}"
     for step in steps:
         places.make_folder(target)
         places.move(directory / str(step), target / str(step))
 
 
 def _read_note(directory: Place) -> _GoingBack | None:
-    path = directory / NOTE
-    try:
-        with failing(f"cannot read {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return _GoingBack(**json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: move the steps that you do not want to another folder, then delete it"
-        ) from error
+    with failing(f"cannot read {directory / NOTE}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return _GoingBack(**json.loads((directory / NOTE).read_bytes()))
     return None

@@ -1,8 +1,4 @@
-"""A second copy of checkpoints in another folder: made file by file, compared by digests, then renamed. No jax here.
-
-Nothing here runs in the way of training: who copies does so in the background, and an `OSError` means that the copy is
-made after a later save.
-"""
+"""A second copy of checkpoints in another folder: made file by file, compared by digests, then renamed. No jax here."""
 
 import contextlib
 import hashlib
@@ -77,11 +73,11 @@ class Mirror:
         self.check_owner()
         directory.clear_leftovers(self.folder)
         # A step of a line that was given up is kept beside the copies, as it is beside the steps.
-        directory.abandon(self.folder, [other for other in self.steps() if other > step or not self.is_same(other)])
+        directory.move_steps(self.folder, [other for other in self.steps() if other > step or not self.is_same(other)])
         if step not in self.steps():
             self._copy(self._source, self.folder, step)
         steps = self.steps()
-        directory.remove(self.folder, set(steps) - keep(self.folder, steps) - {step})
+        places.remove_steps(self.folder, set(steps) - keep(self.folder, steps) - {step})
 
     def bring_back(self, step: int) -> None:
         """Copy a step from the mirror to its place, where nothing of that name may be."""
@@ -92,7 +88,7 @@ class Mirror:
 
     def set_aside(self) -> None:
         """Move all copies to a folder `abandoned-<time>`: a run that starts anew makes copies of its own."""
-        directory.abandon(self.folder, self.steps())
+        directory.move_steps(self.folder, self.steps())
 
     def _copy(self, source: Place, target: Place, step: int) -> None:
         """Copy the directory of a step, compare what was written, and only then make it a step."""

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -105,11 +105,7 @@ class RemotePath:
             return _client(self.scheme).cat_file(self._full)
 
     def write_bytes(self, content: bytes, *, only_new: bool = False) -> None:
-        """Write an object whole, which readers see at once or not at all.
-
-        With `only_new` a FileExistsError where there is one: S3 compares and writes in one operation, and so does
-        Google's store; its emulator does not.
-        """
+        """Write an object whole, which readers see at once or not at all; `only_new`: an error where there is one."""
         with _in_words(self):
             _client(self.scheme).pipe_file(self._full, content, mode="create" if only_new else "overwrite")
 
@@ -169,7 +165,7 @@ def _in_words(path: RemotePath) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # By the number an OSError becomes a FileNotFoundError or a FileExistsError again, which callers tell apart.
+        # By the number it becomes a FileNotFoundError or a FileExistsError again, which callers tell apart.
         raise OSError(*reason_of(path, error)) from error
 
 
@@ -292,16 +288,14 @@ def remove_tree(folder: Place) -> None:
     shutil.rmtree(folder, ignore_errors=True) if isinstance(folder, Path) else _delete_objects(folder)
 
 
-def remove_step(step: Place) -> None:
-    """Delete a step so that a kill leaves no incomplete one under its name."""
-    if isinstance(step, RemotePath):
-        _delete_objects(step)
-        return
-    renamed = step.with_name(f"{step.name}{TRASH}")
-    shutil.rmtree(renamed, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        step.rename(renamed)
-        shutil.rmtree(renamed, ignore_errors=True)
+def remove_steps(folder: Place, steps: Iterable[int]) -> None:
+    """Delete steps, so that a kill leaves no incomplete one under its name."""
+    for step in steps:
+        path = folder / str(step)
+        if isinstance(path, Path):
+            with contextlib.suppress(FileNotFoundError):
+                path = path.rename(folder / f"{step}{TRASH}")
+        remove_tree(path)
 
 
 def move(source: Place, target: Place) -> None:

@@ -10,7 +10,6 @@ the process that writes looks whether it still is the one that is named.
 """
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -75,16 +74,11 @@ def configured_folder(setting: str | None, run_dir: Path) -> Place:
 
 def read_note(run_dir: Path) -> tuple[Place, str] | None:
     """The place that the note of a run names, and the identity of the run there; None where there is no note."""
-    path = run_dir / NOTE
     try:
-        content = json.loads(path.read_bytes())
-        return place_at(content["directory"], what=str(path), error=CheckpointError), str(content["run"])
+        content = json.loads((run_dir / NOTE).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f'{path} is damaged ({error}): write {{"directory": "<where the checkpoints are>", "run": ""}} into it'
-        ) from None
+    return place_at(content["directory"], what="checkpoint.directory"), str(content["run"])
 
 
 def write_note(run_dir: Path, place: Place, identity: str) -> None:
@@ -193,11 +187,6 @@ def _refused(folder: Place, whose: str) -> ConfigError:
 
 
 def _read(folder: Place) -> dict[str, str] | None:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return json.loads((folder / MARKER).read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise OSError(
-            errno.EIO, f"{folder / MARKER} is damaged; delete it if the checkpoints are of this run"
-        ) from error
+    return None

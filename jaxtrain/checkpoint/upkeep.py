@@ -138,7 +138,7 @@ class Upkeep:
             return self._condition.wait_for(lambda: not self._busy, timeout=0.5)
 
     def _done(self) -> int:
-        return self._read_bytes + (0 if self._mirror is None else self._mirror.copied_bytes)
+        return self._read_bytes + (self._mirror.copied_bytes if self._mirror else 0)
 
     def _work(self) -> None:
         while True:
@@ -167,7 +167,7 @@ class Upkeep:
                 verify_on_host(directory.read_info(self._folder, step), self._advance)
             self.verified.add(step)
         if self.verified & set(newest):
-            directory.remove(self._folder, superfluous)
+            places.remove_steps(self._folder, superfluous)
         if self._mirror is not None:
             self._copy(self._mirror, step)
 

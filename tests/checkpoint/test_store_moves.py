@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer, places
-from jaxtrain.checkpoint.directory import SaveError, clear_leftovers, go_back, list_steps, live_steps, remove, settle
+from jaxtrain.checkpoint.directory import SaveError, clear_leftovers, go_back, list_steps, live_steps, settle
 from jaxtrain.checkpoint.places import RemotePath
 
 
@@ -111,7 +111,7 @@ def test_a_removal_that_is_cut_off_leaves_no_step(store):
         folder = with_steps(store, [1, 10, 100])
         store.left = changes
         try:
-            remove(folder, [1])
+            places.remove_steps(folder, [1])
         except KeyboardInterrupt:
             store.left = 10**9
         assert list_steps(folder) == ([10, 100] if changes else [1, 10, 100]), changes
