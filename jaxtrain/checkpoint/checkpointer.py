@@ -251,9 +251,6 @@ class Checkpointer:
             leaves: path ("params/head/kernel") -> `jax.ShapeDtypeStruct` with a sharding, as in `info(step).leaves`.
             step: number of the step.
 
-        Returns:
-            Path -> array.
-
         Raises:
             CheckpointError: there is no such step, or no such array in it, or it is damaged (DamagedError).
         """
@@ -273,11 +270,7 @@ class Checkpointer:
         self._check_like(info, tree.flatten(target).leaves, info.leaves)
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
-        """Read every array of a step (None: the newest), compare it with its digest, and return the record.
-
-        Raises:
-            CheckpointError: there is no such step, or an array differs (DamagedError), which the message names.
-        """
+        """Read every array of a step (None: the newest), compare it with its digest, and return the record."""
         self.wait()
         info = self.info(self._candidates()[-1] if step is None else step)
         storage.verify_on_host(info)

@@ -110,12 +110,7 @@ def _checksum(content: Any) -> str:
 
 
 def read_info(directory: Place, step: int) -> CheckpointInfo:
-    """Read the record of a step.
-
-    Raises:
-        DamagedError: the record is missing, unreadable or altered.
-        CheckpointError: this user may not read it.
-    """
+    """Read the record of a step; a DamagedError where it is missing or altered, another where it may be whole."""
     path = directory / str(step)
     content: Any = None
     try:

@@ -24,8 +24,7 @@ def find_kept_weights(leaves: Leaves, recorded: Iterable[Sequence[str]]) -> dict
 
     Returns:
         Stored name of a parameter (without `params.`) -> the stored name of its weights, and that of the number b1 that
-        mixes them into the parameters (None: the weights stand as they are); empty where the run kept a moving average,
-        which has precedence.
+        mixes them into the parameters, or None; empty where the run kept a moving average, which has precedence.
     """
     if any(is_inside(name, "ema") for name in leaves):
         return {}
@@ -40,12 +39,7 @@ def find_kept_weights(leaves: Leaves, recorded: Iterable[Sequence[str]]) -> dict
 
 
 def read_kept_weights(checkpointer: Checkpointer, params: Any, *, step: int) -> Any:
-    """Put the weights that evaluation uses in the place of the parameters of a step.
-
-    Args:
-        checkpointer: of the run.
-        params: the parameters of that step, as they are stored: sharded jax arrays, or None in place of one.
-        step: number of the step.
+    """Put the weights that evaluation uses in the place of the parameters of a step, as they are stored.
 
     Returns:
         A tree like `params`, in its dtypes and shardings; `params` itself where no such weights were kept.

@@ -28,13 +28,10 @@ RECORD_ITEM, ARRAYS_ITEM = "jaxtrain", "state"  # what a step holds
 COMMIT_FILE = "commit_success.txt"
 TRASH, COPYING = ".pruned", ".copying"  # ends of the names of steps that are being deleted or copied on a file system
 _MOVING_FILE = "jaxtrain_moving.json"
-# A store is asked this seldom whether a save in the background is complete: each question is a request.
-_ASK_SECONDS = 10.0
+_ASK_SECONDS = 10.0  # between questions to a store whether a save is complete: each is a request
 EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 # A request that is not answered is tried again by the clients; longer waits would look like a run that stands still.
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
-# s3fs asks in rounds of botocore's five requests: with its five rounds, a silent server would be waited for 25 minutes.
-_S3_ROUNDS = 2
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws",
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
@@ -138,7 +135,7 @@ def _client(scheme: str) -> Any:
     if scheme == "s3":
         options["config_kwargs"] = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
         client = fsspec.filesystem("s3", **options)
-        client.retries = _S3_ROUNDS
+        client.retries = 2  # rounds of botocore's five requests: with five, a silent server is waited for 25 minutes
         return client
     import importlib
 

@@ -37,13 +37,7 @@ def enable() -> None:
 
 
 def s3_spec(address: str) -> dict[str, Any]:
-    """Return what tensorstore takes for an address.
-
-    Its driver reads credentials where every AWS tool does, but not the two variables that name another endpoint.
-
-    Args:
-        address: s3://bucket/key.
-    """
+    """Return what tensorstore takes for an address, whose driver does not read the variables of another endpoint."""
     bucket, _, key = address.removeprefix(_PREFIX).partition("/")
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key.rstrip("/")}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")

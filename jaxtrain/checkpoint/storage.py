@@ -31,8 +31,7 @@ from jaxtrain.errors import CheckpointError
 
 _SAVE_TIMEOUT_SECONDS = 1200
 # Orbax divides what is replicated between the devices that hold it, and compiles a program for every part of every
-# shape: 20 ms a part on CPU, more than writing a small one takes. Parts of this size and more are divided, and no
-# device writes an array of more than the second size alone.
+# shape: 20 ms a part on CPU. Parts of this size are divided, and no device writes more than the second size alone.
 _SMALLEST_PART_BYTES = 4 * 2**20
 _LARGEST_WHOLE_BYTES = 32 * 2**20
 # Arrays that are read on the host at once: small ones together, because each read has a cost of its own.
@@ -195,8 +194,8 @@ def read_verified(storage: Storage, info: CheckpointInfo, wanted: Mapping[str, A
 def verify_on_host(info: CheckpointInfo, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Read every array of a step into the memory of this process, a few at a time, and compare it with its digest.
 
-    No device and no other process takes part, so that a thread beside the training can do it. `advance` is called with
-    the bytes that are read next, before each read.
+    No device and no other process takes part, so that a thread beside the training can do it. `advance` is called
+    before each read.
     """
     import orbax.checkpoint as ocp
 

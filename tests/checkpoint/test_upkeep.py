@@ -65,7 +65,8 @@ def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
 
     with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
         save(checkpointer, 0, 2)
-        checkpointer.verify(2)
+        for step in (0, 2):
+            checkpointer.verify(step)
         monkeypatch.setattr(upkeep, "verify_on_host", unreadable)
         save(checkpointer, 3)
         assert checkpointer.steps() == [0, 2, 3]
@@ -100,48 +101,43 @@ def test_the_mirror_holds_what_the_directory_holds(tmp_path: Path) -> None:
     assert "5" not in names(there)
 
 
-def test_a_damaged_step_and_a_damaged_copy_are_no_step(tmp_path: Path) -> None:
+def test_which_copy_is_used(tmp_path: Path) -> None:
     here, there = tmp_path / "run", tmp_path / "mirror"
-    with Checkpointer(here, mirror=there) as checkpointer:
+    settings: dict[str, Any] = dict(mirror=there, report=lambda line: None)
+    with Checkpointer(here, **settings) as checkpointer:
         save(checkpointer, 1, 2)
     damage(here, 2)
     damage(there, 2)
-    with Checkpointer(here, mirror=there, report=lambda line: None) as checkpointer:
-        assert int(checkpointer.restore(state(0))["step"]) == 1
-        with pytest.raises(DamagedError):
-            Checkpointer(there, read_only=True).verify(2)
-
-
-def test_an_older_copy_is_used_where_all_steps_are_damaged(tmp_path: Path) -> None:
-    """The mirror was down since step 1, which the directory holds no more."""
-    here, there = tmp_path / "run", tmp_path / "mirror"
-    with Checkpointer(here, keep_last=1, mirror=there) as checkpointer:
-        save(checkpointer, 1)
-    with Checkpointer(here, keep_last=1) as checkpointer:
+    with Checkpointer(here, **settings) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 1, "a damaged copy is none"
+        shutil.rmtree(there / "2")
         save(checkpointer, 2)
-    damage(here, 2)
-    lines: list[str] = []
-    with Checkpointer(here, mirror=there, report=lines.append) as checkpointer:
-        assert int(checkpointer.restore(state(0))["step"]) == 1
-        assert checkpointer.steps() == [1]
-    assert "no intact checkpoint is left" in lines[0]
-
-
-def test_a_copy_of_a_line_that_was_given_up_takes_no_place(tmp_path: Path) -> None:
-    here, there = tmp_path / "run", tmp_path / "mirror"
-    with Checkpointer(here, mirror=there) as checkpointer:
-        save(checkpointer, 1, 2)
-    with Checkpointer(here, report=lambda line: None) as checkpointer:
+    with Checkpointer(here, report=lambda line: None) as checkpointer:  # the mirror is down
         checkpointer.restore(state(0), step=1)
         checkpointer.save(2, state(22), metadata={})
     damage(here, 2)
-    with Checkpointer(here, mirror=there, report=lambda line: None) as checkpointer:
-        assert int(checkpointer.restore(state(0))["step"]) == 1
+    with Checkpointer(here, **settings) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 1, "a copy of a line that was given up takes no place"
+    shutil.rmtree(here / "1")
+    with Checkpointer(here) as checkpointer:
+        save(checkpointer, 3)
+    damage(here, 3)
+    lines: list[str] = []
+    with Checkpointer(here, mirror=there, report=lines.append) as checkpointer:
+        assert int(checkpointer.restore(state(0))["step"]) == 2, "an older copy, where all steps are damaged"
+    assert "no intact checkpoint is left" in lines[0]
 
 
 def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "a", mirror=tmp_path / "mirror") as checkpointer:
-        save(checkpointer, 1)
+    lines: list[str] = []
+    with (
+        Checkpointer(tmp_path / "a", mirror=tmp_path / "mirror") as one,
+        Checkpointer(tmp_path / "c", mirror=tmp_path / "mirror", report=lines.append) as other,
+    ):
+        save(one, 1, 2)
+        save(other, 1)  # neither had made a copy when both looked whose it is
+    assert names(tmp_path / "mirror") == {"1", "2", "mirror_of.json"}
+    assert "holds the copies of" in lines[0]
     with pytest.raises(ConfigError, match=r"mirror holds the copies of .*/a, not of .*/b; name another folder"):
         Checkpointer(tmp_path / "b", mirror=tmp_path / "mirror")
     for inside in ("a/mirror", "a", "."):
@@ -209,26 +205,3 @@ def test_what_cannot_be_opened_is_not_called_damaged(
         monkeypatch.undo()
         assert not isinstance(caught.value, DamagedError)
         assert names(tmp_path) == {"1", "2"}
-
-
-def test_runs_that_began_together_do_not_share_a_mirror(tmp_path: Path) -> None:
-    """Neither had made a copy when both looked whose the mirror is."""
-    first, second, there = tmp_path / "a", tmp_path / "b", tmp_path / "mirror"
-    lines: list[str] = []
-    with Checkpointer(first, mirror=there) as one, Checkpointer(second, mirror=there, report=lines.append) as two:
-        save(one, 1, 2)
-        save(two, 1)
-        assert names(there) == {"1", "2", "mirror_of.json"}
-        damage(second, 1)
-        with pytest.raises(CheckpointError):
-            two.restore(state(0))
-    assert "holds the copies of" in lines[0]
-
-
-def test_a_verified_step_that_is_kept_for_its_number_does_not_stand_for_the_newest(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
-        save(checkpointer, 1_000)
-        checkpointer.verify(1_000)
-        save(checkpointer, 1_001, 1_002)
-        assert checkpointer._upkeep.verified >= {1_000, 1_002}  # it was read back before 1,001 was deleted
-        assert checkpointer.steps() == [1_000, 1_002]
