@@ -323,8 +323,7 @@ def free(error: BaseException) -> str:
     if text.startswith("NOT_FOUND"):
         reasons.append("its directory is gone")
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(chain[0]).__name__)
-    # Of a long chain of errors the last one is the reason.
-    return next(iter(reasons), line if len(line) <= 240 else f"{line[:100]} ... {line[-135:]}")
+    return next(iter(reasons), line[:160])
 
 
 def _chain(error: BaseException) -> list[BaseException]:
