@@ -39,10 +39,9 @@ _CREDENTIALS = {
 
 
 class RemotePath:
-    """A folder or an object of a store, gs://bucket/name or s3://bucket/name, used as a `Path` is; it needs not exist.
+    """A folder or an object of a store, used as a `Path` is; methods raise an OSError where the store refuses.
 
     It deliberately is no `os.PathLike`: a function for files of this machine would make a folder called `s3:`.
-    Every method raises an OSError where the store does not answer or refuses.
     """
 
     def __init__(self, address: str) -> None:
@@ -88,6 +87,10 @@ class RemotePath:
             found = _client(self.scheme).find(self._full, refresh=True)
         start = f"{self._full}/"
         return sorted(entry.removeprefix(start) for entry in found if entry.startswith(start) and entry[-1] != "/")
+
+    def is_dir(self) -> bool:
+        """Whether an object is below this folder."""
+        return bool(self.names())
 
     def exists(self) -> bool:
         """Whether there is an object of this name, or one below it."""
@@ -291,7 +294,7 @@ def remove_steps(folder: Place, steps: Iterable[int]) -> None:
         path = folder / str(step)
         if isinstance(path, Path):
             with contextlib.suppress(FileNotFoundError):
-                path = path.rename(folder / f"{step}{TRASH}")
+                path = path.rename(path.with_name(f"{step}{TRASH}"))
         remove_tree(path)
 
 

@@ -194,8 +194,7 @@ def read_verified(storage: Storage, info: CheckpointInfo, wanted: Mapping[str, A
 def verify_on_host(info: CheckpointInfo, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Read every array of a step into the memory of this process, a few at a time, and compare it with its digest.
 
-    No device and no other process takes part, so that a thread beside the training can do it. `advance` is called
-    before each read.
+    No device and no other process takes part, as a thread beside the training needs. `advance` is called before a read.
     """
     import orbax.checkpoint as ocp
 

@@ -19,8 +19,7 @@ from jaxtrain.errors import CheckpointError, ConfigError
 
 # What stands still for this long is left behind when a run ends: a network file system may never answer.
 _PATIENCE_SECONDS = 60.0
-# At the end of a run that is in a hurry, a read of at most 64 MiB is waited for.
-_LEAVING_SECONDS = 10.0
+_LEAVING_SECONDS = 10.0  # for a read of at most 64 MiB, at the end of a run that is in a hurry
 
 
 class Retention:
