@@ -321,6 +321,6 @@ class Watch:
 
 def _by_process_0(verdict: bool) -> bool:
     """What process 0 found: processes that disagreed would wait for one another in a collective."""
-    from jaxtrain.checkpoint.arrays import from_process_0
+    from jaxtrain.checkpoint.storage import from_process_0
 
     return bool(from_process_0(lambda: int(verdict)))

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint.directory import DamagedError, read_info
-from jaxtrain.checkpoint.going_back import live_steps
-from jaxtrain.checkpoint.where import checkpoint_folder
+from jaxtrain.checkpoint.directory import DamagedError, live_steps, read_info
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config import Loaded
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.run_name import check_run_name
@@ -64,7 +63,7 @@ def folder_of(loaded: Loaded, run_dir: str | Path | None) -> Path:
 
 def numbered_folder(name: str) -> Path:
     """A new directory runs/<name>-<number>, the same for all processes; every process calls this."""
-    from jaxtrain.checkpoint.arrays import from_process_0
+    from jaxtrain.checkpoint.storage import from_process_0
 
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60] or "run"
     endings = [path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*")]

@@ -64,7 +64,7 @@ class OpenedRun:
         """The path of the run, or of the one step of it that was asked for."""
         if self._wanted_step is None:
             return str(self.run_dir)
-        from jaxtrain.checkpoint.where import checkpoint_folder
+        from jaxtrain.checkpoint.run_folder import checkpoint_folder
 
         return str(checkpoint_folder(self.run_dir) / str(self._wanted_step))
 
@@ -106,7 +106,7 @@ class OpenedRun:
     def checkpoints(self) -> list[int]:
         """The steps of the saved checkpoints, in ascending order."""
         from jaxtrain.checkpoint.directory import list_steps
-        from jaxtrain.checkpoint.where import checkpoint_folder
+        from jaxtrain.checkpoint.run_folder import checkpoint_folder
 
         return list_steps(checkpoint_folder(self.run_dir))
 

@@ -12,15 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, read_info
-from jaxtrain.checkpoint.find import find_checkpoint
-from jaxtrain.checkpoint.going_back import live_steps
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, live_steps, read_info
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.mirror import mirror_folder
-from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.run_folder import checkpoint_folder, find_checkpoint
 from jaxtrain.checkpoint.tree import is_inside, stored_name
-from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.config.published import published_from
 from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.config.store_address import is_store_address
@@ -225,9 +222,6 @@ def restore_for_evaluation(
 def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
     """The checkpoints of a run, or their second copies where there are none."""
     folder = checkpoint_folder(run_dir)
-    line = other_run_line(run_dir)
-    if line is not None:
-        report(line)
     settings = read_run(run_dir)["config"].get("checkpoint") if is_run(run_dir) else None
     copies = mirror_folder((settings or {}).get("mirror"), run_dir)
     if copies is None or live_steps(folder) or not list_steps(copies):

@@ -9,13 +9,10 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.arrays import everyone, from_process_0
-from jaxtrain.checkpoint.directory import RECORD_ITEM
-from jaxtrain.checkpoint.going_back import live_steps
-from jaxtrain.checkpoint.owner import Owner, take
+from jaxtrain.checkpoint.directory import RECORD_ITEM, SaveError, live_steps
 from jaxtrain.checkpoint.places import Place, SeenComplete, is_remote
-from jaxtrain.checkpoint.space import SaveError
-from jaxtrain.checkpoint.where import NOTE, checkpoint_folder, configured_folder, set_steps_aside
+from jaxtrain.checkpoint.run_folder import NOTE, Owner, checkpoint_folder, configured_folder, set_steps_aside, take
+from jaxtrain.checkpoint.storage import everyone, from_process_0
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.errors import CheckpointError, ConfigError, StorageError
 from jaxtrain.runtime.agreement import together
