@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtrain.bench.measure import PARTS, measure
-from jaxtrain.commands.kinds import check_or_remark
-from jaxtrain.commands.output import print_table, print_text
-from jaxtrain.commands.own_code import own_code
+from jaxtrain.commands.shared import check_or_remark, own_code, print_table, print_text
 from jaxtrain.config import load_config, shipped_configs
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError

@@ -1,13 +1,12 @@
 """`jaxtrain doctor`: checks versions, devices, caches and speed, and gives the command that fixes each problem."""
 
+import argparse
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from jaxtrain import __version__
-from jaxtrain.commands.output import print_json, print_text
+from jaxtrain.commands.shared import print_json, print_table, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.runinfo import PACKAGES, package_versions
@@ -17,11 +16,6 @@ from jaxtrain.runtime.compilation_cache import cache_folder
 _OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio", "mlflow-skinny": "mlflow"}
 _LITTLE_DISK = 2 * 2**30
 _CANNOT_WORK = 2
-
-# The flax.nnx of these versions cannot be imported with jax from 0.11.1 on.
-_NNX_BROKEN_FLAX = ((0, 12, 8), (0, 12, 9))
-_NNX_BROKEN_SINCE_JAX = (0, 11, 1)
-_OLDEST = {"jax": (0, 10, 2), "flax": (0, 12, 8)}
 
 
 @dataclass(frozen=True)
@@ -53,85 +47,48 @@ class Report:
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
+    @property
+    def is_fatal(self) -> bool:
+        """Whether nothing can be trained."""
+        return any(problem.fatal for problem in self.problems)
 
-def run_doctor(*, emulate: int | None, as_json: bool) -> int:
-    """Check everything that a run needs, and print the results.
 
-    Args:
-        emulate: number of CPU devices to emulate; None: the devices of the machine.
-        as_json: whether one JSON object is printed.
-
-    Returns:
-        The exit code: 2 where a problem is fatal, else 0.
-    """
+def run(arguments: argparse.Namespace) -> int:
+    """Check everything that a run needs, and print the results; 2 where a problem is fatal, else 0."""
     report = Report()
-    versions = package_versions(PACKAGES)
-    versions["jaxtrain"] = versions["jaxtrain"] or __version__
-    _check_versions(report, versions)
-    if not any(problem.fatal for problem in report.problems):
-        _check_devices(report, emulate)
+    _check_versions(report)
+    if not report.is_fatal:
+        _check_devices(report, arguments.emulate)
     _check_cache(report)
     _check_disk(report)
-    _check_optional(report)
-    if as_json:
+    found = package_versions(tuple(_OPTIONAL))
+    report.facts["optional"] = {name: found[name] for name in _OPTIONAL}
+    extras = (f"missing (pip install 'jaxtrain[{extra}]')" for extra in _OPTIONAL.values())
+    shown = (f"{name} {found[name] or missing}" for name, missing in zip(_OPTIONAL, extras, strict=True))
+    report.lines.append(("optional", ", ".join(shown)))
+    if arguments.json:
         print_json({**report.facts, "problems": [asdict(problem) for problem in report.problems]})
     else:
-        _print(report)
-    return _CANNOT_WORK if any(problem.fatal for problem in report.problems) else 0
+        print_table(("what", "found"), report.lines)
+        for problem in report.problems:
+            print_text(f"problem: {problem.what}; {problem.mend}")
+        print_text("no problem found" if not report.problems else f"problems: {len(report.problems)}")
+    return _CANNOT_WORK if report.is_fatal else 0
 
 
-def _print(report: Report) -> None:
-    width = max(len(name) for name, _ in report.lines)
-    for name, text in report.lines:
-        print_text(f"{name:<{width}}  {text}")
-    for problem in report.problems:
-        print_text(f"problem: {problem.what}; {problem.mend}")
-    print_text("no problem found" if not report.problems else f"problems: {len(report.problems)}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Parse the leading numbers of a version: 0.12.8rc1 -> (0, 12, 8)."""
-    digits = ("".join(c for c in part.split("rc")[0].split("dev")[0] if c.isdigit()) for part in version.split(".")[:3])
-    return tuple(int(part) for part in digits if part)
-
-
-def version_problems(versions: Mapping[str, str | None]) -> list[Problem]:
-    """Find the problems of a set of package versions.
-
-    Args:
-        versions: name of a package -> its version; None where it is missing.
-    """
-    problems = [
-        Problem(f"{name} is not installed", f"pip install {name}", fatal=True)
-        for name, version in versions.items()
-        if version is None
-    ]
-    for name, oldest in _OLDEST.items():
-        version = versions.get(name)
-        if version is not None and _numbers(version) < oldest:
-            text = ".".join(map(str, oldest))
-            problems.append(Problem(f"{name} {version} is older than {text}", f"pip install -U '{name}>={text}'", True))
-    jax_version, flax_version = versions.get("jax"), versions.get("flax")
-    if jax_version is not None and flax_version is not None:
-        newer_jax = _numbers(jax_version) >= _NNX_BROKEN_SINCE_JAX
-        if newer_jax and _numbers(flax_version) in _NNX_BROKEN_FLAX:
-            what = f"flax {flax_version} does not work with jax {jax_version}: its nnx does not import"
-            problems.append(Problem(what, "pip install -U 'flax>=0.12.10'", fatal=True))
-    return problems
-
-
-def _check_versions(report: Report, versions: Mapping[str, str | None]) -> None:
+def _check_versions(report: Report) -> None:
+    versions = package_versions(PACKAGES)
     report.facts["versions"] = dict(versions)
     report.lines.append(("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())))
-    report.problems += version_problems(versions)
+    for name, version in versions.items():
+        if version is None and name != "jaxtrain":  # which a copy of the sources has none of
+            report.problems.append(Problem(f"{name} is not installed", f"pip install {name}", fatal=True))
     if report.problems:
         return
     try:
-        from flax import nnx
-
-        report.lines.append(("jax and flax", f"a pair that works ({nnx.__name__} imports)"))
+        from flax import nnx  # noqa: F401  # of some pairs of versions with jax it cannot be imported
     except Exception as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         report.problems.append(Problem(f"flax.nnx does not import: {reason}", "pip install -U jax flax", fatal=True))
 
 
@@ -144,12 +101,11 @@ def _check_devices(report: Report, emulate: int | None) -> None:
     except ConfigError:
         raise
     except (RuntimeError, AssertionError) as error:  # a bare assert where a plugin is missing
-        reason = str(error).splitlines()[0][:300] if str(error) else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"
+        reason = (str(error).splitlines() or [f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"])[0][:300]
         report.problems.append(Problem(f"jax finds no device: {reason}", "unset JAX_PLATFORMS, or reinstall jax", True))
         return
     platform = devices[0].platform
-    stats = jax.local_devices()[0].memory_stats() or {}
-    memory = stats.get("bytes_limit")
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     report.facts["devices"] = {
         "platform": platform,
@@ -191,7 +147,7 @@ def _measure(report: Report, num_devices: int) -> None:
 def _check_cache(report: Report) -> None:
     folder = cache_folder("auto")
     assert folder is not None
-    size = _folder_bytes(folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)
     report.facts["compilation_cache"] = {"folder": str(folder), "bytes": size, "writable": writable}
@@ -201,17 +157,6 @@ def _check_cache(report: Report) -> None:
         report.problems.append(Problem(what, "export JAXTRAIN_CACHE_DIR=FOLDER, or train with compilation_cache=null"))
 
 
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(root) / name).stat().st_size
-            except OSError:  # another run may replace files meanwhile
-                continue
-    return total
-
-
 def _check_disk(report: Report) -> None:
     free = shutil.disk_usage(Path.cwd()).free
     report.facts["disk_free_bytes"] = free
@@ -219,13 +164,3 @@ def _check_disk(report: Report) -> None:
     if free < _LITTLE_DISK:
         what = f"only {format_bytes(free)} are free here"
         report.problems.append(Problem(what, "free space, or write elsewhere with --run-dir"))
-
-
-def _check_optional(report: Report) -> None:
-    found = package_versions(tuple(_OPTIONAL))
-    report.facts["optional"] = {name: found[name] for name in _OPTIONAL}
-    texts = [
-        f"{name} {found[name]}" if found[name] else f"{name} missing (pip install 'jaxtrain[{extra}]')"
-        for name, extra in _OPTIONAL.items()
-    ]
-    report.lines.append(("optional", ", ".join(texts)))

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.commands.command import count, number, process_count, step_number
-from jaxtrain.commands.shared_arguments import add_config, add_emulate
+from jaxtrain.commands.arguments import add_config, add_emulate, count, number, process_count, step_number
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark

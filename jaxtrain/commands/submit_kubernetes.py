@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtrain.commands.command import count, process_count, step_number
-from jaxtrain.commands.shared_arguments import add_config
+from jaxtrain.commands.arguments import add_config, count, process_count, step_number
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
-from jaxtrain.commands.output import print_text
+from jaxtrain.commands.shared import print_text
 from jaxtrain.commands.sweep_draws import draw_trials
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError

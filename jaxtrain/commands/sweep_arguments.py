@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxtrain.commands.command import count, process_count, step_number
+from jaxtrain.commands.arguments import count, process_count, step_number
 
 
 def sweep_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,172 +1,247 @@
-"""The commands as one table: arguments, an example, and the function that imports and runs each command."""
+"""The verbs of the command line: a line of help, an example, the options, and the function that does the work.
+
+The work is imported when it is asked for, so that `--help` answers at once. No jax here.
+"""
 
 import argparse
-import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from jaxtrain.commands.command import Command, count, number, tokens
-from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
-from jaxtrain.commands.published_arguments import (
-    export_arguments,
-    export_published,
-    import_arguments,
-    import_published,
-)
-from jaxtrain.commands.shared_arguments import (
+from jaxtrain.commands.arguments import (
+    add_check,
+    add_config,
     add_emulate,
     add_json,
     add_overrides,
+    add_quantize,
     add_run,
     add_step,
+    count,
+    number,
+    process_count,
+    step_number,
+    tokens,
+    whole,
 )
-from jaxtrain.commands.train_arguments import launch, launch_arguments, train, train_arguments
 
 
-def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.eval_arguments import eval_arguments
+@dataclass(frozen=True)
+class Command:
+    """One verb: its line in the help, an example, its options and the function that runs it.
 
-    eval_arguments(parser)
+    With `takes_command`, the words after `--` are another command: they are checked and given as `arguments.command`;
+    `arguments.inner` has the arguments of a verb of jaxtrain, and is None for another program.
+    """
 
-
-def _eval(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.eval_arguments import evaluate
-
-    return evaluate(arguments)
-
-
-def _sample_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.sample_arguments import sample_arguments
-
-    sample_arguments(parser)
+    summary: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    takes_command: bool = False
 
 
-def _sample(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.sample_arguments import sample
+def _later(target: str) -> Callable[[Any], Any]:
+    """The function `module.function` of `jaxtrain.commands`, imported when it is called."""
+    module, _, name = target.partition(".")
 
-    return sample(arguments)
+    def call(given: Any) -> Any:
+        return getattr(importlib.import_module(f"jaxtrain.commands.{module}"), name)(given)
 
-
-def _predict_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.predict_arguments import predict_arguments
-
-    predict_arguments(parser)
+    return call
 
 
-def _predict(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.predict_arguments import predict
-
-    return predict(arguments)
-
-
-def _serve_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.serve_arguments import serve_arguments
-
-    serve_arguments(parser)
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.serve_arguments import serve
-
-    return serve(arguments)
-
-
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
+def _train(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
+        "--resume",
+        default="auto",
+        choices=("auto", "must", "never"),
+        help="resume from the newest checkpoint where there is one (auto, the default), always (must), or never",
+    )
+    _restarts(parser, "N")
+    add_emulate(parser)
+
+
+def _restarts(parser: argparse.ArgumentParser, metavar: str) -> None:
+    told = f"start again after a failure, at most {metavar} times, from the newest intact checkpoint; default: 0"
+    parser.add_argument("--restarts", type=step_number, default=0, metavar=metavar, help=told)
+
+
+def _launch(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "jaxtrain launch --processes N [--emulate M] [--restarts R] -- COMMAND\n\n"
+        "COMMAND: train CONFIG ..., python my.py ..."
+    )
+    parser.add_argument(
+        "--processes", type=process_count, required=True, metavar="N", help="how many processes to start"
+    )
+    parser.add_argument("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
+    _restarts(parser, "R")
+    parser.add_argument(
+        "--min-processes",
+        type=process_count,
+        metavar="K",
+        help="where a run fails twice in a row at one step, restart with a process less, down to K; default: all",
+    )
+
+
+def _eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="directory of a run; with --tasks also a published folder or GGUF file"
     )
     add_overrides(parser)
-    parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--yaml", action="store_true", help="print the resolved config as YAML")
-    form.add_argument("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
-    form.add_argument("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
-    add_emulate(parser)
-
-
-def _config(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.config import print_config
-
-    forms = {"yaml": arguments.yaml, "json-schema": arguments.json_schema, "sharding": arguments.sharding}
-    return print_config(
-        arguments.config,
-        arguments.overrides,
-        form=next((form for form, asked in forms.items() if asked), "keys"),
-        only=arguments.only,
-        emulate=arguments.emulate,
+    parser.add_argument(
+        "--tasks",
+        metavar="FILE|NAME",
+        help="tasks of lm-eval-harness in place of held-out rows, as task.yaml or arc_easy,hellaswag (extra: harness)",
     )
-
-
-def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    add_emulate(parser)
-    add_json(parser)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.doctor import run_doctor
-
-    return run_doctor(emulate=arguments.emulate, as_json=arguments.json)
-
-
-def _ckpt_ls_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
-    add_json(parser)
-
-
-def _ckpt_ls(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.ckpt import run_ckpt_ls
-
-    return run_ckpt_ls(arguments.run_dir, verify=arguments.verify, as_json=arguments.json)
-
-
-def _ckpt_show_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    parser.add_argument("--limit", type=count, metavar="N", help="with --tasks: documents of each task; default: all")
+    parser.add_argument(
+        "--shots", type=step_number, metavar="N", help="with --tasks: examples before a question; default: the task's"
+    )
+    parser.add_argument("--chat", action="store_true", help="with --tasks: ask by the chat template of the run")
+    parser.add_argument("--batch", type=count, metavar="N", help="with --tasks: rows of a batch; default: by length")
+    add_quantize(parser)
     add_step(parser)
+    add_emulate(parser)
     add_json(parser)
 
 
-def _ckpt_show(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.ckpt import run_ckpt_show
-
-    return run_ckpt_show(arguments.run_dir, step=arguments.step, as_json=arguments.json)
-
-
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu"
+def _sample(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
     )
+    prompts.add_argument("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
+    parser.add_argument("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
+    parser.add_argument("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
+    parser.add_argument("--top-k", type=count, metavar="K", help="only the K most likely tokens")
+    parser.add_argument("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
+    parser.add_argument("--min-p", type=number, metavar="P", help="only tokens of at least P times the best one")
+    parser.add_argument(
+        "--repetition-penalty", type=number, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times"
+    )
+    parser.add_argument("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
+    form.add_argument(
+        "--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal"
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=lambda text: whole(text, 0, 20),
+        nargs="?",
+        const=0,
+        metavar="K",
+        help="log-probability of each new token, and of the K likeliest ones in its place",
+    )
+    parser.add_argument("--special-tokens", action="store_true", help="show the special tokens that the model writes")
+    add_quantize(parser)
+    add_step(parser)
+    add_emulate(parser)
+    add_json(parser)
+
+
+def _predict(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="table (.csv, .jsonl, .parquet), folder or list of images, texts (.txt), or array (.npy)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write FILE (.csv or .jsonl); default: CSV on standard output")
+    parser.add_argument("--batch", type=count, metavar="N", help="the largest batch; default: a microbatch of the run")
+    parser.add_argument("--probabilities", action="store_true", help="add the probability of each class")
+    add_quantize(parser)
+    add_step(parser)
+    add_emulate(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row instead of CSV")
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
     add_overrides(parser)
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured to FILE")
-    parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine only, 127.0.0.1")
+    parser.add_argument("--port", type=step_number, default=8000, metavar="N", help="0: a free one; default: 8000")
     parser.add_argument(
-        "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu"
+        "--api-key-file", metavar="FILE", help="the key that clients give; default: JAXTRAIN_API_KEY (environment)"
     )
+    parser.add_argument("--name", metavar="NAME", help="what clients call the model; default: the name of the folder")
+    parser.add_argument("--slots", type=count, default=8, metavar="N", help="answers that run at a time; default: 8")
+    parser.add_argument("--length", type=count, metavar="N", help="tokens of prompt and answer; default: up to 4096")
+    parser.add_argument("--queue", type=count, default=256, metavar="N", help="answers that may wait; default: 256")
+    parser.add_argument("--adapter", metavar="DIR", help="an adapter of PEFT over a published folder")
+    add_quantize(parser)
+    add_step(parser)
     add_emulate(parser)
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.bench import run_bench
-
-    return run_bench(
-        arguments.config,
-        arguments.overrides,
-        json_path=arguments.json,
-        out=arguments.out,
-        skip=arguments.skip,
-        emulate=arguments.emulate,
+def _import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        metavar="FOLDER",
+        help="published folder (config.json, safetensors), a .gguf file, or an adapter of PEFT",
     )
+    add_overrides(parser)
+    parser.add_argument("-o", "--output", metavar="RUN_DIR", help="directory of the run to make; --check needs none")
+    parser.add_argument("--base", metavar="FOLDER", help="published model that an adapter is of")
+    add_check(parser)
+    add_emulate(parser)
 
 
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="directory of a run, or a published folder or .gguf file to write again"
+    )
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="folder to make")
+    parser.add_argument(
+        "--to",
+        choices=("published", "stablehlo"),
+        default="published",
+        help="config.json and safetensors (published, the default), or a program that runs without jaxtrain",
+    )
+    parser.add_argument(
+        "--batch", type=count, metavar="N", help="rows per call of a program; default: any number where it can be"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the tensors; default: that of the model that the run started from, else float32",
+    )
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="most bytes per file; default: 5GB")
+    parser.add_argument(
+        "--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model"
+    )
+    parser.add_argument(
+        "--base",
+        choices=("nf4",),
+        help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
+    )
+    add_step(parser)
+    add_check(parser)
+    add_emulate(parser)
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
     add_overrides(parser)
-    parser.add_argument("--on", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
-    parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
     parser.add_argument(
-        "--hardware",
-        dest="hardware_file",
-        metavar="FILE",
-        help="YAML with hardware or prices that replace the shipped ones",
+        "--on", default="cpu", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU"
     )
+    parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
+    parser.add_argument("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument(
         "--analytic", action="store_true", help="do not compile, even where the compiler is installed"
@@ -181,14 +256,10 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer, base, "
         "rank, batch",
     )
-    parser.add_argument("--top", type=count, default=3, metavar="N", help="layouts of a search to show; default: 3")
     parser.add_argument("--largest-batch", action="store_true", help="find the largest global batch that fits")
     parser.add_argument("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
     parser.add_argument("--epochs", type=number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
     parser.add_argument("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
-    parser.add_argument(
-        "--usd-per-kwh", type=number, default=0.12, metavar="USD", help="price of electricity; default: 0.12"
-    )
     parser.add_argument("--checkpoint-minutes", type=number, metavar="N", help="time between saves on spot devices")
     parser.add_argument("--interruptions-per-day", type=number, metavar="N", help="per spot node; default: 1")
     parser.add_argument("--downtime", type=number, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
@@ -201,192 +272,205 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.plan import Wanted, run_plan
-
-    wanted = Wanted(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Wanted)})
-    return run_plan(arguments.config, arguments.overrides, wanted, list_hardware=arguments.list)
-
-
-def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.sweep_arguments import sweep_arguments
-
-    sweep_arguments(parser)
-
-
-def _sweep(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.sweep_arguments import sweep
-
-    return sweep(arguments)
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu"
+    )
+    add_overrides(parser)
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured to FILE")
+    parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu"
+    )
+    add_emulate(parser)
 
 
-def _submit_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.submit import slurm_arguments
+def _run_bench(arguments: argparse.Namespace) -> int:
+    from jaxtrain.commands.bench import run_bench
 
-    slurm_arguments(parser)
-
-
-def _submit_slurm(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit import submit_slurm
-
-    return submit_slurm(arguments)
-
-
-def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
+    return run_bench(
+        arguments.config,
+        arguments.overrides,
+        json_path=arguments.json,
+        out=arguments.out,
+        skip=arguments.skip,
+        emulate=arguments.emulate,
+    )
 
 
-def _report(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.report import run_report
-
-    return run_report(arguments.run_dirs, output=arguments.output)
-
-
-def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.submit_kubernetes import kubernetes_arguments
-
-    kubernetes_arguments(parser)
-
-
-def _submit_job(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit_kubernetes import submit_job
-
-    return submit_job(arguments)
+def _config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
+    )
+    add_overrides(parser)
+    parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--yaml", action="store_true", help="print the resolved config as YAML")
+    form.add_argument("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
+    form.add_argument("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
+    add_emulate(parser)
 
 
-def _submit_jobset(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit_kubernetes import submit_jobset
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    add_emulate(parser)
+    add_json(parser)
 
-    return submit_jobset(arguments)
+
+def _data_prepare(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
+    parser.add_argument(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="processes that encode; default: the cores, where there is enough text",
+    )
+
+
+def _data_show(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--rows", type=count, default=2, metavar="N", help="how many rows; default: 2")
+    add_json(parser)
+
+
+def _ckpt_ls(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
+    add_json(parser)
+
+
+def _ckpt_show(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_step(parser)
+    add_json(parser)
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "train what a config describes, or resume the run",
         "jaxtrain train quickstart train.steps=100 --run-dir runs/first",
-        train_arguments,
-        train,
+        _train,
+        _later("train.run"),
     ),
     "eval": Command(
         "evaluate a checkpoint of a run on held-out rows",
         "jaxtrain eval runs/first evaluation.max_batches=null",
-        _eval_arguments,
         _eval,
+        _later("eval.run"),
     ),
     "sample": Command(
         "continue text with a checkpoint of a run",
         "jaxtrain sample runs/first -p 'The class statement' -n 100",
-        _sample_arguments,
         _sample,
+        _later("sample.run"),
     ),
     "predict": Command(
         "give the classes, numbers or embeddings of the rows of a file",
         "jaxtrain predict runs/first rows.csv --out classes.csv",
-        _predict_arguments,
         _predict,
+        _later("predict.run"),
     ),
     "serve": Command(
         "answer the clients of OpenAI's interface over HTTP with a run or a published model",
         "jaxtrain serve runs/first --port 8000",
-        _serve_arguments,
         _serve,
+        _later("serve.run"),
     ),
     "import": Command(
         "make a run of a published model",
         "jaxtrain import models/SmolLM2-135M -o runs/smollm2",
-        import_arguments,
-        import_published,
+        _import,
+        _later("published.run_import"),
     ),
     "export": Command(
         "write a checkpoint of a run as a published folder, which other tools open",
         "jaxtrain export runs/smollm2 -o models/mine --dtype bfloat16",
-        export_arguments,
-        export_published,
+        _export,
+        _later("published.run_export"),
     ),
     "report": Command(
         "draw the page of a run again, or one page about several runs or a sweep",
         "jaxtrain report runs/first runs/second --output compare.html",
-        _report_arguments,
         _report,
+        _later("report.run"),
     ),
     "sweep": Command(
         "train a config with several values of its settings, and compare the trials",
         "jaxtrain sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates",
-        _sweep_arguments,
-        _sweep,
+        _later("sweep_arguments.sweep_arguments"),
+        _later("sweep_arguments.sweep"),
     ),
     "launch": Command(
         "run a command or program in several processes on this machine, as a cluster would",
         "jaxtrain launch --processes 2 --emulate 4 -- train quickstart train.steps=20",
-        launch_arguments,
-        launch,
+        _launch,
+        _later("train.launch"),
         takes_command=True,
     ),
     "submit slurm": Command(
         "write the batch script with which Slurm trains a config, or submit it",
         "jaxtrain submit slurm llama3_8b train.accumulation_steps=2 --nodes 4 --gpus-per-node 8 --time 2-0",
-        _submit_slurm_arguments,
-        _submit_slurm,
+        _later("submit.slurm_arguments"),
+        _later("submit.submit_slurm"),
     ),
     "submit job": Command(
         "write a training as a Kubernetes Job",
         "jaxtrain submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs",
-        _kubernetes_arguments,
-        _submit_job,
+        _later("submit_kubernetes.kubernetes_arguments"),
+        _later("submit_kubernetes.submit_job"),
     ),
     "submit jobset": Command(
         "write a training as a JobSet of Kubernetes, whose hosts start again together",
         "jaxtrain submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/2x4 --volume runs:/runs",
-        _kubernetes_arguments,
-        _submit_jobset,
+        _later("submit_kubernetes.kubernetes_arguments"),
+        _later("submit_kubernetes.submit_jobset"),
     ),
     "plan": Command(
         "estimate memory, time and cost on hardware that you do not need to have",
         "jaxtrain plan llama3_8b --on h100x8,v5p-8",
-        _plan_arguments,
         _plan,
+        _later("plan.run"),
     ),
     "bench": Command(
         "measure this machine, and how much of its speed the step of a config reaches",
         "jaxtrain bench bench_cpu --out runs/bench",
-        _bench_arguments,
         _bench,
+        _run_bench,
     ),
     "config": Command(
         "list the shipped configs, or every key of one",
         "jaxtrain config quickstart train.steps=100 --only train",
-        _config_arguments,
         _config,
+        _later("config.run"),
     ),
     "doctor": Command(
         "check versions, devices, caches and speed, and say how to fix each problem",
         "jaxtrain doctor --emulate 8",
-        _doctor_arguments,
         _doctor,
+        _later("doctor.run"),
     ),
     "data prepare": Command(
         "encode the text of a config into token shards",
         "jaxtrain data prepare quickstart -o tokens",
-        prepare_arguments,
-        prepare,
+        _data_prepare,
+        _later("data.run_prepare"),
     ),
     "data show": Command(
         "show rows as the model sees them, and which tokens have a loss",
         "jaxtrain data show quickstart data.kind=chat --rows 1",
-        show_arguments,
-        show,
+        _data_show,
+        _later("data.run_show"),
     ),
     "ckpt ls": Command(
         "list the checkpoints of a run",
         "jaxtrain ckpt ls runs/first --verify",
-        _ckpt_ls_arguments,
         _ckpt_ls,
+        _later("ckpt.run_ls"),
     ),
     "ckpt show": Command(
         "show what a checkpoint holds",
         "jaxtrain ckpt show runs/first --step 100",
-        _ckpt_show_arguments,
         _ckpt_show,
+        _later("ckpt.run_show"),
     ),
 }

@@ -13,7 +13,7 @@ from jaxtrain.commands.table import COMMANDS, Command
 USAGE = {
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),
     "group alone": ("ckpt", 2, r"jaxtrain ckpt: no command, it has ls and show"),
-    "missing config": ("train", 2, r"jaxtrain train: CONFIG is missing; 'jaxtrain train --help' shows what it takes"),
+    "missing config": ("train", 2, r"jaxtrain train: CONFIG is missing; see 'jaxtrain train --help'"),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
     "unknown option": ("doctor --fast", 2, r"jaxtrain doctor: no option --fast"),
     "key of another trainer as an option": ("train quickstart --lr 1", 2, r"is written optimizer\.learning_rate=VALUE"),

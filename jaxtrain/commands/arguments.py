@@ -1,8 +1,46 @@
-"""Arguments that several commands take. No jax here."""
+"""Arguments that several verbs take, and the types of their values. No jax here."""
 
 import argparse
 
-from jaxtrain.commands.command import process_count, step_number
+_MOST, _MOST_PROCESSES = 10**9, 4096
+
+
+def count(text: str) -> int:
+    """Read a whole number of 1 or more."""
+    return whole(text, 1, _MOST)
+
+
+def process_count(text: str) -> int:
+    """Read a number of processes or of emulated devices: 1 or more, and as many as a machine can start."""
+    return whole(text, 1, _MOST_PROCESSES)
+
+
+def step_number(text: str) -> int:
+    """Read a whole number of 0 or more."""
+    return whole(text, 0, _MOST)
+
+
+def whole(text: str, least: int, most: int) -> int:
+    """Read a whole number from `least` to `most`."""
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    if int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text} is too large; at most {most} is taken")
+    return int(text)
+
+
+def tokens(text: str) -> float:
+    """Read a number of tokens: `15T`, `1.5B`, `300M`, `10e9`."""
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
+    return number(text) if factor is None else factor * number(text[:-1])
+
+
+def number(text: str) -> float:
+    """Read a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
