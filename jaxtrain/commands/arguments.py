@@ -1,8 +1,18 @@
 """Arguments that several verbs take, and the types of their values. No jax here."""
 
 import argparse
+from typing import Any
 
 _MOST, _MOST_PROCESSES = 10**9, 4096
+
+
+def whole(text: str, least: int, most: int) -> int:
+    """Read a whole number from `least` to `most`."""
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    if int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text} is too large; at most {most} is taken")
+    return int(text)
 
 
 def count(text: str) -> int:
@@ -20,21 +30,6 @@ def step_number(text: str) -> int:
     return whole(text, 0, _MOST)
 
 
-def whole(text: str, least: int, most: int) -> int:
-    """Read a whole number from `least` to `most`."""
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-    if int(text) > most:
-        raise argparse.ArgumentTypeError(f"{text} is too large; at most {most} is taken")
-    return int(text)
-
-
-def tokens(text: str) -> float:
-    """Read a number of tokens: `15T`, `1.5B`, `300M`, `10e9`."""
-    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
-    return number(text) if factor is None else factor * number(text[:-1])
-
-
 def number(text: str) -> float:
     """Read a number."""
     try:
@@ -43,47 +38,29 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the config and the settings to change."""
-    parser.add_argument("config", metavar="CONFIG", help="a shipped name (quickstart, ...), a YAML file or a run")
-    add_overrides(parser)
+def tokens(text: str) -> float:
+    """Read a number of tokens: `15T`, `1.5B`, `300M`, `10e9`."""
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
+    return number(text) if factor is None else factor * number(text[:-1])
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Adds the settings to change."""
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings to change, as in train.steps=100")
-
-
-def add_emulate(parser: argparse.ArgumentParser) -> None:
-    """Adds the number of CPU devices to emulate."""
-    parser.add_argument("--emulate", type=process_count, metavar="N", help="emulate N CPU devices")
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Adds the directory of a run."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run, as in runs/quickstart")
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-    """Adds the step of a checkpoint."""
-    parser.add_argument("--step", type=step_number, metavar="N", help="step to load; default: the newest intact one")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag for JSON."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_check(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag that compares with transformers."""
-    parser.add_argument("--check", action="store_true", help="compare outputs with those of transformers, if installed")
-
-
-def add_quantize(parser: argparse.ArgumentParser) -> None:
-    """Adds the number format of linear layers."""
-    parser.add_argument(
-        "--quantize",
-        choices=("int8", "int8_dynamic", "nf4"),
-        help="weights of linear layers in int8, or their inputs too (int8_dynamic), or weights in 4 bits (nf4); "
+_SHARED: dict[str, dict[str, Any]] = {
+    "config": {"metavar": "CONFIG", "help": "a shipped name (quickstart, ...), a YAML file or a run"},
+    "overrides": {"metavar": "key=value", "nargs": "*", "help": "settings to change, as in train.steps=100"},
+    "run_dir": {"metavar": "RUN_DIR", "help": "directory of a run, as in runs/quickstart"},
+    "--emulate": {"type": process_count, "metavar": "N", "help": "emulate N CPU devices"},
+    "--step": {"type": step_number, "metavar": "N", "help": "step to load; default: the newest intact one"},
+    "--json": {"action": "store_true", "help": "print JSON"},
+    "--check": {"action": "store_true", "help": "compare outputs with those of transformers, if installed"},
+    "--quantize": {
+        "choices": ("int8", "int8_dynamic", "nf4"),
+        "help": "weights of linear layers in int8, or their inputs too (int8_dynamic), or weights in 4 bits (nf4); "
         "default: as they were trained",
-    )
+    },
+}
+
+
+def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Adds arguments that several verbs take: `config`, `overrides`, `run_dir`, `--emulate`, `--step` and so on."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])

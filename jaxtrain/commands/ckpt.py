@@ -27,17 +27,21 @@ def run_ls(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointError: a checkpoint is damaged; the list is printed before.
     """
-    verify = arguments.verify
     with _open(arguments.run_dir) as checkpoints:
-        directory = checkpoints.directory
-        rows = [{**_row(checkpoints, step, verify), "abandoned": None} for step in checkpoints.steps()]
+        directory, rows = checkpoints.directory, _rows(checkpoints, arguments.verify, abandoned=None)
     for folder in abandoned_folders(directory):
         with Checkpointer(folder, read_only=True) as checkpoints:
-            rows += [{**_row(checkpoints, step, verify), "abandoned": folder.name} for step in checkpoints.steps()]
+            rows += _rows(checkpoints, arguments.verify, abandoned=folder.name)
     if arguments.json:
-        print_json([{**row, "ok": row["problem"] is None, "verified": verify} for row in rows])
+        print_json([{**row, "ok": row["problem"] is None, "verified": arguments.verify} for row in rows])
     elif rows:
-        print_table(("step", "time", "size", "eval_loss", "ok"), [_cells(row, verify) for row in rows])
+        cells = []
+        for row in rows:
+            state = "damaged" if row["problem"] else "verified" if arguments.verify else "yes"
+            state += f", in {row['abandoned']}" if row["abandoned"] else ""
+            size, loss = format_bytes(row["bytes"]), _loss(row["eval_loss"])
+            cells.append((str(row["step"]), row["saved_at"] or "-", size, loss, state))
+        print_table(("step", "time", "size", "eval_loss", "ok"), cells)
     else:
         print_remark(f"no checkpoints in {directory}")
     damaged = [row["problem"] for row in rows if row["problem"]]
@@ -46,23 +50,19 @@ def run_ls(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(checkpoints: Checkpointer, step: int, verify: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
-    try:
-        info = checkpoints.info(step)
-        row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
-        if verify:
-            checkpoints.verify(step)
-    except CheckpointError as error:
-        row["problem"] = str(error)
-    return row
-
-
-def _cells(row: dict[str, Any], verify: bool) -> tuple[str, ...]:
-    state = "damaged" if row["problem"] else "verified" if verify else "yes"
-    if row["abandoned"]:
-        state += f", in {row['abandoned']}"
-    return str(row["step"]), row["saved_at"] or "-", format_bytes(row["bytes"]), _loss(row["eval_loss"]), state
+def _rows(checkpoints: Checkpointer, verify: bool, *, abandoned: str | None) -> list[dict[str, Any]]:
+    rows = []
+    for step in checkpoints.steps():
+        row = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
+        try:
+            info = checkpoints.info(step)
+            row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
+            if verify:
+                checkpoints.verify(step)
+        except CheckpointError as error:
+            row["problem"] = str(error)
+        rows.append({**row, "abandoned": abandoned})
+    return rows
 
 
 def _loss(loss: float | None) -> str:
@@ -77,73 +77,50 @@ def run_show(arguments: argparse.Namespace) -> int:
         {"path": shown_name(path), "shape": list(shape), "dtype": dtype, "bytes": info.bytes_of(path)}
         for path, (shape, dtype) in info.leaves.items()
     ]
-    totals = _totals(leaves)
+    parts = dict.fromkeys(map(_part, leaves))
+    totals = {part: _total([leaf for leaf in leaves if _part(leaf) == part]) for part in parts}
+    totals["all"] = _total(leaves)
+    facts = {"step": info.step, "saved_at": info.saved_at, "eval_loss": info.eval_loss, "path": str(info.path)}
     if arguments.json:
-        print_json(
-            {
-                "step": info.step,
-                "path": str(info.path),
-                "saved_at": info.saved_at,
-                "eval_loss": info.eval_loss,
-                "versions": info.versions,
-                "leaves": leaves,
-                "totals": totals,
-                "metadata": info.metadata,
-            }
-        )
+        more = {"versions": info.versions, "leaves": leaves, "totals": totals, "metadata": info.metadata}
+        print_json({**facts, **more})
         return 0
     shapes = [" x ".join(map(str, leaf["shape"])) or "scalar" for leaf in leaves]
     print_table(
         ("path", "shape", "dtype", "bytes"),
         [
-            (leaf["path"], shape, leaf["dtype"], format_bytes(leaf["bytes"]))
-            for leaf, shape in zip(leaves, shapes, strict=True)
+            (one["path"], shape, one["dtype"], format_bytes(one["bytes"]))
+            for one, shape in zip(leaves, shapes, strict=True)
         ],
     )
     print_text("")
     print_table(
         ("part", "arrays", "numbers", "bytes"),
         [
-            (name, str(total["arrays"]), format_count(total["numbers"]), format_bytes(total["bytes"]))
-            for name, total in totals.items()
+            (part, str(total["arrays"]), format_count(total["numbers"]), format_bytes(total["bytes"]))
+            for part, total in totals.items()
         ],
     )
     print_text("")
-    facts = {
-        "step": info.step,
-        "saved": info.saved_at,
-        "eval_loss": _loss(info.eval_loss),
-        "run": info.metadata.get("name", "-"),
-        "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items()),
-        "path": info.path,
-    }
-    for name, fact in facts.items():
+    for name, fact in {**facts, "eval_loss": _loss(info.eval_loss)}.items():
         print_text(f"{name:<10} {fact}")
     return 0
 
 
 def _info(checkpoints: Checkpointer, step: int | None) -> CheckpointInfo:
-    steps = [step] if step is not None else list(reversed(checkpoints.steps()))
     damaged = None
-    for one in steps:
+    for one in [step] if step is not None else reversed(checkpoints.steps()):
         try:
             return checkpoints.info(one)
         except DamagedError as error:
             damaged = damaged or error
-    raise damaged or CheckpointError(
-        f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal"
-    )
+    raise damaged or CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end")
 
 
-def _totals(leaves: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Count the arrays, numbers and bytes of each top-level part of the state, and of all parts."""
-    totals: dict[str, dict[str, int]] = {}
-    for part in dict.fromkeys(leaf["path"].partition("/")[0] for leaf in leaves):
-        inside = [leaf for leaf in leaves if leaf["path"].partition("/")[0] == part]
-        totals[part] = {
-            "arrays": len(inside),
-            "numbers": sum(math.prod(leaf["shape"]) for leaf in inside),
-            "bytes": sum(leaf["bytes"] for leaf in inside),
-        }
-    names = ("arrays", "numbers", "bytes")
-    return {**totals, "all": {name: sum(total[name] for total in totals.values()) for name in names}}
+def _part(leaf: dict[str, Any]) -> str:
+    return leaf["path"].partition("/")[0]
+
+
+def _total(leaves: list[dict[str, Any]]) -> dict[str, int]:
+    numbers, size = sum(math.prod(leaf["shape"]) for leaf in leaves), sum(leaf["bytes"] for leaf in leaves)
+    return {"arrays": len(leaves), "numbers": numbers, "bytes": size}

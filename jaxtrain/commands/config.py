@@ -23,15 +23,15 @@ def run(arguments: argparse.Namespace) -> int:
         print_text(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False))
     elif config is None:
         if arguments.yaml or arguments.sharding or only:
-            raise ConfigError(f"jaxtrain config: name a config, one of {', '.join(shipped_configs())}")
+            raise ConfigError(f"CONFIG is missing; one of {', '.join(shipped_configs())}")
         print_table(("name", "what it is"), [(name, _first_comment(name)) for name in shipped_configs()])
     else:
         loaded = _load(config, arguments)
         if arguments.yaml:
-            print_text(to_yaml(_values(loaded, only)).rstrip("\n"))
+            print_text(to_yaml(loaded.config.model_dump(mode="json")).rstrip("\n"))
         elif arguments.sharding:
             with own_code(loaded.config):
-                print_shardings(loaded.config, only=only, emulate=arguments.emulate)
+                _print_shardings(loaded.config, emulate=arguments.emulate)
         else:
             rows = [(key.path, key.value, key.type, key.default, key.origin, key.doc) for key in _keys(loaded, only)]
             print_table(("key", "value", "type", "default", "origin", "doc"), rows)
@@ -76,26 +76,8 @@ def _keys(loaded: Loaded, only: str | None) -> list[DescribedKey]:
     return keys
 
 
-def _values(loaded: Loaded, only: str | None) -> dict[str, Any]:
-    """The config, or what is below a prefix at its place in it."""
-    found = loaded.config.model_dump(mode="json")
-    if only is not None and _keys(loaded, only):
-        path = only.rstrip(".").split(".")
-        for part in path:
-            found = found[part]
-        for part in reversed(path):
-            found = {part: found}
-    return found
-
-
-def print_shardings(config: Config, *, only: str | None, emulate: int | None) -> None:
-    """Print path, shape, logical axes and mesh axes of each parameter, from shapes alone.
-
-    Args:
-        config: the run.
-        only: prefix of the paths to print.
-        emulate: CPU devices to shard them over; None: the real devices.
-    """
+def _print_shardings(config: Config, *, emulate: int | None) -> None:
+    """Print path, shape, logical axes and mesh axes of each parameter, from shapes alone."""
     from jaxtrain.runtime import distributed
 
     distributed.start(emulate=emulate, compilation_cache=None)
@@ -118,11 +100,10 @@ def print_shardings(config: Config, *, only: str | None, emulate: int | None) ->
         name = path_name(path)
         each = leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         held, total = held + each, total + leaf.size
-        if only is None or name.startswith(only):
-            axes = table_row(name, sharded_model.model.axes)
-            logical = "(not in the table)" if axes is None else ", ".join(axis or "-" for axis in axes)
-            shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            rows.append((name, shape, logical, _mesh_axes(leaf.sharding.spec), format_bytes(each)))
+        axes = table_row(name, sharded_model.model.axes)
+        logical = "(not in the table)" if axes is None else ", ".join(axis or "-" for axis in axes)
+        shape = " x ".join(map(str, leaf.shape)) or "scalar"
+        rows.append((name, shape, logical, _mesh_axes(leaf.sharding.spec), format_bytes(each)))
     print_table(("parameter", "shape", "logical axes", "mesh axes", "a device"), rows)
     mesh = " ".join(f"{axis}={size}" for axis, size in sharded_model.mesh.shape.items() if size > 1) or "one device"
     print_text(f"\n{format_count(total)} parameters ({total:,}) on {mesh}: {format_bytes(held)} a device")

@@ -1,10 +1,8 @@
 """`jaxtrain data`: encodes text into files of tokens, and shows rows with the tokens that have a loss."""
 
 import argparse
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxtrain.commands.shared import own_code, print_json, print_text
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
     from jaxtrain.data.shown import ShownRow
     from jaxtrain.data.sources.prepare import Prepared
 
-# Between lines where there is no terminal: a log of an hour has 120.
-_SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_LINES = 10.0
 _SHOWN_FORMS = ("tokens", "pairs of answers")
 
 
@@ -40,45 +37,25 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"data.kind={source.kind} is not text; set data.kind=text data.path=FILE, jsonl or documents")
     from jaxtrain.data import prepare_tokens
 
-    folder = local_path(arguments.output, what="--output")
-    with _progress() as progress:
-        made = prepare_tokens(source, folder, workers=arguments.workers, progress=progress)
-    print_remark(
-        f"{made['num_documents']:,} documents, {made['num_tokens']:,} tokens of {made['vocab_size']:,} ids "
-        f"({made['dtype']}) in {len(made['shards']):,} files in {made['output']}"
-    )
-    print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={made['output']}")
-    # On standard output, so that it can be appended to a config file.
-    print_text(to_yaml({"data": {"kind": "tokens", "path": made["output"]}}).rstrip("\n"))
-    return 0
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[["Prepared"], None]]:
-    """Yield what shows how far the encoding is: a bar on a terminal, a line now and then elsewhere."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = [BarColumn(), DownloadColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn()]
-        with Progress(TextColumn("encoding"), *columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("encoding", total=None, tokens="0")
-
-            def show(found: "Prepared") -> None:
-                bar.update(task, completed=found.position, total=found.total or None, tokens=f"{found.tokens:,}")
-
-            yield show
-        return
     last = time.monotonic()
 
-    def print_line(found: "Prepared") -> None:
+    def show(found: "Prepared") -> None:
         nonlocal last
         if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
             last = time.monotonic()
             share = f"{found.position / found.total:.0%}, " if found.total else ""
             print_remark(f"encoding: {share}{found.documents:,} documents, {found.tokens:,} tokens")
 
-    yield print_line
+    folder = local_path(arguments.output, what="--output")
+    made = prepare_tokens(source, folder, workers=arguments.workers, progress=show)
+    print_remark(
+        f"documents: {made['num_documents']:,}, tokens: {made['num_tokens']:,} of {made['vocab_size']:,} ids "
+        f"({made['dtype']}), files: {len(made['shards']):,}"
+    )
+    print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={made['output']}")
+    # On standard output, so that it can be appended to a config file.
+    print_text(to_yaml({"data": {"kind": "tokens", "path": made["output"]}}).rstrip("\n"))
+    return 0
 
 
 def run_show(arguments: argparse.Namespace) -> int:
@@ -112,9 +89,9 @@ def _print_rows(rows: Sequence["ShownRow"], total: int) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     coloured = console.color_system is not None
-    marks, trained_style, other_style = ("", "bold green", "dim") if coloured else ("[[]]", "", "")
-    about = "tokens in green have a loss" if coloured else "tokens between [[ and ]] have a loss"
-    lines = [Text(about)]
+    before, after = ("", "") if coloured else ("[[", "]]")
+    styles = {True: "bold green", False: "dim"}
+    lines = [Text(f"tokens {'in green' if coloured else 'between [[ and ]]'} have a loss")]
     for row in rows:
         trained, places = sum(part.trained for part in row.parts), sum(part.places for part in row.parts)
         whole = row.length * (2 if [part.name for part in row.parts] == ["chosen", "rejected"] else 1)
@@ -124,16 +101,8 @@ def _print_rows(rows: Sequence["ShownRow"], total: int) -> None:
             lines.append(Text(f"-- {part.name}: {part.tokens:,} tokens, {part.trained:,} with a loss", "cyan"))
             text = Text()
             for span in part.spans:
-                shown = _visible(span.text)
-                if span.trained:
-                    text.append(marks[:2] + shown + marks[2:], trained_style)
-                else:
-                    text.append(shown, other_style)
+                shown = printable(span.text)
+                text.append(f"{before}{shown}{after}" if span.trained else shown, styles[span.trained])
             lines.append(text)
     for line in lines:
         console.print(line) if coloured else print_text(line.plain)
-
-
-def _visible(text: str) -> str:
-    """Return a text without the control characters that a terminal would obey."""
-    return "".join("\ufffd" if printable(character) != character else character for character in text)

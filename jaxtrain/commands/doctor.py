@@ -13,20 +13,13 @@ from jaxtrain.metrics.runinfo import PACKAGES, package_versions
 from jaxtrain.runtime import accelerators, distributed
 from jaxtrain.runtime.compilation_cache import cache_folder
 
-_OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio", "mlflow-skinny": "mlflow"}
 _LITTLE_DISK = 2 * 2**30
 _CANNOT_WORK = 2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of the installation or the machine.
-
-    Attributes:
-        what: what is wrong.
-        mend: the command or setting that fixes it.
-        fatal: whether nothing can be trained before it is fixed.
-    """
+    """What is wrong, the command or setting that fixes it, and whether nothing can be trained before."""
 
     what: str
     mend: str
@@ -35,37 +28,26 @@ class Problem:
 
 @dataclass
 class Report:
-    """The results of the checks, in their order.
-
-    Attributes:
-        facts: values for JSON.
-        lines: (name, text) for the terminal.
-        problems: all problems that were found.
-    """
+    """The results of the checks: values for JSON, (name, text) for the terminal, and the problems."""
 
     facts: dict[str, object] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether nothing can be trained."""
-        return any(problem.fatal for problem in self.problems)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything that a run needs, and print the results; 2 where a problem is fatal, else 0."""
     report = Report()
     _check_versions(report)
-    if not report.is_fatal:
+    if not report.problems:
         _check_devices(report, arguments.emulate)
     _check_cache(report)
-    _check_disk(report)
-    found = package_versions(tuple(_OPTIONAL))
-    report.facts["optional"] = {name: found[name] for name in _OPTIONAL}
-    extras = (f"missing (pip install 'jaxtrain[{extra}]')" for extra in _OPTIONAL.values())
-    shown = (f"{name} {found[name] or missing}" for name, missing in zip(_OPTIONAL, extras, strict=True))
-    report.lines.append(("optional", ", ".join(shown)))
+    free = shutil.disk_usage(Path.cwd()).free
+    report.facts["disk_free_bytes"] = free
+    report.lines.append(("disk", f"{format_bytes(free)} free in {Path.cwd()}"))
+    if free < _LITTLE_DISK:
+        what = f"only {format_bytes(free)} are free here"
+        report.problems.append(Problem(what, "free space, or write elsewhere with --run-dir"))
     if arguments.json:
         print_json({**report.facts, "problems": [asdict(problem) for problem in report.problems]})
     else:
@@ -73,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         for problem in report.problems:
             print_text(f"problem: {problem.what}; {problem.mend}")
         print_text("no problem found" if not report.problems else f"problems: {len(report.problems)}")
-    return _CANNOT_WORK if report.is_fatal else 0
+    return _CANNOT_WORK if any(problem.fatal for problem in report.problems) else 0
 
 
 def _check_versions(report: Report) -> None:
@@ -83,13 +65,15 @@ def _check_versions(report: Report) -> None:
     for name, version in versions.items():
         if version is None and name != "jaxtrain":  # which a copy of the sources has none of
             report.problems.append(Problem(f"{name} is not installed", f"pip install {name}", fatal=True))
-    if report.problems:
-        return
-    try:
-        from flax import nnx  # noqa: F401  # of some pairs of versions with jax it cannot be imported
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        report.problems.append(Problem(f"flax.nnx does not import: {reason}", "pip install -U jax flax", fatal=True))
+    if not report.problems:
+        try:
+            from flax import nnx  # noqa: F401  # of some pairs of versions with jax it cannot be imported
+        except Exception as error:
+            report.problems.append(Problem(f"flax.nnx: {_first_line(error)}", "pip install -U jax flax", fatal=True))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def _check_devices(report: Report, emulate: int | None) -> None:
@@ -101,8 +85,8 @@ def _check_devices(report: Report, emulate: int | None) -> None:
     except ConfigError:
         raise
     except (RuntimeError, AssertionError) as error:  # a bare assert where a plugin is missing
-        reason = (str(error).splitlines() or [f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"])[0][:300]
-        report.problems.append(Problem(f"jax finds no device: {reason}", "unset JAX_PLATFORMS, or reinstall jax", True))
+        what = f"jax finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}): {_first_line(error)}"
+        report.problems.append(Problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True))
         return
     platform = devices[0].platform
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -133,15 +117,14 @@ def _measure(report: Report, num_devices: int) -> None:
     report.facts["matmul_gflops_per_second"] = rates
     shown = ", ".join(f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in rates.items())
     report.lines.append(("matmul", f"{shown} (one device)"))
-    report.facts["collective_works"] = None
-    if num_devices > 1:
-        works = sums_over_devices()
-        report.facts["collective_works"] = works
+    works = sums_over_devices() if num_devices > 1 else None
+    report.facts["collective_works"] = works
+    if works is not None:
         report.lines.append(("collective", f"a sum over {num_devices} devices is {'right' if works else 'WRONG'}"))
-        if not works:
-            what = f"a sum over {num_devices} devices gives a wrong number"
-            mend = "run with NCCL_P2P_DISABLE=1 to see whether a link is at fault, and test the devices one by one"
-            report.problems.append(Problem(what, mend, fatal=True))
+    if works is False:
+        what = f"a sum over {num_devices} devices gives a wrong number"
+        mend = "run with NCCL_P2P_DISABLE=1 to see whether a link is at fault, and test the devices one by one"
+        report.problems.append(Problem(what, mend, fatal=True))
 
 
 def _check_cache(report: Report) -> None:
@@ -149,18 +132,9 @@ def _check_cache(report: Report) -> None:
     assert folder is not None
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    writable = existing.is_dir() and os.access(existing, os.W_OK)
+    writable = os.access(existing, os.W_OK)
     report.facts["compilation_cache"] = {"folder": str(folder), "bytes": size, "writable": writable}
-    report.lines.append(("cache", f"{folder}, {format_bytes(size)}{'' if writable else ', not writable'}"))
+    report.lines.append(("cache", f"{folder}, {format_bytes(size)}"))
     if not writable:
         what = f"the compilation cache {folder} cannot be written"
         report.problems.append(Problem(what, "export JAXTRAIN_CACHE_DIR=FOLDER, or train with compilation_cache=null"))
-
-
-def _check_disk(report: Report) -> None:
-    free = shutil.disk_usage(Path.cwd()).free
-    report.facts["disk_free_bytes"] = free
-    report.lines.append(("disk", f"{format_bytes(free)} free in {Path.cwd()}"))
-    if free < _LITTLE_DISK:
-        what = f"only {format_bytes(free)} are free here"
-        report.problems.append(Problem(what, "free space, or write elsewhere with --run-dir"))

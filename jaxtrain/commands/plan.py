@@ -34,14 +34,7 @@ _TOP = 3
 
 @dataclass
 class _Plans:
-    """What a command answers.
-
-    Attributes:
-        estimates: the plans to show.
-        found: targets with what a search found for them.
-        rejected: layouts that the compiler found too large.
-        batches: target, rows and `checked_by` of each largest batch.
-    """
+    """The plans to show; what searches found, and the compiler rejected of it; the largest batches."""
 
     estimates: list[Estimate] = field(default_factory=list)
     found: list[tuple[Target, Found]] = field(default_factory=list)
@@ -116,12 +109,11 @@ def _measured(target: Target) -> Target:
 
 
 def _terms(config: Config, arguments: argparse.Namespace) -> Terms:
-    tokens, epochs, rows_per_epoch = arguments.tokens, arguments.epochs, arguments.rows_per_epoch
-    terms = Terms(tokens, epochs, rows_per_epoch, downtime=arguments.downtime)
+    length = {name: getattr(arguments, name) for name in ("tokens", "epochs", "rows_per_epoch")}
     # Raises here what a search would take for the reason that each of its layouts is refused.
-    if tokens is not None or epochs is not None:
-        workload = describe_workload(config)
-        with_length(config, workload, tokens=tokens, epochs=epochs, rows_per_epoch=rows_per_epoch)
+    if arguments.tokens is not None or arguments.epochs is not None:
+        with_length(config, describe_workload(config), **length)
+    terms = Terms(**length, downtime=arguments.downtime)
     if arguments.checkpoint_minutes is not None:
         terms = dataclasses.replace(terms, checkpoint_interval_seconds=arguments.checkpoint_minutes * 60)
     if arguments.interruptions_per_day is not None:
@@ -186,8 +178,9 @@ def _print_answer(plans: _Plans, arguments: argparse.Namespace) -> None:
             answer["largest_batch"] = plans.batches
         print_json(answer)
         return
-    for best in {one.target.name: one for one in reversed(plans.estimates)}.values():
-        print_text("\n".join([*answer_lines(best), ""]))
+    names = [one.target.name for one in plans.estimates]
+    for name in dict.fromkeys(names):
+        print_text("\n".join([*answer_lines(plans.estimates[names.index(name)]), ""]))
     for target, found in plans.found:
         _print_search(target, found)
         for each in plans.rejected:
@@ -197,11 +190,11 @@ def _print_answer(plans: _Plans, arguments: argparse.Namespace) -> None:
         print_text("")
     print_text(table(plans.estimates, full=arguments.full))
     for batch in plans.batches:
-        how = "by compiling" if batch["checked_by"] == "compiler" else "analytic"
-        found_rows = f"the largest global batch that fits is {batch['rows']} rows"
-        if batch["rows"] is None:
-            found_rows = "not even the smallest batch fits"
-        print_text(f"{batch['target']}: {found_rows} ({how})")
+        how, rows = "by compiling" if batch["checked_by"] == "compiler" else "analytic", batch["rows"]
+        largest = (
+            "not even the smallest batch fits" if rows is None else f"the largest global batch that fits is {rows} rows"
+        )
+        print_text(f"{batch['target']}: {largest} ({how})")
 
 
 def _search_json(target: Target, found: Found) -> dict[str, object]:
@@ -215,15 +208,8 @@ def _search_json(target: Target, found: Found) -> dict[str, object]:
         }
         for one in found.ranked[:20]
     ]
-    return {
-        "target": target.name,
-        "tried": found.tried,
-        "fit": len(found.ranked),
-        "too_large": len(found.too_large),
-        "refused": len(found.refused),
-        "reasons": why_not(found),
-        "ranking": ranking,
-    }
+    fit = len(found.ranked)
+    return {"target": target.name, "tried": found.tried, "fit": fit, "reasons": why_not(found), "ranking": ranking}
 
 
 def _print_search(target: Target, found: Found) -> None:

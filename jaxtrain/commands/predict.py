@@ -73,18 +73,14 @@ def _csv_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     # The longest line has every column; only words without a class have fewer.
     writer = csv.DictWriter(buffer, list(max(flat, key=len, default={})), restval="", lineterminator="\n")
     writer.writeheader()
-    for line in flat:
-        writer.writerow(line)
-        # A text may hold line ends, which are inside quotes.
-        yield buffer.getvalue()
-        buffer.seek(0)
-        buffer.truncate()
+    writer.writerows(flat)
+    yield buffer.getvalue()
 
 
 def _word_lines(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     shares = row.get("probabilities") or [None] * len(row["words"])
     for number, (word, name, found) in enumerate(zip(row["words"], row["classes"], shares, strict=True), start=1):
-        yield {"row": row["row"], "word": number, "text": word, "class": name} | _shares(found)
+        yield {"row": row["row"], "word": number, "text": word, "class": name} | _numbered("probability", found or {})
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,14 +88,13 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in row.items():
         if name == "probabilities":
-            found |= _shares(value)
+            found |= _numbered("probability", value)
         elif name in ("numbers", "embedding"):
-            singular = name.removesuffix("s")
-            found |= {f"{singular}_{i}": str(number) for i, number in enumerate(value, start=1)}
+            found |= _numbered(name.removesuffix("s"), dict(enumerate(map(str, value), start=1)))
         else:
             found[name] = value
     return found
 
 
-def _shares(probabilities: Mapping[str, float] | None) -> dict[str, float]:
-    return {f"probability_{name}": share for name, share in (probabilities or {}).items()}
+def _numbered(name: str, values: Mapping[Any, Any]) -> dict[str, Any]:
+    return {f"{name}_{key}": value for key, value in values.items()}

@@ -62,8 +62,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def check_or_remark(loaded: Loaded) -> None:
     """Print the notes of the loader, and check that the kinds of model, data and task fit together.
 
-    A transformer with causal=false is only remarked upon, because a task from Python, which no config describes, can
-    train it.
+    A transformer with causal=false passes, because a task from Python, which no config describes, can train it.
 
     Raises:
         ConfigError: the kinds do not fit together.
@@ -72,8 +71,6 @@ def check_or_remark(loaded: Loaded) -> None:
         print_remark(note)
     model = loaded.config.model
     own = model.kind == "transformer" and not model.causal and loaded.config.task == "language_modeling"
-    if own:
-        print_remark("model.causal=false takes a task of your own (task.call, or Python); 'jaxtrain train' refuses it")
     check_kinds(loaded.config, own_task=own)
 
 

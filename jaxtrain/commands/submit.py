@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.commands.arguments import add_config, add_emulate, count, number, process_count, step_number
+from jaxtrain.commands.arguments import add_shared, count, number, process_count, step_number
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
@@ -17,7 +17,7 @@ from jaxtrain.submit.slurm_options import asks_for_gpus
 
 def slurm_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain submit slurm`."""
-    add_config(parser)
+    add_shared(parser, "config", "overrides")
     parser.add_argument("--nodes", type=process_count, default=1, metavar="N", help="number of nodes; default: 1")
     parser.add_argument("--gpus-per-node", metavar="N", help="GPUs of each node, as 8 or a100:8; default: none")
     parser.add_argument(
@@ -71,7 +71,7 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
         "--sbatch", action="append", default=[], metavar="OPTION", help="one more, as --sbatch=--exclusive"
     )
     parser.add_argument("--srun", action="append", default=[], metavar="OPTION", help="one more, as --srun=--mpi=none")
-    add_emulate(parser)
+    add_shared(parser, "--emulate")
     parser.add_argument("-o", "--script", metavar="FILE", help="write the script to FILE; default: print it")
     parser.add_argument(
         "--run", action="store_true", help="submit the script with sbatch; prints the number of the job"

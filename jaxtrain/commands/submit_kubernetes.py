@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtrain.commands.arguments import add_config, count, process_count, step_number
+from jaxtrain.commands.arguments import add_shared, count, process_count, step_number
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 
@@ -20,7 +20,7 @@ _MOST_RESTARTS = 2**31 - 1
 
 def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain submit job` and `jaxtrain submit jobset`."""
-    add_config(parser)
+    add_shared(parser, "config", "overrides")
     parser.add_argument(
         "--image", required=True, metavar="IMAGE", help="container image with jaxtrain (see containers/)"
     )

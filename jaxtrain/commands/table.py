@@ -9,22 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.commands.arguments import (
-    add_check,
-    add_config,
-    add_emulate,
-    add_json,
-    add_overrides,
-    add_quantize,
-    add_run,
-    add_step,
-    count,
-    number,
-    process_count,
-    step_number,
-    tokens,
-    whole,
-)
+from jaxtrain.commands.arguments import add_shared, count, number, process_count, step_number, tokens, whole
 
 
 @dataclass(frozen=True)
@@ -53,7 +38,7 @@ def _later(target: str) -> Callable[[Any], Any]:
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
+    add_shared(parser, "config", "overrides")
     parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
     parser.add_argument(
         "--resume",
@@ -62,7 +47,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
         help="resume from the newest checkpoint where there is one (auto, the default), always (must), or never",
     )
     _restarts(parser, "N")
-    add_emulate(parser)
+    add_shared(parser, "--emulate")
 
 
 def _restarts(parser: argparse.ArgumentParser, metavar: str) -> None:
@@ -71,16 +56,15 @@ def _restarts(parser: argparse.ArgumentParser, metavar: str) -> None:
 
 
 def _launch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     parser.usage = (
         "jaxtrain launch --processes N [--emulate M] [--restarts R] -- COMMAND\n\n"
         "COMMAND: train CONFIG ..., python my.py ..."
     )
-    parser.add_argument(
-        "--processes", type=process_count, required=True, metavar="N", help="how many processes to start"
-    )
-    parser.add_argument("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
+    add("--processes", type=process_count, required=True, metavar="N", help="how many processes to start")
+    add("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
     _restarts(parser, "R")
-    parser.add_argument(
+    add(
         "--min-processes",
         type=process_count,
         metavar="K",
@@ -89,52 +73,45 @@ def _launch(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", help="directory of a run; with --tasks also a published folder or GGUF file"
-    )
-    add_overrides(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", help="directory of a run; with --tasks also a published folder or GGUF file")
+    add_shared(parser, "overrides")
+    add(
         "--tasks",
         metavar="FILE|NAME",
         help="tasks of lm-eval-harness in place of held-out rows, as task.yaml or arc_easy,hellaswag (extra: harness)",
     )
-    parser.add_argument("--limit", type=count, metavar="N", help="with --tasks: documents of each task; default: all")
-    parser.add_argument(
-        "--shots", type=step_number, metavar="N", help="with --tasks: examples before a question; default: the task's"
-    )
-    parser.add_argument("--chat", action="store_true", help="with --tasks: ask by the chat template of the run")
-    parser.add_argument("--batch", type=count, metavar="N", help="with --tasks: rows of a batch; default: by length")
-    add_quantize(parser)
-    add_step(parser)
-    add_emulate(parser)
-    add_json(parser)
+    add("--limit", type=count, metavar="N", help="with --tasks: documents of each task; default: all")
+    add("--shots", type=step_number, metavar="N", help="with --tasks: examples before a question; default: the task's")
+    add("--chat", action="store_true", help="with --tasks: ask by the chat template of the run")
+    add("--batch", type=count, metavar="N", help="with --tasks: rows of a batch; default: by length")
+    add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
 
 def _sample(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
     )
     prompts.add_argument("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
-    parser.add_argument("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
-    parser.add_argument("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
-    parser.add_argument("--top-k", type=count, metavar="K", help="only the K most likely tokens")
-    parser.add_argument("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
-    parser.add_argument("--min-p", type=number, metavar="P", help="only tokens of at least P times the best one")
-    parser.add_argument(
+    add("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
+    add("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
+    add("--top-k", type=count, metavar="K", help="only the K most likely tokens")
+    add("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
+    add("--min-p", type=number, metavar="P", help="only tokens of at least P times the best one")
+    add(
         "--repetition-penalty", type=number, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not"
     )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times"
-    )
-    parser.add_argument("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times")
+    add("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
     form.add_argument(
         "--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal"
     )
-    parser.add_argument(
+    add(
         "--logprobs",
         type=lambda text: whole(text, 0, 20),
         nargs="?",
@@ -142,91 +119,77 @@ def _sample(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="log-probability of each new token, and of the K likeliest ones in its place",
     )
-    parser.add_argument("--special-tokens", action="store_true", help="show the special tokens that the model writes")
-    add_quantize(parser)
-    add_step(parser)
-    add_emulate(parser)
-    add_json(parser)
+    add("--special-tokens", action="store_true", help="show the special tokens that the model writes")
+    add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
 
 def _predict(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    add_shared(parser, "run_dir")
+    add(
         "file",
         metavar="FILE",
         help="table (.csv, .jsonl, .parquet), folder or list of images, texts (.txt), or array (.npy)",
     )
-    parser.add_argument("--out", metavar="FILE", help="write FILE (.csv or .jsonl); default: CSV on standard output")
-    parser.add_argument("--batch", type=count, metavar="N", help="the largest batch; default: a microbatch of the run")
-    parser.add_argument("--probabilities", action="store_true", help="add the probability of each class")
-    add_quantize(parser)
-    add_step(parser)
-    add_emulate(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per row instead of CSV")
+    add("--out", metavar="FILE", help="write FILE (.csv or .jsonl); default: CSV on standard output")
+    add("--batch", type=count, metavar="N", help="the largest batch; default: a microbatch of the run")
+    add("--probabilities", action="store_true", help="add the probability of each class")
+    add_shared(parser, "--quantize", "--step", "--emulate")
+    add("--json", action="store_true", help="print one JSON object per row instead of CSV")
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
-    add_overrides(parser)
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine only, 127.0.0.1")
-    parser.add_argument("--port", type=step_number, default=8000, metavar="N", help="0: a free one; default: 8000")
-    parser.add_argument(
-        "--api-key-file", metavar="FILE", help="the key that clients give; default: JAXTRAIN_API_KEY (environment)"
-    )
-    parser.add_argument("--name", metavar="NAME", help="what clients call the model; default: the name of the folder")
-    parser.add_argument("--slots", type=count, default=8, metavar="N", help="answers that run at a time; default: 8")
-    parser.add_argument("--length", type=count, metavar="N", help="tokens of prompt and answer; default: up to 4096")
-    parser.add_argument("--queue", type=count, default=256, metavar="N", help="answers that may wait; default: 256")
-    parser.add_argument("--adapter", metavar="DIR", help="an adapter of PEFT over a published folder")
-    add_quantize(parser)
-    add_step(parser)
-    add_emulate(parser)
+    add = parser.add_argument
+    add("path", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
+    add_shared(parser, "overrides")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine only, 127.0.0.1")
+    add("--port", type=step_number, default=8000, metavar="N", help="0: a free one; default: 8000")
+    add("--api-key-file", metavar="FILE", help="the key that clients give; default: JAXTRAIN_API_KEY (environment)")
+    add("--name", metavar="NAME", help="what clients call the model; default: the name of the folder")
+    add("--slots", type=count, default=8, metavar="N", help="answers that run at a time; default: 8")
+    add("--length", type=count, metavar="N", help="tokens of prompt and answer; default: up to 4096")
+    add("--queue", type=count, default=256, metavar="N", help="answers that may wait; default: 256")
+    add("--adapter", metavar="DIR", help="an adapter of PEFT over a published folder")
+    add_shared(parser, "--quantize", "--step", "--emulate")
 
 
 def _import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "path",
         metavar="FOLDER",
         help="published folder (config.json, safetensors), a .gguf file, or an adapter of PEFT",
     )
-    add_overrides(parser)
-    parser.add_argument("-o", "--output", metavar="RUN_DIR", help="directory of the run to make; --check needs none")
-    parser.add_argument("--base", metavar="FOLDER", help="published model that an adapter is of")
-    add_check(parser)
-    add_emulate(parser)
+    add_shared(parser, "overrides")
+    add("-o", "--output", metavar="RUN_DIR", help="directory of the run to make; --check needs none")
+    add("--base", metavar="FOLDER", help="published model that an adapter is of")
+    add_shared(parser, "--check", "--emulate")
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", help="directory of a run, or a published folder or .gguf file to write again"
-    )
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="folder to make")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", help="directory of a run, or a published folder or .gguf file to write again")
+    add("-o", "--output", required=True, metavar="FOLDER", help="folder to make")
+    add(
         "--to",
         choices=("published", "stablehlo"),
         default="published",
         help="config.json and safetensors (published, the default), or a program that runs without jaxtrain",
     )
-    parser.add_argument(
-        "--batch", type=count, metavar="N", help="rows per call of a program; default: any number where it can be"
-    )
-    parser.add_argument(
+    add("--batch", type=count, metavar="N", help="rows per call of a program; default: any number where it can be")
+    add(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
         help="of the tensors; default: that of the model that the run started from, else float32",
     )
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="most bytes per file; default: 5GB")
-    parser.add_argument(
-        "--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model"
-    )
-    parser.add_argument(
+    add("--max-shard-size", metavar="SIZE", help="most bytes per file; default: 5GB")
+    add("--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model")
+    add(
         "--base",
         choices=("nf4",),
         help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
     )
-    add_step(parser)
-    add_check(parser)
-    add_emulate(parser)
+    add_shared(parser, "--step", "--check", "--emulate")
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
@@ -235,20 +198,19 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
-    add_overrides(parser)
-    parser.add_argument(
-        "--on", default="cpu", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU"
-    )
-    parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
-    parser.add_argument("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
+    add = parser.add_argument
+    add("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
+    add_shared(parser, "overrides")
+    add("--on", default="cpu", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
+    add("--list", action="store_true", help="list the hardware with its figures")
+    add("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument(
         "--analytic", action="store_true", help="do not compile, even where the compiler is installed"
     )
     compiling.add_argument("--exact", action="store_true", help="fail where no compiler can check the figures")
-    parser.add_argument("--search", action="store_true", help="try every layout, and rank by time those that fit")
-    parser.add_argument(
+    add("--search", action="store_true", help="try every layout, and rank by time those that fit")
+    add(
         "--vary",
         type=lambda text: tuple(text.split(",")),
         default=(),
@@ -256,33 +218,28 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer, base, "
         "rank, batch",
     )
-    parser.add_argument("--largest-batch", action="store_true", help="find the largest global batch that fits")
-    parser.add_argument("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    parser.add_argument("--epochs", type=number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
-    parser.add_argument("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
-    parser.add_argument("--checkpoint-minutes", type=number, metavar="N", help="time between saves on spot devices")
-    parser.add_argument("--interruptions-per-day", type=number, metavar="N", help="per spot node; default: 1")
-    parser.add_argument("--downtime", type=number, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
-    parser.add_argument(
-        "--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)"
-    )
-    parser.add_argument("--full", action="store_true", help="print the whole table: time by block and link, energy")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures to FILE")
-    parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
-    add_json(parser)
+    add("--largest-batch", action="store_true", help="find the largest global batch that fits")
+    add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
+    add("--epochs", type=number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
+    add("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
+    add("--checkpoint-minutes", type=number, metavar="N", help="time between saves on spot devices")
+    add("--interruptions-per-day", type=number, metavar="N", help="per spot node; default: 1")
+    add("--downtime", type=number, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
+    add("--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)")
+    add("--full", action="store_true", help="print the whole table: time by block and link, energy")
+    add("--html", metavar="FILE", help="write a page with pictures to FILE")
+    add("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
+    add_shared(parser, "--json")
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu"
-    )
-    add_overrides(parser)
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured to FILE")
-    parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
-    parser.add_argument(
-        "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu"
-    )
-    add_emulate(parser)
+    add = parser.add_argument
+    add("config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu")
+    add_shared(parser, "overrides")
+    add("--json", metavar="FILE", help="write everything that was measured to FILE")
+    add("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
+    add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu")
+    add_shared(parser, "--emulate")
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:
@@ -302,22 +259,17 @@ def _config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
     )
-    add_overrides(parser)
-    parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
+    add_shared(parser, "overrides")
     form = parser.add_mutually_exclusive_group()
+    form.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
     form.add_argument("--yaml", action="store_true", help="print the resolved config as YAML")
     form.add_argument("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
     form.add_argument("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
-    add_emulate(parser)
-
-
-def _doctor(parser: argparse.ArgumentParser) -> None:
-    add_emulate(parser)
-    add_json(parser)
+    add_shared(parser, "--emulate")
 
 
 def _data_prepare(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
+    add_shared(parser, "config", "overrides")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
     parser.add_argument(
         "--workers",
@@ -328,21 +280,15 @@ def _data_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _data_show(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
+    add_shared(parser, "config", "overrides")
     parser.add_argument("--rows", type=count, default=2, metavar="N", help="how many rows; default: 2")
-    add_json(parser)
+    add_shared(parser, "--json")
 
 
 def _ckpt_ls(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_shared(parser, "run_dir")
     parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
-    add_json(parser)
-
-
-def _ckpt_show(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_step(parser)
-    add_json(parser)
+    add_shared(parser, "--json")
 
 
 COMMANDS: dict[str, Command] = {
@@ -446,7 +392,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         "check versions, devices, caches and speed, and say how to fix each problem",
         "jaxtrain doctor --emulate 8",
-        _doctor,
+        lambda parser: add_shared(parser, "--emulate", "--json"),
         _later("doctor.run"),
     ),
     "data prepare": Command(
@@ -470,7 +416,7 @@ COMMANDS: dict[str, Command] = {
     "ckpt show": Command(
         "show what a checkpoint holds",
         "jaxtrain ckpt show runs/first --step 100",
-        _ckpt_show,
+        lambda parser: add_shared(parser, "run_dir", "--step", "--json"),
         _later("ckpt.run_show"),
     ),
 }
