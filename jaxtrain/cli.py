@@ -78,10 +78,12 @@ def _find_command(words: Sequence[str]) -> tuple[str, list[str]]:
     members = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{first} ")]
     if members:
         wrong = f"no command {words[1]!r}" if words[1:] else "no command"
-        raise _usage_error(f"jaxtrain {first}", f"{wrong}, it has {' and '.join(members)}")
-    same_end = [name for name in COMMANDS if name.endswith(f" {first}")]
-    guess = [*same_end, *difflib.get_close_matches(first, [*COMMANDS, "data", "ckpt", "submit"], 1, 0.5)][:1]
-    raise _usage_error("jaxtrain", f"no command {first!r}" + "".join(f", did you mean {name!r}?" for name in guess))
+        program, said = f"jaxtrain {first}", f"{wrong}, it has {' and '.join(members)}"
+    else:
+        same_end = [name for name in COMMANDS if name.endswith(f" {first}")]
+        guess = [*same_end, *difflib.get_close_matches(first, [*COMMANDS, "data", "ckpt", "submit"], 1, 0.5)][:1]
+        program, said = "jaxtrain", f"no command {first!r}" + "".join(f", did you mean {name!r}?" for name in guess)
+    raise _usage_error(program, said)
 
 
 def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
@@ -150,10 +152,8 @@ def _take_command(arguments: argparse.Namespace, name: str, words: list[str]) ->
             raise _usage_error(f"jaxtrain {name}", f"{words[0]!r} is not a program; write: python {words[0]}")
     inner, rest = _find_command(words)
     if inner.partition(" ")[0] in _ALONE:
-        example = COMMANDS[inner].example
-        raise _usage_error(
-            f"jaxtrain {name}", f"{inner!r} works in one process; run it without {name}, as in: {example}"
-        )
+        alone = f"{inner!r} works in one process; run it without {name}, as in: {COMMANDS[inner].example}"
+        raise _usage_error(f"jaxtrain {name}", alone)
     options = [] if arguments.emulate is None else ["--emulate", str(arguments.emulate)]
     arguments.inner = _parse(inner, [*options, *(word for word in rest if word != "--debug")])
     arguments.command = [*words, *options]

@@ -8,10 +8,8 @@ _MOST, _MOST_PROCESSES = 10**9, 4096
 
 def whole(text: str, least: int, most: int) -> int:
     """Read a whole number from `least` to `most`."""
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-    if int(text) > most:
-        raise argparse.ArgumentTypeError(f"{text} is too large; at most {most} is taken")
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more, and at most {most}")
     return int(text)
 
 
@@ -30,18 +28,10 @@ def step_number(text: str) -> int:
     return whole(text, 0, _MOST)
 
 
-def number(text: str) -> float:
-    """Read a number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
 def tokens(text: str) -> float:
     """Read a number of tokens: `15T`, `1.5B`, `300M`, `10e9`."""
     factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
-    return number(text) if factor is None else factor * number(text[:-1])
+    return float(text) if factor is None else factor * float(text[:-1])
 
 
 _SHARED: dict[str, dict[str, Any]] = {

@@ -22,8 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json_schema:
         print_text(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False))
     elif config is None:
-        if arguments.yaml or arguments.sharding or only:
-            raise ConfigError(f"CONFIG is missing; one of {', '.join(shipped_configs())}")
         print_table(("name", "what it is"), [(name, _first_comment(name)) for name in shipped_configs()])
     else:
         loaded = _load(config, arguments)

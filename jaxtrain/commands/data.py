@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.commands.shared import own_code, print_json, print_text
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.data import CalledData, DocumentsData, JsonlData, TextData
-from jaxtrain.config.kinds import row_form
+from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from jaxtrain.data.sources.prepare import Prepared
 
 _SECONDS_BETWEEN_LINES = 10.0
-_SHOWN_FORMS = ("tokens", "pairs of answers")
 
 
 def _load(arguments: argparse.Namespace) -> Loaded:
@@ -61,11 +59,6 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the first training rows of a config, and what its data says of itself; 0."""
     config = _load(arguments).config
-    form = row_form(config)
-    if not isinstance(config.data, CalledData) and form not in _SHOWN_FORMS:
-        raise ConfigError(
-            f"data.kind={config.data.kind} gives {form}; data show takes chats, text and tokens without data.corruption"
-        )
     from jaxtrain.data.shown import shown_rows
     from jaxtrain.train.assemble import open_run_data
 

@@ -77,8 +77,6 @@ def _evaluated_config(run_dir: str, overrides: Sequence[str]) -> Config:
 def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     """Print the metrics of a checkpoint, or of a published model, on tasks."""
     listed = [task.strip() for task in arguments.tasks.split(",") if task.strip()]
-    if not listed:
-        raise ConfigError("jaxtrain eval: --tasks is empty; give a task file, or names with commas between them")
     path = arguments.run_dir
     # A published model has no config of its own.
     config = _evaluated_config(path, arguments.overrides) if is_run(Path(path)) else None

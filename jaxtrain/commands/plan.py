@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.commands.shared import check_or_remark, print_json, print_text
+from jaxtrain.commands.shared import check_or_remark, print_json, print_text, writes
 from jaxtrain.config import load_config
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
@@ -237,17 +237,14 @@ def _print_search(target: Target, found: Found) -> None:
 
 def _write_files(plans: _Plans, terms: Terms, loaded: Loaded, arguments: argparse.Namespace) -> None:
     """Write the page of `--html` and the config of `--config`, where they are asked for."""
-    try:
-        if arguments.html is not None:
-            from jaxtrain.plan.report.page import write_page
+    if arguments.html is not None:
+        from jaxtrain.plan.report.page import write_page
 
+        with writes("--html"):
             write_page(plans.estimates, Path(arguments.html), searches=plans.found, rejected=plans.rejected)
-            print_remark(f"wrote {arguments.html}")
-        if arguments.config_out is not None:
-            _write_config(_to_write(plans, terms, loaded.config), Path(arguments.config_out), loaded)
-    except OSError as error:
-        option = "--html" if error.filename == arguments.html else "--config"
-        raise ConfigError(f"{option} {error.filename}: {error.strerror}; give a file in a folder that exists") from None
+        print_remark(f"wrote {arguments.html}")
+    if arguments.config_out is not None:
+        _write_config(_to_write(plans, terms, loaded.config), Path(arguments.config_out), loaded)
 
 
 def _to_write(plans: _Plans, terms: Terms, asked: Config) -> Estimate | None:
@@ -274,5 +271,6 @@ def _write_config(best: Estimate | None, path: Path, loaded: Loaded) -> None:
         steps = best.config.train.steps
         print_remark(f"train.steps={steps}: the lengths of optimizer.schedule are in proportion to it")
     header = f"# {loaded.name}, planned for {best.target.name}: {describe_layout(best.config)}\n"
-    path.write_text(header + to_yaml(best.config.model_dump(mode="json")), encoding="utf-8")
+    with writes("--config"):
+        path.write_text(header + to_yaml(best.config.model_dump(mode="json")), encoding="utf-8")
     print_remark(f"wrote {path}: jaxtrain train {path}")

@@ -15,7 +15,6 @@ def run_import(arguments: argparse.Namespace) -> int:
     """Make a run of a published model, or compare it with transformers, or both; 0."""
     path, overrides, emulate = arguments.path, arguments.overrides, arguments.emulate
     if arguments.check:
-        _check_is_whole(path, instead="leave it out")
         _check_transformers()
     if arguments.output is not None:
         run_dir = import_run(path, arguments.output, overrides=overrides, base=arguments.base, emulate=emulate)
@@ -32,47 +31,39 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write a checkpoint as a published folder, its adapters as a folder of PEFT, or its model as a program; 0."""
-    run_dir, step = arguments.run_dir, arguments.step
-    weights = {"dtype": arguments.dtype, "base": arguments.base}
+    run_dir, output = arguments.run_dir, arguments.output
+    unused, made = ("batch",), "a published folder"
+    published = is_published(run_dir) and not is_run(Path(run_dir))
     if arguments.to == "stablehlo":
-        only_weights = (*weights.values(), arguments.max_shard_size, arguments.merge, arguments.check)
-        if any(only_weights):
-            raise ConfigError(
-                "--to stablehlo makes a program; leave out --dtype, --max-shard-size, --merge, --base, --check"
-            )
+        unused, made = ("dtype", "max_shard_size", "merge", "base", "check"), "a program"
+    elif published:
+        unused, made = ("batch", "merge", "step"), "a copy of a published model"
+    for name in unused:
+        if getattr(arguments, name) not in (None, False):
+            raise ConfigError(f"--{name.replace('_', '-')} has no use for {made}; leave it out")
+    if arguments.check:
+        _check_transformers()
+    weights = {
+        "dtype": arguments.dtype,
+        "max_shard_size": arguments.max_shard_size or "5GB",
+        "base": arguments.base,
+    }
+    if arguments.to == "stablehlo":
         from jaxtrain.run.export_program import export_program
 
         distributed.start(emulate=arguments.emulate, compilation_cache=None)
-        folder = export_program(run_dir, arguments.output, batch=arguments.batch, step=step)
+        folder = export_program(run_dir, output, batch=arguments.batch, step=arguments.step)
+    elif published:
+        distributed.start(emulate=arguments.emulate)
+        folder = export_folder(run_dir, output, **weights)
     else:
-        if arguments.batch is not None:
-            raise ConfigError("--batch is for programs, and weights have no batch; add --to stablehlo")
-        if arguments.check:
-            _check_transformers()
-        weights["max_shard_size"] = arguments.max_shard_size or "5GB"
-        if is_published(run_dir) and not is_run(Path(run_dir)):
-            if arguments.merge or step is not None:
-                option = "--merge" if arguments.merge else "--step"
-                raise ConfigError(f"{option} is for runs, and {run_dir} is a published model; leave it out")
-            distributed.start(emulate=arguments.emulate)
-            folder = export_folder(run_dir, arguments.output, **weights)
-        else:
-            folder = export_run(
-                run_dir, arguments.output, **weights, step=step, merge=arguments.merge, emulate=arguments.emulate
-            )
+        more = {"step": arguments.step, "merge": arguments.merge, "emulate": arguments.emulate}
+        folder = export_run(run_dir, output, **weights, **more)
     if distributed.is_main_process():
         print_text(str(folder))
     if arguments.check:
-        _check_is_whole(str(folder), instead="add --merge")
         _print_check(str(folder))
     return 0
-
-
-def _check_is_whole(path: str, *, instead: str) -> None:
-    from jaxtrain.published.peft import is_adapter_folder
-
-    if is_adapter_folder(path):
-        raise ConfigError(f"--check compares whole models, and {path} is an adapter; {instead}")
 
 
 def _check_transformers() -> None:

@@ -1,13 +1,11 @@
 """`jaxtrain report`: draws the page of a run again, or one page about several. It starts no jax."""
 
 import argparse
-import errno
 from pathlib import Path
 
-from jaxtrain.commands.shared import print_text
+from jaxtrain.commands.shared import print_text, writes
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
-from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.report.compare import MOST_RUNS, write_comparison
 from jaxtrain.metrics.report.many import runs_below, write_many
 from jaxtrain.metrics.report.page import write_report
@@ -23,21 +21,15 @@ def run(arguments: argparse.Namespace) -> int:
     below = runs_below(folders[0]) if is_one and not (folders[0] / "run.json").exists() else []
     for folder in [] if below else folders:
         read_run(folder)
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ConfigError("a run is given twice; give each run once, as in jaxtrain report runs/a runs/b")
     path = folders[0] / "report.html" if is_one else Path("compare.html")
     if arguments.output is not None:
         path = local_path(arguments.output, what="--output")
-    try:
+    with writes("--output"):
         if below:
             write_many(below, path)
         elif is_one:
             write_report(folders[0], path=path)
         else:
             (write_comparison if len(folders) <= MOST_RUNS else write_many)(folders, path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --output FILE") from None
     print_text(f"report: {path}")
     return 0

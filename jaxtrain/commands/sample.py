@@ -38,10 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     Several prompts are one batch, and an empty line separates the texts.
     """
     answers, beams = arguments.chat is not None, arguments.beams
-    if beams is not None and arguments.logprobs is not None:
-        raise ConfigError("jaxtrain sample: --beams finds whole texts; leave --logprobs out")
-    if answers and (beams is not None or arguments.stop):
-        raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
+    if (beams is not None and (answers or arguments.logprobs is not None)) or (answers and arguments.stop):
+        raise ConfigError("jaxtrain sample: --beams takes no --chat and no --logprobs, and --chat no --stop")
     # What is no run is opened as a published model, if it looks like one; else as a run, which says what is missing.
     path = local_path(published_place(arguments.run_dir, what="run or model"), what="run directory")
     is_folder = not is_run(path) and (is_published(path) or is_adapter_folder(path))
@@ -103,12 +101,8 @@ def _prompts(given: Sequence[str] | None) -> Sequence[str]:
         return given
     if sys.stdin.isatty():
         raise ConfigError("jaxtrain sample: no prompt; give -p TEXT, or text on standard input")
-    try:
-        text = sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is no text: byte {error.start} is not UTF-8; give text in UTF-8") from None
     # The line end belongs to `echo`, not to the text.
-    return [text.removesuffix("\n")]
+    return [sys.stdin.read().removesuffix("\n")]
 
 
 def print_stream(written: Iterable[Written], count: int, *, scored: bool) -> None:

@@ -1,6 +1,7 @@
 """What several verbs do: print answers, check a config, and give errors of the user's own code as one line."""
 
 import contextlib
+import errno
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -63,15 +64,24 @@ def check_or_remark(loaded: Loaded) -> None:
     """Print the notes of the loader, and check that the kinds of model, data and task fit together.
 
     A transformer with causal=false passes, because a task from Python, which no config describes, can train it.
-
-    Raises:
-        ConfigError: the kinds do not fit together.
     """
     for note in loaded.notes:
         print_remark(note)
-    model = loaded.config.model
-    own = model.kind == "transformer" and not model.causal and loaded.config.task == "language_modeling"
-    check_kinds(loaded.config, own_task=own)
+    model, task = loaded.config.model, loaded.config.task
+    own_task = model.kind == "transformer" and not model.causal and task == "language_modeling"
+    check_kinds(loaded.config, own_task=own_task)
+
+
+@contextlib.contextmanager
+def writes(option: str) -> Iterator[None]:
+    """Give an error of writing the file that an option names as one line; a full disk is told as everywhere."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f"{option} {error.filename}: {error.strerror}"
+        raise ConfigError(f"{where}; give a file in a folder that exists") from None
 
 
 @contextlib.contextmanager

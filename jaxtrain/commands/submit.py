@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.commands.arguments import add_shared, count, number, process_count, step_number
+from jaxtrain.commands.arguments import add_shared, count, process_count, step_number
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
@@ -53,12 +53,12 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mtbf-hours",
-        type=number,
+        type=float,
         metavar="H",
         help="mean hours between failures of the whole job: sets checkpoint.every_minutes by Young's formula",
     )
     parser.add_argument(
-        "--save-seconds", type=number, metavar="S", help="what a save costs; default: as measured in the run directory"
+        "--save-seconds", type=float, metavar="S", help="what a save costs; default: as measured in the run directory"
     )
     parser.add_argument(
         "--setup",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.commands.arguments import add_shared, count, number, process_count, step_number, tokens, whole
+from jaxtrain.commands.arguments import add_shared, count, process_count, step_number, tokens, whole
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,11 @@ def _sample(parser: argparse.ArgumentParser) -> None:
     )
     prompts.add_argument("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
     add("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
-    add("--temperature", type=number, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
     add("--top-k", type=count, metavar="K", help="only the K most likely tokens")
-    add("--top-p", type=number, metavar="P", help="only the most likely tokens that add up to P")
-    add("--min-p", type=number, metavar="P", help="only tokens of at least P times the best one")
-    add(
-        "--repetition-penalty", type=number, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not"
-    )
+    add("--top-p", type=float, metavar="P", help="only the most likely tokens that add up to P")
+    add("--min-p", type=float, metavar="P", help="only tokens of at least P times the best one")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times")
     add("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
     form = parser.add_mutually_exclusive_group()
@@ -220,11 +218,11 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    add("--epochs", type=number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
+    add("--epochs", type=float, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
     add("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
-    add("--checkpoint-minutes", type=number, metavar="N", help="time between saves on spot devices")
-    add("--interruptions-per-day", type=number, metavar="N", help="per spot node; default: 1")
-    add("--downtime", type=number, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
+    add("--checkpoint-minutes", type=float, metavar="N", help="time between saves on spot devices")
+    add("--interruptions-per-day", type=float, metavar="N", help="per spot node; default: 1")
+    add("--downtime", type=float, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
     add("--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)")
     add("--full", action="store_true", help="print the whole table: time by block and link, energy")
     add("--html", metavar="FILE", help="write a page with pictures to FILE")

@@ -54,10 +54,7 @@ def _run_restarted(arguments: argparse.Namespace) -> int:
 
         def start(number: int) -> int:
             mode = "auto" if number and arguments.resume == "never" and not holds_old_run() else arguments.resume
-            try:
-                child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={ATTEMPT: str(number)})
-            except OSError as error:
-                raise ConfigError(f"cannot start the process that trains: {error.strerror}") from None
+            child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={ATTEMPT: str(number)})
             signals.children.clear()
             signals.add(child)
             try:
@@ -74,10 +71,8 @@ def launch(arguments: argparse.Namespace) -> int:
     num_processes, least = arguments.processes, arguments.min_processes
     if least is not None and (not restarts or least > num_processes):
         raise ConfigError(f"--min-processes {least} goes with --restarts, and is at most --processes {num_processes}")
-    if restarts and inner is not None and words[0] != "train":
-        raise ConfigError(f"--restarts goes with train and with programs of your own, and {words[0]!r} is neither")
-    if restarts and inner is not None and inner.restarts:
-        raise ConfigError("--restarts stands twice; write it before '--', since all processes start again together")
+    if restarts and inner is not None and (words[0] != "train" or inner.restarts):
+        raise ConfigError("--restarts before '--' goes with programs of your own, and with train without --restarts")
     from jaxtrain.commands.launch import run_launch, run_restarted_launch
 
     # The words of a program begin with it, and have no option for emulated devices.

@@ -173,7 +173,7 @@ def test_a_terminal_gets_text_as_it_is_written(cli, text_run, monkeypatch):
 
 WRONG = {
     "beams in pieces": (("--beams", "2", "--stream"), "not allowed with argument --beams"),
-    "beams with scores": (("--beams", "2", "--logprobs"), "--beams finds whole texts"),
+    "beams with scores": (("--beams", "2", "--logprobs"), "--beams takes no --chat and no --logprobs"),
     "beams that draw": (("--beams", "2", "--top-k", "3"), "leave those or beams out"),
     "a hundred alternatives": (("--logprobs", "100"), "at most 20"),
 }

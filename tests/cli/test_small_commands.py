@@ -42,10 +42,10 @@ def test_a_folder_of_runs_and_more_than_eight_get_a_table(cli, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{here}/a", "{here}/a/../a"], "is given twice; give each run once"),
-        (["{here}/a", "-o", "{here}/no/page.html"], "cannot write {here}/no/page.html: No such file or directory"),
+        (["{here}/b"], "no run at {here}/b"),
+        (["{here}/a", "-o", "{here}/no/page.html"], "No such file or directory; give a file in a folder"),
     ],
-    ids=["twice", "no-folder"],
+    ids=["no-run", "no-folder"],
 )
 def test_mistakes_are_one_line(cli, tmp_path, words, said):
     _run(tmp_path, "a")
