@@ -4,6 +4,7 @@ What answers `--help` is all that is imported: the table of verbs, whose work is
 """
 
 import argparse
+import copy
 import difflib
 import errno
 import os
@@ -12,9 +13,9 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from jaxtrain.commands.table import COMMANDS
+from jaxtrain.commands.table import COMMANDS, Parser
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
 from jaxtrain.runtime import collector
 from jaxtrain.runtime.accelerators import has_accelerator
@@ -35,21 +36,8 @@ _ALONE = ("sweep", "serve", "report", "plan", "launch", "data", "ckpt", "submit"
 _DESCRIPTION = "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs."
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a usage error as one line instead of printing the usage and leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        # A list that may be empty is never what is missing.
-        missing = message.removeprefix("the following arguments are required: ").removesuffix(", key=value")
-        raise _usage_error(self.prog, f"{missing} is missing" if missing != message else message)
-
-    def print_help(self, file: Any = None) -> None:
-        """Prints the help; argparse itself says nothing where it cannot be written."""
-        print(self.format_help(), end="", file=file, flush=True)
-
-
 def _usage_error(program: str, message: str) -> ConfigError:
-    return ConfigError(f"{program}: {message.removeprefix('argument ')}; see '{program} --help'")
+    return ConfigError(f"{program}: {message}; see '{program} --help'")
 
 
 def _help(group: str = "") -> str:
@@ -60,7 +48,7 @@ def _help(group: str = "") -> str:
         f"usage: jaxtrain {group or 'COMMAND '}...\n\n{_DESCRIPTION}\n\ncommands:\n{listed}\n\n"
         "options everywhere:\n  --help     what a command takes\n  --debug    show the traceback of an error\n"
         "  --version  print the version\n\n"
-        f"example: {COMMANDS[names[0]].example}"
+        f"example: jaxtrain {COMMANDS[names[0]].parser.example}"
     )
 
 
@@ -88,18 +76,14 @@ def _find_command(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     """The arguments of a verb; options may stand before, between and after its other words."""
-    command = COMMANDS[name]
-    inner: list[str] = []
-    if command.takes_command and "--" in words:
+    command, inner = COMMANDS[name], []
+    parser = command.parser
+    if name == "launch" and "--" in words:
         start = words.index("--")
         words, inner = words[:start], list(words[start + 1 :])
-    parser = _Parser(
-        prog=f"jaxtrain {name}",
-        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-        epilog=f"example: {command.example}",
-        allow_abbrev=False,
-    )
-    command.add_arguments(parser)
+    if command.options is not None:
+        parser = copy.deepcopy(parser)
+        command.options(parser)
     # --train.steps=5 is train.steps=5; no option of ours has a dot.
     words = [word[2:] if re.match(r"--\w+\.[\w.]+=", word) else word for word in words]
     arguments, left = parser.parse_known_intermixed_args(words)
@@ -107,14 +91,14 @@ def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
         _take_unknown(parser, arguments, word)
     if "=" in (getattr(arguments, "config", None) or ""):
         parser.error(f"CONFIG is missing before {arguments.config}")
-    if command.takes_command:
+    if name == "launch":
         if not inner:
-            parser.error(f"the command to run is missing after '--', as in {command.example!r}")
+            parser.error(f"the command to run is missing after '--', as in 'jaxtrain {parser.example}'")
         _take_command(arguments, name, inner)
     return arguments
 
 
-def _take_unknown(parser: _Parser, arguments: argparse.Namespace, word: str) -> None:
+def _take_unknown(parser: Parser, arguments: argparse.Namespace, word: str) -> None:
     """Adds a key that is written as an option (`--seed=3`) to the settings.
 
     Raises:
@@ -152,7 +136,9 @@ def _take_command(arguments: argparse.Namespace, name: str, words: list[str]) ->
             raise _usage_error(f"jaxtrain {name}", f"{words[0]!r} is not a program; write: python {words[0]}")
     inner, rest = _find_command(words)
     if inner.partition(" ")[0] in _ALONE:
-        alone = f"{inner!r} works in one process; run it without {name}, as in: {COMMANDS[inner].example}"
+        alone = (
+            f"{inner!r} works in one process; run it without {name}, as in: jaxtrain {COMMANDS[inner].parser.example}"
+        )
         raise _usage_error(f"jaxtrain {name}", alone)
     options = [] if arguments.emulate is None else ["--emulate", str(arguments.emulate)]
     arguments.inner = _parse(inner, [*options, *(word for word in rest if word != "--debug")])

@@ -7,24 +7,46 @@ import argparse
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxtrain.commands.arguments import add_shared, count, process_count, step_number, tokens, whole
+from jaxtrain.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of a verb, with an example; a usage error is one line."""
+
+    example = ""
+
+    def error(self, message: str) -> NoReturn:
+        # A list that may be empty is never what is missing.
+        missing = message.removeprefix("the following arguments are required: ").removesuffix(", key=value")
+        said = f"{missing} is missing" if missing != message else message.removeprefix("argument ")
+        raise ConfigError(f"{self.prog}: {said}; see '{self.prog} --help'")
+
+    def format_help(self) -> str:
+        """The help, with the example at its end."""
+        return f"{super().format_help()}\nexample: jaxtrain {self.example}\n"
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help; argparse itself says nothing where it cannot be written."""
+        print(self.format_help(), end="", file=file, flush=True)
 
 
 @dataclass(frozen=True)
 class Command:
-    """One verb: its line in the help, an example, its options and the function that runs it.
+    """One verb: its line in the help, its options, and the function that runs it.
 
-    With `takes_command`, the words after `--` are another command: they are checked and given as `arguments.command`;
-    `arguments.inner` has the arguments of a verb of jaxtrain, and is None for another program.
+    `options`, where it is not None, adds the options that stand beside the work.
     """
 
     summary: str
-    example: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    parser: Parser
     run: Callable[[argparse.Namespace], int]
-    takes_command: bool = False
+    options: Callable[[argparse.ArgumentParser], None] | None = None
+
+
+COMMANDS: dict[str, Command] = {}
 
 
 def _later(target: str) -> Callable[[Any], Any]:
@@ -37,7 +59,21 @@ def _later(target: str) -> Callable[[Any], Any]:
     return call
 
 
-def _train(parser: argparse.ArgumentParser) -> None:
+def _verb(name: str, summary: str, work: str, options: str | None = None) -> Parser:
+    about = f"{summary[0].upper()}{summary[1:]}."
+    parser = Parser(prog=f"jaxtrain {name}", description=about, allow_abbrev=False)
+    COMMANDS[name] = Command(summary, parser, _later(work), None if options is None else _later(options))
+    return parser
+
+
+def _restarts(parser: argparse.ArgumentParser, metavar: str) -> None:
+    told = f"start again after a failure, at most {metavar} times, from the newest intact checkpoint; default: 0"
+    parser.add_argument("--restarts", type=step_number, default=0, metavar=metavar, help=told)
+
+
+def _training() -> None:
+    parser = _verb("train", "train what a config describes, or resume the run", "train.run")
+    parser.example = "train quickstart train.steps=100 --run-dir runs/first"
     add_shared(parser, "config", "overrides")
     parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
     parser.add_argument(
@@ -49,30 +85,8 @@ def _train(parser: argparse.ArgumentParser) -> None:
     _restarts(parser, "N")
     add_shared(parser, "--emulate")
 
-
-def _restarts(parser: argparse.ArgumentParser, metavar: str) -> None:
-    told = f"start again after a failure, at most {metavar} times, from the newest intact checkpoint; default: 0"
-    parser.add_argument("--restarts", type=step_number, default=0, metavar=metavar, help=told)
-
-
-def _launch(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    parser.usage = (
-        "jaxtrain launch --processes N [--emulate M] [--restarts R] -- COMMAND\n\n"
-        "COMMAND: train CONFIG ..., python my.py ..."
-    )
-    add("--processes", type=process_count, required=True, metavar="N", help="how many processes to start")
-    add("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
-    _restarts(parser, "R")
-    add(
-        "--min-processes",
-        type=process_count,
-        metavar="K",
-        help="where a run fails twice in a row at one step, restart with a process less, down to K; default: all",
-    )
-
-
-def _eval(parser: argparse.ArgumentParser) -> None:
+    parser = _verb("eval", "evaluate a checkpoint of a run on held-out rows", "eval.run")
+    parser.example = "eval runs/first evaluation.max_batches=null"
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="directory of a run; with --tasks also a published folder or GGUF file")
     add_shared(parser, "overrides")
@@ -88,7 +102,9 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
 
-def _sample(parser: argparse.ArgumentParser) -> None:
+def _use() -> None:
+    parser = _verb("sample", "continue text with a checkpoint of a run", "sample.run")
+    parser.example = "sample runs/first -p 'The class statement' -n 100"
     add = parser.add_argument
     add("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
     prompts = parser.add_mutually_exclusive_group()
@@ -120,8 +136,8 @@ def _sample(parser: argparse.ArgumentParser) -> None:
     add("--special-tokens", action="store_true", help="show the special tokens that the model writes")
     add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
-
-def _predict(parser: argparse.ArgumentParser) -> None:
+    parser = _verb("predict", "give the classes, numbers or embeddings of the rows of a file", "predict.run")
+    parser.example = "predict runs/first rows.csv --out classes.csv"
     add = parser.add_argument
     add_shared(parser, "run_dir")
     add(
@@ -135,8 +151,10 @@ def _predict(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--quantize", "--step", "--emulate")
     add("--json", action="store_true", help="print one JSON object per row instead of CSV")
 
-
-def _serve(parser: argparse.ArgumentParser) -> None:
+    parser = _verb(
+        "serve", "answer the clients of OpenAI's interface over HTTP with a run or a published model", "serve.run"
+    )
+    parser.example = "serve runs/first --port 8000"
     add = parser.add_argument
     add("path", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
     add_shared(parser, "overrides")
@@ -151,7 +169,9 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--quantize", "--step", "--emulate")
 
 
-def _import(parser: argparse.ArgumentParser) -> None:
+def _pages() -> None:
+    parser = _verb("import", "make a run of a published model", "published.run_import")
+    parser.example = "import models/SmolLM2-135M -o runs/smollm2"
     add = parser.add_argument
     add(
         "path",
@@ -163,8 +183,10 @@ def _import(parser: argparse.ArgumentParser) -> None:
     add("--base", metavar="FOLDER", help="published model that an adapter is of")
     add_shared(parser, "--check", "--emulate")
 
-
-def _export(parser: argparse.ArgumentParser) -> None:
+    parser = _verb(
+        "export", "write a checkpoint of a run as a published folder, which other tools open", "published.run_export"
+    )
+    parser.example = "export runs/smollm2 -o models/mine --dtype bfloat16"
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="directory of a run, or a published folder or .gguf file to write again")
     add("-o", "--output", required=True, metavar="FOLDER", help="folder to make")
@@ -189,13 +211,68 @@ def _export(parser: argparse.ArgumentParser) -> None:
     )
     add_shared(parser, "--step", "--check", "--emulate")
 
-
-def _report(parser: argparse.ArgumentParser) -> None:
+    parser = _verb("report", "draw the page of a run again, or one page about several runs or a sweep", "report.run")
+    parser.example = "report runs/first runs/second --output compare.html"
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
     parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
 
 
-def _plan(parser: argparse.ArgumentParser) -> None:
+def _many() -> None:
+    parser = _verb(
+        "sweep",
+        "train a config with several values of its settings, and compare the trials",
+        "sweep_arguments.sweep",
+        options="sweep_arguments.sweep_arguments",
+    )
+    parser.example = "sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates"
+
+    parser = _verb(
+        "launch", "run a command or program in several processes on this machine, as a cluster would", "train.launch"
+    )
+    parser.example = "launch --processes 2 --emulate 4 -- train quickstart train.steps=20"
+    add = parser.add_argument
+    parser.usage = (
+        "jaxtrain launch --processes N [--emulate M] [--restarts R] -- COMMAND\n\n"
+        "COMMAND: train CONFIG ..., python my.py ..."
+    )
+    add("--processes", type=process_count, required=True, metavar="N", help="how many processes to start")
+    add("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
+    _restarts(parser, "R")
+    add(
+        "--min-processes",
+        type=process_count,
+        metavar="K",
+        help="where a run fails twice in a row at one step, restart with a process less, down to K; default: all",
+    )
+
+    parser = _verb(
+        "submit slurm",
+        "write the batch script with which Slurm trains a config, or submit it",
+        "submit.submit_slurm",
+        options="submit.slurm_arguments",
+    )
+    parser.example = "submit slurm llama3_8b train.accumulation_steps=2 --nodes 4 --gpus-per-node 8 --time 2-0"
+
+    parser = _verb(
+        "submit job",
+        "write a training as a Kubernetes Job",
+        "submit_kubernetes.submit_job",
+        options="submit_kubernetes.kubernetes_arguments",
+    )
+    parser.example = "submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs"
+
+    parser = _verb(
+        "submit jobset",
+        "write a training as a JobSet of Kubernetes, whose hosts start again together",
+        "submit_kubernetes.submit_jobset",
+        options="submit_kubernetes.kubernetes_arguments",
+    )
+    parser.example = "submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/2x4 --volume runs:/runs"
+
+
+def _planning() -> None:
+    parser = _verb("plan", "estimate memory, time and cost on hardware that you do not need to have", "plan.run")
+    parser.example = "plan llama3_8b --on h100x8,v5p-8"
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
     add_shared(parser, "overrides")
@@ -229,8 +306,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     add("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
     add_shared(parser, "--json")
 
-
-def _bench(parser: argparse.ArgumentParser) -> None:
+    parser = _verb("bench", "measure this machine, and how much of its speed the step of a config reaches", "bench.run")
+    parser.example = "bench bench_cpu --out runs/bench"
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu")
     add_shared(parser, "overrides")
@@ -240,20 +317,9 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--emulate")
 
 
-def _run_bench(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.bench import run_bench
-
-    return run_bench(
-        arguments.config,
-        arguments.overrides,
-        json_path=arguments.json,
-        out=arguments.out,
-        skip=arguments.skip,
-        emulate=arguments.emulate,
-    )
-
-
-def _config(parser: argparse.ArgumentParser) -> None:
+def _look() -> None:
+    parser = _verb("config", "list the shipped configs, or every key of one", "config.run")
+    parser.example = "config quickstart train.steps=100 --only train"
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
     )
@@ -265,8 +331,12 @@ def _config(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
     add_shared(parser, "--emulate")
 
+    parser = _verb("doctor", "check versions, devices, caches and speed, and say how to fix each problem", "doctor.run")
+    parser.example = "doctor --emulate 8"
+    add_shared(parser, "--emulate", "--json")
 
-def _data_prepare(parser: argparse.ArgumentParser) -> None:
+    parser = _verb("data prepare", "encode the text of a config into token shards", "data.run_prepare")
+    parser.example = "data prepare quickstart -o tokens"
     add_shared(parser, "config", "overrides")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
     parser.add_argument(
@@ -276,145 +346,22 @@ def _data_prepare(parser: argparse.ArgumentParser) -> None:
         help="processes that encode; default: the cores, where there is enough text",
     )
 
-
-def _data_show(parser: argparse.ArgumentParser) -> None:
+    parser = _verb("data show", "show rows as the model sees them, and which tokens have a loss", "data.run_show")
+    parser.example = "data show quickstart data.kind=chat --rows 1"
     add_shared(parser, "config", "overrides")
     parser.add_argument("--rows", type=count, default=2, metavar="N", help="how many rows; default: 2")
     add_shared(parser, "--json")
 
-
-def _ckpt_ls(parser: argparse.ArgumentParser) -> None:
+    parser = _verb("ckpt ls", "list the checkpoints of a run", "ckpt.run_ls")
+    parser.example = "ckpt ls runs/first --verify"
     add_shared(parser, "run_dir")
     parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
     add_shared(parser, "--json")
 
+    parser = _verb("ckpt show", "show what a checkpoint holds", "ckpt.run_show")
+    parser.example = "ckpt show runs/first --step 100"
+    add_shared(parser, "run_dir", "--step", "--json")
 
-COMMANDS: dict[str, Command] = {
-    "train": Command(
-        "train what a config describes, or resume the run",
-        "jaxtrain train quickstart train.steps=100 --run-dir runs/first",
-        _train,
-        _later("train.run"),
-    ),
-    "eval": Command(
-        "evaluate a checkpoint of a run on held-out rows",
-        "jaxtrain eval runs/first evaluation.max_batches=null",
-        _eval,
-        _later("eval.run"),
-    ),
-    "sample": Command(
-        "continue text with a checkpoint of a run",
-        "jaxtrain sample runs/first -p 'The class statement' -n 100",
-        _sample,
-        _later("sample.run"),
-    ),
-    "predict": Command(
-        "give the classes, numbers or embeddings of the rows of a file",
-        "jaxtrain predict runs/first rows.csv --out classes.csv",
-        _predict,
-        _later("predict.run"),
-    ),
-    "serve": Command(
-        "answer the clients of OpenAI's interface over HTTP with a run or a published model",
-        "jaxtrain serve runs/first --port 8000",
-        _serve,
-        _later("serve.run"),
-    ),
-    "import": Command(
-        "make a run of a published model",
-        "jaxtrain import models/SmolLM2-135M -o runs/smollm2",
-        _import,
-        _later("published.run_import"),
-    ),
-    "export": Command(
-        "write a checkpoint of a run as a published folder, which other tools open",
-        "jaxtrain export runs/smollm2 -o models/mine --dtype bfloat16",
-        _export,
-        _later("published.run_export"),
-    ),
-    "report": Command(
-        "draw the page of a run again, or one page about several runs or a sweep",
-        "jaxtrain report runs/first runs/second --output compare.html",
-        _report,
-        _later("report.run"),
-    ),
-    "sweep": Command(
-        "train a config with several values of its settings, and compare the trials",
-        "jaxtrain sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates",
-        _later("sweep_arguments.sweep_arguments"),
-        _later("sweep_arguments.sweep"),
-    ),
-    "launch": Command(
-        "run a command or program in several processes on this machine, as a cluster would",
-        "jaxtrain launch --processes 2 --emulate 4 -- train quickstart train.steps=20",
-        _launch,
-        _later("train.launch"),
-        takes_command=True,
-    ),
-    "submit slurm": Command(
-        "write the batch script with which Slurm trains a config, or submit it",
-        "jaxtrain submit slurm llama3_8b train.accumulation_steps=2 --nodes 4 --gpus-per-node 8 --time 2-0",
-        _later("submit.slurm_arguments"),
-        _later("submit.submit_slurm"),
-    ),
-    "submit job": Command(
-        "write a training as a Kubernetes Job",
-        "jaxtrain submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs",
-        _later("submit_kubernetes.kubernetes_arguments"),
-        _later("submit_kubernetes.submit_job"),
-    ),
-    "submit jobset": Command(
-        "write a training as a JobSet of Kubernetes, whose hosts start again together",
-        "jaxtrain submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/2x4 --volume runs:/runs",
-        _later("submit_kubernetes.kubernetes_arguments"),
-        _later("submit_kubernetes.submit_jobset"),
-    ),
-    "plan": Command(
-        "estimate memory, time and cost on hardware that you do not need to have",
-        "jaxtrain plan llama3_8b --on h100x8,v5p-8",
-        _plan,
-        _later("plan.run"),
-    ),
-    "bench": Command(
-        "measure this machine, and how much of its speed the step of a config reaches",
-        "jaxtrain bench bench_cpu --out runs/bench",
-        _bench,
-        _run_bench,
-    ),
-    "config": Command(
-        "list the shipped configs, or every key of one",
-        "jaxtrain config quickstart train.steps=100 --only train",
-        _config,
-        _later("config.run"),
-    ),
-    "doctor": Command(
-        "check versions, devices, caches and speed, and say how to fix each problem",
-        "jaxtrain doctor --emulate 8",
-        lambda parser: add_shared(parser, "--emulate", "--json"),
-        _later("doctor.run"),
-    ),
-    "data prepare": Command(
-        "encode the text of a config into token shards",
-        "jaxtrain data prepare quickstart -o tokens",
-        _data_prepare,
-        _later("data.run_prepare"),
-    ),
-    "data show": Command(
-        "show rows as the model sees them, and which tokens have a loss",
-        "jaxtrain data show quickstart data.kind=chat --rows 1",
-        _data_show,
-        _later("data.run_show"),
-    ),
-    "ckpt ls": Command(
-        "list the checkpoints of a run",
-        "jaxtrain ckpt ls runs/first --verify",
-        _ckpt_ls,
-        _later("ckpt.run_ls"),
-    ),
-    "ckpt show": Command(
-        "show what a checkpoint holds",
-        "jaxtrain ckpt show runs/first --step 100",
-        lambda parser: add_shared(parser, "run_dir", "--step", "--json"),
-        _later("ckpt.run_show"),
-    ),
-}
+
+for _add in (_training, _use, _pages, _many, _planning, _look):
+    _add()

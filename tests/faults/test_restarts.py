@@ -200,7 +200,7 @@ def wait_until(condition: Callable[[], object], process: "subprocess.Popen[str]"
 
 USAGE = {
     "fewer without restarts": ("launch --processes 2 --min-processes 1 -- train quickstart", "goes with --restarts"),
-    "a command that ends by itself": ("launch --processes 2 --restarts 1 -- config quickstart", "and with train without"),
+    "a command that ends by itself": ("launch --processes 2 --restarts 1 -- config quickstart", "with train without"),
     "a mistake in the config": ("train quickstart train.stepz=3 --restarts 2", "did you mean 'train.steps'?"),
 }  # fmt: skip
 
