@@ -1,5 +1,6 @@
 """`jaxtrain bench`: measures the limits of a device, and how much of them the step of a config reaches."""
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,31 +17,14 @@ from jaxtrain.runtime.files import strict_json
 from jaxtrain.runtime.remarks import print_remark, printable
 
 
-def run_bench(
-    config: str,
-    overrides: Sequence[str],
-    *,
-    json_path: str | None,
-    out: str | None,
-    skip: Sequence[str],
-    emulate: int | None,
-) -> int:
-    """Measure a config and print the results; write JSON and a picture where they are asked for.
-
-    Args:
-        config: a shipped name or a path.
-        overrides: `key=value` settings that replace those of the config.
-        json_path: file for everything that was measured; None: no file.
-        out: folder for bench.json and bench.svg, which is created; None: no folder.
-        skip: parts that are not measured.
-        emulate: number of CPU devices to emulate; None: the devices of the machine.
-
-    Returns:
-        The exit code 0.
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Runs `jaxtrain bench`: measures a config and prints the results; writes JSON and a picture where asked for.
 
     Raises:
         ConfigError: the config cannot run, a part is not known, or a file cannot be written.
     """
+    config, overrides, emulate = arguments.config, arguments.overrides, arguments.emulate
+    json_path, out, skip = arguments.json, arguments.out, arguments.skip
     skip = [part for given in skip for part in given.split(",")]
     wrong = [part for part in skip if part not in PARTS]
     if wrong:

@@ -3,11 +3,11 @@
 import argparse
 import os
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.commands.shared import print_json, print_table, print_text
-from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.runinfo import PACKAGES, package_versions
 from jaxtrain.runtime import accelerators, distributed
@@ -26,115 +26,87 @@ class Problem:
     fatal: bool = False
 
 
-@dataclass
-class Report:
-    """The results of the checks: values for JSON, (name, text) for the terminal, and the problems."""
-
-    facts: dict[str, object] = field(default_factory=dict)
-    lines: list[tuple[str, str]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Check everything that a run needs, and print the results; 2 where a problem is fatal, else 0."""
-    report = Report()
-    _check_versions(report)
-    if not report.problems:
-        _check_devices(report, arguments.emulate)
-    _check_cache(report)
-    free = shutil.disk_usage(Path.cwd()).free
-    report.facts["disk_free_bytes"] = free
-    report.lines.append(("disk", f"{format_bytes(free)} free in {Path.cwd()}"))
+    problems: list[Problem] = []
+    facts: dict[str, object] = {"versions": _versions(problems)}
+    if not problems:
+        facts |= _devices(problems, arguments.emulate)
+    folder = cache_folder("auto")
+    assert folder is not None
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    writable = os.access(next(path for path in (folder, *folder.parents) if path.exists()), os.W_OK)
+    facts["compilation_cache"] = {"folder": str(folder), "bytes": size, "writable": writable}
+    if not writable:
+        mend = "export JAXTRAIN_CACHE_DIR=FOLDER, or train with compilation_cache=null"
+        problems.append(Problem(f"the compilation cache {folder} cannot be written", mend))
+    facts["disk_free_bytes"] = free = shutil.disk_usage(Path.cwd()).free
     if free < _LITTLE_DISK:
-        what = f"only {format_bytes(free)} are free here"
-        report.problems.append(Problem(what, "free space, or write elsewhere with --run-dir"))
+        problems.append(Problem(f"only {format_bytes(free)} are free here", "free space, or use another --run-dir"))
     if arguments.json:
-        print_json({**report.facts, "problems": [asdict(problem) for problem in report.problems]})
+        print_json({**facts, "problems": [asdict(problem) for problem in problems]})
     else:
-        print_table(("what", "found"), report.lines)
-        for problem in report.problems:
+        print_table(("what", "found"), [(name.replace("_", " "), _shown(name, fact)) for name, fact in facts.items()])
+        for problem in problems:
             print_text(f"problem: {problem.what}; {problem.mend}")
-        print_text("no problem found" if not report.problems else f"problems: {len(report.problems)}")
-    return _CANNOT_WORK if any(problem.fatal for problem in report.problems) else 0
+        print_text("no problem found" if not problems else f"problems: {len(problems)}")
+    return _CANNOT_WORK if any(problem.fatal for problem in problems) else 0
 
 
-def _check_versions(report: Report) -> None:
+def _shown(name: str, fact: Any) -> str:
+    if isinstance(fact, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {_shown(key, value)}" for key, value in fact.items())
+    if name.endswith("bytes"):
+        return format_bytes(fact)
+    return f"{fact:,.0f}" if isinstance(fact, float) else "-" if fact is None else str(fact)
+
+
+def _versions(problems: list[Problem]) -> dict[str, str | None]:
     versions = package_versions(PACKAGES)
-    report.facts["versions"] = dict(versions)
-    report.lines.append(("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())))
     for name, version in versions.items():
         if version is None and name != "jaxtrain":  # which a copy of the sources has none of
-            report.problems.append(Problem(f"{name} is not installed", f"pip install {name}", fatal=True))
-    if not report.problems:
+            problems.append(Problem(f"{name} is not installed", f"pip install {name}", fatal=True))
+    if not problems:
         try:
             from flax import nnx  # noqa: F401  # of some pairs of versions with jax it cannot be imported
         except Exception as error:
-            report.problems.append(Problem(f"flax.nnx: {_first_line(error)}", "pip install -U jax flax", fatal=True))
+            problems.append(Problem(f"flax.nnx: {_first_line(error)}", "pip install -U jax flax", fatal=True))
+    return versions
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
-def _check_devices(report: Report, emulate: int | None) -> None:
+def _devices(problems: list[Problem], emulate: int | None) -> dict[str, object]:
+    """What the devices are and how fast they compute; nothing where jax finds none."""
     try:
         distributed.start(emulate=emulate, compilation_cache=None)
         import jax
 
         devices = jax.devices()
-    except ConfigError:
-        raise
     except (RuntimeError, AssertionError) as error:  # a bare assert where a plugin is missing
         what = f"jax finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}): {_first_line(error)}"
-        report.problems.append(Problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True))
-        return
-    platform = devices[0].platform
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    report.facts["devices"] = {
-        "platform": platform,
+        problems.append(Problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True))
+        return {}
+    from jaxtrain.runtime.device_speed import matmul_flops_per_second, sums_over_devices
+
+    found = {
+        "platform": devices[0].platform,
         "kind": devices[0].device_kind,
         "count": len(devices),
         "process_count": jax.process_count(),
-        "memory_bytes": memory,
+        "memory_bytes": (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
         "cpu_cores": os.cpu_count(),
-        "host_memory_bytes": host,
+        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
-    each = "" if memory is None else f", {format_bytes(memory)} each"
-    report.lines.append(("devices", f"{accelerators.describe_devices()} ({platform}){each}"))
-    report.lines.append(("host", f"{os.cpu_count()} CPU cores, {format_bytes(host)} of memory"))
-    unused = accelerators.unused_accelerator(platform)
+    unused = accelerators.unused_accelerator(devices[0].platform)
     if unused is not None and emulate is None:
         what, _, mend = unused.partition(": ")
-        report.problems.append(Problem(what, mend))
-    _measure(report, len(devices))
-
-
-def _measure(report: Report, num_devices: int) -> None:
-    from jaxtrain.runtime.device_speed import matmul_flops_per_second, sums_over_devices
-
+        problems.append(Problem(what, mend))
     rates = {dtype: matmul_flops_per_second(dtype) / 1e9 for dtype in ("float32", "bfloat16")}
-    report.facts["matmul_gflops_per_second"] = rates
-    shown = ", ".join(f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in rates.items())
-    report.lines.append(("matmul", f"{shown} (one device)"))
-    works = sums_over_devices() if num_devices > 1 else None
-    report.facts["collective_works"] = works
-    if works is not None:
-        report.lines.append(("collective", f"a sum over {num_devices} devices is {'right' if works else 'WRONG'}"))
+    works = sums_over_devices() if len(devices) > 1 else None
     if works is False:
-        what = f"a sum over {num_devices} devices gives a wrong number"
         mend = "run with NCCL_P2P_DISABLE=1 to see whether a link is at fault, and test the devices one by one"
-        report.problems.append(Problem(what, mend, fatal=True))
-
-
-def _check_cache(report: Report) -> None:
-    folder = cache_folder("auto")
-    assert folder is not None
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    writable = os.access(existing, os.W_OK)
-    report.facts["compilation_cache"] = {"folder": str(folder), "bytes": size, "writable": writable}
-    report.lines.append(("cache", f"{folder}, {format_bytes(size)}"))
-    if not writable:
-        what = f"the compilation cache {folder} cannot be written"
-        report.problems.append(Problem(what, "export JAXTRAIN_CACHE_DIR=FOLDER, or train with compilation_cache=null"))
+        problems.append(Problem(f"a sum over {len(devices)} devices gives a wrong number", mend, fatal=True))
+    return {"devices": found, "matmul_gflops_per_second": rates, "collective_works": works}

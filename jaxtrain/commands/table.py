@@ -306,7 +306,9 @@ def _planning() -> None:
     add("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
     add_shared(parser, "--json")
 
-    parser = _verb("bench", "measure this machine, and how much of its speed the step of a config reaches", "bench.run")
+    parser = _verb(
+        "bench", "measure this machine, and how much of its speed the step of a config reaches", "bench.run_bench"
+    )
     parser.example = "bench bench_cpu --out runs/bench"
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu")
