@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from jaxtrain.commands.shared import own_code, print_table, print_text
 from jaxtrain.config import Config
 from jaxtrain.config.local_path import local_path
@@ -46,8 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = Config() if is_folder else saved_config(arguments.run_dir).config
     texts = arguments.chat if answers else _prompts(arguments.prompt)
     distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
-    as_written = (arguments.stream or _is_watched()) and not arguments.json and beams is None
-    writing = _writing(arguments, as_written=as_written)
+    writing = _writing(arguments)
     with own_code(config):
         if is_folder:
             writer = writer_of_folder(path, answers=answers, quantize=arguments.quantize, step=arguments.step)
@@ -55,26 +56,27 @@ def run(arguments: argparse.Namespace) -> int:
             run = open_run(arguments.run_dir, step=arguments.step, quantize=arguments.quantize)
             writer = writer_of_run(run, answers=answers)
         if beams is not None:
-            found, scores = search_continuations(writer, texts, writing, beams=beams), [[] for _ in texts]
+            found = search_continuations(writer, texts, writing, beams=beams)
+            written: Iterable[Written] = [Written(row, text, ended=True) for row, text in enumerate(found)]
         else:
             written = (write_answers if answers else write_continuations)(writer, texts, writing)
-            if as_written and distributed.is_main_process():
-                print_stream(written, len(texts), scored=arguments.logprobs is not None)
-                return 0
-            found, scores = _gathered(written, len(texts))
+        if arguments.json or writing.piece != 1:
+            written = list(written)  # an error comes before any text
+        if distributed.is_main_process() and not arguments.json:
+            print_stream(written, len(texts), scored=arguments.logprobs is not None)
+            return 0
+        pieces = list(written)
     if distributed.is_main_process():
-        for index, (prompt, text, scored) in enumerate(zip(texts, found, scores, strict=True)):
-            if arguments.json:
-                more = {} if arguments.logprobs is None else {"logprobs": _scores_json(scored)}
-                print_text(json.dumps({"prompt": prompt, "text": text, **more}, ensure_ascii=False))
-                continue
-            print_text(("\n" if index else "") + text)
+        for row, prompt in enumerate(texts):
+            of_row = [piece for piece in pieces if piece.row == row]
+            answer: dict[str, Any] = {"prompt": prompt, "text": "".join(piece.text for piece in of_row)}
             if arguments.logprobs is not None:
-                _print_scores(scored)
+                answer["logprobs"] = [_score_json(one) for piece in of_row for one in piece.scores]
+            print_text(json.dumps(answer, ensure_ascii=False))
     return 0
 
 
-def _writing(arguments: argparse.Namespace, *, as_written: bool) -> Writing:
+def _writing(arguments: argparse.Namespace) -> Writing:
     sampling = Sampling(
         arguments.temperature,
         arguments.top_k,
@@ -82,18 +84,12 @@ def _writing(arguments: argparse.Namespace, *, as_written: bool) -> Writing:
         min_p=arguments.min_p,
         repetition_penalty=arguments.repetition_penalty,
     )
+    # Several processes must take pieces of one length, and only some of them may have a terminal.
+    watched = sys.stdout.isatty() and jax.process_count() == 1
     # Without a stop nobody looks before the end.
-    piece = 1 if as_written else (_PIECE if arguments.stop else None)
+    piece = 1 if arguments.stream or watched else _PIECE if arguments.stop else None
     skip = not arguments.special_tokens
     return Writing(arguments.tokens, sampling, arguments.seed, arguments.stop, skip, arguments.logprobs, piece)
-
-
-def _is_watched() -> bool:
-    """Whether standard output is the terminal of the one process that there is."""
-    import jax
-
-    # Several processes must take pieces of one length, and only some of them may have a terminal.
-    return sys.stdout.isatty() and jax.process_count() == 1
 
 
 def _prompts(given: Sequence[str] | None) -> Sequence[str]:
@@ -116,42 +112,34 @@ def print_stream(written: Iterable[Written], count: int, *, scored: bool) -> Non
     Raises:
         KeyboardInterrupt: Ctrl-C; the line is ended first.
     """
-    waiting: list[list[str]] = [[] for _ in range(count)]
-    scores: list[list[TokenScore]] = [[] for _ in range(count)]
-    ended, current, begun = [False] * count, 0, False
+    waiting: list[list[Written]] = [[] for _ in range(count)]
+    scores: list[TokenScore] = []
+    ended, current, begun = set(), 0, False
     try:
         for one in written:
-            scores[one.row].extend(one.scores)
-            ended[one.row] = ended[one.row] or one.ended
-            waiting[one.row].append(one.text)
+            waiting[one.row].append(one)
+            if one.ended:
+                ended.add(one.row)
             while current < count:
-                text = "".join(waiting[current])
+                text = "".join(piece.text for piece in waiting[current])
+                scores += [score for piece in waiting[current] for score in piece.scores]
                 waiting[current].clear()
                 if text:
                     print_text(text, end="", flush=True, is_content=True)
                     begun = True
-                if not ended[current]:
+                if current not in ended:
                     break
                 print_text("")
-                begun = False
+                begun, current = False, current + 1
                 if scored:
-                    _print_scores(scores[current])
-                current += 1
+                    _print_scores(scores)
+                    scores.clear()
                 if current < count:
                     print_text("")
     except KeyboardInterrupt:
         if begun:
             print_text("", flush=True)
         raise
-
-
-def _gathered(written: Iterable[Written], count: int) -> tuple[list[str], list[list[TokenScore]]]:
-    """The texts of a batch, and the scores of their new tokens, when all are written."""
-    texts, scores = [""] * count, [[] for _ in range(count)]
-    for one in written:
-        texts[one.row] += one.text
-        scores[one.row].extend(one.scores)
-    return texts, scores
 
 
 def _print_scores(scores: Sequence[TokenScore]) -> None:
@@ -164,15 +152,9 @@ def _print_scores(scores: Sequence[TokenScore]) -> None:
     print_table(("logprob", "token", "likeliest")[:width], [row[:width] for row in rows])
 
 
-def _scores_json(scores: Sequence[TokenScore]) -> list[dict[str, Any]]:
-    return [
-        {
-            "token": one.text,
-            "logprob": one.log_probability,
-            "top_logprobs": [{"token": text, "logprob": value} for text, value in one.top],
-        }
-        for one in scores
-    ]
+def _score_json(one: TokenScore) -> dict[str, Any]:
+    top = [{"token": text, "logprob": value} for text, value in one.top]
+    return {"token": one.text, "logprob": one.log_probability, "top_logprobs": top}
 
 
 def _quoted(text: str) -> str:
