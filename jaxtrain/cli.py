@@ -23,9 +23,7 @@ from jaxtrain.runtime.allocator import restart
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, own_output, write_error
 
-INTERNAL_ERROR = 1
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 # What the user, and not a defect, is the cause of.
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -53,11 +51,7 @@ def _help(group: str = "") -> str:
 
 
 def _find_command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The verb that the words begin with, and the words after it.
-
-    Raises:
-        ConfigError: no such verb; names the nearest.
-    """
+    """The verb that the words begin with, and the words after it; an error names the nearest."""
     for length in (1, 2):
         name = " ".join(words[:length])
         if name in COMMANDS:
@@ -99,11 +93,7 @@ def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_unknown(parser: Parser, arguments: argparse.Namespace, word: str) -> None:
-    """Adds a key that is written as an option (`--seed=3`) to the settings.
-
-    Raises:
-        ConfigError: it is no option and no key; names the nearest.
-    """
+    """Adds a key that is written as an option (`--seed=3`) to the settings; else an error names the nearest."""
     option, equals, _ = word.partition("=")
     close = difflib.get_close_matches(option, re.findall(r"(?<!\S)--?[a-z][a-z-]*", parser.format_help()), 1, 0.7)
     if close:

@@ -22,11 +22,7 @@ def _open(run_dir: str) -> Checkpointer:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """List the checkpoints of a run, and after them those that were abandoned when the run went back; 0.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged; the list is printed before.
-    """
+    """List the checkpoints of a run, and after them those that were abandoned when the run went back; 0."""
     with _open(arguments.run_dir) as checkpoints:
         directory, rows = checkpoints.directory, _rows(checkpoints, arguments.verify, abandoned=None)
     for folder in abandoned_folders(directory):
@@ -77,8 +73,8 @@ def run_show(arguments: argparse.Namespace) -> int:
         {"path": shown_name(path), "shape": list(shape), "dtype": dtype, "bytes": info.bytes_of(path)}
         for path, (shape, dtype) in info.leaves.items()
     ]
-    parts = dict.fromkeys(map(_part, leaves))
-    totals = {part: _total([leaf for leaf in leaves if _part(leaf) == part]) for part in parts}
+    parts = dict.fromkeys(leaf["path"].partition("/")[0] for leaf in leaves)
+    totals = {part: _total([leaf for leaf in leaves if leaf["path"].partition("/")[0] == part]) for part in parts}
     totals["all"] = _total(leaves)
     facts = {"step": info.step, "saved_at": info.saved_at, "eval_loss": info.eval_loss, "path": str(info.path)}
     if arguments.json:
@@ -115,10 +111,6 @@ def _info(checkpoints: Checkpointer, step: int | None) -> CheckpointInfo:
         except DamagedError as error:
             damaged = damaged or error
     raise damaged or CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end")
-
-
-def _part(leaf: dict[str, Any]) -> str:
-    return leaf["path"].partition("/")[0]
 
 
 def _total(leaves: list[dict[str, Any]]) -> dict[str, int]:

@@ -22,7 +22,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json_schema:
         print_text(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False))
     elif config is None:
-        print_table(("name", "what it is"), [(name, _first_comment(name)) for name in shipped_configs()])
+        first_lines = {
+            name: find_config(name).read_text(encoding="utf-8").partition("\n")[0] for name in shipped_configs()
+        }
+        print_table(("name", "what it is"), [(name, line.lstrip("# ")) for name, line in first_lines.items()])
     else:
         loaded = _load(config, arguments)
         if arguments.yaml:
@@ -39,12 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
                 # A remark and no error, because users look up the keys of another kind here, one change at a time.
                 print_remark(f"jaxtrain train would refuse this: {error}")
     return 0
-
-
-def _first_comment(name: str) -> str:
-    with find_config(name).open(encoding="utf-8") as file:
-        first = file.readline().strip()
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def _load(config: str, arguments: argparse.Namespace) -> Loaded:

@@ -3,7 +3,6 @@
 import argparse
 import os
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,14 @@ _LITTLE_DISK = 2 * 2**30
 _CANNOT_WORK = 2
 
 
-@dataclass(frozen=True)
-class Problem:
+def _problem(what: str, mend: str, *, fatal: bool = False) -> dict[str, Any]:
     """What is wrong, the command or setting that fixes it, and whether nothing can be trained before."""
-
-    what: str
-    mend: str
-    fatal: bool = False
+    return {"what": what, "mend": mend, "fatal": fatal}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything that a run needs, and print the results; 2 where a problem is fatal, else 0."""
-    problems: list[Problem] = []
+    problems: list[dict[str, Any]] = []
     facts: dict[str, object] = {"versions": _versions(problems)}
     if not problems:
         facts |= _devices(problems, arguments.emulate)
@@ -39,18 +34,18 @@ def run(arguments: argparse.Namespace) -> int:
     facts["compilation_cache"] = {"folder": str(folder), "bytes": size, "writable": writable}
     if not writable:
         mend = "export JAXTRAIN_CACHE_DIR=FOLDER, or train with compilation_cache=null"
-        problems.append(Problem(f"the compilation cache {folder} cannot be written", mend))
+        problems.append(_problem(f"the compilation cache {folder} cannot be written", mend))
     facts["disk_free_bytes"] = free = shutil.disk_usage(Path.cwd()).free
     if free < _LITTLE_DISK:
-        problems.append(Problem(f"only {format_bytes(free)} are free here", "free space, or use another --run-dir"))
+        problems.append(_problem(f"only {format_bytes(free)} are free here", "free space, or use another --run-dir"))
     if arguments.json:
-        print_json({**facts, "problems": [asdict(problem) for problem in problems]})
+        print_json({**facts, "problems": problems})
     else:
         print_table(("what", "found"), [(name.replace("_", " "), _shown(name, fact)) for name, fact in facts.items()])
         for problem in problems:
-            print_text(f"problem: {problem.what}; {problem.mend}")
+            print_text(f"problem: {problem['what']}; {problem['mend']}")
         print_text("no problem found" if not problems else f"problems: {len(problems)}")
-    return _CANNOT_WORK if any(problem.fatal for problem in problems) else 0
+    return _CANNOT_WORK if any(problem["fatal"] for problem in problems) else 0
 
 
 def _shown(name: str, fact: Any) -> str:
@@ -61,16 +56,16 @@ def _shown(name: str, fact: Any) -> str:
     return f"{fact:,.0f}" if isinstance(fact, float) else "-" if fact is None else str(fact)
 
 
-def _versions(problems: list[Problem]) -> dict[str, str | None]:
+def _versions(problems: list[dict[str, Any]]) -> dict[str, str | None]:
     versions = package_versions(PACKAGES)
     for name, version in versions.items():
         if version is None and name != "jaxtrain":  # which a copy of the sources has none of
-            problems.append(Problem(f"{name} is not installed", f"pip install {name}", fatal=True))
+            problems.append(_problem(f"{name} is not installed", f"pip install {name}", fatal=True))
     if not problems:
         try:
             from flax import nnx  # noqa: F401  # of some pairs of versions with jax it cannot be imported
         except Exception as error:
-            problems.append(Problem(f"flax.nnx: {_first_line(error)}", "pip install -U jax flax", fatal=True))
+            problems.append(_problem(f"flax.nnx: {_first_line(error)}", "pip install -U jax flax", fatal=True))
     return versions
 
 
@@ -78,7 +73,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
-def _devices(problems: list[Problem], emulate: int | None) -> dict[str, object]:
+def _devices(problems: list[dict[str, Any]], emulate: int | None) -> dict[str, object]:
     """What the devices are and how fast they compute; nothing where jax finds none."""
     try:
         distributed.start(emulate=emulate, compilation_cache=None)
@@ -87,7 +82,7 @@ def _devices(problems: list[Problem], emulate: int | None) -> dict[str, object]:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # a bare assert where a plugin is missing
         what = f"jax finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}): {_first_line(error)}"
-        problems.append(Problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True))
+        problems.append(_problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True))
         return {}
     from jaxtrain.runtime.device_speed import matmul_flops_per_second, sums_over_devices
 
@@ -103,10 +98,10 @@ def _devices(problems: list[Problem], emulate: int | None) -> dict[str, object]:
     unused = accelerators.unused_accelerator(devices[0].platform)
     if unused is not None and emulate is None:
         what, _, mend = unused.partition(": ")
-        problems.append(Problem(what, mend))
+        problems.append(_problem(what, mend))
     rates = {dtype: matmul_flops_per_second(dtype) / 1e9 for dtype in ("float32", "bfloat16")}
     works = sums_over_devices() if len(devices) > 1 else None
     if works is False:
         mend = "run with NCCL_P2P_DISABLE=1 to see whether a link is at fault, and test the devices one by one"
-        problems.append(Problem(f"a sum over {len(devices)} devices gives a wrong number", mend, fatal=True))
+        problems.append(_problem(f"a sum over {len(devices)} devices gives a wrong number", mend, fatal=True))
     return {"devices": found, "matmul_gflops_per_second": rates, "collective_works": works}

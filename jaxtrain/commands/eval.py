@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxtrain.commands.shared import own_code, print_json, print_table
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
-from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
@@ -15,8 +15,8 @@ from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
 from jaxtrain.runtime import distributed
 
-# Keys that eval may change; the others describe the parameters that were trained.
-_MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache")
+# Keys that eval may change (the base of adapters may have moved); the others describe the parameters that were trained.
+_MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache", "model.from")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,11 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _evaluated_config(run_dir: str, overrides: Sequence[str]) -> Config:
     """The config of a run with the settings that an evaluation changes; none of them describes what was trained."""
     config = saved_config(run_dir, overrides=overrides).config
-    # The base of adapters may have moved.
-    may_change = (*_MAY_CHANGE, "model.from") if read_run(run_dir).get("base") else _MAY_CHANGE
     for override in overrides:
-        if not override.startswith(may_change):
-            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in may_change)
+        if not override.startswith(_MAY_CHANGE):
+            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in _MAY_CHANGE)
             raise ConfigError(f"{override} cannot change for a trained run; eval takes {allowed}")
     return config
 

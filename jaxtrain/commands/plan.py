@@ -113,12 +113,12 @@ def _terms(config: Config, arguments: argparse.Namespace) -> Terms:
     # Raises here what a search would take for the reason that each of its layouts is refused.
     if arguments.tokens is not None or arguments.epochs is not None:
         with_length(config, describe_workload(config), **length)
-    terms = Terms(**length, downtime=arguments.downtime)
+    more: dict[str, Any] = {}
     if arguments.checkpoint_minutes is not None:
-        terms = dataclasses.replace(terms, checkpoint_interval_seconds=arguments.checkpoint_minutes * 60)
+        more["checkpoint_interval_seconds"] = arguments.checkpoint_minutes * 60
     if arguments.interruptions_per_day is not None:
-        terms = dataclasses.replace(terms, interruptions_per_node_hour=arguments.interruptions_per_day / 24)
-    return terms
+        more["interruptions_per_node_hour"] = arguments.interruptions_per_day / 24
+    return Terms(**length, downtime=arguments.downtime, **more)
 
 
 def _compiled(estimate: Estimate, arguments: argparse.Namespace) -> Estimate:

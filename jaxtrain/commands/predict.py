@@ -5,7 +5,6 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,9 @@ from jaxtrain.runtime.files import strict_json, write_lines_atomic
 
 def run(arguments: argparse.Namespace) -> int:
     """Print or write the predictions for the rows of a file, in its order; all of them, or nothing."""
-    out = None if arguments.out is None else _checked(arguments.out)
+    out = None if arguments.out is None else local_path(arguments.out, what="--out").expanduser()
+    if out is not None and (out.suffix not in (".csv", ".jsonl") or out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out {out}: name a file .csv or .jsonl, by the format, in a folder that is there")
     run_dir, batch_size, probabilities = arguments.run_dir, arguments.batch, arguments.probabilities
     folder = local_path(run_dir, what="run directory").expanduser()
     published = not is_run(folder) and (folder / "config.json").is_file()
@@ -50,14 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     for line in lines:
         print_text(line, end="")
     return 0
-
-
-def _checked(out: str) -> Path:
-    """The file to write, which is refused before anything is computed."""
-    path = local_path(out, what="--out").expanduser()
-    if path.suffix not in (".csv", ".jsonl") or path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--out {out}: name a file .csv or .jsonl, by the format, in a folder that is there")
-    return path
 
 
 def _json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:

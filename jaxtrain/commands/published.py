@@ -6,6 +6,7 @@ from pathlib import Path
 from jaxtrain.commands.shared import print_text
 from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.check import compare_with_transformers, import_transformers
 from jaxtrain.interop.weights import is_published
 from jaxtrain.run.import_run import export_folder, export_run, import_run
 from jaxtrain.runtime import distributed
@@ -15,7 +16,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     """Make a run of a published model, or compare it with transformers, or both; 0."""
     path, overrides, emulate = arguments.path, arguments.overrides, arguments.emulate
     if arguments.check:
-        _check_transformers()
+        import_transformers()  # before anything is made
     if arguments.output is not None:
         run_dir = import_run(path, arguments.output, overrides=overrides, base=arguments.base, emulate=emulate)
         if distributed.is_main_process():
@@ -24,8 +25,8 @@ def run_import(arguments: argparse.Namespace) -> int:
         raise ConfigError("-o RUN_DIR is missing: name the directory of the run, or write --check alone")
     else:
         distributed.start(emulate=emulate)
-    if arguments.check:
-        _print_check(path)
+    if arguments.check and distributed.is_main_process():
+        print_text(compare_with_transformers(path))
     return 0
 
 
@@ -42,7 +43,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) not in (None, False):
             raise ConfigError(f"--{name.replace('_', '-')} has no use for {made}; leave it out")
     if arguments.check:
-        _check_transformers()
+        import_transformers()
     weights = {
         "dtype": arguments.dtype,
         "max_shard_size": arguments.max_shard_size or "5GB",
@@ -61,19 +62,6 @@ def run_export(arguments: argparse.Namespace) -> int:
         folder = export_run(run_dir, output, **weights, **more)
     if distributed.is_main_process():
         print_text(str(folder))
-    if arguments.check:
-        _print_check(str(folder))
+        if arguments.check:
+            print_text(compare_with_transformers(str(folder)))
     return 0
-
-
-def _check_transformers() -> None:
-    from jaxtrain.interop.check import import_transformers
-
-    import_transformers()
-
-
-def _print_check(path: str) -> None:
-    from jaxtrain.interop.check import compare_with_transformers
-
-    if distributed.is_main_process():
-        print_text(compare_with_transformers(path))

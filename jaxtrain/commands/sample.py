@@ -102,15 +102,9 @@ def _prompts(given: Sequence[str] | None) -> Sequence[str]:
 
 
 def print_stream(written: Iterable[Written], count: int, *, scored: bool) -> None:
-    """Print texts as they are written: those of a batch one after another, with an empty line between them.
+    """Print the `count` texts of a batch one after another; with `scored`, their log-probabilities follow each.
 
-    Args:
-        written: of a batch.
-        count: texts in it.
-        scored: whether the log-probabilities of a text follow it.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C; the line is ended first.
+    An empty line is between them, and Ctrl-C ends the line that is being written.
     """
     waiting: list[list[Written]] = [[] for _ in range(count)]
     scores: list[TokenScore] = []

@@ -18,11 +18,7 @@ from jaxtrain.runtime.remarks import print_remark, printable
 def print_text(text: str, *, end: str = "\n", flush: bool = False, is_content: bool = False) -> None:
     """Print a text; control characters, and those that the stream's encoding lacks, become escapes.
 
-    Args:
-        text: to print.
-        end: what follows it.
-        flush: whether readers get it at once.
-        is_content: whether it is what a model wrote, which files and other programs get as it is.
+    With `is_content` it is what a model wrote, whose control characters files and other programs get as they are.
     """
     if not is_content or sys.stdout.isatty():
         text = printable(text)
@@ -36,12 +32,7 @@ def print_json(value: object) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns; on a terminal long cells are folded, elsewhere a row is a line.
-
-    Args:
-        header: names of the columns.
-        rows: texts of each row, one per column.
-    """
+    """Print aligned columns; on a terminal long cells are folded, elsewhere a row is a line."""
     if sys.stdout.isatty():
         from rich import box
         from rich.console import Console
@@ -89,12 +80,6 @@ def own_code(config: Config | None) -> Iterator[None]:
     """Give an error that passed through the user's code as one line that names the line of that code.
 
     The models, losses and rows that functions of a config make are applied long after the functions returned.
-
-    Args:
-        config: whose functions may be called inside; None: there are none.
-
-    Raises:
-        ConfigError: in place of another error that passed through code which is neither ours nor of a library.
     """
     try:
         yield

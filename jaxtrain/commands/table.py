@@ -107,11 +107,9 @@ def _use() -> None:
     parser.example = "sample runs/first -p 'The class statement' -n 100"
     add = parser.add_argument
     add("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument(
-        "-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin"
-    )
-    prompts.add_argument("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
+    prompts = parser.add_mutually_exclusive_group().add_argument
+    prompts("-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin")
+    prompts("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
     add("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
     add("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
     add("--top-k", type=count, metavar="K", help="only the K most likely tokens")
@@ -120,11 +118,9 @@ def _use() -> None:
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times")
     add("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
-    form.add_argument(
-        "--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal"
-    )
+    form = parser.add_mutually_exclusive_group().add_argument
+    form("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
+    form("--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal")
     add(
         "--logprobs",
         type=lambda text: whole(text, 0, 20),
@@ -279,11 +275,9 @@ def _planning() -> None:
     add("--on", default="cpu", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
     add("--list", action="store_true", help="list the hardware with its figures")
     add("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
-    compiling = parser.add_mutually_exclusive_group()
-    compiling.add_argument(
-        "--analytic", action="store_true", help="do not compile, even where the compiler is installed"
-    )
-    compiling.add_argument("--exact", action="store_true", help="fail where no compiler can check the figures")
+    compiling = parser.add_mutually_exclusive_group().add_argument
+    compiling("--analytic", action="store_true", help="do not compile, even where the compiler is installed")
+    compiling("--exact", action="store_true", help="fail where no compiler can check the figures")
     add("--search", action="store_true", help="try every layout, and rank by time those that fit")
     add(
         "--vary",
@@ -326,11 +320,11 @@ def _look() -> None:
         "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
     )
     add_shared(parser, "overrides")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
-    form.add_argument("--yaml", action="store_true", help="print the resolved config as YAML")
-    form.add_argument("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
-    form.add_argument("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
+    form = parser.add_mutually_exclusive_group().add_argument
+    form("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
+    form("--yaml", action="store_true", help="print the resolved config as YAML")
+    form("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
+    form("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
     add_shared(parser, "--emulate")
 
     parser = _verb("doctor", "check versions, devices, caches and speed, and say how to fix each problem", "doctor.run")

@@ -35,11 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_restarted(arguments: argparse.Namespace) -> int:
-    """Train in a process of its own, and start it again after a failure that another start may get over.
-
-    Returns:
-        The exit code of the last start.
-    """
+    """Train in a process of its own, and start it again after failures; the exit code of the last start."""
     config, overrides, run_dir = arguments.config, arguments.overrides, arguments.run_dir
     # One of several processes has a supervisor of its own: the others wait for it, and must hear of a mistake.
     with announced(emulate=arguments.emulate):
