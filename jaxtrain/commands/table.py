@@ -217,13 +217,13 @@ def _many() -> None:
     parser = _verb(
         "sweep",
         "train a config with several values of its settings, and compare the trials",
-        "sweep_arguments.sweep",
-        options="sweep_arguments.sweep_arguments",
+        "sweep.sweep",
+        options="sweep.sweep_arguments",
     )
     parser.example = "sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates"
 
     parser = _verb(
-        "launch", "run a command or program in several processes on this machine, as a cluster would", "train.launch"
+        "launch", "run a command or program in several processes on this machine, as a cluster would", "launch.launch"
     )
     parser.example = "launch --processes 2 --emulate 4 -- train quickstart train.steps=20"
     add = parser.add_argument
@@ -252,16 +252,16 @@ def _many() -> None:
     parser = _verb(
         "submit job",
         "write a training as a Kubernetes Job",
-        "submit_kubernetes.submit_job",
-        options="submit_kubernetes.kubernetes_arguments",
+        "submit.submit_job",
+        options="submit.kubernetes_arguments",
     )
     parser.example = "submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs"
 
     parser = _verb(
         "submit jobset",
         "write a training as a JobSet of Kubernetes, whose hosts start again together",
-        "submit_kubernetes.submit_jobset",
-        options="submit_kubernetes.kubernetes_arguments",
+        "submit.submit_jobset",
+        options="submit.kubernetes_arguments",
     )
     parser.example = "submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/2x4 --volume runs:/runs"
 
@@ -309,7 +309,7 @@ def _planning() -> None:
     add_shared(parser, "overrides")
     add("--json", metavar="FILE", help="write everything that was measured to FILE")
     add("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
-    add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu")
+    add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step")
     add_shared(parser, "--emulate")
 
 

@@ -7,9 +7,8 @@ import argparse
 import sys
 import time
 
-from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
+from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.config import load_config
-from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.time_spent import counted_from
 from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
@@ -59,30 +58,3 @@ def _run_restarted(arguments: argparse.Namespace) -> int:
                 kill_child(child)
 
         return supervise(start, Policy(arguments.restarts, folder, signals.asked, how_ended, lambda: None))
-
-
-def launch(arguments: argparse.Namespace) -> int:
-    """Run a command in several processes on this machine; its exit code."""
-    words, inner, restarts = arguments.command, arguments.inner, arguments.restarts
-    num_processes, least = arguments.processes, arguments.min_processes
-    if least is not None and (not restarts or least > num_processes):
-        raise ConfigError(f"--min-processes {least} goes with --restarts, and is at most --processes {num_processes}")
-    if restarts and inner is not None and (words[0] != "train" or inner.restarts):
-        raise ConfigError("--restarts before '--' goes with programs of your own, and with train without --restarts")
-    from jaxtrain.commands.launch import run_launch, run_restarted_launch
-
-    # The words of a program begin with it, and have no option for emulated devices.
-    started = {} if inner is not None else {"program": (), "emulate": arguments.emulate}
-    if not restarts:
-        return run_launch(words, num_processes=num_processes, **started)
-    run_dir = None
-    if inner is not None:
-        run_dir = folder_of(load_config(inner.config, overrides=inner.overrides), inner.run_dir)
-    return run_restarted_launch(
-        words,
-        num_processes=num_processes,
-        restarts=restarts,
-        min_processes=least or num_processes,
-        run_dir=run_dir,
-        **started,
-    )
