@@ -31,8 +31,6 @@ _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 # Several processes of these would do the work several times, or stop each other.
 _ALONE = ("sweep", "serve", "report", "plan", "launch", "data", "ckpt", "submit")
 
-_DESCRIPTION = "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs."
-
 
 def _usage_error(program: str, message: str) -> ConfigError:
     return ConfigError(f"{program}: {message}; see '{program} --help'")
@@ -43,7 +41,9 @@ def _help(group: str = "") -> str:
     width = max(map(len, names))
     listed = "\n".join(f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names)
     return (
-        f"usage: jaxtrain {group or 'COMMAND '}...\n\n{_DESCRIPTION}\n\ncommands:\n{listed}\n\n"
+        f"usage: jaxtrain {group or 'COMMAND '}...\n\n"
+        "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs.\n\n"
+        f"commands:\n{listed}\n\n"
         "options everywhere:\n  --help     what a command takes\n  --debug    show the traceback of an error\n"
         "  --version  print the version\n\n"
         f"example: jaxtrain {COMMANDS[names[0]].parser.example}"

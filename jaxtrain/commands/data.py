@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from jaxtrain.data.shown import ShownRow
     from jaxtrain.data.sources.prepare import Prepared
 
-_SECONDS_BETWEEN_LINES = 10.0
-
 
 def _load(arguments: argparse.Namespace) -> Loaded:
     loaded = load_config(arguments.config, overrides=arguments.overrides)
@@ -39,7 +37,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 
     def show(found: "Prepared") -> None:
         nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+        if time.monotonic() - last >= 10:
             last = time.monotonic()
             share = f"{found.position / found.total:.0%}, " if found.total else ""
             print_remark(f"encoding: {share}{found.documents:,} documents, {found.tokens:,} tokens")

@@ -13,7 +13,6 @@ from jaxtrain.runtime import accelerators, distributed
 from jaxtrain.runtime.compilation_cache import cache_folder
 
 _LITTLE_DISK = 2 * 2**30
-_CANNOT_WORK = 2
 
 
 def _problem(what: str, mend: str, *, fatal: bool = False) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         for problem in problems:
             print_text(f"problem: {problem['what']}; {problem['mend']}")
         print_text("no problem found" if not problems else f"problems: {len(problems)}")
-    return _CANNOT_WORK if any(problem["fatal"] for problem in problems) else 0
+    return 2 if any(problem["fatal"] for problem in problems) else 0
 
 
 def _shown(name: str, fact: Any) -> str:

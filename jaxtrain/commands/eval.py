@@ -25,9 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _evaluate_tasks(arguments)
     for name in ("limit", "shots", "chat", "batch"):
         if getattr(arguments, name):
-            raise ConfigError(
-                f"jaxtrain eval: --{name} is for --tasks; for held-out rows write evaluation.max_batches=N"
-            )
+            raise ConfigError(f"--{name} is for --tasks; for held-out rows write evaluation.max_batches=N")
     config = _evaluated_config(arguments.run_dir, arguments.overrides)
     distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()

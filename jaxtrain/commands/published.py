@@ -44,11 +44,7 @@ def run_export(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} has no use for {made}; leave it out")
     if arguments.check:
         import_transformers()
-    weights = {
-        "dtype": arguments.dtype,
-        "max_shard_size": arguments.max_shard_size or "5GB",
-        "base": arguments.base,
-    }
+    weights = {"dtype": arguments.dtype, "base": arguments.base, "max_shard_size": arguments.max_shard_size or "5GB"}
     if arguments.to == "stablehlo":
         from jaxtrain.run.export_program import export_program
 

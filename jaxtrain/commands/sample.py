@@ -77,12 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _writing(arguments: argparse.Namespace) -> Writing:
+    penalty, min_p = arguments.repetition_penalty, arguments.min_p
     sampling = Sampling(
-        arguments.temperature,
-        arguments.top_k,
-        arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
+        arguments.temperature, arguments.top_k, arguments.top_p, min_p=min_p, repetition_penalty=penalty
     )
     # Several processes must take pieces of one length, and only some of them may have a terminal.
     watched = sys.stdout.isatty() and jax.process_count() == 1

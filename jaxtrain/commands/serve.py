@@ -21,7 +21,6 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(f"jaxtrain serve needs {' and '.join(missing)}: pip install 'jaxtrain[serve]'")
-    # What is quick to find out is found out before the model is read.
     key = read_api_key(arguments.api_key_file)
     with bind(arguments.host, arguments.port, has_key=key is not None) as taken:
         began = time.monotonic()

@@ -71,8 +71,8 @@ def writes(option: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        where = f"{option} {error.filename}: {error.strerror}"
-        raise ConfigError(f"{where}; give a file in a folder that exists") from None
+        said = f"{error.strerror}; give a file in a folder that exists"
+        raise ConfigError(f"{option} {error.filename}: {said}") from None
 
 
 @contextlib.contextmanager
