@@ -214,13 +214,15 @@ def _pages() -> None:
 
 
 def _many() -> None:
-    parser = _verb(
-        "sweep",
-        "train a config with several values of its settings, and compare the trials",
-        "sweep.sweep",
-        options="sweep.sweep_arguments",
-    )
+    parser = _verb("sweep", "train a config with several values of its settings, and compare the trials", "sweep.sweep")
     parser.example = "sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates"
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
+    add("overrides", metavar="key=value", nargs="+", help="for all trials, or v1,v2 or low..high[:log] for each")
+    add("--run-dir", metavar="DIR", help="directory of the sweep; default: runs/<name>-sweep")
+    add("--trials", type=count, metavar="N", help="number of trials; default: all combinations")
+    add("--jobs", type=process_count, default=1, metavar="N", help="trials at once; default: 1")
+    add("--random", type=step_number, metavar="SEED", help="seed of drawn values; default: 0 where there are ranges")
 
     parser = _verb(
         "launch", "run a command or program in several processes on this machine, as a cluster would", "launch.launch"
@@ -250,10 +252,7 @@ def _many() -> None:
     parser.example = "submit slurm llama3_8b train.accumulation_steps=2 --nodes 4 --gpus-per-node 8 --time 2-0"
 
     parser = _verb(
-        "submit job",
-        "write a training as a Kubernetes Job",
-        "submit.submit_job",
-        options="submit.kubernetes_arguments",
+        "submit job", "write a training as a Kubernetes Job", "submit.submit_job", options="submit.kubernetes_arguments"
     )
     parser.example = "submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs"
 
