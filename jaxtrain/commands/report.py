@@ -6,16 +6,12 @@ from pathlib import Path
 from jaxtrain.commands.shared import print_text, writes
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import read_run
-from jaxtrain.metrics.report.compare import MOST_RUNS, write_comparison
-from jaxtrain.metrics.report.many import runs_below, write_many
+from jaxtrain.metrics.report.compare import runs_below, write_comparison
 from jaxtrain.metrics.report.page import write_report
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page of one run, or the comparison of several; 0.
-
-    Two to eight runs are compared; of more, or of a folder of runs, the page is a table with the best first.
-    """
+    """Write the page of one run, or the comparison of several or of a folder of runs; 0."""
     folders = [local_path(run_dir, what="run directory") for run_dir in arguments.run_dirs]
     is_one = len(folders) == 1
     below = runs_below(folders[0]) if is_one and not (folders[0] / "run.json").exists() else []
@@ -25,11 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         path = local_path(arguments.output, what="--output")
     with writes("--output"):
-        if below:
-            write_many(below, path)
-        elif is_one:
+        if is_one and not below:
             write_report(folders[0], path=path)
         else:
-            (write_comparison if len(folders) <= MOST_RUNS else write_many)(folders, path)
+            write_comparison(below or folders, path)
     print_text(f"report: {path}")
     return 0
