@@ -1,9 +1,10 @@
 """The command line: parsing, and the one place where errors become exit codes.
 
-What answers `--help` is all that is imported: the table of commands, whose work is imported when it runs.
+What answers `--help` is all that is imported: the table of verbs, whose work is imported when it runs.
 """
 
 import argparse
+import copy
 import difflib
 import errno
 import os
@@ -12,9 +13,9 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from jaxtrain.commands.table import COMMANDS
+from jaxtrain.commands.table import COMMANDS, Parser
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
 from jaxtrain.runtime import collector
 from jaxtrain.runtime.accelerators import has_accelerator
@@ -22,39 +23,17 @@ from jaxtrain.runtime.allocator import restart
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, own_output, write_error
 
-INTERNAL_ERROR = 1
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 # What the user, and not a defect, is the cause of.
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Several processes of these would do the work several times, or stop each other.
-_ALONE = (
-    *("sweep", "serve", "report", "plan", "data prepare", "data show", "ckpt ls", "ckpt show"),
-    *("submit slurm", "submit job", "submit jobset"),
-)
-
-_DESCRIPTION = "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs."
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a usage error as one line instead of printing the usage and leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        # A list that may be empty is never what is missing.
-        missing = message.removeprefix("the following arguments are required: ").removesuffix(", key=value")
-        said = f"{missing} is missing" if message.startswith("the following") else message.removeprefix("argument ")
-        raise _usage_error(self.prog, said)
-
-    def print_help(self, file: Any = None) -> None:
-        """Prints the help; argparse itself says nothing where it cannot be written."""
-        print(self.format_help(), end="", file=file, flush=True)
+_ALONE = ("sweep", "serve", "report", "plan", "launch", "data", "ckpt", "submit")
 
 
 def _usage_error(program: str, message: str) -> ConfigError:
-    shows = "lists the commands" if program == "jaxtrain" else "shows what it takes"
-    return ConfigError(f"{program}: {message}; '{program} --help' {shows}")
+    return ConfigError(f"{program}: {message}; see '{program} --help'")
 
 
 def _help(group: str = "") -> str:
@@ -62,119 +41,102 @@ def _help(group: str = "") -> str:
     width = max(map(len, names))
     listed = "\n".join(f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names)
     return (
-        f"usage: jaxtrain {group or 'COMMAND '}...\n\n{_DESCRIPTION}\n\ncommands:\n{listed}\n\n"
+        f"usage: jaxtrain {group or 'COMMAND '}...\n\n"
+        "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs.\n\n"
+        f"commands:\n{listed}\n\n"
         "options everywhere:\n  --help     what a command takes\n  --debug    show the traceback of an error\n"
         "  --version  print the version\n\n"
-        f"example: {COMMANDS[names[0]].example}"
+        f"example: jaxtrain {COMMANDS[names[0]].parser.example}"
     )
 
 
-def _find_command(words: Sequence[str], *, wanted: str = "command") -> tuple[str, list[str]]:
-    """The command that the words begin with, and the words after it.
-
-    Args:
-        words: at least one.
-        wanted: what the first word could have been, for the message.
-
-    Raises:
-        ConfigError: no such command; names the nearest.
-    """
-    first, rest = words[0], list(words[1:])
-    if first in COMMANDS:
-        return first, rest
+def _find_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb that the words begin with, and the words after it; an error names the nearest."""
+    for length in (1, 2):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            return name, list(words[length:])
+    first = words[0]
     members = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{first} ")]
     if members:
-        if rest and rest[0] in members:
-            return f"{first} {rest[0]}", rest[1:]
-        wrong = f"no command {rest[0]!r}" if rest else "no command"
-        raise _usage_error(f"jaxtrain {first}", f"{wrong}, it has {' and '.join(members)}")
-    known = {name.partition(" ")[0] for name in COMMANDS}
-    close = difflib.get_close_matches(first, [*known, *COMMANDS], 1, 0.5)
-    same_end = [name for name in COMMANDS if name.endswith(f" {first}")]
-    guess = next(iter([*same_end, *close]), None)
-    kind = "option" if first.startswith("-") else wanted
-    raise _usage_error("jaxtrain", f"no {kind} {first!r}" + (f", did you mean {guess!r}?" if guess else ""))
+        wrong = f"no command {words[1]!r}" if words[1:] else "no command"
+        program, said = f"jaxtrain {first}", f"{wrong}, it has {' and '.join(members)}"
+    else:
+        same_end = [name for name in COMMANDS if name.endswith(f" {first}")]
+        guess = [*same_end, *difflib.get_close_matches(first, [*COMMANDS, "data", "ckpt", "submit"], 1, 0.5)][:1]
+        program, said = "jaxtrain", f"no command {first!r}" + "".join(f", did you mean {name!r}?" for name in guess)
+    raise _usage_error(program, said)
 
 
 def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command; options may stand before, between and after its other words."""
-    command = COMMANDS[name]
-    inner: list[str] = []
-    if command.takes_command and "--" in words:
+    """The arguments of a verb; options may stand before, between and after its other words."""
+    command, inner = COMMANDS[name], []
+    parser = command.parser
+    if name == "launch" and "--" in words:
         start = words.index("--")
         words, inner = words[:start], list(words[start + 1 :])
-    parser = _Parser(
-        prog=f"jaxtrain {name}",
-        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-        epilog=f"example: {command.example}",
-        allow_abbrev=False,
-    )
-    command.add_arguments(parser)
-    if "key=value" in parser.format_usage():
-        # --train.steps=5 is train.steps=5; no option of ours has a dot.
-        words = [word[2:] if re.match(r"--\w+\.[\w.]+=", word) else word for word in words]
+    if command.options is not None:
+        parser = copy.deepcopy(parser)
+        command.options(parser)
+    # --train.steps=5 is train.steps=5; no option of ours has a dot.
+    words = [word[2:] if re.match(r"--\w+\.[\w.]+=", word) else word for word in words]
     arguments, left = parser.parse_known_intermixed_args(words)
-    options = re.findall(r"(?<!\S)--?[a-z][a-z-]*", parser.format_help())
     for word in left:
-        option, equals, _ = word.partition("=")
-        close = difflib.get_close_matches(option, options, 1, 0.7)
-        if close:
-            parser.error(f"no option {option}, did you mean {close[0]}?")
-        if not option.startswith("-"):
-            parser.error(f"{word!r} is one word too many")
-        if "overrides" not in arguments or not option.startswith("--"):
-            parser.error(f"no option {option}")
-        if not equals:
-            from jaxtrain.config.keys import nearest
-
-            key = option[2:] if "." in option else nearest(option[2:].replace("-", "_"), {}) or option[2:]
-            parser.error(f"no option {option}, and a key of the config is written {key}=VALUE")
-        arguments.overrides.append(word[2:])
+        _take_unknown(parser, arguments, word)
     if "=" in (getattr(arguments, "config", None) or ""):
         parser.error(f"CONFIG is missing before {arguments.config}")
-    if command.takes_command:
+    if name == "launch":
         if not inner:
-            parser.error(f"the command to run is missing after '--', as in {command.example!r}")
-        program = _find_program(inner[0])
-        arguments.is_program = program is not None
-        arguments.command = (
-            [program, *inner[1:]] if program is not None else _check_inner(name, inner, arguments.emulate)
-        )
+            parser.error(f"the command to run is missing after '--', as in 'jaxtrain {parser.example}'")
+        _take_command(arguments, name, inner)
     return arguments
 
 
-def _find_program(word: str) -> str | None:
-    """The program that a command line begins with; None for a command of ours, and for what is neither."""
-    if word in {name.partition(" ")[0] for name in COMMANDS}:
-        return None
-    found = shutil.which(word)
-    # An environment that is used without being activated has its python beside this one, not on the path.
-    return sys.executable if found is None and word in ("python", "python3") else found
+def _take_unknown(parser: Parser, arguments: argparse.Namespace, word: str) -> None:
+    """Adds a key that is written as an option (`--seed=3`) to the settings; else an error names the nearest."""
+    option, equals, _ = word.partition("=")
+    close = difflib.get_close_matches(option, re.findall(r"(?<!\S)--?[a-z][a-z-]*", parser.format_help()), 1, 0.7)
+    if close:
+        parser.error(f"no option {option}, did you mean {close[0]}?")
+    if not option.startswith("-"):
+        parser.error(f"{word!r} is one word too many")
+    if "overrides" not in arguments or not option.startswith("--"):
+        parser.error(f"no option {option}")
+    if not equals:
+        from jaxtrain.config.keys import nearest
+
+        key = option[2:] if "." in option else nearest(option[2:].replace("-", "_"), {}) or option[2:]
+        parser.error(f"no option {option}, and a key of the config is written {key}=VALUE")
+    arguments.overrides.append(word[2:])
 
 
-def _check_inner(name: str, words: Sequence[str], emulate: int | None) -> list[str]:
-    """The words of a command that is run by another: a mistake in them is reported once, before anything starts.
+def _take_command(arguments: argparse.Namespace, name: str, words: list[str]) -> None:
+    """Adds the command that another runs: `command`, and `inner`, its arguments; None for a program.
 
-    Raises:
-        ConfigError: the command, its arguments or its config are wrong.
+    A mistake in a verb of ours is reported here, once, before anything starts.
     """
-    from jaxtrain.config import load_config
-
-    if words[0].endswith(".py") or "/" in words[0]:
-        works = f"write: python {words[0]}" if os.path.isfile(words[0]) else "there is no such file"
-        raise _usage_error(f"jaxtrain {name}", f"{words[0]!r} is not a program that can be started; {works}")
-    inner, rest = _find_command(words, wanted="command or program")
-    if COMMANDS[inner].takes_command:
-        raise _usage_error(f"jaxtrain {name}", f"{inner!r} cannot be run inside {name!r}")
-    if inner in _ALONE:
-        raise ConfigError(
-            f"jaxtrain {name}: {inner!r} works in one process; run it without {name}, as in: {COMMANDS[inner].example}"
+    arguments.command, arguments.inner = words, None
+    if words[0] not in {known.partition(" ")[0] for known in COMMANDS}:
+        # An environment that is used without being activated has its python beside this one, not on the path.
+        program = shutil.which(words[0]) or (sys.executable if words[0] in ("python", "python3") else None)
+        if program is not None:
+            arguments.command = [program, *words[1:]]
+            return
+        if os.path.isfile(words[0]):
+            raise _usage_error(f"jaxtrain {name}", f"{words[0]!r} is not a program; write: python {words[0]}")
+    inner, rest = _find_command(words)
+    if inner.partition(" ")[0] in _ALONE:
+        alone = (
+            f"{inner!r} works in one process; run it without {name}, as in: jaxtrain {COMMANDS[inner].parser.example}"
         )
-    options = [] if emulate is None else ["--emulate", str(emulate)]
-    found = _parse(inner, [*options, *(word for word in rest if word != "--debug")])
-    if getattr(found, "config", None) is not None:
-        load_config(found.config, overrides=found.overrides)
-    return [*words, *options]
+        raise _usage_error(f"jaxtrain {name}", alone)
+    options = [] if arguments.emulate is None else ["--emulate", str(arguments.emulate)]
+    arguments.inner = _parse(inner, [*options, *(word for word in rest if word != "--debug")])
+    arguments.command = [*words, *options]
+    if getattr(arguments.inner, "config", None) is not None:
+        from jaxtrain.config import load_config
+
+        load_config(arguments.inner.config, overrides=arguments.inner.overrides)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -194,35 +156,28 @@ def _run(words: Sequence[str]) -> int:
     return COMMANDS[name].run(_parse(name, rest))
 
 
-def _is_missing_platform(error: Exception) -> bool:
-    """Whether jax found no device; for a known platform whose plugin is not installed it has only a bare assert."""
-    if isinstance(error, RuntimeError):
-        return "Unable to initialize backend" in str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, AssertionError) and bool(frames) and frames[-1].filename.endswith("xla_bridge.py")
-
-
 def _explain(error: Exception) -> tuple[str, int]:
-    """One line and the exit code for whatever a command raised."""
+    """One line and the exit code for whatever a verb raised."""
     text = str(error)
     if isinstance(error, UserError):
         line = " ".join(text.splitlines())
-        # A usage error names its command itself.
+        # A usage error names its verb itself.
         return (line if re.match(r"jaxtrain( \w+)*: ", line) else f"jaxtrain: {line}"), error.exit_code
     if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
         return (
             "jaxtrain: out of memory; lower train.global_batch_size, or set remat.policy=full, more "
             "train.accumulation_steps, or parallel.fsdp over more devices"
         ), ConfigError.exit_code
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    first = first if len(first) <= 300 else f"{first[:297]}..."
-    if _is_missing_platform(error):
-        asked = os.environ.get("JAX_PLATFORMS", "")
-        reason = first or "none of them is on this machine"
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")[:300]
+    # jax asserts, without a message, that the plugin of a known platform is installed.
+    frames = traceback.extract_tb(error.__traceback__)
+    unmet = isinstance(error, AssertionError) and bool(frames) and frames[-1].filename.endswith("xla_bridge.py")
+    if unmet or (isinstance(error, RuntimeError) and "Unable to initialize backend" in text):
+        asked, reason = os.environ.get("JAX_PLATFORMS", ""), first or "none of them is on this machine"
         return f"jaxtrain: JAX_PLATFORMS={asked} (environment): {reason}; unset it, or see 'jaxtrain doctor'", 2
     if isinstance(error, OSError) and error.errno in _UNUSABLE:
-        where = f" {error.filename}" if error.filename else ""
-        return f"jaxtrain: cannot use{where or ' a file'}: {error.strerror}; free space or use another folder", 1
+        where = error.filename or "a file"
+        return f"jaxtrain: cannot use {where}: {error.strerror}; free space or use another folder", 1
     return (
         f"jaxtrain: internal error: {type(error).__name__}: {first}; run again with --debug for the traceback"
     ), INTERNAL_ERROR
@@ -263,24 +218,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drop_unwritten(sys.stdout)
         return BROKEN_PIPE
     except Exception as error:
-        if debug:
-            print_remark(traceback.format_exc().rstrip("\n"))
-        unwritten = write_error(sys.stdout) if isinstance(error, OSError) else None
-        if unwritten is not None:
-            drop_unwritten(sys.stdout)
-            print_remark(f"jaxtrain: standard output cannot be written: {unwritten.strerror}; write it elsewhere")
-            return INTERNAL_ERROR
-        line, code = _explain(error)
-        print_remark(line)
-        met_by_all = isinstance(error, ConfigError | PreemptedError)
-        if not met_by_all and not (isinstance(error, UserError) and error.raised_by_all):
-            from jaxtrain.runtime import distributed
-
-            distributed.leave(code)
-        return code
+        return _report_error(error, debug=debug)
     finally:
         if has_unwritten(sys.stderr):
             drop_unwritten(sys.stderr)
+
+
+def _report_error(error: Exception, *, debug: bool) -> int:
+    """Prints the line of an error, and ends the cluster's other processes where they would wait for this one."""
+    if debug:
+        print_remark(traceback.format_exc().rstrip("\n"))
+    unwritten = write_error(sys.stdout) if isinstance(error, OSError) else None
+    if unwritten is not None:
+        drop_unwritten(sys.stdout)
+        print_remark(f"jaxtrain: standard output cannot be written: {unwritten.strerror}; write it elsewhere")
+        return INTERNAL_ERROR
+    line, code = _explain(error)
+    print_remark(line)
+    met_by_all = isinstance(error, ConfigError | PreemptedError)
+    if not met_by_all and not (isinstance(error, UserError) and error.raised_by_all):
+        from jaxtrain.runtime import distributed
+
+        distributed.leave(code)
+    return code
 
 
 def run_program() -> NoReturn:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.bench.measure import PARTS, measure
-from jaxtrain.commands.kinds import check_or_remark
-from jaxtrain.commands.output import print_table, print_text
-from jaxtrain.commands.own_code import own_code
+from jaxtrain.commands.shared import check_or_remark, own_code, print_table, print_text
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress

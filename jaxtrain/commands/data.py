@@ -1,59 +1,99 @@
-"""`jaxtrain data prepare`: encodes text into files of tokens (token shards)."""
+"""`jaxtrain data`: encodes text into files of tokens, and shows rows with the tokens that have a loss."""
 
+import argparse
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from jaxtrain.commands.data_progress import prepare_progress
-from jaxtrain.commands.output import print_text
-from jaxtrain.config import load_config
+from jaxtrain.commands.shared import own_code, print_json, print_text
+from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.remarks import print_remark, printable
+
+if TYPE_CHECKING:
+    from jaxtrain.data.shown import ShownRow
+    from jaxtrain.data.sources.prepare import Prepared
 
 
-def run_data_prepare(
-    config: str, overrides: Sequence[str], *, output: str, tokens_per_shard: int, workers: int | None
-) -> int:
-    """Encode the text of a config, and print how to train on the result.
-
-    Args:
-        config: a shipped name or a path.
-        overrides: `key=value` settings that replace those of the config.
-        output: folder for the token shards, which is created.
-        tokens_per_shard: tokens in each file except the last.
-        workers: processes that encode; None: as many as there are cores, where there is enough text.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        ConfigError: the data of the config is not text.
-    """
-    loaded = load_config(config, overrides=overrides)
+def _load(arguments: argparse.Namespace) -> Loaded:
+    loaded = load_config(arguments.config, overrides=arguments.overrides)
     loaded.check_described(given=["model", "task"])
-    source = loaded.config.data
-    if not isinstance(source, TextData | JsonlData | DocumentsData):
-        raise ConfigError(
-            f"data.kind={source.kind}: only text and jsonl are encoded, and documents of other formats; set "
-            "data.kind=text data.path=FILE"
-        )
     for note in loaded.notes:
         print_remark(note)
+    return loaded
+
+
+def run_prepare(arguments: argparse.Namespace) -> int:
+    """Encode the text of a config, and print how to train on the result; 0."""
+    source = _load(arguments).config.data
+    if not isinstance(source, TextData | JsonlData | DocumentsData):
+        raise ConfigError(f"data.kind={source.kind} is not text; set data.kind=text data.path=FILE, jsonl or documents")
     from jaxtrain.data import prepare_tokens
 
-    folder = local_path(output, what="--output")
-    with prepare_progress() as progress:
-        made = prepare_tokens(source, folder, tokens_per_shard=tokens_per_shard, workers=workers, progress=progress)
+    last = time.monotonic()
+
+    def show(found: "Prepared") -> None:
+        nonlocal last
+        if time.monotonic() - last >= 10:
+            last = time.monotonic()
+            share = f"{found.position / found.total:.0%}, " if found.total else ""
+            print_remark(f"encoding: {share}{found.documents:,} documents, {found.tokens:,} tokens")
+
+    folder = local_path(arguments.output, what="--output")
+    made = prepare_tokens(source, folder, workers=arguments.workers, progress=show)
     print_remark(
-        f"{_counted(made['num_documents'], 'document')}, {made['num_tokens']:,} tokens of {made['vocab_size']:,} ids "
-        f"({made['dtype']}) in {_counted(len(made['shards']), 'file')} in {made['output']}"
+        f"documents: {made['num_documents']:,}, tokens: {made['num_tokens']:,} of {made['vocab_size']:,} ids "
+        f"({made['dtype']}), files: {len(made['shards']):,}"
     )
-    print_remark(f"train on them: jaxtrain train {config} data.kind=tokens data.path={made['output']}")
+    print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={made['output']}")
     # On standard output, so that it can be appended to a config file.
     print_text(to_yaml({"data": {"kind": "tokens", "path": made["output"]}}).rstrip("\n"))
     return 0
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"one {noun}" if count == 1 else f"{count:,} {noun}s"
+def run_show(arguments: argparse.Namespace) -> int:
+    """Print the first training rows of a config, and what its data says of itself; 0."""
+    config = _load(arguments).config
+    from jaxtrain.data.shown import shown_rows
+    from jaxtrain.train.assemble import open_run_data
+
+    with own_code(config):
+        data = open_run_data(config)
+        found = list(shown_rows(data.train, arguments.rows, data.tokenizer))
+    if arguments.json:
+        shown = [one.to_json() for one in found]
+        print_json({"description": list(data.description), "counts": data.counts, "rows": shown})
+        return 0
+    for line in data.description:
+        print_text(line)
+    _print_rows(found, len(data.train))
+    return 0
+
+
+def _print_rows(rows: Sequence["ShownRow"], total: int) -> None:
+    """Print rows: in colour on a terminal that has some, else with marks around the tokens with a loss."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    coloured = console.color_system is not None
+    before, after = ("", "") if coloured else ("[[", "]]")
+    styles = {True: "bold green", False: "dim"}
+    lines = [Text(f"tokens {'in green' if coloured else 'between [[ and ]]'} have a loss")]
+    for row in rows:
+        trained, places = sum(part.trained for part in row.parts), sum(part.places for part in row.parts)
+        whole = row.length * (2 if [part.name for part in row.parts] == ["chosen", "rejected"] else 1)
+        counts = f"{whole:,} places, {whole - places:,} unused, {trained:,} with a loss"
+        lines.append(Text(f"\nrow {row.number} of {total:,}: {counts}", "bold"))
+        for part in row.parts:
+            lines.append(Text(f"-- {part.name}: {part.tokens:,} tokens, {part.trained:,} with a loss", "cyan"))
+            text = Text()
+            for span in part.spans:
+                shown = printable(span.text)
+                text.append(f"{before}{shown}{after}" if span.trained else shown, styles[span.trained])
+            lines.append(text)
+    for line in lines:
+        console.print(line) if coloured else print_text(line.plain)

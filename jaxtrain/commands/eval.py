@@ -1,64 +1,49 @@
-"""`jaxtrain eval`: evaluates a checkpoint of a run on held-out rows."""
+"""`jaxtrain eval`: a checkpoint of a run on held-out rows, or on tasks of lm-eval-harness."""
 
+import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from jaxtrain.commands.output import print_json, print_table
-from jaxtrain.commands.own_code import own_code
+from jaxtrain.commands.shared import own_code, print_json, print_table
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
-from jaxtrain.config.saved_run import read_run
+from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
 from jaxtrain.run.open_run import open_run
-from jaxtrain.run.opened import OpenedRun
 from jaxtrain.run.saved_config import saved_config
 from jaxtrain.runtime import distributed
 
-if TYPE_CHECKING:
-    from jaxtrain.run.evaluation import Evaluator, HeldOutRows
-    from jaxtrain.train.state import EvaluationState
-
-# Keys that eval may change; the others describe the parameters that were trained.
-_MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache")
+# Keys that eval may change (the base of adapters may have moved); the others describe the parameters that were trained.
+_MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache", "model.from")
 
 
-def run_eval(
-    run_dir: str,
-    overrides: Sequence[str],
-    *,
-    quantize: str | None,
-    step: int | None,
-    emulate: int | None,
-    as_json: bool,
-) -> int:
-    """Print the metrics of a checkpoint on held-out rows.
-
-    Args:
-        run_dir: directory of the run.
-        overrides: `key=value` settings of data, evaluation and parallel that replace those of the run's config.
-        quantize: number format of the linear layers; None: the one in which they were trained.
-        step: step of the checkpoint; None: the newest intact one.
-        emulate: number of CPU devices to emulate; None: the devices of the machine.
-        as_json: whether one JSON object is printed.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        ConfigError: an override changes a key that describes the trained parameters.
-        DataError: the data has no held-out rows.
-    """
-    config = evaluated_config(run_dir, overrides)
-    distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
+def run(arguments: argparse.Namespace) -> int:
+    """Print the metrics of a checkpoint; 0."""
+    if arguments.tasks is not None:
+        return _evaluate_tasks(arguments)
+    for name in ("limit", "shots", "chat", "batch"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name} is for --tasks; for held-out rows write evaluation.max_batches=N")
+    config = _evaluated_config(arguments.run_dir, arguments.overrides)
+    distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()
     from jaxtrain.run.evaluation import evaluate_rows
 
     with own_code(config), Progress(process_index=0 if main else 1) as progress:
         with progress.phase("opening the run"):
-            run = open_run(run_dir, overrides=overrides, step=step, quantize=quantize, report=progress.message)
-            evaluator, held_out, state = _opened(run)
+            run = open_run(
+                arguments.run_dir,
+                overrides=arguments.overrides,
+                step=arguments.step,
+                quantize=arguments.quantize,
+                report=progress.message,
+            )
+            evaluator, held_out = run.evaluator, run.held_out()
+            # A mistake in the layout is found before anything is restored.
+            evaluator.feed.shardings(held_out.batches.spec())
+            state = run.state
             for remark in held_out.remarks:
                 progress.message(remark)
         with progress.phase("evaluating") as phase:
@@ -67,33 +52,56 @@ def run_eval(
             phase.note(f"{held_out.num_rows:,} rows of {data.call if isinstance(data, CalledData) else data.kind}")
     if not main:
         return 0
-    answer = {"run_dir": run_dir, "step": run.step, "rows": held_out.num_rows, **metrics}
-    if as_json:
-        print_json(answer)
+    if arguments.json:
+        print_json({"run_dir": arguments.run_dir, "step": run.step, "rows": held_out.num_rows, **metrics})
     else:
         shown = {name: f"{value:.6g}" for name, value in metrics.items()}
         print_table(("step", "rows", *shown), [(str(run.step), str(held_out.num_rows), *shown.values())])
     return 0
 
 
-def evaluated_config(run_dir: str, overrides: Sequence[str]) -> Config:
-    """The config of a run with the settings that an evaluation changes.
-
-    Raises:
-        ConfigError: an override changes a key that describes the trained parameters.
-    """
+def _evaluated_config(run_dir: str, overrides: Sequence[str]) -> Config:
+    """The config of a run with the settings that an evaluation changes; none of them describes what was trained."""
     config = saved_config(run_dir, overrides=overrides).config
-    # The base of adapters may have moved.
-    may_change = (*_MAY_CHANGE, "model.from") if read_run(run_dir).get("base") else _MAY_CHANGE
     for override in overrides:
-        if not override.removeprefix("--").startswith(may_change):
-            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in may_change)
+        if not override.startswith(_MAY_CHANGE):
+            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in _MAY_CHANGE)
             raise ConfigError(f"{override} cannot change for a trained run; eval takes {allowed}")
     return config
 
 
-def _opened(run: OpenedRun) -> "tuple[Evaluator, HeldOutRows, EvaluationState]":
-    """What an evaluation needs; mistakes in the config and the data are found before anything is restored."""
-    evaluator, held_out = run.evaluator, run.held_out()
-    evaluator.feed.shardings(held_out.batches.spec())
-    return evaluator, held_out, run.state
+def _evaluate_tasks(arguments: argparse.Namespace) -> int:
+    """Print the metrics of a checkpoint, or of a published model, on tasks."""
+    listed = [task.strip() for task in arguments.tasks.split(",") if task.strip()]
+    path = arguments.run_dir
+    # A published model has no config of its own.
+    config = _evaluated_config(path, arguments.overrides) if is_run(Path(path)) else None
+    from jaxtrain.run.harness import check_installed, evaluate_tasks
+
+    check_installed()
+    cache = "auto" if config is None else config.compilation_cache
+    distributed.start(emulate=arguments.emulate, compilation_cache=cache)
+    main = distributed.is_main_process()
+    from jaxtrain.inference.harness.results import HEADER, shown_rows
+
+    progress = Progress(process_index=0 if main else 1)
+    with own_code(config), progress, progress.phase("evaluating") as phase:
+        found = evaluate_tasks(
+            path,
+            listed,
+            limit=arguments.limit,
+            shots=arguments.shots,
+            chat=arguments.chat,
+            batch_size=arguments.batch,
+            overrides=arguments.overrides,
+            step=arguments.step,
+            quantize=arguments.quantize,
+            report=phase.note,
+        )
+    if not main:
+        return 0
+    if arguments.json:
+        print_json({"run_dir": path, "step": found.step, "tasks": found.rows})
+    else:
+        print_table(HEADER, shown_rows(found.rows))
+    return 0

@@ -4,6 +4,7 @@ Also what every command needs that starts processes: their start, their end, and
 here: only the processes need it.
 """
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -18,7 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
+from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, PreemptedError
+from jaxtrain.run.directory import folder_of
 from jaxtrain.run.supervise import Policy, keeps_old_run, resumed_words, supervise
 from jaxtrain.runtime.attempt import ATTEMPT
 from jaxtrain.runtime.machine_gpus import gpu_shares, visible_gpus
@@ -132,6 +135,21 @@ def how_ended(code: int) -> str:
         if code > 128:
             return f"was ended by {signal.Signals(code - 128).name}"
     return f"ended with exit code {code}"
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Run a verb or a program in several processes on this machine; its exit code."""
+    words, inner, restarts = arguments.command, arguments.inner, arguments.restarts
+    num_processes, least = arguments.processes, arguments.min_processes
+    if least is not None and (not restarts or least > num_processes):
+        raise ConfigError(f"--min-processes {least} goes with --restarts, and is at most --processes {num_processes}")
+    if restarts and inner is not None and (words[0] != "train" or inner.restarts):
+        raise ConfigError("--restarts before '--' goes with programs of your own, and with train without --restarts")
+    started: dict[str, Any] = {"program": (), "emulate": arguments.emulate}
+    if inner is not None:
+        run_dir = folder_of(load_config(inner.config, overrides=inner.overrides), inner.run_dir) if restarts else None
+        started = {"run_dir": run_dir}
+    return run_launch(words, num_processes=num_processes, restarts=restarts, min_processes=least, **started)
 
 
 def run_launch(

@@ -1,18 +1,20 @@
 """`jaxtrain sample`: text from a checkpoint or a published model, printed alone on standard output."""
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from jaxtrain.commands.output import print_text
-from jaxtrain.commands.own_code import own_code
-from jaxtrain.commands.sample_print import gathered, print_scores, print_stream, scores_json
+import jax
+
+from jaxtrain.commands.shared import own_code, print_table, print_text
 from jaxtrain.config import Config
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.written import TokenScore, Written
 from jaxtrain.interop.weights import is_published
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import is_adapter_folder
@@ -32,122 +34,119 @@ from jaxtrain.runtime import distributed
 _PIECE = 16
 
 
-def run_sample(
-    run_dir: str,
-    *,
-    prompts: Sequence[str] | None,
-    questions: Sequence[str] | None = None,
-    new_tokens: int | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: Sequence[str] = (),
-    beams: int | None = None,
-    seed: int,
-    quantize: str | None,
-    step: int | None,
-    emulate: int | None,
-    as_json: bool,
-    stream: bool = False,
-    logprobs: int | None = None,
-    special_tokens: bool = False,
-) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its continuation: as it is written on a terminal, elsewhere when it is done.
 
     Several prompts are one batch, and an empty line separates the texts.
-
-    Args:
-        run_dir: directory of the run; or a published folder, a GGUF file, or an adapter that names its base.
-        prompts: texts to continue; None: standard input is one prompt.
-        questions: texts that the model answers by its chat template, in place of prompts; answers alone are printed.
-        new_tokens: tokens to add to each prompt; None: 200, or as many as the model has positions for.
-        temperature: see `Sampling`.
-        top_k: see `Sampling`.
-        top_p: see `Sampling`.
-        min_p: see `Sampling`.
-        repetition_penalty: see `Sampling`.
-        stop: texts at which a continuation ends.
-        beams: beginnings that are followed for the most likely text; None: tokens are drawn one by one.
-        seed: of the random choices.
-        quantize: number format of the linear layers; None: the one in which they were trained.
-        step: step of the checkpoint of a run; None: the newest intact one.
-        emulate: number of CPU devices to emulate; None: the devices of the machine.
-        as_json: whether one JSON object per prompt is printed, with `prompt` and `text` (and `logprobs`).
-        stream: whether text is printed as it is written also where nobody watches.
-        logprobs: alternatives that are reported per new token with their log-probabilities; None: none are.
-        special_tokens: whether the special tokens that the model writes are shown.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        ConfigError: there is no prompt, or an option is out of range.
     """
-    if stream and as_json:
-        raise ConfigError("jaxtrain sample: --json prints whole objects and --stream pieces of text; leave one out")
-    if beams is not None and (stream or logprobs is not None):
-        raise ConfigError("jaxtrain sample: --beams finds whole texts; leave --stream and --logprobs out")
-    if logprobs is not None and logprobs > MOST_ALTERNATIVES:
-        raise ConfigError(f"jaxtrain sample: --logprobs {logprobs} is too many; at most {MOST_ALTERNATIVES} are shown")
-    if questions is not None and (beams is not None or stop):
-        raise ConfigError("jaxtrain sample --chat takes no --beams and no --stop; use -p TEXT with them")
+    answers, beams = arguments.chat is not None, arguments.beams
+    if (beams is not None and (answers or arguments.logprobs is not None)) or (answers and arguments.stop):
+        raise ConfigError("jaxtrain sample: --beams takes no --chat and no --logprobs, and --chat no --stop")
     # What is no run is opened as a published model, if it looks like one; else as a run, which says what is missing.
-    path = local_path(published_place(run_dir, what="run or model"), what="run directory")
+    path = local_path(published_place(arguments.run_dir, what="run or model"), what="run directory")
     is_folder = not is_run(path) and (is_published(path) or is_adapter_folder(path))
-    config = Config() if is_folder else saved_config(run_dir).config
-    texts = _prompts(prompts) if questions is None else questions
-    distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
-    is_main = distributed.is_main_process()
-    sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty)
-    as_written = stream or (_is_watched() and not as_json and beams is None)
-    # Without a stop nobody looks before the end.
-    piece = 1 if as_written else (_PIECE if stop else None)
-    writing = Writing(new_tokens, sampling, seed, stop, not special_tokens, logprobs, piece)
+    config = Config() if is_folder else saved_config(arguments.run_dir).config
+    texts = arguments.chat if answers else _prompts(arguments.prompt)
+    distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
+    writing = _writing(arguments)
     with own_code(config):
         if is_folder:
-            writer = writer_of_folder(path, answers=questions is not None, quantize=quantize, step=step)
+            writer = writer_of_folder(path, answers=answers, quantize=arguments.quantize, step=arguments.step)
         else:
-            writer = writer_of_run(open_run(run_dir, step=step, quantize=quantize), answers=questions is not None)
+            run = open_run(arguments.run_dir, step=arguments.step, quantize=arguments.quantize)
+            writer = writer_of_run(run, answers=answers)
         if beams is not None:
-            found, scores = search_continuations(writer, texts, writing, beams=beams), [[] for _ in texts]
+            found = search_continuations(writer, texts, writing, beams=beams)
+            written: Iterable[Written] = [Written(row, text, ended=True) for row, text in enumerate(found)]
         else:
-            write = write_continuations if questions is None else write_answers
-            written = write(writer, texts, writing)
-            if as_written and is_main:
-                print_stream(written, len(texts), scored=logprobs is not None)
-                return 0
-            found, scores = gathered(written, len(texts))
-    if not is_main:
-        return 0
-    for index, (prompt, text, scored) in enumerate(zip(texts, found, scores, strict=True)):
-        if as_json:
-            more = {} if logprobs is None else {"logprobs": scores_json(scored)}
-            print_text(json.dumps({"prompt": prompt, "text": text, **more}, ensure_ascii=False))
-            continue
-        print_text(("\n" if index else "") + text)
-        if logprobs is not None:
-            print_scores(scored)
+            written = (write_answers if answers else write_continuations)(writer, texts, writing)
+        if arguments.json or writing.piece != 1:
+            written = list(written)  # an error comes before any text
+        if distributed.is_main_process() and not arguments.json:
+            print_stream(written, len(texts), scored=arguments.logprobs is not None)
+            return 0
+        pieces = list(written)
+    if distributed.is_main_process():
+        for row, prompt in enumerate(texts):
+            of_row = [piece for piece in pieces if piece.row == row]
+            answer: dict[str, Any] = {"prompt": prompt, "text": "".join(piece.text for piece in of_row)}
+            if arguments.logprobs is not None:
+                answer["logprobs"] = [_score_json(one) for piece in of_row for one in piece.scores]
+            print_text(json.dumps(answer, ensure_ascii=False))
     return 0
 
 
-def _is_watched() -> bool:
-    """Whether standard output is the terminal of the one process that there is."""
-    import jax
-
+def _writing(arguments: argparse.Namespace) -> Writing:
+    penalty, min_p = arguments.repetition_penalty, arguments.min_p
+    sampling = Sampling(
+        arguments.temperature, arguments.top_k, arguments.top_p, min_p=min_p, repetition_penalty=penalty
+    )
     # Several processes must take pieces of one length, and only some of them may have a terminal.
-    return sys.stdout is not None and sys.stdout.isatty() and jax.process_count() == 1
+    watched = sys.stdout.isatty() and jax.process_count() == 1
+    # Without a stop nobody looks before the end.
+    piece = 1 if arguments.stream or watched else _PIECE if arguments.stop else None
+    skip = not arguments.special_tokens
+    return Writing(arguments.tokens, sampling, arguments.seed, arguments.stop, skip, arguments.logprobs, piece)
 
 
 def _prompts(given: Sequence[str] | None) -> Sequence[str]:
     if given is not None:
         return given
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         raise ConfigError("jaxtrain sample: no prompt; give -p TEXT, or text on standard input")
-    try:
-        text = sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is no text: byte {error.start} is not UTF-8; give text in UTF-8") from None
     # The line end belongs to `echo`, not to the text.
-    return [text.removesuffix("\n")]
+    return [sys.stdin.read().removesuffix("\n")]
+
+
+def print_stream(written: Iterable[Written], count: int, *, scored: bool) -> None:
+    """Print the `count` texts of a batch one after another; with `scored`, their log-probabilities follow each.
+
+    An empty line is between them, and Ctrl-C ends the line that is being written.
+    """
+    waiting: list[list[Written]] = [[] for _ in range(count)]
+    scores: list[TokenScore] = []
+    ended, current, begun = set(), 0, False
+    try:
+        for one in written:
+            waiting[one.row].append(one)
+            if one.ended:
+                ended.add(one.row)
+            while current < count:
+                text = "".join(piece.text for piece in waiting[current])
+                scores += [score for piece in waiting[current] for score in piece.scores]
+                waiting[current].clear()
+                if text:
+                    print_text(text, end="", flush=True, is_content=True)
+                    begun = True
+                if current not in ended:
+                    break
+                print_text("")
+                begun, current = False, current + 1
+                if scored:
+                    _print_scores(scores)
+                    scores.clear()
+                if current < count:
+                    print_text("")
+    except KeyboardInterrupt:
+        if begun:
+            print_text("", flush=True)
+        raise
+
+
+def _print_scores(scores: Sequence[TokenScore]) -> None:
+    """Print a table of tokens with their log-probabilities; texts are quoted as in JSON."""
+    rows = []
+    for one in scores:
+        likeliest = "  ".join(f"{_quoted(text)} {value:.4f}" for text, value in one.top)
+        rows.append((f"{one.log_probability:.4f}", _quoted(one.text), likeliest))
+    width = 3 if any(one.top for one in scores) else 2
+    print_table(("logprob", "token", "likeliest")[:width], [row[:width] for row in rows])
+
+
+def _score_json(one: TokenScore) -> dict[str, Any]:
+    top = [{"token": text, "logprob": value} for text, value in one.top]
+    return {"token": one.text, "logprob": one.log_probability, "top_logprobs": top}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.commands.command import count, number, process_count, step_number
-from jaxtrain.commands.shared_arguments import add_config, add_emulate
+from jaxtrain.commands.arguments import add_shared, count, process_count, step_number
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, ask_sbatch, num_gpus, slurm_script
@@ -18,7 +17,7 @@ from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, ask_sbatch, num_
 
 def slurm_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain submit slurm`."""
-    add_config(parser)
+    add_shared(parser, "config", "overrides")
     add = parser.add_argument
     add("--nodes", type=process_count, default=1, metavar="N", help="number of nodes; default: 1")
     add("--gpus-per-node", metavar="N", help="GPUs of each node, as 8 or a100:8; default: none")
@@ -43,13 +42,13 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODES",
         help="exit codes after which the job starts again; default: 70,75 (137: a process was killed)",
     )
-    add("--mtbf-hours", type=number, metavar="H", help="mean hours between failures: saves by Young's formula")
-    add("--save-seconds", type=number, metavar="S", help="what a save costs; default: as measured in the run directory")
+    add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures: saves by Young's formula")
+    add("--save-seconds", type=float, metavar="S", help="what a save costs; default: as measured in the run directory")
     add_each = functools.partial(add, action="append", default=[])
     add_each("--setup", metavar="LINE", help="shell before the command, as 'source .venv/bin/activate'")
     add_each("--sbatch", metavar="OPTION", help="one more, as --sbatch=--exclusive")
     add_each("--srun", metavar="OPTION", help="one more, as --srun=--mpi=none")
-    add_emulate(parser)
+    add_shared(parser, "--emulate")
     add("-o", "--script", metavar="FILE", help="write the script to FILE; default: print it")
     add("--run", action="store_true", help="submit the script with sbatch; prints the number of the job")
 
@@ -96,7 +95,7 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
 
 def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain submit job` and `jaxtrain submit jobset`."""
-    add_config(parser)
+    add_shared(parser, "config", "overrides")
     add = parser.add_argument
     add("--image", required=True, metavar="IMAGE", help="container image with jaxtrain (see containers/)")
     add("--hosts", type=process_count, metavar="N", help="machines, each with one pod; default: 1, or the slice's")

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxtrain.commands.command import count, process_count, step_number
 from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
-from jaxtrain.commands.output import print_text
+from jaxtrain.commands.shared import print_text
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.format import format_duration
@@ -25,17 +24,6 @@ from jaxtrain.runtime.remarks import print_remark
 
 # Another start would end in the same way; not so after a missing file or package, which may be there by then.
 _FINAL = (0, DivergedError.exit_code)
-
-
-def sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `jaxtrain sweep`."""
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
-    add("overrides", metavar="key=value", nargs="+", help="for all trials, or v1,v2 or low..high[:log] for each")
-    add("--run-dir", metavar="DIR", help="directory of the sweep; default: runs/<name>-sweep")
-    add("--trials", type=count, metavar="N", help="number of trials; default: all combinations")
-    add("--jobs", type=process_count, default=1, metavar="N", help="trials at once; default: 1")
-    add("--random", type=step_number, metavar="SEED", help="seed of drawn values; default: 0 where there are ranges")
 
 
 def sweep(arguments: argparse.Namespace) -> int:

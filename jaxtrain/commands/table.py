@@ -1,172 +1,284 @@
-"""The commands as one table: arguments, an example, and the function that imports and runs each command."""
+"""The verbs of the command line: a line of help, an example, the options, and the function that does the work.
+
+The work is imported when it is asked for, so that `--help` answers at once. No jax here.
+"""
 
 import argparse
-import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from jaxtrain.commands.command import Command, count, number, tokens
-from jaxtrain.commands.data_arguments import prepare, prepare_arguments, show, show_arguments
-from jaxtrain.commands.published_arguments import (
-    export_arguments,
-    export_published,
-    import_arguments,
-    import_published,
-)
-from jaxtrain.commands.shared_arguments import (
-    add_emulate,
-    add_json,
-    add_overrides,
-    add_run,
-    add_step,
-)
-from jaxtrain.commands.train_arguments import launch, launch_arguments, train, train_arguments
+from jaxtrain.commands.arguments import add_shared, count, process_count, step_number, tokens, whole
+from jaxtrain.errors import ConfigError
 
 
-def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.eval_arguments import eval_arguments
+class Parser(argparse.ArgumentParser):
+    """The options of a verb, with an example; a usage error is one line."""
 
-    eval_arguments(parser)
+    example = ""
 
+    def error(self, message: str) -> NoReturn:
+        # A list that may be empty is never what is missing.
+        missing = message.removeprefix("the following arguments are required: ").removesuffix(", key=value")
+        said = f"{missing} is missing" if missing != message else message.removeprefix("argument ")
+        raise ConfigError(f"{self.prog}: {said}; see '{self.prog} --help'")
 
-def _eval(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.eval_arguments import evaluate
+    def format_help(self) -> str:
+        """The help, with the example at its end."""
+        return f"{super().format_help()}\nexample: jaxtrain {self.example}\n"
 
-    return evaluate(arguments)
-
-
-def _sample_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.sample_arguments import sample_arguments
-
-    sample_arguments(parser)
-
-
-def _sample(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.sample_arguments import sample
-
-    return sample(arguments)
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help; argparse itself says nothing where it cannot be written."""
+        print(self.format_help(), end="", file=file, flush=True)
 
 
-def _predict_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.predict_arguments import predict_arguments
+@dataclass(frozen=True)
+class Command:
+    """One verb: its line in the help, its options, and the function that runs it.
 
-    predict_arguments(parser)
+    `options`, where it is not None, adds the options that stand beside the work.
+    """
 
-
-def _predict(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.predict_arguments import predict
-
-    return predict(arguments)
-
-
-def _serve_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.serve_arguments import serve_arguments
-
-    serve_arguments(parser)
+    summary: str
+    parser: Parser
+    run: Callable[[argparse.Namespace], int]
+    options: Callable[[argparse.ArgumentParser], None] | None = None
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.serve_arguments import serve
-
-    return serve(arguments)
+COMMANDS: dict[str, Command] = {}
 
 
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
+def _later(target: str) -> Callable[[Any], Any]:
+    """The function `module.function` of `jaxtrain.commands`, imported when it is called."""
+    module, _, name = target.partition(".")
+
+    def call(given: Any) -> Any:
+        return getattr(importlib.import_module(f"jaxtrain.commands.{module}"), name)(given)
+
+    return call
+
+
+def _verb(name: str, summary: str, work: str, options: str | None = None) -> Parser:
+    about = f"{summary[0].upper()}{summary[1:]}."
+    parser = Parser(prog=f"jaxtrain {name}", description=about, allow_abbrev=False)
+    COMMANDS[name] = Command(summary, parser, _later(work), None if options is None else _later(options))
+    return parser
+
+
+def _restarts(parser: argparse.ArgumentParser, metavar: str) -> None:
+    told = f"start again after a failure, at most {metavar} times, from the newest intact checkpoint; default: 0"
+    parser.add_argument("--restarts", type=step_number, default=0, metavar=metavar, help=told)
+
+
+def _training() -> None:
+    parser = _verb("train", "train what a config describes, or resume the run", "train.run")
+    parser.example = "train quickstart train.steps=100 --run-dir runs/first"
+    add_shared(parser, "config", "overrides")
+    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
+        "--resume",
+        default="auto",
+        choices=("auto", "must", "never"),
+        help="resume from the newest checkpoint where there is one (auto, the default), always (must), or never",
     )
-    add_overrides(parser)
-    parser.add_argument("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--yaml", action="store_true", help="print the resolved config as YAML")
-    form.add_argument("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
-    form.add_argument("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
-    add_emulate(parser)
+    _restarts(parser, "N")
+    add_shared(parser, "--emulate")
 
-
-def _config(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.config import print_config
-
-    forms = {"yaml": arguments.yaml, "json-schema": arguments.json_schema, "sharding": arguments.sharding}
-    return print_config(
-        arguments.config,
-        arguments.overrides,
-        form=next((form for form, asked in forms.items() if asked), "keys"),
-        only=arguments.only,
-        emulate=arguments.emulate,
+    parser = _verb("eval", "evaluate a checkpoint of a run on held-out rows", "eval.run")
+    parser.example = "eval runs/first evaluation.max_batches=null"
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", help="directory of a run; with --tasks also a published folder or GGUF file")
+    add_shared(parser, "overrides")
+    add(
+        "--tasks",
+        metavar="FILE|NAME",
+        help="tasks of lm-eval-harness in place of held-out rows, as task.yaml or arc_easy,hellaswag (extra: harness)",
     )
+    add("--limit", type=count, metavar="N", help="with --tasks: documents of each task; default: all")
+    add("--shots", type=step_number, metavar="N", help="with --tasks: examples before a question; default: the task's")
+    add("--chat", action="store_true", help="with --tasks: ask by the chat template of the run")
+    add("--batch", type=count, metavar="N", help="with --tasks: rows of a batch; default: by length")
+    add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
 
-def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    add_emulate(parser)
-    add_json(parser)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.doctor import run_doctor
-
-    return run_doctor(emulate=arguments.emulate, as_json=arguments.json)
-
-
-def _ckpt_ls_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
-    add_json(parser)
-
-
-def _ckpt_ls(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.ckpt import run_ckpt_ls
-
-    return run_ckpt_ls(arguments.run_dir, verify=arguments.verify, as_json=arguments.json)
-
-
-def _ckpt_show_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_step(parser)
-    add_json(parser)
-
-
-def _ckpt_show(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.ckpt import run_ckpt_show
-
-    return run_ckpt_show(arguments.run_dir, step=arguments.step, as_json=arguments.json)
-
-
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu"
+def _use() -> None:
+    parser = _verb("sample", "continue text with a checkpoint of a run", "sample.run")
+    parser.example = "sample runs/first -p 'The class statement' -n 100"
+    add = parser.add_argument
+    add("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
+    prompts = parser.add_mutually_exclusive_group().add_argument
+    prompts("-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin")
+    prompts("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
+    add("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
+    add("--top-k", type=count, metavar="K", help="only the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="only the most likely tokens that add up to P")
+    add("--min-p", type=float, metavar="P", help="only tokens of at least P times the best one")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times")
+    add("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
+    form = parser.add_mutually_exclusive_group().add_argument
+    form("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
+    form("--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal")
+    add(
+        "--logprobs",
+        type=lambda text: whole(text, 0, 20),
+        nargs="?",
+        const=0,
+        metavar="K",
+        help="log-probability of each new token, and of the K likeliest ones in its place",
     )
-    add_overrides(parser)
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured to FILE")
-    parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
-    parser.add_argument(
-        "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step"
-    )
-    add_emulate(parser)
+    add("--special-tokens", action="store_true", help="show the special tokens that the model writes")
+    add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.bench import run_bench
-
-    return run_bench(arguments)
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
-    add_overrides(parser)
-    parser.add_argument("--on", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
-    parser.add_argument("--list", action="store_true", help="list the hardware with its figures")
-    parser.add_argument(
-        "--hardware",
-        dest="hardware_file",
+    parser = _verb("predict", "give the classes, numbers or embeddings of the rows of a file", "predict.run")
+    parser.example = "predict runs/first rows.csv --out classes.csv"
+    add = parser.add_argument
+    add_shared(parser, "run_dir")
+    add(
+        "file",
         metavar="FILE",
-        help="YAML with hardware or prices that replace the shipped ones",
+        help="table (.csv, .jsonl, .parquet), folder or list of images, texts (.txt), or array (.npy)",
     )
-    compiling = parser.add_mutually_exclusive_group()
-    compiling.add_argument(
-        "--analytic", action="store_true", help="do not compile, even where the compiler is installed"
+    add("--out", metavar="FILE", help="write FILE (.csv or .jsonl); default: CSV on standard output")
+    add("--batch", type=count, metavar="N", help="the largest batch; default: a microbatch of the run")
+    add("--probabilities", action="store_true", help="add the probability of each class")
+    add_shared(parser, "--quantize", "--step", "--emulate")
+    add("--json", action="store_true", help="print one JSON object per row instead of CSV")
+
+    parser = _verb(
+        "serve", "answer the clients of OpenAI's interface over HTTP with a run or a published model", "serve.run"
     )
-    compiling.add_argument("--exact", action="store_true", help="fail where no compiler can check the figures")
-    parser.add_argument("--search", action="store_true", help="try every layout, and rank by time those that fit")
-    parser.add_argument(
+    parser.example = "serve runs/first --port 8000"
+    add = parser.add_argument
+    add("path", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
+    add_shared(parser, "overrides")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine only, 127.0.0.1")
+    add("--port", type=step_number, default=8000, metavar="N", help="0: a free one; default: 8000")
+    add("--api-key-file", metavar="FILE", help="the key that clients give; default: JAXTRAIN_API_KEY (environment)")
+    add("--name", metavar="NAME", help="what clients call the model; default: the name of the folder")
+    add("--slots", type=count, default=8, metavar="N", help="answers that run at a time; default: 8")
+    add("--length", type=count, metavar="N", help="tokens of prompt and answer; default: up to 4096")
+    add("--queue", type=count, default=256, metavar="N", help="answers that may wait; default: 256")
+    add("--adapter", metavar="DIR", help="an adapter of PEFT over a published folder")
+    add_shared(parser, "--quantize", "--step", "--emulate")
+
+
+def _pages() -> None:
+    parser = _verb("import", "make a run of a published model", "published.run_import")
+    parser.example = "import models/SmolLM2-135M -o runs/smollm2"
+    add = parser.add_argument
+    add(
+        "path",
+        metavar="FOLDER",
+        help="published folder (config.json, safetensors), a .gguf file, or an adapter of PEFT",
+    )
+    add_shared(parser, "overrides")
+    add("-o", "--output", metavar="RUN_DIR", help="directory of the run to make; --check needs none")
+    add("--base", metavar="FOLDER", help="published model that an adapter is of")
+    add_shared(parser, "--check", "--emulate")
+
+    parser = _verb(
+        "export", "write a checkpoint of a run as a published folder, which other tools open", "published.run_export"
+    )
+    parser.example = "export runs/smollm2 -o models/mine --dtype bfloat16"
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", help="directory of a run, or a published folder or .gguf file to write again")
+    add("-o", "--output", required=True, metavar="FOLDER", help="folder to make")
+    add(
+        "--to",
+        choices=("published", "stablehlo"),
+        default="published",
+        help="config.json and safetensors (published, the default), or a program that runs without jaxtrain",
+    )
+    add("--batch", type=count, metavar="N", help="rows per call of a program; default: any number where it can be")
+    add(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the tensors; default: that of the model that the run started from, else float32",
+    )
+    add("--max-shard-size", metavar="SIZE", help="most bytes per file; default: 5GB")
+    add("--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model")
+    add(
+        "--base",
+        choices=("nf4",),
+        help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
+    )
+    add_shared(parser, "--step", "--check", "--emulate")
+
+    parser = _verb("report", "draw the page of a run again, or one page about several runs or a sweep", "report.run")
+    parser.example = "report runs/first runs/second --output compare.html"
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
+
+
+def _many() -> None:
+    parser = _verb("sweep", "train a config with several values of its settings, and compare the trials", "sweep.sweep")
+    parser.example = "sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates"
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
+    add("overrides", metavar="key=value", nargs="+", help="for all trials, or v1,v2 or low..high[:log] for each")
+    add("--run-dir", metavar="DIR", help="directory of the sweep; default: runs/<name>-sweep")
+    add("--trials", type=count, metavar="N", help="number of trials; default: all combinations")
+    add("--jobs", type=process_count, default=1, metavar="N", help="trials at once; default: 1")
+    add("--random", type=step_number, metavar="SEED", help="seed of drawn values; default: 0 where there are ranges")
+
+    parser = _verb(
+        "launch", "run a command or program in several processes on this machine, as a cluster would", "launch.launch"
+    )
+    parser.example = "launch --processes 2 --emulate 4 -- train quickstart train.steps=20"
+    add = parser.add_argument
+    parser.usage = (
+        "jaxtrain launch --processes N [--emulate M] [--restarts R] -- COMMAND\n\n"
+        "COMMAND: train CONFIG ..., python my.py ..."
+    )
+    add("--processes", type=process_count, required=True, metavar="N", help="how many processes to start")
+    add("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
+    _restarts(parser, "R")
+    add(
+        "--min-processes",
+        type=process_count,
+        metavar="K",
+        help="where a run fails twice in a row at one step, restart with a process less, down to K; default: all",
+    )
+
+    parser = _verb(
+        "submit slurm",
+        "write the batch script with which Slurm trains a config, or submit it",
+        "submit.submit_slurm",
+        options="submit.slurm_arguments",
+    )
+    parser.example = "submit slurm llama3_8b train.accumulation_steps=2 --nodes 4 --gpus-per-node 8 --time 2-0"
+
+    parser = _verb(
+        "submit job", "write a training as a Kubernetes Job", "submit.submit_job", options="submit.kubernetes_arguments"
+    )
+    parser.example = "submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs"
+
+    parser = _verb(
+        "submit jobset",
+        "write a training as a JobSet of Kubernetes, whose hosts start again together",
+        "submit.submit_jobset",
+        options="submit.kubernetes_arguments",
+    )
+    parser.example = "submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/2x4 --volume runs:/runs"
+
+
+def _planning() -> None:
+    parser = _verb("plan", "estimate memory, time and cost on hardware that you do not need to have", "plan.run")
+    parser.example = "plan llama3_8b --on h100x8,v5p-8"
+    add = parser.add_argument
+    add("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
+    add_shared(parser, "overrides")
+    add("--on", default="cpu", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
+    add("--list", action="store_true", help="list the hardware with its figures")
+    add("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
+    compiling = parser.add_mutually_exclusive_group().add_argument
+    compiling("--analytic", action="store_true", help="do not compile, even where the compiler is installed")
+    compiling("--exact", action="store_true", help="fail where no compiler can check the figures")
+    add("--search", action="store_true", help="try every layout, and rank by time those that fit")
+    add(
         "--vary",
         type=lambda text: tuple(text.split(",")),
         default=(),
@@ -174,212 +286,77 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer, base, "
         "rank, batch",
     )
-    parser.add_argument("--top", type=count, default=3, metavar="N", help="layouts of a search to show; default: 3")
-    parser.add_argument("--largest-batch", action="store_true", help="find the largest global batch that fits")
-    parser.add_argument("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    parser.add_argument("--epochs", type=number, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
-    parser.add_argument("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
-    parser.add_argument(
-        "--usd-per-kwh", type=number, default=0.12, metavar="USD", help="price of electricity; default: 0.12"
+    add("--largest-batch", action="store_true", help="find the largest global batch that fits")
+    add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
+    add("--epochs", type=float, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
+    add("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
+    add("--checkpoint-minutes", type=float, metavar="N", help="time between saves on spot devices")
+    add("--interruptions-per-day", type=float, metavar="N", help="per spot node; default: 1")
+    add("--downtime", type=float, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
+    add("--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)")
+    add("--full", action="store_true", help="print the whole table: time by block and link, energy")
+    add("--html", metavar="FILE", help="write a page with pictures to FILE")
+    add("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
+    add_shared(parser, "--json")
+
+    parser = _verb(
+        "bench", "measure this machine, and how much of its speed the step of a config reaches", "bench.run_bench"
     )
-    parser.add_argument("--checkpoint-minutes", type=number, metavar="N", help="time between saves on spot devices")
-    parser.add_argument("--interruptions-per-day", type=number, metavar="N", help="per spot node; default: 1")
-    parser.add_argument("--downtime", type=number, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
+    parser.example = "bench bench_cpu --out runs/bench"
+    add = parser.add_argument
+    add("config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu")
+    add_shared(parser, "overrides")
+    add("--json", metavar="FILE", help="write everything that was measured to FILE")
+    add("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
+    add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step")
+    add_shared(parser, "--emulate")
+
+
+def _look() -> None:
+    parser = _verb("config", "list the shipped configs, or every key of one", "config.run")
+    parser.example = "config quickstart train.steps=100 --only train"
     parser.add_argument(
-        "--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)"
+        "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
     )
-    parser.add_argument("--full", action="store_true", help="print the whole table: time by block and link, energy")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures to FILE")
-    parser.add_argument("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
-    add_json(parser)
+    add_shared(parser, "overrides")
+    form = parser.add_mutually_exclusive_group().add_argument
+    form("--only", metavar="PREFIX", help="print only the keys below PREFIX, as in optimizer")
+    form("--yaml", action="store_true", help="print the resolved config as YAML")
+    form("--json-schema", action="store_true", help="print the JSON schema of a config, for editors")
+    form("--sharding", action="store_true", help="print how each parameter is sharded over the mesh")
+    add_shared(parser, "--emulate")
+
+    parser = _verb("doctor", "check versions, devices, caches and speed, and say how to fix each problem", "doctor.run")
+    parser.example = "doctor --emulate 8"
+    add_shared(parser, "--emulate", "--json")
+
+    parser = _verb("data prepare", "encode the text of a config into token shards", "data.run_prepare")
+    parser.example = "data prepare quickstart -o tokens"
+    add_shared(parser, "config", "overrides")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
+    parser.add_argument(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="processes that encode; default: the cores, where there is enough text",
+    )
+
+    parser = _verb("data show", "show rows as the model sees them, and which tokens have a loss", "data.run_show")
+    parser.example = "data show quickstart data.kind=chat --rows 1"
+    add_shared(parser, "config", "overrides")
+    parser.add_argument("--rows", type=count, default=2, metavar="N", help="how many rows; default: 2")
+    add_shared(parser, "--json")
+
+    parser = _verb("ckpt ls", "list the checkpoints of a run", "ckpt.run_ls")
+    parser.example = "ckpt ls runs/first --verify"
+    add_shared(parser, "run_dir")
+    parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
+    add_shared(parser, "--json")
+
+    parser = _verb("ckpt show", "show what a checkpoint holds", "ckpt.run_show")
+    parser.example = "ckpt show runs/first --step 100"
+    add_shared(parser, "run_dir", "--step", "--json")
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.plan import Wanted, run_plan
-
-    wanted = Wanted(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Wanted)})
-    return run_plan(arguments.config, arguments.overrides, wanted, list_hardware=arguments.list)
-
-
-def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.sweep import sweep_arguments
-
-    sweep_arguments(parser)
-
-
-def _sweep(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.sweep import sweep
-
-    return sweep(arguments)
-
-
-def _submit_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.submit import slurm_arguments
-
-    slurm_arguments(parser)
-
-
-def _submit_slurm(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit import submit_slurm
-
-    return submit_slurm(arguments)
-
-
-def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.report import run_report
-
-    return run_report(arguments.run_dirs, output=arguments.output)
-
-
-def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.submit import kubernetes_arguments
-
-    kubernetes_arguments(parser)
-
-
-def _submit_job(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit import submit_job
-
-    return submit_job(arguments)
-
-
-def _submit_jobset(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit import submit_jobset
-
-    return submit_jobset(arguments)
-
-
-COMMANDS: dict[str, Command] = {
-    "train": Command(
-        "train what a config describes, or resume the run",
-        "jaxtrain train quickstart train.steps=100 --run-dir runs/first",
-        train_arguments,
-        train,
-    ),
-    "eval": Command(
-        "evaluate a checkpoint of a run on held-out rows",
-        "jaxtrain eval runs/first evaluation.max_batches=null",
-        _eval_arguments,
-        _eval,
-    ),
-    "sample": Command(
-        "continue text with a checkpoint of a run",
-        "jaxtrain sample runs/first -p 'The class statement' -n 100",
-        _sample_arguments,
-        _sample,
-    ),
-    "predict": Command(
-        "give the classes, numbers or embeddings of the rows of a file",
-        "jaxtrain predict runs/first rows.csv --out classes.csv",
-        _predict_arguments,
-        _predict,
-    ),
-    "serve": Command(
-        "answer the clients of OpenAI's interface over HTTP with a run or a published model",
-        "jaxtrain serve runs/first --port 8000",
-        _serve_arguments,
-        _serve,
-    ),
-    "import": Command(
-        "make a run of a published model",
-        "jaxtrain import models/SmolLM2-135M -o runs/smollm2",
-        import_arguments,
-        import_published,
-    ),
-    "export": Command(
-        "write a checkpoint of a run as a published folder, which other tools open",
-        "jaxtrain export runs/smollm2 -o models/mine --dtype bfloat16",
-        export_arguments,
-        export_published,
-    ),
-    "report": Command(
-        "draw the page of a run again, or one page about several runs or a sweep",
-        "jaxtrain report runs/first runs/second --output compare.html",
-        _report_arguments,
-        _report,
-    ),
-    "sweep": Command(
-        "train a config with several values of its settings, and compare the trials",
-        "jaxtrain sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates",
-        _sweep_arguments,
-        _sweep,
-    ),
-    "launch": Command(
-        "run a command or program in several processes on this machine, as a cluster would",
-        "jaxtrain launch --processes 2 --emulate 4 -- train quickstart train.steps=20",
-        launch_arguments,
-        launch,
-        takes_command=True,
-    ),
-    "submit slurm": Command(
-        "write the batch script with which Slurm trains a config, or submit it",
-        "jaxtrain submit slurm llama3_8b train.accumulation_steps=2 --nodes 4 --gpus-per-node 8 --time 2-0",
-        _submit_slurm_arguments,
-        _submit_slurm,
-    ),
-    "submit job": Command(
-        "write a training as a Kubernetes Job",
-        "jaxtrain submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs",
-        _kubernetes_arguments,
-        _submit_job,
-    ),
-    "submit jobset": Command(
-        "write a training as a JobSet of Kubernetes, whose hosts start again together",
-        "jaxtrain submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/2x4 --volume runs:/runs",
-        _kubernetes_arguments,
-        _submit_jobset,
-    ),
-    "plan": Command(
-        "estimate memory, time and cost on hardware that you do not need to have",
-        "jaxtrain plan llama3_8b --on h100x8,v5p-8",
-        _plan_arguments,
-        _plan,
-    ),
-    "bench": Command(
-        "measure this machine, and how much of its speed the step of a config reaches",
-        "jaxtrain bench bench_cpu --out runs/bench",
-        _bench_arguments,
-        _bench,
-    ),
-    "config": Command(
-        "list the shipped configs, or every key of one",
-        "jaxtrain config quickstart train.steps=100 --only train",
-        _config_arguments,
-        _config,
-    ),
-    "doctor": Command(
-        "check versions, devices, caches and speed, and say how to fix each problem",
-        "jaxtrain doctor --emulate 8",
-        _doctor_arguments,
-        _doctor,
-    ),
-    "data prepare": Command(
-        "encode the text of a config into token shards",
-        "jaxtrain data prepare quickstart -o tokens",
-        prepare_arguments,
-        prepare,
-    ),
-    "data show": Command(
-        "show rows as the model sees them, and which tokens have a loss",
-        "jaxtrain data show quickstart data.kind=chat --rows 1",
-        show_arguments,
-        show,
-    ),
-    "ckpt ls": Command(
-        "list the checkpoints of a run",
-        "jaxtrain ckpt ls runs/first --verify",
-        _ckpt_ls_arguments,
-        _ckpt_ls,
-    ),
-    "ckpt show": Command(
-        "show what a checkpoint holds",
-        "jaxtrain ckpt show runs/first --step 100",
-        _ckpt_show_arguments,
-        _ckpt_show,
-    ),
-}
+for _add in (_training, _use, _pages, _many, _planning, _look):
+    _add()

@@ -78,7 +78,7 @@ def test_colours_on_a_terminal(folder, monkeypatch, capsys):
 
 # id: (words, exit code, what is said)
 REFUSED = {
-    "images": (["quickstart", "data.kind=digits"], 2, "data.kind=digits gives examples; data show takes chats, text"),
+    "images": (["quickstart", "data.kind=digits"], 3, "rows are shown where their targets are tokens"),
     "no such file": (
         ["quickstart", "data.kind=chat", "data.path=none.jsonl"],
         3,

@@ -173,7 +173,7 @@ TRAIN = "train quickstart"
 USAGE = {
     "nothing to run": ("launch --processes 2", r"command to run is missing after '--', as in 'jaxtrain launch"),
     "no count": (f"launch -- {TRAIN}", r"jaxtrain launch: --processes is missing"),
-    "a launch inside": (f"launch --processes 2 -- launch --processes 2 -- {TRAIN}", r"'launch' cannot be run inside"),
+    "a launch inside": (f"launch --processes 2 -- launch --processes 2 -- {TRAIN}", r"'launch' works in one process"),
     "a command of one process": (
         "launch --processes 2 -- data prepare quickstart -o tokens",
         r"jaxtrain launch: 'data prepare' works in one process; run it without launch, as in: jaxtrain data prep",

@@ -74,7 +74,6 @@ def test_cost_follows_what_is_asked(cli, tmp_path):
     plain = cost()
     assert plain["steps"] == 800
     assert cost("--epochs", "2", "--rows-per-epoch", "1000")["steps"] == 250
-    assert cost("--usd-per-kwh", "0.24")["energy_usd"] == pytest.approx(2 * plain["energy_usd"])
     assert cost("--checkpoint-minutes", "7")["spot"]["checkpoint_interval_seconds"] == 420
     own = cost("--hardware", str(path))
     assert own["on_demand_usd"] == pytest.approx(1.5 * own["device_hours"])
@@ -140,7 +139,7 @@ def test_the_written_config_has_the_steps_that_were_asked_for(cli, tmp_path):
 
 
 def test_search_ranks_and_explains(cli):
-    answer = cli(*PLAN, "h100x8", "--search", "--top", "2")
+    answer = cli(*PLAN, "h100x8", "--search")
     assert answer.code == 0
     (tried,) = re.findall(r"^tried (\d+) layouts of h100x8 in [\d.]+ s\n$", answer.err)
     heading = r"\nh100x8: (\d+) of (\d+) layouts fit; the first by step time:\n"
@@ -153,7 +152,7 @@ def test_search_ranks_and_explains(cli):
     assert times == sorted(times)
     assert times[0] > 0
     assert re.search(r"^  \d+ refused: .*does not divide", answer.out, re.MULTILINE)
-    assert answer.out.count("NVIDIA H100 SXM 80 GB") == 2
+    assert answer.out.count("NVIDIA H100 SXM 80 GB") == 3
 
 
 def test_the_largest_batch(cli):
@@ -188,7 +187,7 @@ def test_writes_a_page(cli, tmp_path):
     "words",
     [
         pytest.param(("--on", "h100x8", "parallel.fsdp=8"), id="as asked"),
-        pytest.param(("--on", "v5e-8", "parallel=auto", "--top", "1"), id="auto"),
+        pytest.param(("--on", "v5e-8", "parallel=auto"), id="auto"),
     ],
 )
 def test_the_written_config_plans_the_same(cli, tmp_path, words):
@@ -196,7 +195,7 @@ def test_the_written_config_plans_the_same(cli, tmp_path, words):
     first = cli("plan", "quickstart", *words, "--analytic", "--json", "--config", str(path))
     assert first.code == 0
     assert first.err.endswith(f"wrote {path}: jaxtrain train {path}\n")
-    (planned,) = json.loads(first.out)["plans"]
+    planned = json.loads(first.out)["plans"][0]
     loaded = load_config(path)
     assert loaded.config.model_dump(mode="json") == planned["config"]
     assert not loaded.config.parallel.auto

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import jaxtrain as jt
 from jaxtrain.cli import main
-from jaxtrain.commands.sample_print import print_stream
+from jaxtrain.commands.sample import print_stream
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.inference.generate import generate_ids
 from jaxtrain.inference.text_stream import TokenTexts
@@ -172,8 +172,8 @@ def test_a_terminal_gets_text_as_it_is_written(cli, text_run, monkeypatch):
 
 
 WRONG = {
-    "objects in pieces": (("--json", "--stream"), "leave one out"),
-    "beams in pieces": (("--beams", "2", "--stream"), "--beams finds whole texts"),
+    "beams in pieces": (("--beams", "2", "--stream"), "not allowed with argument --beams"),
+    "beams with scores": (("--beams", "2", "--logprobs"), "--beams takes no --chat and no --logprobs"),
     "beams that draw": (("--beams", "2", "--top-k", "3"), "leave those or beams out"),
     "a hundred alternatives": (("--logprobs", "100"), "at most 20"),
 }

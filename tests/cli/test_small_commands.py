@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.commands.doctor import version_problems
 from jaxtrain.config import load_config
 from jaxtrain.data import open_data
 
@@ -43,11 +42,10 @@ def test_a_folder_of_runs_and_more_than_eight_get_a_table(cli, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{here}/a", "{here}/a/../a"], "is given twice; give each run once"),
-        (["{here}/a", "-o", "{here}"], "--output {here} is a folder; give the path of a page"),
-        (["{here}/a", "-o", "{here}/no/page.html"], "there is no folder {here}/no; make it"),
+        (["{here}/b"], "no run at {here}/b"),
+        (["{here}/a", "-o", "{here}/no/page.html"], "No such file or directory; give a file in a folder"),
     ],
-    ids=["twice", "folder", "no-folder"],
+    ids=["no-run", "no-folder"],
 )
 def test_mistakes_are_one_line(cli, tmp_path, words, said):
     _run(tmp_path, "a")
@@ -59,10 +57,10 @@ def test_mistakes_are_one_line(cli, tmp_path, words, said):
 
 def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):
     (tmp_path / "text.txt").write_text("Some words and more words. " * 50)
-    words = (f"data.path={tmp_path / 'text.txt'}", "data.tokenizer.kind=byte", "--tokens-per-shard", "500")
+    words = (f"data.path={tmp_path / 'text.txt'}", "data.tokenizer.kind=byte")
     answer = cli("data", "prepare", "quickstart", *words, "-o", str(tmp_path / "tokens"))
     assert answer.code == 0
-    assert "one document, 1,351 tokens of 256 ids (uint16) in 3 files" in answer.err
+    assert "documents: 1, tokens: 1,351 of 256 ids (uint16), files: 1" in answer.err
     (tmp_path / "config.yaml").write_text(answer.out)
     config = load_config(tmp_path / "config.yaml").config
     assert (config.data.kind, config.data.path) == ("tokens", str(tmp_path / "tokens"))
@@ -72,27 +70,6 @@ def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):
     assert (again.code, again.out) == (3, "")
     assert again.err.startswith("jaxtrain: output ")
     assert again.err.count("\n") == 1
-
-
-GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8"}
-# id: (versions, what the problems say)
-VERSIONS = {
-    "newest pair": (GOOD | {"jax": "0.12.0", "flax": "0.12.12"}, []),
-    "old flax on new jax": (GOOD | {"jax": "0.11.1"}, ["flax 0.12.8 does not work with jax 0.11.1"]),
-    "first that was mended": (GOOD | {"jax": "0.11.1", "flax": "0.12.10"}, []),
-    "old jax": (GOOD | {"jax": "0.9.3"}, ["jax 0.9.3 is older than 0.10.2"]),
-    "missing package": (GOOD | {"optax": None}, ["optax is not installed"]),
-}
-
-
-@pytest.mark.parametrize(("versions", "expected"), VERSIONS.values(), ids=VERSIONS.keys())
-def test_version_problems(versions, expected):
-    problems = version_problems(versions)
-    assert len(problems) == len(expected)
-    for problem, start in zip(problems, expected, strict=True):
-        assert problem.what.startswith(start)
-        assert problem.fatal
-        assert "pip install" in problem.mend
 
 
 def test_reports_what_is_here(cli):
@@ -107,13 +84,12 @@ def test_reports_what_is_here(cli):
     assert all(not problem["fatal"] for problem in found["problems"])
 
 
-def test_a_broken_pair_cannot_work(cli, monkeypatch):
+def test_a_missing_package_cannot_work(cli, monkeypatch):
     monkeypatch.setattr(
         "jaxtrain.commands.doctor.package_versions",
-        lambda names: {name: "0.12.9" if name == "flax" else "0.12.0" for name in names},
+        lambda names: {name: None if name == "optax" else "1.0" for name in names},
     )
     answer = cli("doctor")
     assert answer.code == 2
-    assert "problem: flax 0.12.9 does not work with jax 0.12.0" in answer.out
-    assert "pip install -U 'flax>=0.12.10'" in answer.out
+    assert "problem: optax is not installed; pip install optax" in answer.out
     assert "matmul" not in answer.out

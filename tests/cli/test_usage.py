@@ -1,5 +1,6 @@
 """Every mistake on the command line is one line on standard error with its exit code, and nothing else."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ from jaxtrain.commands.table import COMMANDS, Command
 USAGE = {
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),
     "group alone": ("ckpt", 2, r"jaxtrain ckpt: no command, it has ls and show"),
-    "missing config": ("train", 2, r"jaxtrain train: CONFIG is missing; 'jaxtrain train --help' shows what it takes"),
+    "missing config": ("train", 2, r"jaxtrain train: CONFIG is missing; see 'jaxtrain train --help'"),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
     "unknown option": ("doctor --fast", 2, r"jaxtrain doctor: no option --fast"),
     "key of another trainer as an option": ("train quickstart --lr 1", 2, r"is written optimizer\.learning_rate=VALUE"),
@@ -108,7 +109,7 @@ def raising(error: BaseException) -> Command:
     def run(arguments):
         raise error
 
-    return Command("x", "x", lambda parser: None, run)
+    return dataclasses.replace(COMMANDS["doctor"], run=run)
 
 
 class XlaRuntimeError(RuntimeError):
@@ -151,11 +152,7 @@ def test_debug_adds_the_traceback(cli, monkeypatch):
 def test_options_stand_anywhere_and_overrides_take_dashes(monkeypatch):
     seen = []
     train = COMMANDS["train"]
-    monkeypatch.setitem(
-        COMMANDS,
-        "train",
-        Command("x", "x", train.add_arguments, lambda found: seen.append(vars(found)) or 0),
-    )
+    monkeypatch.setitem(COMMANDS, "train", dataclasses.replace(train, run=lambda found: seen.append(vars(found)) or 0))
     same = (
         "--run-dir r quickstart train.steps=5 seed=3",
         "quickstart --train.steps=5 --seed=3 --run-dir=r",

@@ -199,8 +199,8 @@ def wait_until(condition: Callable[[], object], process: "subprocess.Popen[str]"
 
 
 USAGE = {
-    "fewer without restarts": ("launch --processes 2 --min-processes 1 -- train quickstart", "add --restarts 3"),
-    "a command that ends by itself": ("launch --processes 2 --restarts 1 -- config quickstart", "'config' is neither"),
+    "fewer without restarts": ("launch --processes 2 --min-processes 1 -- train quickstart", "goes with --restarts"),
+    "a command that ends by itself": ("launch --processes 2 --restarts 1 -- config quickstart", "with train without"),
     "a mistake in the config": ("train quickstart train.stepz=3 --restarts 2", "did you mean 'train.steps'?"),
 }  # fmt: skip
 

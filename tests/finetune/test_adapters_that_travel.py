@@ -161,7 +161,7 @@ def test_a_run_starts_from_an_adapter_and_needs_it_no_more(tmp_path):
     [
         (("import", "ADAPTER", "-o", "x"), 2, "write --base"),
         (("import", "ADAPTER", "--base", "OTHER", "-o", "x"), 4, "another base"),
-        (("export", "LLAMA", "-o", "x", "--merge"), 2, "--merge is for runs"),
+        (("export", "LLAMA", "-o", "x", "--merge"), 2, "--merge has no use for a copy of a published model"),
     ],
     ids=["no_base", "other_base", "a_folder_to_merge"],
 )

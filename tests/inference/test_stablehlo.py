@@ -149,7 +149,7 @@ def run_dir(tmp_path_factory):
 
 
 def test_a_run_is_exported_by_the_command(run_dir, tmp_path, cli):
-    answer = cli("export", str(run_dir), str(tmp_path / "out"), "--to", "stablehlo")
+    answer = cli("export", str(run_dir), "-o", str(tmp_path / "out"), "--to", "stablehlo")
     assert (answer.code, answer.out, answer.err) == (0, f"{tmp_path / 'out'}\n", "")
     said = json.loads((tmp_path / "out" / "program.json").read_text())
     assert (said["model"], said["step"], said["outputs_are"]) == ("mlp", 1, "logits of the classes")
@@ -170,7 +170,7 @@ def test_runs_on_texts_say_their_inputs(tmp_path, cli):
     data = {"kind": "labelled_text", "path": str(tmp_path / "rows.jsonl"), "tokenizer": {"kind": "byte"}}
     model = {**ENCODER, "head": {"kind": "sequence"}}
     jt.run_config({**RUN, "model": model, "data": data}, run_dir=tmp_path / "run")
-    assert cli("export", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "stablehlo").code == 0
+    assert cli("export", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--to", "stablehlo").code == 0
     said = json.loads((tmp_path / "out" / "program.json").read_text())
     run = jt.open_run(tmp_path / "run", mesh=jt.make_mesh(devices=jax.devices()[:1]))
     inputs = run.data.validation.gather(np.arange(3))["inputs"]
@@ -187,9 +187,9 @@ def test_runs_on_texts_say_their_inputs(tmp_path, cli):
 
 # Words after `export RUN` -> exit code and what the line says.
 WRONG = {
-    "no folder": (("--to", "stablehlo"), 2, "the folder is missing; write jaxtrain export RUN_DIR -o FOLDER"),
-    "a folder that is used": (("full", "--to", "stablehlo"), 2, "full is there and not empty; name a new folder"),
-    "no step": (("a", "--to", "stablehlo", "--step", "7"), 4, "no checkpoint of step 7"),
+    "no folder": (("--to", "stablehlo"), 2, "-o/--output is missing"),
+    "a folder that is used": (("-o", "full", "--to", "stablehlo"), 2, "full is there and not empty; name a new folder"),
+    "no step": (("-o", "a", "--to", "stablehlo", "--step", "7"), 4, "no checkpoint of step 7"),
 }
 
 

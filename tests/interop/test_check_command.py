@@ -68,7 +68,7 @@ def stand_in(monkeypatch, opener):
     transformers = SimpleNamespace(__version__="5", logging=quiet, **opener)
     torch = SimpleNamespace(float32=None, no_grad=contextlib.nullcontext, from_numpy=lambda array: array)
     monkeypatch.setattr(check, "import_transformers", lambda: (torch, transformers))
-    monkeypatch.setattr(commands, "_check_transformers", lambda: None)
+    monkeypatch.setattr(commands, "import_transformers", lambda: None)
 
 
 @pytest.mark.long

@@ -201,8 +201,8 @@ WRONG = [
     ("table", "a.csv", "width,size\n1,2\n", (), 3, "has no column 'height' (it has: width, size)"),
     ("table", "a.csv", "width,height\n1,2\n3,tall\n", (), 3, "a.csv:3 column 'height' is 'tall', not a"),
     ("table", "a.csv", "width,height\n1\n", (), 3, "a.csv:2 has 1 fields, the header has 2"),
-    ("table", "a.csv", "x", ("--out", "b.txt"), 2, "--out b.txt is no .csv or .jsonl file"),
-    ("table", "a.csv", "x", ("--out", "none/b.csv"), 2, "is in none, which is no folder"),
+    ("table", "a.csv", "x", ("--out", "b.txt"), 2, "--out b.txt: name a file .csv or .jsonl"),
+    ("table", "a.csv", "x", ("--out", "none/b.csv"), 2, "in a folder that is there"),
 ]
 WRONG_KINDS = [
     ("texts", "a.jsonl", '{"review": 3}', (), 3, "a.jsonl:1 column 'review' holds a value of type int"),
