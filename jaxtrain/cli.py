@@ -125,9 +125,9 @@ def _parse(name: str, words: Sequence[str]) -> argparse.Namespace:
         if "overrides" not in arguments or not option.startswith("--"):
             parser.error(f"no option {option}")
         if not equals:
-            from jaxtrain.config.keys import nearest
+            from jaxtrain.config.load import nearest_key
 
-            key = option[2:] if "." in option else nearest(option[2:].replace("-", "_"), {}) or option[2:]
+            key = option[2:] if "." in option else nearest_key(option[2:]) or option[2:]
             parser.error(f"no option {option}, and a key of the config is written {key}=VALUE")
         arguments.overrides.append(word[2:])
     if "=" in (getattr(arguments, "config", None) or ""):

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.bench.program_bytes import moved_bytes
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.inference.choose import row_sampling
 from jaxtrain.inference.engine.cache_layout import cache_layout, fitting
 from jaxtrain.inference.engine.programs import SlotState, decode_slots

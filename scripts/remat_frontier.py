@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import load_config
-from jaxtrain.config.models import ResNetConfig, TransformerConfig
+from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue.hardware import Target, parse_targets

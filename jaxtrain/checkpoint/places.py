@@ -16,8 +16,7 @@ from time import monotonic as _monotonic
 from typing import Any
 
 from jaxtrain.checkpoint.remote import RemotePath, check_client
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.store_address import is_store_address
+from jaxtrain.config.arguments import is_store_address, local_path
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.files import strict_json, write_bytes_atomic
 

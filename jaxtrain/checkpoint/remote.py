@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from jaxtrain.config.store_address import store_address
+from jaxtrain.config.arguments import store_address
 from jaxtrain.errors import ConfigError
 
 EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}

@@ -10,7 +10,7 @@ from jaxtrain.commands.kinds import check_or_remark
 from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.config import load_config, shipped_configs
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.progress import Progress

@@ -11,7 +11,7 @@ from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.commands.output import print_json, print_table, print_text
-from jaxtrain.config.saved_run import read_run
+from jaxtrain.config.files import read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.mended import mend_run

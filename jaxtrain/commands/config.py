@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from jaxtrain.commands.output import print_table, print_text
-from jaxtrain.config.shipped import find_config, shipped_configs
+from jaxtrain.config.files import find_config, shipped_configs
 from jaxtrain.errors import ConfigError
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from jaxtrain.commands.output import print_table, print_text
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.describe import DescribedGroup, describe
-from jaxtrain.config.keys import nearest
+from jaxtrain.config.files import to_yaml
 from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.config.load import DescribedGroup, describe, nearest_key
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark, printable
 
@@ -60,7 +59,7 @@ def _chosen(loaded: Loaded, only: str | None) -> list[DescribedGroup]:
         if keys:
             kept.append(DescribedGroup(group.name, group.title, keys))
     if not kept:
-        close = nearest(only, loaded.config)
+        close = nearest_key(only, loaded.config)
         raise ConfigError(f"--only {only}: no key begins with it" + (f"; did you mean {close!r}?" if close else ""))
     return kept
 

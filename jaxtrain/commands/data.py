@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from jaxtrain.commands.data_progress import prepare_progress
 from jaxtrain.commands.output import print_text
 from jaxtrain.config import load_config
+from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.config.files import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 

@@ -7,7 +7,7 @@ from jaxtrain.commands.output import print_json, print_table
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
-from jaxtrain.config.saved_run import read_run
+from jaxtrain.config.files import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars

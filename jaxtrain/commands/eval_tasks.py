@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxtrain.commands.eval import evaluated_config
 from jaxtrain.commands.output import print_json, print_table
 from jaxtrain.commands.own_code import own_code
-from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime import distributed

@@ -10,9 +10,9 @@ from typing import Any
 from jaxtrain.commands.kinds import check_or_remark
 from jaxtrain.commands.output import print_json, print_text
 from jaxtrain.config import load_config
+from jaxtrain.config.files import to_yaml
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
-from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets, with_network

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.output import print_text
-from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.weights import is_published
 from jaxtrain.run.import_run import export_folder, export_run, import_run

@@ -8,8 +8,8 @@ from jaxtrain.commands.output import print_text
 from jaxtrain.commands.own_code import own_code
 from jaxtrain.commands.sample_print import gathered, print_scores, print_stream, scores_json
 from jaxtrain.config import Config
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
 from jaxtrain.inference.sampling import Sampling

@@ -12,7 +12,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 
 if TYPE_CHECKING:
-    from jaxtrain.config.checkpoint import CheckpointConfig
+    from jaxtrain.config.schema import CheckpointConfig
     from jaxtrain.submit.kubernetes import KubernetesRun
 
 # Numbers of a manifest have 32 bits; a Job counts the starts of all its pods.

@@ -7,8 +7,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from jaxtrain.config.arguments import check_kind, check_whole, refusal
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import check_kind, check_whole, local_path, refusal
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.event_files import TensorBoardWriter

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import check_number, refusal, shown
-from jaxtrain.config.loss import check_blocks, check_preference
+from jaxtrain.config.schema import check_blocks, check_preference
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.targets import checked_ids, target_weights

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.remat import BLOCK_INPUT, check_remat
+from jaxtrain.config.schema import BLOCK_INPUT, check_remat
 from jaxtrain.layout.sharding import platform
 from jaxtrain.remat.segments import segment_layers
 from jaxtrain.runtime.choices import note_choice

@@ -9,7 +9,7 @@ from jaxtrain.checkpoint.going_back import live_steps
 from jaxtrain.checkpoint.owner import Owner, take
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.where import NOTE, checkpoint_folder, configured_folder, set_steps_aside
-from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.agreement import together
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxtrain.checkpoint.directory import DamagedError, read_info
 from jaxtrain.checkpoint.going_back import live_steps
 from jaxtrain.checkpoint.where import checkpoint_folder
-from jaxtrain.config.saved_run import RUN_FILE
+from jaxtrain.config.files import RUN_FILE
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.files import put_aside, write_json_atomic
 from jaxtrain.runtime.remarks import print_remark

@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.checkpoint.where import checkpoint_folder
-from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.config.files import is_run, read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.tree_path import path_name
 

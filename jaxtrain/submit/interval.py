@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.config.files import is_run, read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.cost.spot import young_interval
 

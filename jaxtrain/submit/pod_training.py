@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import Loaded, find_config, load_config
+from jaxtrain.config.files import is_shipped, read_yaml
 from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, redacted_words
-from jaxtrain.config.shipped import is_shipped
-from jaxtrain.config.yaml_file import read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.folder import run_folder
 from jaxtrain.submit.kubernetes import CONFIG_FOLDER, check_config_file

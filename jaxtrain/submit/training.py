@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.files import is_shipped
 from jaxtrain.config.secrets import redacted_words
-from jaxtrain.config.shipped import is_shipped
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
 from jaxtrain.parallel.division import check_rows, step_microbatches

@@ -9,10 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.config.arguments import check_kind
-from jaxtrain.config.call import Call
-from jaxtrain.config.fit import check_sizes
-from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.models import CalledModel
+from jaxtrain.config.base import Call
+from jaxtrain.config.kinds import check_kinds, check_sizes
+from jaxtrain.config.model import CalledModel
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees

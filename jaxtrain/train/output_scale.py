@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxtrain.config.models import MLPConfig, OutputScale
+from jaxtrain.config.model import MLPConfig, OutputScale
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 

@@ -16,7 +16,7 @@ from jaxtrain.checkpoint.where import (
     configured_folder,
     write_note,
 )
-from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.run.elsewhere import take_folder
 

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError
 
 from jaxtrain import load_config
-from jaxtrain.config.shipped import find_config, shipped_configs
+from jaxtrain.config.files import find_config, shipped_configs
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.trainer import run_config
 from jaxtrain.train.assemble import assemble, open_run_data

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxtrain.config.data import MaskCorruption, SpanCorruption
-from jaxtrain.config.span_sizes import span_sizes
+from jaxtrain.config.data import MaskCorruption, SpanCorruption, span_sizes
 from jaxtrain.data import Batches, open_data
 from jaxtrain.data.rows import ConcatenatedRows, SelectedRows
 from jaxtrain.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from pydantic import ValidationError
 
-from jaxtrain.config.heads import HeadConfig
+from jaxtrain.config.model import HeadConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.shipped.heads import MaskedLanguageModelHead, PooledHead, head_inputs, num_labels
 from jaxtrain.models.shipped.shapes import head_tensors

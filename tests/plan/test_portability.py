@@ -73,7 +73,7 @@ def compile_row(name: str) -> dict[str, Any]:
     import optax
 
     from jaxtrain.bench.fp8_program import fp8_products
-    from jaxtrain.config.models import TransformerConfig
+    from jaxtrain.config.model import TransformerConfig
     from jaxtrain.layout.mesh import crossing_axes, make_mesh
     from jaxtrain.models.shipped.build import build_model
     from jaxtrain.models.tasks import language_modeling

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.shipped.transformer import transformer

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxtrain.config.checkpoint import CheckpointConfig
-from jaxtrain.config.spikes import SpikesConfig, check_roll_back
+from jaxtrain.config.kinds import check_roll_back
+from jaxtrain.config.schema import CheckpointConfig, SpikesConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.compared import gone_back
 from jaxtrain.run.roll_back import SpikeError, batch_of, recorded, with_spike

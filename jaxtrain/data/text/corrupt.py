@@ -18,13 +18,15 @@ from jaxtrain.config.data import (
     MaskCorruption,
     MixtureData,
     SpanCorruption,
+    SpanSizes,
     SyntheticData,
     TextData,
     TokenData,
     TokenizerConfig,
+    added_tokens,
+    sentinel_name,
+    span_sizes,
 )
-from jaxtrain.config.span_sizes import SpanSizes, span_sizes
-from jaxtrain.config.special_tokens import added_tokens, sentinel_name
 from jaxtrain.data.permutation import uniform_numbers
 from jaxtrain.data.special import NamedTokens, NumberedTokens, needed, special_ids
 from jaxtrain.data.text.frame import make_frame

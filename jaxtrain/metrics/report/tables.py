@@ -5,10 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.describe import describe, value_text
-from jaxtrain.config.early_stopping import is_higher_better
-from jaxtrain.config.load import load_config
-from jaxtrain.config.saved_run import is_replaced
+from jaxtrain.config.files import is_replaced
+from jaxtrain.config.load import describe, load_config, value_text
+from jaxtrain.config.schema import is_higher_better
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.report.files import RunFiles
