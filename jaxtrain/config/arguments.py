@@ -70,17 +70,7 @@ def check_whole(
     most: int | None = None,
     error: type[UserError] = ConfigError,
 ) -> int:
-    """Returns a whole number of Python, NumPy or jax as an int.
-
-    Args:
-        value: What was given.
-        what, write: As for `refusal`.
-        least, most: The smallest and the largest number that are accepted; None: any.
-        error: Type of the error.
-
-    Raises:
-        UserError: The value is no whole number, too small or too large.
-    """
+    """Returns a whole number of Python, NumPy or jax as an int; raises an error where it is none, or out of range."""
     takes = "a whole number" if least is None else f"a whole number of {least} or more"
     takes += "" if most is None else f", at most {most}"
     is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
@@ -107,16 +97,11 @@ _INSTEAD = "use a local folder, or mount the store and give its folder"
 def local_path(
     path: str | os.PathLike[str], *, what: str, error: type[UserError] = ConfigError, instead: str = _INSTEAD
 ) -> Path:
-    """Returns the path of a file or folder on this machine.
-
-    Args:
-        path: What the user gave.
-        what: Name of the path in the message, such as "run directory".
-        error: Type of the error.
-        instead: What to do where it is the address of a store, for the message.
+    """Returns the path of a file or folder on this machine, as the user gave it for `what`.
 
     Raises:
-        UserError: It is no path, is empty, or is an address, which would be created as a folder.
+        UserError: It is no path, is empty, or is an address, which would be created as a folder; says what to do
+            `instead`.
     """
     check_kind(path, (str, os.PathLike), what=what, takes="a path", write="it as text", error=error)
     text = os.fspath(path)

@@ -22,7 +22,17 @@ Names = Annotated[tuple[str, ...], Field(strict=False)]
 SomeNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
-class Group(BaseModel):
+class _OneLine(type(BaseModel)):
+    """Makes a mistake in a call of a class one line; a mistake inside a config stays pydantic's, with its place."""
+
+    def __call__(cls: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(**values)
+        except ValidationError as error:
+            raise ConfigError(f"{cls.__name__}: {explain(error, cls, values)}") from None
+
+
+class Group(BaseModel, metaclass=_OneLine):
     """A frozen group of settings; `jaxtrain config` prints the docstring of each field."""
 
     model_config = ConfigDict(
@@ -34,16 +44,6 @@ class Group(BaseModel):
         validate_default=True,
         protected_namespaces=(),
     )
-
-
-class OneLine(type(Group)):
-    """Makes a mistake in a call of the class one line; a mistake inside a config stays pydantic's, with its place."""
-
-    def __call__(cls: Any, **values: Any) -> Any:
-        try:
-            return super().__call__(**values)
-        except ValidationError as error:
-            raise ConfigError(f"{cls.__name__}: {explain(error, cls, values)}") from None
 
 
 @contextlib.contextmanager

@@ -57,7 +57,6 @@ class MaskCorruption(Group):
     """Hides some tokens, which the model names (BERT); every epoch hides others."""
 
     kind: Literal["mask"] = "mask"
-    """Which corruption this group describes."""
     probability: PositiveShare = 0.15
     """Chance of each token to be chosen; special tokens never are."""
     mask_fraction: Share = 0.8
@@ -76,7 +75,6 @@ class SpanCorruption(Group):
     """Replaces spans of tokens by one sentinel each, and lets a decoder write the spans (T5)."""
 
     kind: Literal["spans"] = "spans"
-    """Which corruption this group describes."""
     noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Fraction of the tokens that lies in spans."""
     mean_span_length: Annotated[float, Field(ge=1, le=1e6)] = 3.0
@@ -86,7 +84,20 @@ class SpanCorruption(Group):
 
 
 Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kind")]
-_Corruption = Annotated[Corruption | None, kind_or("mask")]
+
+
+class _Tokens(Group):
+    """The settings of all sources whose rows are tokens."""
+
+    sequence_length: PositiveInt | None = None
+    """Tokens per row, special ones included; null: the model's max_sequence_length."""
+
+
+class _Hidden(_Tokens):
+    """The settings of sources whose tokens can be hidden."""
+
+    corruption: Annotated[Corruption | None, kind_or("mask")] = None
+    """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: the next token."""
 
 
 class Stored(Group):
@@ -96,15 +107,11 @@ class Stored(Group):
     """Folder for the copies of remote files (s3://, gs://, https://); null: the user's cache folder."""
 
 
-class _TokenData(Stored):
-    """The settings that all sources of tokens share."""
+class _TokenData(_Hidden, Stored):
+    """The settings that all streams of tokens share."""
 
-    sequence_length: PositiveInt | None = None
-    """Tokens per row; null: the model's max_sequence_length."""
     validation_fraction: Share = 0.05
     """Fraction of the tokens, taken from the end, that is kept for evaluation."""
-    corruption: _Corruption = None
-    """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: the next token."""
 
 
 class _Tokenized(Group):
@@ -127,7 +134,6 @@ class TextData(_Tokenized, _TokenData):
     """Plain text from files, or text that is built in."""
 
     kind: Literal["text"] = "text"
-    """Which source this group describes."""
     builtin: Literal["python_prose", "python_source"] | None = "python_prose"
     """Text that comes with Python, used when path is null: the language reference, or the standard library."""
     path: str | None = None
@@ -138,7 +144,6 @@ class JsonlData(_Tokenized, _TokenData, _RecordData):
     """JSON lines, one document each."""
 
     kind: Literal["jsonl"] = "jsonl"
-    """Which source this group describes."""
     path: str
     """A file, a folder (all its .jsonl files) or a glob."""
     field: str = "text"
@@ -149,7 +154,6 @@ class DocumentsData(_Tokenized, _TokenData, _RecordData):
     """Texts in a column of files of any format: Parquet, Arrow, ArrayRecord, tar, JSON lines."""
 
     kind: Literal["documents"] = "documents"
-    """Which source this group describes."""
     path: str
     """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
     field: str = "text"
@@ -168,12 +172,11 @@ class TokenData(_TokenData):
     """Memory-mapped files of token ids, as `jaxtrain data prepare` writes them."""
 
     kind: Literal["tokens"] = "tokens"
-    """Which source this group describes."""
     path: str
     """Folder of the files."""
 
 
-class _LabelledData(_Tokenized, Stored):
+class _LabelledData(_Tokenized, _Tokens, Stored):
     """The settings that all tables of texts share."""
 
     path: str | None = None
@@ -182,15 +185,12 @@ class _LabelledData(_Tokenized, Stored):
     """File with the rows for evaluation; null: validation_fraction of the rows."""
     validation_fraction: Share = 0.1
     """Fraction of the rows that is kept for evaluation where there is no validation_path."""
-    sequence_length: PositiveInt | None = None
-    """Tokens per row, special ones included; longer texts are truncated. null: the model's max_sequence_length."""
 
 
 class LabelledTextData(_LabelledData):
     """Texts, or pairs of texts, with one class (or one number, under task=regression) each."""
 
     kind: Literal["labelled_text"] = "labelled_text"
-    """Which source this group describes."""
     builtin: Literal["python_docstrings"] | None = None
     """Texts that come with Python, used when path is null: docstrings, and the package that each is from."""
     text: str = "text"
@@ -205,7 +205,6 @@ class TaggedTextData(_LabelledData):
     """Lists of words with one class per word."""
 
     kind: Literal["tagged_text"] = "tagged_text"
-    """Which source this group describes."""
     words: str = "words"
     """Column of the words: a list, or text with spaces between the words."""
     tags: str = "tags"
@@ -216,7 +215,6 @@ class TextPairData(_LabelledData):
     """Pairs of a text and the text that a decoder writes for it."""
 
     kind: Literal["text_pairs"] = "text_pairs"
-    """Which source this group describes."""
     builtin: Literal["python_docstrings"] | None = None
     """Texts that come with Python, used when path is null: the first sentence of a docstring, and the function."""
     source: str = "source"
@@ -229,19 +227,16 @@ class TextPairData(_LabelledData):
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
-class ChatData(_Tokenized):
+class ChatData(_Tokenized, _Tokens, _RecordData):
     """Conversations, written as text by the model's chat template; the loss is on the answers."""
 
     kind: Literal["chat"] = "chat"
-    """Which source this group describes."""
     path: str | SomeNames = PYTHON_DOCS
     """.jsonl or .parquet files, folders or globs, one or a list; python_docs: built in, made of Python's docstrings."""
     validation_path: str | None = None
     """File, folder or glob with the conversations for evaluation; null: validation_fraction of path."""
     validation_fraction: Share = 0.05
     """Fraction of the conversations that is kept for evaluation; equal prompts stay together."""
-    sequence_length: PositiveInt | None = None
-    """Tokens per row; null: the model's max_sequence_length."""
     template: str | None = None
     """Chat template: a file, or chatml or plain (built in); null: that beside the tokenizer."""
     train_on: Literal["answers", "last", "all"] = "answers"
@@ -256,10 +251,6 @@ class ChatData(_Tokenized):
     """Token that ends an answer; null: those at which the model stops (generation_config.json, end of text)."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"
     """Date that a template which asks for today gets, so that rows are the same every day."""
-    on_bad_record: Literal["error", "skip"] = "error"
-    """What happens to a row that is no conversation, or whose answer is empty: the command ends, or it is left out."""
-    max_bad_fraction: Fraction = 1e-4
-    """Largest fraction of rows that may be left out; above 0, one always may be."""
 
 
 def gives_pairs(data: ChatData, task: object) -> bool:
@@ -271,7 +262,6 @@ class DigitsData(Group):
     """1,797 images of handwritten digits, 8x8 pixels each (scikit-learn's copy)."""
 
     kind: Literal["digits"] = "digits"
-    """Which source this group describes."""
     validation_fraction: Share = 0.2
     """Fraction of the images that is kept for evaluation."""
 
@@ -291,7 +281,6 @@ class ImageFolderData(_ImageData):
     """Image files in one folder per class."""
 
     kind: Literal["image_folder"] = "image_folder"
-    """Which source this group describes."""
     path: str
     """Folder that holds the class folders, or train/ and val/ with the class folders of each split."""
 
@@ -300,7 +289,6 @@ class ImageRecordsData(Stored, _ImageData):
     """Images with a class each, in tar shards or in columns of Parquet, Arrow or ArrayRecord files."""
 
     kind: Literal["images"] = "images"
-    """Which source this group describes."""
     path: str
     """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
     validation_path: str | None = None
@@ -315,7 +303,6 @@ class TableData(Stored, _RecordData):
     """Rows of numbers from a .csv (with header), .npz (arrays inputs and targets), .parquet, .arrow or .jsonl file."""
 
     kind: Literal["table"] = "table"
-    """Which source this group describes."""
     path: str
     """Path of the file, or a table of scikit-learn: builtin:breast_cancer, builtin:wine or builtin:diabetes."""
     target: str | None = None
@@ -330,21 +317,16 @@ class TableData(Stored, _RecordData):
     """Scale each input column to mean 0 and variance 1 over the training rows, and an MLP's outputs to the targets."""
 
 
-class SyntheticData(Group):
+class SyntheticData(_Hidden):
     """Random rows of the right shape; tokens follow a fixed random Markov chain, so that a model can learn it."""
 
     kind: Literal["synthetic"] = "synthetic"
-    """Which source this group describes."""
     task: Literal["tokens", "images", "table"] = "tokens"
     """Kind of the rows."""
     num_rows: PositiveInt = 4096
     """Number of distinct rows; after these they repeat."""
-    sequence_length: PositiveInt | None = None
-    """Tokens per row; null: the model's max_sequence_length."""
     vocab_size: PositiveInt = 256
-    """Number of token ids, for task tokens."""
-    corruption: _Corruption = None
-    """What is hidden, for task tokens: as in data.kind=text; special tokens are added to the vocabulary."""
+    """Number of token ids, for task tokens, beside the special ones of corruption."""
     image_size: PositiveInt = 32
     """Side of an image in pixels, for task images."""
     num_channels: PositiveInt = 3
@@ -370,17 +352,12 @@ class Component(Group):
         return self
 
 
-class MixtureData(_Tokenized):
+class MixtureData(_Tokenized, _Hidden):
     """Several sources of tokens, mixed by weight."""
 
     kind: Literal["mixture"] = "mixture"
-    """Which source this group describes."""
     components: Annotated[tuple[Component, ...], Field(strict=False, min_length=1)]
     """The sources and their weights."""
-    sequence_length: PositiveInt | None = None
-    """Tokens per row; null: the model's max_sequence_length."""
-    corruption: _Corruption = None
-    """What is hidden: as in data.kind=text."""
 
     @model_validator(mode="after")
     def _check_fractions(self) -> Self:
@@ -393,7 +370,6 @@ class CalledData(Call):
     """Data of your own: a function that returns a jaxtrain.Data or a dict of arrays."""
 
     kind: Literal["called"] = "called"
-    """Which source this group describes."""
 
 
 DataConfig = Annotated[

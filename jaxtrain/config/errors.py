@@ -104,7 +104,8 @@ def walk(group: type[BaseModel], values: Any, prefix: str = "") -> Iterator[Key]
         takes_value = not all(map(_is_group, _options(field.annotation)))
         if not kinds or (takes_value and not isinstance(value, dict | BaseModel)):
             default = "(required)" if field.is_required() else field.default
-            yield Key(f"{prefix}{name}", type_name(field.annotation), default, field.description or "")
+            doc = field.description or "Which kind of it this group describes."
+            yield Key(f"{prefix}{name}", type_name(field.annotation), default, doc)
         else:
             kind = _get(value, "kind") or getattr(field.default, "kind", None)
             chosen = kinds.get(str(kind)) or next(iter(kinds.values()))

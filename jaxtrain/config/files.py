@@ -93,13 +93,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
-    """Reads the mapping in a YAML file.
-
-    Args:
-        path: The file, in UTF-8.
-
-    Returns:
-        The mapping, empty for an empty file, and the line of each key path, counted from 1.
+    """Returns the mapping in a YAML file, empty for an empty file, and the line of each key path, counted from 1.
 
     Raises:
         ConfigError: The file cannot be read, is not YAML or not a mapping, or has a key twice.
@@ -117,16 +111,14 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     return values or {}, lines
 
 
-def config_folder() -> Path:
-    """Folder of the shipped configs: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
+_PACKAGE = Path(__file__).resolve().parent.parent
+# Inside the installed package, or beside it in a checkout.
+CONFIGS = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir())
 
 
 def shipped_configs() -> list[str]:
     """Names of the shipped configs, sorted."""
-    return sorted(path.stem for path in config_folder().glob("*.yaml"))
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def is_shipped(name: str) -> bool:
@@ -141,7 +133,7 @@ def find_config(name: str) -> Path:
         ConfigError: there is no such config; names the nearest.
     """
     if is_shipped(name):
-        return config_folder() / f"{name}.yaml"
+        return CONFIGS / f"{name}.yaml"
     path = local_path(name, what="config")
     if path.is_file():
         return path
@@ -153,10 +145,7 @@ def find_config(name: str) -> Path:
 
 
 def read_run(run_dir: str | Path) -> dict[str, Any]:
-    """Returns the content of a run's `run.json`.
-
-    Args:
-        run_dir: Directory of the run.
+    """Returns the content of the `run.json` in the directory of a run.
 
     Raises:
         ConfigError: The path is not the directory of a run.
@@ -169,21 +158,14 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
         if isinstance(info["config"], dict):
             return info
     except FileNotFoundError:
-        raise ConfigError(f"{path} is not a run: it has no run.json{_import_of(path)}") from None
+        published = (path / "config.json").is_file() or (path / "adapter_config.json").is_file()
+        hint = f"; make a run of this published model: jaxtrain import {path} -o RUN_DIR" if published else ""
+        raise ConfigError(f"{path} is not a run: it has no run.json{hint}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path / RUN_FILE}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         pass
     raise ConfigError(f"{path / RUN_FILE} holds no config; it was not written by jaxtrain, or is damaged")
-
-
-def _import_of(path: Path) -> str:
-    """How a run is made of what a folder holds; empty: it holds no model."""
-    if (path / "adapter_config.json").is_file():
-        return f"; make one of this adapter: jaxtrain import {path} --base FOLDER -o RUN_DIR"
-    if (path / "config.json").is_file():
-        return f"; make one of this published model: jaxtrain import {path} -o RUN_DIR"
-    return ""
 
 
 def is_run(path: Path) -> bool:
@@ -192,25 +174,16 @@ def is_run(path: Path) -> bool:
 
 
 def recorded_parts(record: Mapping[str, Any]) -> dict[str, str | None]:
-    """Returns what `run.json` or the metadata of a checkpoint says of the parts that came from Python.
+    """Returns the names of the parts from Python that `run.json` or the metadata of a checkpoint has noted.
 
-    Args:
-        record: The content of `run.json`, or the metadata.
-
-    Returns:
-        `model`, `task`, `data` and `optimizer`, each with the name of what was passed in; None: the config's.
+    The parts are `model`, `task`, `data` and `optimizer`; None: the config's.
     """
     found = record.get("from_python") or {}
     return {part: found.get(part) for part in ("model", "task", "data", "optimizer")}
 
 
 def is_replaced(key: str, parts: Collection[str]) -> bool:
-    """Whether a setting says nothing, since the part that it describes came from Python.
-
-    Args:
-        key: Dotted.
-        parts: Those that came from Python: `model`, `task`, `data` or `optimizer`.
-    """
+    """Whether a dotted key says nothing, since the part that it describes is among the `parts` from Python."""
     group, _, rest = key.partition(".")
     if group == "optimizer" and rest.split(".")[0] in _BESIDE_OPTIMIZER:
         return False

@@ -67,15 +67,12 @@ def task_name(config: Config) -> str:
 
 
 def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = None) -> None:
-    """Raise where the kinds of task, model and data do not belong together; looks at no data.
+    """Raise a ConfigError where the kinds of task, model and data do not belong together; looks at no data.
 
     Args:
         config: with a model of its own (a user's model in its place is nothing to check here).
         own_task: whether a task from Python takes the place of the config's.
         unit: tokens or examples, of data from Python that may take the place of the config's; None: it is the config's.
-
-    Raises:
-        ConfigError: names what would work.
     """
     check_freeze(config.finetune, config.optimizer.freeze)
     if config.precision.policy == "fp8" and config.finetune.base is not None:
@@ -209,17 +206,9 @@ def check_sizes(
     sequence_length: int | None,
     decoder_length: int | None,
 ) -> None:
-    """Raise where rows have more tokens, token ids or classes than the model has room for.
+    """Raise a ConfigError where the data has more token ids, classes or tokens per row than the model has room for.
 
-    Args:
-        config: with a model of its own; what the model leaves to the data is not compared.
-        vocab_size: token ids of the data; None: not known.
-        num_outputs: its classes or targets; None: not known, or none.
-        sequence_length: tokens of a row; None: rows are not of tokens.
-        decoder_length: tokens of a row of a decoder beside an encoder; None: rows have none.
-
-    Raises:
-        ConfigError: names the settings that contradict one another.
+    None: not known, or none; what the model leaves to the data is not compared.
     """
     model = config.model
     vocabulary, longest = getattr(model, "vocab_size", None), getattr(model, "max_sequence_length", None)

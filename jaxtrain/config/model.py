@@ -162,7 +162,6 @@ class RopeScaling(Group):
     """Scaling of Llama 3.1: low frequencies are divided by the factor, high ones are kept, a ramp joins the two."""
 
     kind: Literal["llama3"] = "llama3"
-    """Which scaling this group describes."""
     factor: _Factor
     """Low frequencies are divided by this."""
     low_frequency_factor: Positive = 1.0
@@ -177,7 +176,6 @@ class LinearRope(Group):
     """Position interpolation (Chen et al. 2023): all frequencies are divided by the factor."""
 
     kind: Literal["linear"] = "linear"
-    """Which scaling this group describes."""
     factor: _Factor
     """All frequencies are divided by this."""
 
@@ -186,7 +184,6 @@ class YarnRope(Group):
     """YaRN (Peng et al. 2023): frequencies of few rotations are divided by the factor, and cos and sin are scaled."""
 
     kind: Literal["yarn"] = "yarn"
-    """Which scaling this group describes."""
     factor: _Factor
     """Frequencies of few rotations are divided by this."""
     original_length: PositiveInt
@@ -205,7 +202,6 @@ class LongRope(Group):
     """LongRoPE (Ding et al. 2024): each frequency has a divisor of its own, for short and for long sequences."""
 
     kind: Literal["longrope"] = "longrope"
-    """Which scaling this group describes."""
     short_factors: _Factors
     """Divisors of the frequencies for sequences up to original_length, one for each pair of dims."""
     long_factors: _Factors
@@ -317,7 +313,6 @@ class TransformerConfig(_Blocks):
     sizes = TRANSFORMER_SIZES
 
     kind: Literal["transformer"] = "transformer"
-    """Which model this group describes."""
     experts: ExpertsConfig | None = None
     """Mixture of experts in place of the MLP; null: one MLP for all tokens."""
     max_sequence_length: PositiveInt = 256
@@ -415,7 +410,6 @@ class EncoderDecoderConfig(_Blocks):
     sizes = ENCODER_DECODER_SIZES
 
     kind: Literal["encoder_decoder"] = "encoder_decoder"
-    """Which model this group describes."""
     num_decoder_layers: PositiveInt | None = None
     """Number of equal blocks of the decoder; null: as many as the encoder has."""
     max_sequence_length: PositiveInt = 512
@@ -465,7 +459,6 @@ class ViTConfig(Published):
     sizes = VIT_SIZES
 
     kind: Literal["vit"] = "vit"
-    """Which model this group describes."""
     num_layers: PositiveInt = 12
     """Number of equal blocks, whose parameters are stacked."""
     embed_dim: PositiveInt = 192
@@ -560,7 +553,6 @@ class ResNetConfig(Published):
     sizes = RESNET_SIZES
 
     kind: Literal["resnet"] = "resnet"
-    """Which model this group describes."""
     stage_blocks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (2, 2, 2, 2)
     """Residual blocks of each stage; each stage after the first halves the image and doubles the width."""
     bottleneck: bool = False
@@ -588,7 +580,6 @@ class MLPConfig(Group):
     """A multilayer perceptron over flattened inputs."""
 
     kind: Literal["mlp"] = "mlp"
-    """Which model this group describes."""
     hidden_dims: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = (256, 256)
     """Widths of the hidden layers."""
     activation: Literal["relu", "gelu"] = "relu"
@@ -605,7 +596,6 @@ class CalledModel(Call):
     """A model of your own: a function that returns a jaxtrain.Model."""
 
     kind: Literal["called"] = "called"
-    """Which model this group describes."""
 
 
 ModelConfig = Annotated[

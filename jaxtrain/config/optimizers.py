@@ -72,7 +72,6 @@ class SGDDirection(Group):
     """Stochastic gradient descent with momentum."""
 
     kind: Literal["sgd"] = "sgd"
-    """Which optimizer this group describes."""
     momentum: Fraction = 0.9
     """Decay of the momentum."""
     nesterov: bool = False
@@ -83,7 +82,6 @@ class AdamWDirection(Group):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
 
     kind: Literal["adamw"] = "adamw"
-    """Which optimizer this group describes."""
     b1: Fraction = 0.9
     """Decay of the first moment."""
     b2: Fraction = 0.95
@@ -98,7 +96,6 @@ class MuonDirection(Group):
     """Orthogonal momentum for matrices (Jordan et al. 2024), AdamW for the rest; both have the same learning rate."""
 
     kind: Literal["muon"] = "muon"
-    """Which optimizer this group describes."""
     momentum: Fraction = 0.95
     """Decay of the momentum of matrices."""
     newton_schulz_steps: Annotated[int, Field(gt=0, le=100)] = 5
@@ -117,7 +114,6 @@ class LionDirection(Group):
     """Updates by the sign of a momentum (Chen et al. 2023); needs about a tenth of AdamW's learning rate."""
 
     kind: Literal["lion"] = "lion"
-    """Which optimizer this group describes."""
     b1: Fraction = 0.9
     """Weight of the momentum in the update; the gradient has the rest."""
     b2: Fraction = 0.99
@@ -130,7 +126,6 @@ class AdafactorDirection(Group):
     """Factored second moments (Shazeer and Stern 2018)."""
 
     kind: Literal["adafactor"] = "adafactor"
-    """Which optimizer this group describes."""
     min_dim_size_to_factor: PositiveInt = 128
     """Matrices with both sides at least this long keep a factored second moment."""
     b1: Fraction | None = None
@@ -187,7 +182,6 @@ class CalledOptimizer(_Update, Call):
     """An optimizer of your own: a function that returns an optax transformation."""
 
     kind: Literal["called"] = "called"
-    """Which optimizer this group describes."""
     learning_rate: Positive | None = None
     """Peak of the schedule that the function gets as learning_rate; null: the function has a learning rate itself."""
     schedule: ScheduleConfig = ScheduleConfig()

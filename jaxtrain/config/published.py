@@ -32,10 +32,7 @@ def _read(path: str, stamp: float) -> tuple[Family, dict[str, Any]]:
 
 
 def published_settings(path: str) -> dict[str, Any]:
-    """Returns the keys of a model group that a published model gives.
-
-    Args:
-        path: Its folder, or its .gguf file.
+    """Returns the keys of a model group that a published folder or .gguf file gives.
 
     Raises:
         ConfigError: There is none, or a key or value of its config.json is not supported.
@@ -55,12 +52,7 @@ def _stamp(path: str) -> float:
 
 
 def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any]:
-    """Returns the keys of a model group as plain values, with what follows from other keys filled in.
-
-    Args:
-        model: The model group of a config.
-        vocab_size: Vocabulary of the data, where the config leaves it to the data.
-    """
+    """Returns the keys of a model group with what follows from others filled in, and `vocab_size` where it has none."""
     settings = model.model_dump()
     if isinstance(model, EncoderDecoderConfig):
         settings |= dict(num_decoder_layers=model.decoder_layers)
@@ -89,11 +81,7 @@ def parse_settings(settings: Mapping[str, Any]) -> Group:
 
 
 def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns every key of the model group of a published model, with its sizes filled in.
-
-    Args:
-        path: The published model, for the message.
-        settings: Keys of our model group, as its family reads them.
+    """Returns every key of the model group of the published model at `path`, from those that its family reads.
 
     Raises:
         ConfigError: A value does not fit our model group.
@@ -105,11 +93,7 @@ def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
-    """Returns the keys of `finetune.lora` that an adapter's folder gives.
-
-    Args:
-        path: The folder.
-        base: The published model that it is an adapter of.
+    """Returns the keys of `finetune.lora` that the folder of an adapter of a published model (`base`) gives.
 
     Raises:
         ConfigError: There is no adapter, or it is of a kind that is not supported.
@@ -134,10 +118,8 @@ def lora_settings(
 
     Args:
         said: Its adapter_config.json.
-        rank: Of all its factors.
-        scale: What the products of its factors are multiplied by.
-        kernels: Paths of the kernels that it adapts.
-        whole: Paths of the parameters that it trains whole.
+        rank, scale: Of all its factors, and what their products are multiplied by.
+        kernels, whole: Paths of the kernels that it adapts, and of the parameters that it trains whole.
     """
     alpha = scale * (rank**0.5 if said.rank_stabilised else rank)
     return dict(

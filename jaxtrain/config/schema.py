@@ -15,7 +15,6 @@ from jaxtrain.config.base import (
     Group,
     Names,
     NonNegative,
-    OneLine,
     Positive,
     PositiveInt,
     Share,
@@ -28,7 +27,6 @@ from jaxtrain.config.errors import CALLED, NAMED
 from jaxtrain.config.files import to_yaml
 from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
-from jaxtrain.errors import ConfigError
 
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -82,59 +80,17 @@ class ParallelConfig(Group):
     """Fraction of the parameter bytes that may be replicated on every device although fsdp > 1."""
 
 
-class LossScaleConfig(Group):
-    """Dynamic loss scaling for fp16."""
-
-    initial: Annotated[float, Field(gt=0, le=2.0**24)] = 32768.0
-    """Scale at the start."""
-    growth_interval: PositiveInt = 2000
-    """Number of finite steps in a row after which the scale doubles."""
-    minimum: Annotated[float, Field(gt=0, le=2.0**24)] = 1.0
-    """The scale never falls below this."""
-
-
 class PrecisionConfig(Group):
     """Number formats of parameters and computation."""
 
     policy: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8"] = "fp32"
     """Format to compute in (only bf16_pure stores bf16 parameters); fp8: bf16 with 8-bit layers (docs/precision.md)."""
-    loss_scale: LossScaleConfig = LossScaleConfig()
-    """Dynamic loss scaling, used by policy fp16 only."""
 
 
-# Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
-TENSOR_NAMES = ("query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output")
 # The input of a block: every policy keeps it, so it can be offloaded but not listed in remat.names.
 BLOCK_INPUT = "block_input"
-_REMAT_POLICIES = ("none", "full", "dots", "sqrt", "names")
-
-
-def check_remat(policy: str, names: tuple[str, ...], offload: tuple[str, ...]) -> None:
-    """Checks that the settings of remat go together.
-
-    Args:
-        policy: What is kept.
-        names: Tensors to keep under policy "names", out of `TENSOR_NAMES`.
-        offload: Tensors to keep in the memory of the host, out of these and `BLOCK_INPUT`.
-
-    Raises:
-        ConfigError: The policy or a tensor is unknown, or the policy does not choose tensors by name.
-    """
-    known = ", ".join(TENSOR_NAMES)
-    refused = {
-        f"unknown remat.policy {policy!r}; known: {', '.join(_REMAT_POLICIES)}": policy not in _REMAT_POLICIES,
-        f"remat.names={list(names)}: the tensors are {known}": not {*names} <= {*TENSOR_NAMES},
-        f"remat.offload={list(offload)}: the tensors are {BLOCK_INPUT}, {known}": not {*offload}
-        <= {BLOCK_INPUT, *TENSOR_NAMES},
-        f"remat.policy=names needs remat.names; known: {known}": policy == "names" and not names,
-        "remat.offload takes remat.policy=full or names, which choose tensors by name": bool(offload)
-        and policy not in ("full", "names"),
-        "remat.names and remat.offload both hold a tensor; leave it out of one of them": policy == "names"
-        and bool({*names} & {*offload}),
-    }
-    for reason, is_so in refused.items():
-        if is_so:
-            raise ConfigError(reason)
+# Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
+TensorName = Literal["query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output"]
 
 
 class RematConfig(Group):
@@ -142,44 +98,21 @@ class RematConfig(Group):
 
     policy: Literal["none", "full", "dots", "sqrt", "names"] = "dots"
     """What is kept. none: all; full: block inputs; dots: matmul results; sqrt: sqrt(N) segment inputs; names: those."""
-    names: Names = ()
+    names: Annotated[tuple[TensorName, ...], Field(strict=False)] = ()
     """Tensors that policy names keeps on the device."""
-    offload: Names = ()
+    offload: Annotated[tuple[TensorName | Literal["block_input"], ...], Field(strict=False)] = ()
     """Tensors kept in host memory, under policies full and names: block_input, or a tensor not in remat.names."""
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        with as_value_error():
-            check_remat(self.policy, self.names, self.offload)
+        if self.policy == "names" and (not self.names or {*self.names} & {*self.offload}):
+            raise ValueError("remat.policy=names needs remat.names, and none of them in remat.offload")
+        if self.offload and self.policy not in ("full", "names"):
+            raise ValueError("remat.offload takes remat.policy=full or names, which choose tensors by name")
         return self
 
 
 Logits = Literal["whole", "tokens", "vocabulary"]
-
-
-def check_blocks(by: str, size: int | None) -> None:
-    """Checks `loss.logits` (auto, whole, or the dim that is partitioned) and `loss.block` (tokens or ids per block).
-
-    Raises:
-        ConfigError: `by` is another text, `size` is below 1, or a size is given although `by` is "auto" or "whole".
-    """
-    if by not in ("auto", "whole", "tokens", "vocabulary"):
-        raise ConfigError(f"loss.logits={by}: use auto, whole, tokens or vocabulary")
-    if size is not None and (size < 1 or by in ("auto", "whole")):
-        raise ConfigError(f"loss.block={size} has no effect with loss.logits={by}; set that to tokens or vocabulary")
-
-
-def check_preference(beta: float, label_smoothing: float) -> None:
-    """Checks the settings of the loss of preferred answers.
-
-    Raises:
-        ConfigError: `beta` is not above 0, or `label_smoothing` is not from 0 to below 0.5.
-    """
-    if not beta > 0 or not 0 <= label_smoothing < 0.5:
-        raise ConfigError(
-            f"loss.beta={beta:g} and loss.label_smoothing={label_smoothing:g}: use a beta above 0, such as 0.1, and a "
-            "label_smoothing from 0 to below 0.5"
-        )
 
 
 class LossConfig(Group):
@@ -198,8 +131,10 @@ class LossConfig(Group):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        with as_value_error():
-            check_blocks(self.logits, self.block)
+        if self.block is not None and self.logits in ("auto", "whole"):
+            raise ValueError(
+                f"loss.block={self.block} has no effect with loss.logits={self.logits}; set tokens or vocabulary"
+            )
         return self
 
 
@@ -401,7 +336,7 @@ class ProfileConfig(Group):
     """Number of profiled steps."""
 
 
-class LoraConfig(Group, metaclass=OneLine):
+class LoraConfig(Group):
     """Low-rank adapters of linear layers (Hu et al. 2021): a kernel W becomes W + scale * A B, and only A, B train.
 
     Example:
@@ -466,7 +401,7 @@ def _short(group: Any) -> str:
     return group if isinstance(group, str) else group.call if isinstance(group, Call) else group.kind
 
 
-class Config(Group, metaclass=OneLine):
+class Config(Group):
     """The settings of a complete run, as `load_config` reads them.
 
     Raises:

@@ -188,8 +188,8 @@ ROWS = {
         "v is not there",
         "of another",
     ),
-    "Config: an unknown key": (lambda: jt.Config(trian={"steps": 3}), "no key 'trian'", "write load_config("),
-    "Config: a wrong value": (lambda: jt.Config(train={"steps": "many"}), "train.steps is 'many'", "a valid integer"),
+    "Config: an unknown key": (lambda: jt.Config(trian={"steps": 3}), "unknown key 'trian'", "did you mean 'train'"),
+    "Config: a wrong value": (lambda: jt.Config(train={"steps": "many"}), "train.steps is 'many'", "it takes int"),
     "count_parameters: parameters": (lambda: jt.count_parameters({"w": X}), "a dict of 'w'", "step.model"),
     "cross_entropy: shapes": (lambda: jt.cross_entropy(LOGITS, IDS), "int32[1, 3]", "[2, 3]"),
     "dpo: a beta of 0": (lambda: jt.dpo(0.0), "loss.beta=0", "above 0, such as 0.1"),
@@ -245,7 +245,7 @@ ROWS = {
     "load_config: one override": (
         lambda: jt.load_config("quickstart", overrides="train.steps=3"),
         "not 'train.steps=3'",
-        "overrides=['train.steps=3']",
+        "overrides=['train.steps=100']",
     ),
     "load_config: a dict of overrides": (
         lambda: jt.load_config("quickstart", overrides={"train.steps": 3}),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import refusal
-from jaxtrain.config.schema import check_blocks
+from jaxtrain.config.schema import LossConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
 from jaxtrain.layout.sharding import constrain, current_layout
@@ -249,7 +249,7 @@ def _check_call(name: str, logits: Any, targets: Any, *, by: Logits | None, size
     Returns:
         Which targets are ids that no logit has: bool, of the shape of the targets.
     """
-    check_blocks("auto" if by is None else by, size)
+    LossConfig(logits="auto" if by is None else by, block=size)
     write = f"{name}(logits, targets), with logits [..., V] and integer targets [...]"
     if isinstance(logits, DeferredLogits):
         shape = logits.hidden.shape[:-1]
