@@ -159,7 +159,8 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
             return info
     except FileNotFoundError:
         published = (path / "config.json").is_file() or (path / "adapter_config.json").is_file()
-        hint = f"; make a run of this published model: jaxtrain import {path} -o RUN_DIR" if published else ""
+        hint = f"; did you mean {path.parent}?" if is_run(path.parent) else ""
+        hint = f"; make a run of this published model: jaxtrain import {path} -o RUN_DIR" if published else hint
         raise ConfigError(f"{path} is not a run: it has no run.json{hint}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path / RUN_FILE}: {error.strerror}") from None

@@ -116,22 +116,21 @@ class _Tree:
     def _yield_to(self, name: str, value: Mapping[str, Any], where: str) -> None:
         """Drop older keys that a new kind cannot have, that a new size sets, or that an earlier function takes."""
         group = self._given(name)
-        kinds = members(Config.model_fields[name].annotation) if name in Config.model_fields else {}
-        kind = kinds.get(str(value.get("kind")))
+        kind = _kinds(name).get(str(value.get("kind")))
         if kind is not None and value["kind"] != group.get("kind", _default_kind(name)):
             foreign = [key for key in group if key != "kind" and self._is_foreign((name, key), group[key], kind, where)]
             self._drop(name, foreign, f"{name}.kind ({where})")
-        sized = [key for key in group if key in ALL_SIZES.get(str(value.get("size")), {})]
-        self._drop(name, sized, f"{name}.size ({where})")
+        sized = ALL_SIZES.get(str(value.get("size")), {})
+        self._drop(name, [key for key in group if key in sized], f"{name}.size ({where})")
         if "args" in group and value.get("call", group.get("call")) != group.get("call"):
             self._drop(name, ["args"], f"{name}.call ({where})")
 
     def _is_foreign(self, path: KeyPath, value: Any, kind: type[Any], where: str) -> bool:
-        field = kind.model_fields.get(path[-1])
-        words = [] if field is None else words_of(field.annotation)
+        if path[-1] not in kind.model_fields:
+            return True
         # A word of another list was meant for the older kind, unless it is set together with the new one.
-        other = bool(words) and isinstance(value, str) and value not in words and self.where.get(path) != where
-        return field is None or other
+        words = words_of(kind.model_fields[path[-1]].annotation)
+        return bool(words) and isinstance(value, str) and value not in words and self.where.get(path) != where
 
     def _drop(self, name: str, keys: Iterable[str], successor: str) -> None:
         for key in list(keys):
@@ -144,8 +143,7 @@ class _Tree:
         named, path = self._given("model").get("from"), ("model", "from")
         if not isinstance(named, str):
             return
-        where = self.where[path]
-        order = list(self.where)
+        where, order = self.where[path], list(self.where)
         later = {known[1] for known in order[order.index(path) :] if known[:1] == ("model",)}
         size, group = self.where.get(("model", "size"), ""), self._given("model")
         if "size" in later and size.partition(":")[0] == where.partition(":")[0] and group["size"] in ALL_SIZES:
@@ -154,7 +152,7 @@ class _Tree:
             del group[gone], self.where["model", gone]
             if not self.weights:
                 return
-        kind = members(Config.model_fields["model"].annotation).get(str(self._given("model").get("kind")))
+        kind = _kinds("model").get(str(group.get("kind")))
         # The config of a run holds every key, and the model may be gone. What computes attention is the machine's.
         if kind is not None and {*kind.model_fields} - {"kind", "attention"} <= later:
             return
@@ -177,7 +175,7 @@ class _Tree:
     def _take_tokenizer(self, folder: Path, where: str) -> None:
         """Use the tokenizer of the published model where the data takes one and none is set together with it."""
         file, data = tokenizer_origin(folder), self._given("data")
-        kind = members(Config.model_fields["data"].annotation).get(str(data.get("kind", _default_kind("data"))))
+        kind = _kinds("data").get(str(data.get("kind", _default_kind("data"))))
         if file is None or kind is None or "tokenizer" not in kind.model_fields:
             return
         layers = {place.partition(":")[0] for path, place in self.where.items() if path[:2] == ("data", "tokenizer")}
@@ -202,6 +200,10 @@ class _Tree:
                 self._leaf(("finetune", "lora", key), value, adapter)
 
 
+def _kinds(name: str) -> Mapping[str, type[Any]]:
+    return members(Config.model_fields[name].annotation) if name in Config.model_fields else {}
+
+
 def _default_kind(name: str) -> str | None:
     return getattr(Config.model_fields[name].default, "kind", None)
 
@@ -211,23 +213,6 @@ def _split_override(override: str) -> tuple[KeyPath, Any]:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"cannot read {override!r} (command line); write key=value, as in train.steps=100")
     return tuple(key.split(".")), parse_value(text, f"command line, {key}")
-
-
-def _origins(tree: _Tree, config: Config, run_dir: Path | None) -> dict[str, str]:
-    """Where each key was set; a run records every key, and what is at its default was not set by anybody."""
-    changed = {key.path: key for key in walk(Config, config)}
-    origins: dict[str, str] = {}
-    for path, where in tree.where.items():
-        name = ".".join(path)
-        key = changed.get(name)
-        at_default = key is not None and _lookup(config, name) == key.default and path[1:] != ("kind",)
-        at_default |= path[1:] == ("kind",) and getattr(config, path[0]).kind == _default_kind(path[0])
-        if where != f"{run_dir}/run.json" or not at_default:
-            origins[name] = where
-    size = getattr(config.model, "size", None)
-    for key in ALL_SIZES.get(size or "", {}):
-        origins.setdefault(f"model.{key}", f"size {size}")
-    return origins
 
 
 def load_config(
@@ -288,7 +273,10 @@ def load_config(
         config = Config.model_validate(tree.values)
     except ValidationError as error:
         raise ConfigError(explain(error, Config, tree.values, tree.where)) from None
-    return Loaded(config, config.name or label, _origins(tree, config, run_dir), tuple(tree.notes), run_dir, own)
+    size = getattr(config.model, "size", None)
+    sized = {("model", key): f"size {size}" for key in ALL_SIZES.get(size or "", {})}
+    origins = {".".join(path): where for path, where in {**sized, **tree.where}.items()}
+    return Loaded(config, config.name or label, origins, tuple(tree.notes), run_dir, own)
 
 
 @dataclass(frozen=True)
@@ -341,7 +329,7 @@ def describe(loaded: Loaded) -> list[DescribedGroup]:
     groups: dict[str, list[DescribedKey]] = {"": []}
     for key in walk(Config, loaded.config):
         group = key.path.partition(".")[0] if "." in key.path else ""
-        kinds = members(Config.model_fields[group].annotation) if group else {}
+        kinds = _kinds(group)
         is_kind = len(kinds) > 1 and key.path == f"{group}.kind"
         described = DescribedKey(
             path=key.path,
@@ -353,8 +341,5 @@ def describe(loaded: Loaded) -> list[DescribedGroup]:
         )
         keys = groups.setdefault(group, [])
         keys.insert(0 if is_kind else len(keys), described)
-    fields = Config.model_fields
-    return [
-        DescribedGroup(name, (fields[name].description or "") if name else "The run.", tuple(keys))
-        for name, keys in groups.items()
-    ]
+    titles = {name: field.description or "" for name, field in Config.model_fields.items()} | {"": "The run."}
+    return [DescribedGroup(name, titles[name], tuple(keys)) for name, keys in groups.items()]

@@ -8,7 +8,7 @@ from jaxtrain.errors import ConfigError
 
 # id: (overrides, what `load_config` says)
 WHERE = {
-    "no names": (["remat.policy=names"], r"remat \(command line\): remat.policy=names needs remat.names; known: query"),
+    "no names": (["remat.policy=names"], r"remat \(command line\): remat.policy=names needs remat.names, and none"),
     "a head that sees one token": (
         ["model.head.kind=sequence"],
         r"head.pooling=first with causal: true sees one token alone; set head.pooling: last",

@@ -32,10 +32,12 @@ ALL = groups(Config, {})
 
 def test_every_key_has_one_line_of_doc():
     # One of each level: a kind, a kind's nested group, a group inside a list.
-    assert {"MLPConfig", "RopeScaling", "Component", "LossScaleConfig", "LionConfig"} <= set(ALL)
+    assert {"MLPConfig", "RopeScaling", "Component", "LoraConfig", "LionConfig"} <= set(ALL)
     docs = {f"{group}.{key}": doc.description for group, kind in ALL.items() for key, doc in kind.model_fields.items()}
     # What `jaxtrain config` prints in a column.
-    wrong = [key for key, doc in docs.items() if not doc or not doc.endswith(".") or "\n" in doc or len(doc) >= 120]
+    # A kind is described by the class that it names.
+    wrong = [key for key, doc in docs.items() if not key.endswith(".kind") or doc]
+    wrong = [key for key in wrong if not (doc := docs[key]) or not doc.endswith(".") or "\n" in doc or len(doc) >= 120]
     assert not wrong
 
 
