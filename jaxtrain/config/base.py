@@ -29,7 +29,8 @@ class _OneLine(type(BaseModel)):
         try:
             return super().__call__(**values)
         except ValidationError as error:
-            raise ConfigError(f"{cls.__name__}: {explain(error, cls, values)}") from None
+            name = cls.__name__.removesuffix("Config") or "Config"
+            raise ConfigError(f"{name}: {explain(error, cls, values)}") from None
 
 
 class Group(BaseModel, metaclass=_OneLine):

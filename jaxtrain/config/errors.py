@@ -153,13 +153,15 @@ def explain(
         line = f"key {key!r} is missing"
         line += f"; {'.'.join(path[:-1])}{_at(where, path[:-1])} needs it" if path[1:] else ""
     elif kind == "value_error":
-        line = f"{key}{at}: {first['msg'].removeprefix('Value error, ')}"
+        line = f"{key}{at}: ".removeprefix(": ") + first["msg"].removeprefix("Value error, ")
     elif kind in ("union_tag_invalid", "literal_error"):
-        options = context.get("expected_tags") or context.get("expected", "")
-        words = [word.strip().strip("'") for word in options.replace(" or ", ", ").split(",")]
+        options = context.get("expected_tags") or context["expected"]
+        words = [word.strip("'") for word in options.replace(" or ", ", ").split(", ")]
         close = difflib.get_close_matches(str(value), words, 1)
-        guess = f"; did you mean {close[0]!r}?" if close else ""
-        line = f"{key} is {_show(value)}{at}, not one of {', '.join(words)}{guess}"
+        shown = _show(_value(values, path, value))
+        line = f"{key} is {shown}{at}, not one of {', '.join(words)}" + (
+            f"; did you mean {close[0]!r}?" if close else ""
+        )
     else:
         line = f"{key} is {_show(_value(values, path, value))}{at}; it takes {_takes(path, group, field, first['msg'])}"
     others = {_place(root, one["loc"])[0] for one in found}
