@@ -5,18 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import (
-    Call,
-    Count,
-    Fraction,
-    Group,
-    Positive,
-    PositiveInt,
-    PositiveShare,
-    Share,
-    SomeNames,
-    kind_or,
-)
+from jaxtrain.config.base import Call, Count, Fraction, Group, Positive, PositiveInt, Ratio, Share, SomeNames, kind_or
 from jaxtrain.errors import DataError
 
 # The path that names the conversations made from the documentation that every Python carries.
@@ -57,7 +46,7 @@ class MaskCorruption(Group):
     """Hides some tokens, which the model names (BERT); every epoch hides others."""
 
     kind: Literal["mask"] = "mask"
-    probability: PositiveShare = 0.15
+    probability: Ratio = 0.15
     """Chance of each token to be chosen; special tokens never are."""
     mask_fraction: Share = 0.8
     """Fraction of the chosen tokens that the mask token replaces."""

@@ -18,26 +18,17 @@ _BESIDE_OPTIMIZER = ("clip_norm", "ema_decay", "freeze", "offload")
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that reads 1e-3 as a number (YAML 1.1 demands 1.0e-3)."""
+    """A SafeLoader that reads 1e-3 as a number (YAML 1.1 demands 1.0e-3), and 010, 12:30 and 2024-01-01 as texts."""
 
 
-# YAML 1.1 reads 010 as 8, 12:30 as 750 and 2024-01-01 as a date. Here they are texts, which a key of numbers refuses.
-_REPLACED = ("int", "float", "timestamp")
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _REPLACED]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^([-+]?([0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9][0-9_]*\.[0-9_]*"
-        r"|\.(inf|Inf|INF))|\.(nan|NaN|NAN))$"
-    ),
-    list("-+0123456789."),
-)
+_INT = r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)"
+_FLOAT = r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|\.?[0-9]+[eE][-+]?[0-9]+|\.[0-9]+|\.inf)|\.nan"
+for _tag, _pattern in (("int", _INT), ("float", _FLOAT)):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), list("-+0123456789."))
 
 
 class _Dumper(yaml.SafeDumper):

@@ -3,25 +3,18 @@
 from collections.abc import Sequence
 
 from jaxtrain.config.base import Call
-from jaxtrain.config.data import (
-    CalledData,
-    ChatData,
-    DocumentsData,
-    JsonlData,
-    LabelledTextData,
-    MaskCorruption,
-    MixtureData,
-    SyntheticData,
-    TaggedTextData,
-    TextData,
-    TextPairData,
-    TokenData,
-    gives_pairs,
-)
+from jaxtrain.config.data import CalledData, ChatData, MaskCorruption, gives_pairs
 from jaxtrain.config.model import CalledModel, TransformerConfig, published_from
 from jaxtrain.config.schema import CheckpointConfig, Config, FinetuneConfig, LossConfig, SpikesConfig
 from jaxtrain.errors import ConfigError
 
+# Kind of data -> what its rows are; of the others: examples.
+_FORMS = {
+    **dict.fromkeys(("text", "jsonl", "documents", "tokens", "mixture"), "tokens"),
+    "labelled_text": "labelled text",
+    "tagged_text": "tagged text",
+    "text_pairs": "pairs of texts",
+}
 # What rows are -> the tasks, and the kinds of model, that take them.
 _TAKEN = {
     "tokens": (("language_modeling",), ("transformer",)),
@@ -96,22 +89,14 @@ def check_freeze(finetune: FinetuneConfig, freeze: Sequence[str]) -> None:
 
 
 def row_form(config: Config) -> str:
-    """What the rows of a config's own data are, in words: a key of the table above."""
-    data = config.data
-    match data:
-        case LabelledTextData():
-            return "labelled text"
-        case TaggedTextData():
-            return "tagged text"
-        case TextPairData():
-            return "pairs of texts"
-        case ChatData():
-            return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
-        case TextData() | JsonlData() | DocumentsData() | TokenData() | MixtureData() | SyntheticData(task="tokens"):
-            if data.corruption is None:
-                return "tokens"
-            return "masked tokens" if isinstance(data.corruption, MaskCorruption) else "pairs of texts"
-    return "examples"
+    """What the rows of a config's own data are, in words: a key of `_TAKEN`."""
+    data, corruption = config.data, getattr(config.data, "corruption", None)
+    if isinstance(data, ChatData):
+        return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
+    form = _FORMS.get(data.kind, "tokens" if getattr(data, "task", None) == "tokens" else "examples")
+    if form != "tokens" or corruption is None:
+        return form
+    return "masked tokens" if isinstance(corruption, MaskCorruption) else "pairs of texts"
 
 
 def gives_tokens(config: Config) -> bool:

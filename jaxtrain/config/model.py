@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from jaxtrain.config.base import (
-    Call,
-    Count,
-    Fraction,
-    Group,
-    NonNegative,
-    Positive,
-    PositiveInt,
-    PositiveShare,
-    kind_or,
-)
+from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.families.table import sizes_of
 
@@ -325,11 +315,11 @@ class TransformerConfig(_Blocks):
     """Base of the rotary frequencies."""
     rope_scaling: Annotated[AnyRope | None, kind_or("llama3")] = None
     """Scaling of rotary frequencies for long contexts; null: no scaling."""
-    rotary_fraction: PositiveShare = 1.0
+    rotary_fraction: Ratio = 1.0
     """Share of the dims of a head that are rotated, the first ones (GPT-NeoX: 0.25)."""
     block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
     """Norms of inputs (pre), of sums (post), of inputs and outputs (sandwich); parallel: attention beside MLP."""
-    norm_epsilon: PositiveShare = 1e-5
+    norm_epsilon: Ratio = 1e-5
     """Added to the variance in each normalization."""
     norm_offset: bool = False
     """Store the scale of each norm less 1 (Gemma)."""
@@ -416,7 +406,7 @@ class EncoderDecoderConfig(_Blocks):
     """Longest input, and longest output, that the model accepts, in tokens."""
     position: Literal["relative", "rotary", "none"] = "relative"
     """Positions: biases by distance (T5), rotation of queries and keys, or none."""
-    norm_epsilon: PositiveShare = 1e-6
+    norm_epsilon: Ratio = 1e-6
     """Added to the variance in each normalization."""
     activation: Activation = "geglu"
     """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
@@ -446,12 +436,6 @@ class EncoderDecoderConfig(_Blocks):
         values = {name: getattr(self, name) for name in shared}
         return TransformerConfig(num_layers=num_layers, causal=causal, **values)
 
-    @model_validator(mode="after")
-    def _blocks_can_be(self) -> Self:
-        if self.position == "rotary" and self.head_width % 2:
-            raise ValueError(f"rotary positions rotate pairs of dims, not {self.head_width}; set an even head_dim")
-        return self
-
 
 class ViTConfig(Published):
     """A vision transformer, which classifies images (Dosovitskiy et al. 2020)."""
@@ -479,7 +463,7 @@ class ViTConfig(Published):
     """What stands for the image: a class token that goes before the patches, or the mean of the patches."""
     activation: Literal["gelu", "gelu_exact"] = "gelu_exact"
     """Nonlinearity of the MLP (gelu in the tanh form, gelu_exact by the error function)."""
-    norm_epsilon: PositiveShare = 1e-6
+    norm_epsilon: Ratio = 1e-6
     """Added to the variance in each LayerNorm."""
     dropout: Fraction = 0.0
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
@@ -502,22 +486,10 @@ class ViTConfig(Published):
 
     def blocks(self, image_size: int) -> TransformerConfig:
         """The transformer whose blocks these are, for images of this height and width; its vocabulary means nothing."""
-        return TransformerConfig(
-            num_layers=self.num_layers,
-            embed_dim=self.embed_dim,
-            num_heads=self.num_heads,
-            mlp_dim=self.mlp_width,
-            vocab_size=1,
-            max_sequence_length=self.num_tokens(image_size),
-            position="learned",
-            norm="layernorm",
-            norm_epsilon=self.norm_epsilon,
-            activation=self.activation,
-            bias=True,
-            dropout=self.dropout,
-            causal=False,
-            attention=self.attention,
-        )
+        same = ("num_layers", "embed_dim", "num_heads", "norm_epsilon", "activation", "dropout", "attention")
+        fixed = dict(vocab_size=1, position="learned", norm="layernorm", bias=True, causal=False)
+        values = {name: getattr(self, name) for name in same} | fixed
+        return TransformerConfig(**values, mlp_dim=self.mlp_width, max_sequence_length=self.num_tokens(image_size))
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -532,17 +504,12 @@ def image_sizes(config: ViTConfig, input_shape: tuple[int, ...]) -> tuple[int, i
     Raises:
         ConfigError: the rows, of this shape, are no square images, or not of the size that the config wants.
     """
-    square = len(input_shape) == 3 and input_shape[0] == input_shape[1]
     wanted = (config.image_size, config.image_size, config.channels)
+    square = len(input_shape) == 3 and input_shape[0] == input_shape[1] and input_shape[0] % config.patch_size == 0
     if not square or any(want not in (None, found) for want, found in zip(wanted, input_shape, strict=True)):
         raise ConfigError(
-            f"model.kind=vit takes square images, of model.image_size and model.channels where they are set, not rows "
-            f"of shape {list(input_shape)}"
-        )
-    if input_shape[0] % config.patch_size:
-        raise ConfigError(
-            f"images of {input_shape[0]} x {input_shape[0]} pixels do not divide into patches of model.patch_size="
-            f"{config.patch_size}; use a divisor of {input_shape[0]}"
+            f"model.kind=vit takes square images that divide into patches of model.patch_size={config.patch_size}, of "
+            f"model.image_size and model.channels where they are set, not rows of shape {list(input_shape)}"
         )
     return input_shape[0], input_shape[2]
 

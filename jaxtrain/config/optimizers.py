@@ -13,7 +13,7 @@ from jaxtrain.config.base import (
     NonNegative,
     Positive,
     PositiveInt,
-    PositiveShare,
+    Ratio,
     Share,
     SomeNames,
     kind_or,
@@ -42,17 +42,6 @@ def check_schedule(config: ScheduleConfig, steps: int) -> None:
             f"optimizer.schedule: decay_steps={decay} does not fit between warmup_steps={warmup} and "
             f"train.steps={steps}"
         )
-
-
-class _Rate(Group):
-    """The settings of a direction that a learning rate scales."""
-
-    learning_rate: Positive = 1e-3
-    """Peak learning rate."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """How the learning rate changes over the steps."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
 
 
 class _Update(Group):
@@ -86,7 +75,7 @@ class AdamWDirection(Group):
     """Decay of the first moment."""
     b2: Fraction = 0.95
     """Decay of the second moment."""
-    epsilon: PositiveShare = 1e-8
+    epsilon: Ratio = 1e-8
     """Added to the square root of the second moment."""
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
     """Number format of both moments, which take 8, 4 or about 2 bytes per parameter."""
@@ -106,7 +95,7 @@ class MuonDirection(Group):
     """Decay of AdamW's first moment."""
     b2: Fraction = 0.95
     """Decay of AdamW's second moment."""
-    epsilon: PositiveShare = 1e-8
+    epsilon: Ratio = 1e-8
     """Added to the square root of AdamW's second moment."""
 
 
@@ -151,9 +140,15 @@ class ParameterGroup(Group):
     """What updates them, by kind, such as {kind: sgd, momentum: 0.9}; null: as the rest."""
 
 
-class _Optimizer(_Update, _Rate):
+class _Optimizer(_Update):
     """The settings of the optimizers that a config describes by their kind."""
 
+    learning_rate: Positive = 1e-3
+    """Peak learning rate."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate changes over the steps."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with another learning rate, weight decay or optimizer: [{match: ['head/*'], weight_decay: 0}, ...]."""
 

@@ -62,12 +62,13 @@ def redacted_words(words: list[str]) -> list[str]:
     found: list[str] = []
     for word, before in zip(words, ["", *words], strict=False):
         key, equals, value = word.partition("=")
-        option = before if before.startswith("--") and "=" not in before else ""
-        if equals and "{" in value and not names_secret(key):
+        if equals and "{" in value:  # data.args={api_key: abc}
             pairs = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{redacted(pair[3], pair[1])}", value)
-            found.append(redacted_text(f"{key}={pairs}"))
+            found.append(f"{key}={REDACTED if names_secret(key) else redacted_text(pairs)}")
         else:
-            found.append(f"{key}={redacted(value, key)}" if equals else redacted(word, option.lstrip("-")))
+            found.append(
+                f"{key}={redacted(value, key)}" if equals else redacted(word, before if "--" in before else "")
+            )
     return found
 
 
