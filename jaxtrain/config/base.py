@@ -1,9 +1,8 @@
 """What every group of settings is made of: the base class, bounded numbers, and functions of the user. No jax here."""
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -45,15 +44,6 @@ class Group(BaseModel, metaclass=_OneLine):
         validate_default=True,
         protected_namespaces=(),
     )
-
-
-@contextlib.contextmanager
-def as_value_error() -> Iterator[None]:
-    """Turns a `ConfigError` into the `ValueError` that pydantic collects, so that the loader adds where it was set."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
 
 
 def kind_or(default: str) -> BeforeValidator:

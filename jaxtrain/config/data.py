@@ -348,12 +348,6 @@ class MixtureData(_Tokenized, _Hidden):
     components: Annotated[tuple[Component, ...], Field(strict=False, min_length=1)]
     """The sources and their weights."""
 
-    @model_validator(mode="after")
-    def _check_fractions(self) -> Self:
-        if any(component.source.validation_fraction == 1 for component in self.components):
-            raise ValueError("validation_fraction=1 leaves a component no rows to train on; lower it")
-        return self
-
 
 class CalledData(Call):
     """Data of your own: a function that returns a jaxtrain.Data or a dict of arrays."""

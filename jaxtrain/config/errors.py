@@ -131,42 +131,33 @@ def explain(
     values: Mapping[str, Any],
     where: Mapping[KeyPath, str] | None = None,
 ) -> str:
-    """One line for the first mistake that pydantic found, and how many more there are.
-
-    Args:
-        error: Raised for `values`.
-        root: The class that they were given to.
-        values: As they were given.
-        where: Path -> where it was set, in the order of setting; None: in Python.
-    """
-    found = error.errors(include_url=False)
+    """One line for the first mistake that pydantic found in the values of `root`, with where each was set, if known."""
     # A missing key may be there misspelt: the wrong one says more.
-    first = min(found, key=lambda one: one["type"] == "missing")
+    first = min(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
     path, group, field = _place(root, first["loc"])
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
     if kind.startswith("union_tag") and isinstance(value, dict):
         path, value = (*path, "kind"), value.get("kind")
     at, key = _at(where, path), ".".join(path)
     if kind == "extra_forbidden":
-        line = f"unknown key {key!r}{at}; {_hint(path, group, root, values)}"
-    elif kind == "missing" or (kind == "union_tag_not_found" and path[-1] == "kind"):
-        line = f"key {key!r} is missing"
-        line += f"; {'.'.join(path[:-1])}{_at(where, path[:-1])} needs it" if path[1:] else ""
-    elif kind == "value_error":
-        line = f"{key}{at}: ".removeprefix(": ") + first["msg"].removeprefix("Value error, ")
-    elif kind in ("union_tag_invalid", "literal_error"):
+        return f"unknown key {key!r}{at}; {_hint(path, group, root, values)}"
+    if kind == "missing" or (kind == "union_tag_not_found" and path[-1] == "kind"):
+        above = f"; {'.'.join(path[:-1])}{_at(where, path[:-1])} needs it" if path[1:] else ""
+        return f"key {key!r} is missing{above}"
+    if kind == "value_error":
+        return f"{key}{at}: ".removeprefix(": ") + first["msg"].removeprefix("Value error, ")
+    if kind in ("union_tag_invalid", "literal_error"):
         options = context.get("expected_tags") or context["expected"]
         words = [word.strip("'") for word in options.replace(" or ", ", ").split(", ")]
         close = difflib.get_close_matches(str(value), words, 1)
-        shown = _show(_value(values, path, value))
-        line = f"{key} is {shown}{at}, not one of {', '.join(words)}" + (
-            f"; did you mean {close[0]!r}?" if close else ""
-        )
-    else:
-        line = f"{key} is {_show(_value(values, path, value))}{at}; it takes {_takes(path, group, field, first['msg'])}"
-    others = {_place(root, one["loc"])[0] for one in found}
-    more = sum(one[: len(path)] != path and path[: len(one)] != one for one in others)
-    return line + (f" (and {more} more)" if more else "")
+        guess = f"; did you mean {close[0]!r}?" if close else ""
+        return f"{key} is {_show(value)}{at}, not one of {', '.join(words)}{guess}"
+    if field is None:
+        example = next(walk(group, {}, f"{key}.")).path if group else "key=value"
+        return f"{key} is {_show(value)}{at}; it takes keys of its own, such as {example}"
+    limit = first["msg"].removeprefix("Input should be ")
+    limit = f", {limit}" if any(word in limit for word in _LIMITS) else ""
+    return f"{key} is {_show(value)}{at}; it takes {type_name(field.annotation)}{limit}"
 
 
 def where_set(where: Mapping[KeyPath, str], path: KeyPath) -> str:
@@ -203,23 +194,6 @@ def _place(root: type[BaseModel], location: tuple[int | str, ...]) -> tuple[KeyP
     return tuple(path), group, field if group is None else None
 
 
-def _value(values: Any, path: KeyPath, default: Any) -> Any:
-    """What stands at a path, of which pydantic shows the wrong part alone."""
-    for part in path:
-        if not isinstance(values, Mapping) or part not in values:
-            return default
-        values = values[part]
-    return values
-
-
-def _takes(path: KeyPath, group: type[BaseModel] | None, field: Any, message: str) -> str:
-    if field is None:
-        example = next((key.path for key in walk(group, {}, f"{'.'.join(path)}.")), "") if group else ""
-        return f"keys of its own, such as {example}"
-    limit = message.removeprefix("Input should be ")
-    return type_name(field.annotation) + (f", {limit}" if any(word in limit for word in _LIMITS) else "")
-
-
 def _show(value: Any) -> str:
     """A value as it is written in a file, near enough for a message."""
     if value is None or isinstance(value, bool):
@@ -230,14 +204,16 @@ def _show(value: Any) -> str:
 
 def _hint(path: KeyPath, group: type[BaseModel] | None, root: type[BaseModel], values: Mapping[str, Any]) -> str:
     """What would work instead of an unknown key."""
-    *above, key = path
     kinds = members(root.model_fields[path[0]].annotation) if path[0] in root.model_fields else {}
-    owners = [kind for kind, owner in kinds.items() if kind and path[1:] == (key,) and key in owner.model_fields]
+    owners = [kind for kind, owner in kinds.items() if kind and len(path) == 2 and path[1] in owner.model_fields]
     if owners and group is not None:
         own = group.model_fields["kind"].default
         return f"{path[0]}.kind={own} does not have it, {path[0]}.kind={owners[0]} does"
-    keys = [*walk(root, values), *(walk(group, {}, "".join(f"{part}." for part in above)) if group and above else ())]
-    close = nearest(".".join(path), [known.path for known in keys])
-    if root.__name__ != "Config":
-        return f"did you mean {close!r}?" if close else f"it takes {', '.join(root.model_fields)}"
-    return f"did you mean {close!r}?" if close else "'jaxtrain config NAME' lists the keys"
+    beside = walk(group, {}, f"{'.'.join(path[:-1])}.") if group and path[1:] else ()
+    close = nearest(".".join(path), [key.path for key in (*walk(root, values), *beside)])
+    keys = (
+        "'jaxtrain config NAME' lists the keys"
+        if len(root.model_fields) > 9
+        else f"it takes {', '.join(root.model_fields)}"
+    )
+    return f"did you mean {close!r}?" if close else keys

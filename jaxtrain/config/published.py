@@ -1,9 +1,6 @@
 """The key `from` of a model group and `finetune.adapter`: what published files give a config. No jax here."""
 
-import copy
-import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -13,7 +10,7 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.errors import explain
 from jaxtrain.config.model import EncoderDecoderConfig, LongRope, ModelConfig, TransformerConfig, ViTConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.config_file import config_origin, read_published_config
+from jaxtrain.published.config_file import read_published_config
 from jaxtrain.published.families.table import family_of, read_settings
 from jaxtrain.published.family import Family
 from jaxtrain.published.longrope import longrope_factor
@@ -22,13 +19,9 @@ if TYPE_CHECKING:
     from jaxtrain.published.peft import AdapterConfig
 
 
-@functools.lru_cache(maxsize=8)
-def _read(path: str, stamp: float) -> tuple[Family, dict[str, Any]]:
-    config = read_published_config(Path(path))
-    try:
-        return family_of(config.get("model_type")), read_settings(config)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+def published_family(path: str) -> Family:
+    """Returns the family of a published folder or .gguf file; raises as `published_settings`."""
+    return _read(path)[0]
 
 
 def published_settings(path: str) -> dict[str, Any]:
@@ -37,18 +30,15 @@ def published_settings(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is none, or a key or value of its config.json is not supported.
     """
-    # A copy, because the loader merges other keys into the groups inside.
-    return copy.deepcopy(_read(path, _stamp(path))[1])
+    return _read(path)[1]
 
 
-def published_family(path: str) -> Family:
-    """Returns the family of a published model; raises as `published_settings`."""
-    return _read(path, _stamp(path))[0]
-
-
-def _stamp(path: str) -> float:
-    place = config_origin(local_path(path, what="model.from"))
-    return place.stat().st_mtime if place.is_file() else 0.0
+def _read(path: str) -> tuple[Family, dict[str, Any]]:
+    config = read_published_config(local_path(path, what="model.from"))
+    try:
+        return family_of(config.get("model_type")), read_settings(config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any]:

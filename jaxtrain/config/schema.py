@@ -19,7 +19,6 @@ from jaxtrain.config.base import (
     PositiveInt,
     Share,
     SomeNames,
-    as_value_error,
     named_or_called,
 )
 from jaxtrain.config.data import DataConfig, TextData
@@ -27,6 +26,7 @@ from jaxtrain.config.errors import CALLED, NAMED
 from jaxtrain.config.files import to_yaml
 from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
+from jaxtrain.errors import ConfigError
 
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -155,6 +155,9 @@ class TrainConfig(Group):
     """Threads that read image rows one by one; auto: the cores of this process, up to 16."""
 
 
+_PLACES = "use a folder, gs://bucket/name or s3://bucket/name"
+
+
 class CheckpointConfig(Group):
     """When the state is saved, which checkpoints are kept, and where a second copy is."""
 
@@ -178,11 +181,11 @@ class CheckpointConfig(Group):
     @field_validator("directory", "mirror")
     @classmethod
     def _is_a_place(cls, place: str | None) -> str | None:
-        if place is not None and is_store_address(place):
-            store_address(place)
-        elif place is not None:
-            with as_value_error():
-                local_path(place, what="it", instead="use a folder, gs://bucket/name or s3://bucket/name")
+        try:
+            if place is not None:
+                _ = store_address(place) if is_store_address(place) else local_path(place, what="it", instead=_PLACES)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return place
 
 

@@ -148,7 +148,7 @@ WRONG_VALUES = {
     "data.tokenizer=byte": "data.tokenizer is 'byte' (command line)",
     "data.kind=jsonl": "key 'data.path' is missing; data (command line) needs it",
     "data={kind: mixture, components: [{source: {kind: text}, wieght: 1}]}": "unknown key 'data.components.0.wieght'",
-    "train={steps: a, prefetch: b}": "train.steps is 'a' (command line); it takes int (and 1 more)",
+    "train={steps: a, prefetch: b}": "train.steps is 'a' (command line); it takes int",
     "train.steps": "cannot read 'train.steps' (command line); write key=value, as in train.steps=100",
     "train.steps={": "cannot read the value '{' (command line, train.steps); quote it, as in 'key=\"text\"'",
     "train={steps: 1, steps: 2}": "command line, train:1: key 'steps' is there twice (first on line 1); keep one",

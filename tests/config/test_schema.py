@@ -169,7 +169,7 @@ def test_every_number_has_both_bounds():
 SENSELESS = {
     "train.steps=1" + "0" * 23: f"train.steps is 1{'0' * 23} (command line); it takes int, less than or equal to 10000",
     "optimizer.learning_rate=1e39": "optimizer.learning_rate is 1e+39 (command line); it takes number, less than",
-    "model={kind: resnet, stage_blocks: [1, 0]}": "model.stage_blocks is [1, 0] (command line); it takes list of int",
+    "model={kind: resnet, stage_blocks: [1, 0]}": "model.stage_blocks is 0 (command line); it takes list of int",
 }
 
 
