@@ -47,17 +47,7 @@ class MaskCorruption(Group):
 
     kind: Literal["mask"] = "mask"
     probability: Ratio = 0.15
-    """Chance of each token to be chosen; special tokens never are."""
-    mask_fraction: Share = 0.8
-    """Fraction of the chosen tokens that the mask token replaces."""
-    random_fraction: Share = 0.1
-    """Fraction of the chosen tokens that a random token replaces; the rest stays as it is."""
-
-    @model_validator(mode="after")
-    def _check_fractions(self) -> Self:
-        if self.mask_fraction + self.random_fraction > 1 + 1e-9:
-            raise ValueError("mask_fraction and random_fraction are more than 1 together")
-        return self
+    """Chance of each token to be chosen, special ones aside: 80 % become the mask, 10 % a random token."""
 
 
 class SpanCorruption(Group):

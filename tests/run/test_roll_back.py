@@ -45,7 +45,7 @@ def test_checkpoints_must_reach_back_far_enough() -> None:
         check_roll_back(spikes, CheckpointConfig(every=every, keep_last=keep_last))
 
     for every, keep_last, message in (
-        (None, 2, "checkpoint.every is null; set it, such as 100"),
+        (None, 2, "set checkpoint.every, such as 100"),
         (50, 2, "set checkpoint.keep_last=3"),
         (100, 1, "set checkpoint.keep_last=2"),
     ):
