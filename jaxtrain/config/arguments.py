@@ -56,11 +56,6 @@ def check_kind(
     _check(isinstance(value, kinds), value, what, takes, write, error)
 
 
-def check_function(value: Any, *, what: str, takes: str, write: str) -> None:
-    """Raises an error where a value cannot be called, or is a class."""
-    _check(callable(value) and not isinstance(value, type), value, what, takes, write)
-
-
 def check_whole(
     value: Any,
     *,

@@ -104,7 +104,7 @@ def walk(group: type[BaseModel], values: Any, prefix: str = "") -> Iterator[Key]
         takes_value = not all(map(_is_group, _options(field.annotation)))
         if not kinds or (takes_value and not isinstance(value, dict | BaseModel)):
             default = "(required)" if field.is_required() else field.default
-            doc = field.description or "Which kind of it this group describes."
+            doc = field.description or "Which kind of group this is."
             yield Key(f"{prefix}{name}", type_name(field.annotation), default, doc)
         else:
             kind = _get(value, "kind") or getattr(field.default, "kind", None)

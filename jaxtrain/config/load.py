@@ -1,6 +1,7 @@
 """One loader for YAML files, `key=value` and Python keywords; every mistake is one line that says where it was set."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.arguments import check_kind, local_path
-from jaxtrain.config.base import Group
 from jaxtrain.config.errors import CALLED, KeyPath, explain, members, nearest, walk, where_set, words_of
-from jaxtrain.config.files import find_config, is_run, is_shipped, parse_value, read_run, read_yaml, recorded_parts
+from jaxtrain.config.files import (
+    find_config,
+    is_run,
+    is_shipped,
+    parse_value,
+    read_run,
+    read_yaml,
+    recorded_parts,
+    to_yaml,
+)
 from jaxtrain.config.model import ALL_SIZES
 from jaxtrain.config.published import adapter_settings, published_settings
 from jaxtrain.config.schema import AXES, Config, LoraConfig
@@ -186,15 +195,12 @@ class _Tree:
 
     def take_adapter(self) -> None:
         """Set the keys of the adapters that an adapter's folder gives and nobody has set."""
-        adapter, lora = self._given("finetune").get("adapter"), self._given("finetune").get("lora")
-        known = set(lora) if isinstance(lora, dict) else set()
-        if not isinstance(adapter, str) or known >= set(LoraConfig.model_fields):  # of a run, whose adapter may be gone
+        finetune, base = self._given("finetune"), self._given("model").get("from")
+        adapter, known = finetune.get("adapter"), {*(finetune.get("lora") or ())}
+        if not isinstance(adapter, str) or known >= {*LoraConfig.model_fields}:  # of a run, whose adapter may be gone
             return
-        base = self._given("model").get("from")
         if not isinstance(base, str):
-            raise ConfigError(
-                f"finetune.adapter={adapter} without its base; set model.from to what it is an adapter of"
-            )
+            raise ConfigError(f"finetune.adapter={adapter} without its base; set model.from to that")
         for key, value in adapter_settings(adapter, base=base).items():
             if key not in known:
                 self._leaf(("finetune", "lora", key), value, adapter)
@@ -302,20 +308,11 @@ class DescribedGroup:
 
 def value_text(value: object) -> str:
     """Returns a value as it is written after `key=`; a text that YAML would read as another type is quoted."""
-    if isinstance(value, str):
-        try:
-            return value if parse_value(value, "") == value else json.dumps(value, ensure_ascii=False)
-        except ConfigError:
-            return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, tuple | list | dict | Group | bool) or value is None:
-        return json.dumps(value, ensure_ascii=False, default=lambda group: group.model_dump(mode="json"))
-    return str(value)
-
-
-def _lookup(tree: object, path: str) -> object:
-    for part in path.split("."):
-        tree = getattr(tree, part)
-    return tree
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str) and to_yaml({"key": value}) == f"key: {value}\n":
+        return value
+    return json.dumps(value, ensure_ascii=False, default=lambda group: group.model_dump(mode="json"))
 
 
 def nearest_key(path: str, config: Config | None = None) -> str | None:
@@ -333,7 +330,7 @@ def describe(loaded: Loaded) -> list[DescribedGroup]:
         is_kind = len(kinds) > 1 and key.path == f"{group}.kind"
         described = DescribedKey(
             path=key.path,
-            value=value_text(_lookup(loaded.config, key.path)),
+            value=value_text(functools.reduce(getattr, key.path.split("."), loaded.config)),
             type=" | ".join(kinds) if is_kind else key.type,
             default=key.default if key.default == "(required)" else value_text(key.default),
             origin=where_set(where, tuple(key.path.split("."))),

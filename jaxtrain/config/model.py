@@ -18,30 +18,7 @@ GATED = ("swiglu", "geglu")
 Attention = Literal["auto", "cudnn", "splash", "blockwise", "reference"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
 
-_GPT3 = dict(
-    vocab_size=50257, max_sequence_length=2048, position="learned", norm="layernorm",
-    activation="gelu", tie_embeddings=True, bias=True, norm_epsilon=1e-5,
-)  # fmt: skip
-# Layers, width and heads. Source: GPT-3, Brown et al. 2020, table 2.1 (its 13B row is 5140 wide with 40 heads of 128,
-# so num_heads x head_dim is not the width; all layers have dense attention here). It has no published weights.
-_GPT3_SIZES = {
-    "gpt3_125m": (12, 768, 12),
-    "gpt3_350m": (24, 1024, 16),
-    "gpt3_760m": (24, 1536, 16),
-    "gpt3_1.3b": (24, 2048, 24),
-    "gpt3_2.7b": (32, 2560, 32),
-    "gpt3_6.7b": (32, 4096, 32),
-    "gpt3_13b": (40, 5140, 40),
-    "gpt3_175b": (96, 12288, 96),
-}
-TRANSFORMER_SIZES: dict[str, Size] = {
-    **{
-        name: {**_GPT3, "num_layers": layers, "embed_dim": width, "num_heads": heads}
-        | ({"head_dim": 128} if width % heads else {})
-        for name, (layers, width, heads) in _GPT3_SIZES.items()
-    },
-    **sizes_of("transformer"),
-}
+TRANSFORMER_SIZES: dict[str, Size] = dict(sizes_of("transformer"))
 VIT_SIZES: dict[str, Size] = dict(sizes_of("vit"))
 RESNET_SIZES: dict[str, Size] = dict(sizes_of("resnet"))
 ENCODER_DECODER_SIZES: dict[str, Size] = dict(sizes_of("encoder_decoder"))

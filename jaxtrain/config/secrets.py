@@ -13,8 +13,6 @@ REDACTED = "(redacted)"
 _NAMES = re.compile(
     r"(^|[_.-])(password|passwd|secret|credentials?|token|\w+[_-]?token|(api|access|secret)[_-]?key)$", re.I
 )
-# Special tokens of texts are written so, and are no secrets.
-_SPECIAL_TOKEN = re.compile(r"[<\[].*[>\]]")
 _TEXTS = re.compile(
     r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)"
     r"|(?<=[?&])(?P<name>[\w-]*(?:token|secret|password|signature|api_?key|sig)=)[^&\s]+"
@@ -48,13 +46,11 @@ def redacted(value: Any, key: str = "") -> Any:
         return {name: redacted(item, key if names_secret(key) else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(item, key) for item in value]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        # The token that is a number is one of a vocabulary.
-        return REDACTED if names_secret(key) and not key.lower().endswith("token") else value
-    if not isinstance(value, str):
-        return value
-    hidden = value and names_secret(key) and not _SPECIAL_TOKEN.fullmatch(value)
-    return REDACTED if hidden else redacted_text(value)
+    # Tokens that are a number, or a text in brackets, are those of a vocabulary.
+    ordinary = isinstance(value, bool | None) or (key.endswith("token") and not re.match(r"[^<\[\d]", str(value)))
+    if names_secret(key) and not ordinary:
+        return REDACTED
+    return redacted_text(value) if isinstance(value, str) else value
 
 
 def redacted_words(words: list[str]) -> list[str]:
