@@ -108,9 +108,15 @@ class _Tree:
         return group if isinstance(group, dict) else {}
 
     def _leaf(self, path: KeyPath, value: Any, where: str) -> None:
-        self._node(path[:-1])[path[-1]] = value
-        for known in [known for known in self.where if known[: len(path)] == path]:
-            del self.where[known]
+        group, before = self._node(path[:-1]), self.where.get(path, "run.json")
+        if path == ("model", "from") and value and group.get("from") and not before.endswith("run.json"):
+            # It takes the place of the config's own published model, so that what the config sets beside it still wins.
+            group.pop("size", None)
+            self.where.pop(("model", "size"), None)
+        else:
+            for known in [known for known in self.where if known[: len(path)] == path]:
+                del self.where[known]
+        group[path[-1]] = value
         self.where[path] = where
 
     def _node(self, path: KeyPath) -> dict[str, Any]:
@@ -265,9 +271,10 @@ def load_config(
         path = find_config(str(name))
         label = path.stem
         values, lines = read_yaml(path)
+        places = {known: str(line) for known, line in lines.items()}
         tree.set((), values, path.name)
         for known in tree.where:
-            tree.where[known] = f"{path.name}:{where_set(lines, known)}"
+            tree.where[known] = f"{path.name}:{where_set(places, known)}"
     for override in overrides:
         tree.set(*_split_override(override), "command line")
     tree.set((), keywords or {}, "keyword")
