@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -24,12 +24,14 @@ SomeNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 class _OneLine(type(BaseModel)):
     """Makes a mistake in a call of a class one line; a mistake inside a config stays pydantic's, with its place."""
 
-    def __call__(cls: Any, **values: Any) -> Any:
-        try:
-            return super().__call__(**values)
-        except ValidationError as error:
-            name = cls.__name__.removesuffix("Config") or "Config"
-            raise ConfigError(f"{name}: {explain(error, cls, values)}") from None
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __call__(cls: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(**values)
+            except ValidationError as error:
+                name = cls.__name__.removesuffix("Config") or "Config"
+                raise ConfigError(f"{name}: {explain(error, cls, values)}") from None
 
 
 class Group(BaseModel, metaclass=_OneLine):
