@@ -17,8 +17,8 @@ from jaxtrain.commands.output import print_text
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.format import format_duration
-from jaxtrain.metrics.report.files import read_json
-from jaxtrain.metrics.report.many import TRIAL_FILE, write_many
+from jaxtrain.metrics.report.compare import TRIAL_FILE, write_comparison
+from jaxtrain.metrics.report.run_files import read_json
 from jaxtrain.run.folder import run_folder
 from jaxtrain.run.lock import RunLock
 from jaxtrain.runtime.files import write_json_atomic
@@ -64,7 +64,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         for place, settings in zip(folders, trials, strict=True):
             _check_same(place, {"config": config, "settings": settings})
         codes = list(pool.map(lambda place, settings: _run(config, settings, place, signals), folders, trials))
-    print_text(f"report: {write_many(folders, folder / 'report.html')}")
+    print_text(f"report: {write_comparison(folders, folder / 'report.html')}")
     return PreemptedError.exit_code if signals.asked.is_set() else 0 if 0 in codes else codes[-1]
 
 

@@ -10,7 +10,7 @@ from jaxtrain.config.arguments import check_choice, check_kind, refusal
 from jaxtrain.config.schema import EarlyStoppingConfig, NoticesConfig, limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.trackers.opened import check_trackers
+from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
 from jaxtrain.run.folder import folder_of
