@@ -8,8 +8,8 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError, read_info
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import find_checkpoint
-from jaxtrain.config.published import published_from
-from jaxtrain.config.store_address import is_store_address
+from jaxtrain.config.arguments import is_store_address
+from jaxtrain.config.model import published_from
 from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.interop.weights import is_published
 from jaxtrain.train.assemble import Run

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxtrain.config.keywords import suggesting
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.early_stopping import EarlyStopping
 
@@ -71,7 +70,6 @@ class Moment:
         return self._gradients()
 
 
-@suggesting
 @dataclass(frozen=True)
 class Callback:
     """Functions that a run calls between its steps; each gets a `Moment`, and stops the run by returning "stop".

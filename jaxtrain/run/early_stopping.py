@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxtrain.config.arguments import check_number
-from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
-from jaxtrain.config.keywords import suggesting
 from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import EarlyStoppingConfig, is_higher_better
 
 
-@suggesting
 @dataclass(frozen=True)
 class EarlyStopping:
     """Stops a run when a metric of its evaluations gets no better; give it to `fit` or `run_config` as a callback.

@@ -8,7 +8,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import live_steps
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import NOTE, Owner, checkpoint_folder, configured_folder, set_steps_aside, take
-from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.agreement import together
 

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from jaxtrain.config import Loaded
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.run_name import check_run_name
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.schema import check_run_name
 from jaxtrain.errors import ConfigError
 
 # Of the checkpoints alone: the lock and files that grow are what no object store has.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.files import recorded_parts
 from jaxtrain.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.config import Loaded
-from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.spikes import check_roll_back
+from jaxtrain.config.kinds import check_kinds, check_roll_back
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError

@@ -13,7 +13,7 @@ from jaxtrain.checkpoint.mirror import Mirror, mirror_folder
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import is_inside, stored_name
-from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.config.files import is_run, read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.tree_path import path_name
 

@@ -10,7 +10,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.checkpoint.tree import flatten, is_inside
-from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data.special import SETTINGS_FILE
 from jaxtrain.errors import CheckpointError, ConfigError, DataError

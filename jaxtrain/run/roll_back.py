@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.config.spikes import SpikesConfig
+from jaxtrain.config.schema import SpikesConfig
 from jaxtrain.data import Data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError

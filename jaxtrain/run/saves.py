@@ -12,7 +12,7 @@ from jaxtrain.checkpoint.directory import RECORD_ITEM, SaveError
 from jaxtrain.checkpoint.places import SeenComplete, is_remote
 from jaxtrain.checkpoint.run_folder import Owner
 from jaxtrain.checkpoint.storage import everyone
-from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import CheckpointError, StorageError
 from jaxtrain.run.loop import is_due
 from jaxtrain.run.save_clock import SaveClock

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.arguments import check_choice, check_kind, refusal
-from jaxtrain.config.early_stopping import EarlyStoppingConfig
-from jaxtrain.config.notices import NoticesConfig
-from jaxtrain.config.watchdog import limits
+from jaxtrain.config.schema import EarlyStoppingConfig, NoticesConfig, limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.trackers import check_trackers

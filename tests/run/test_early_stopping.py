@@ -13,7 +13,7 @@ from test_run_callbacks import kept, status
 from training_runs import losses, rows
 
 import jaxtrain as jt
-from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
+from jaxtrain.config.schema import EarlyStoppingConfig, is_higher_better
 from jaxtrain.metrics.report.run_files import read_files
 from jaxtrain.run.early_stopping import judge, recorded_evaluations
 
