@@ -4,7 +4,6 @@ A public name is imported when it is first used, so that `import jaxtrain` takes
 """
 
 from importlib import import_module
-from inspect import isfunction
 from typing import Any
 
 __version__ = "0.1.0"
@@ -32,7 +31,7 @@ _HOMES = {
     "Evaluator": "jaxtrain.run.evaluation",
     "JsonlWriter": "jaxtrain.metrics.writers",
     "LogitsLoss": "jaxtrain.models.task",
-    "LoraConfig": "jaxtrain.config.finetune",
+    "LoraConfig": "jaxtrain.config.schema",
     "LossScaling": "jaxtrain.precision.policy",
     "Model": "jaxtrain.models.model",
     "ModelCall": "jaxtrain.models.model_call",
@@ -112,9 +111,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")
 
     value = getattr(import_module(_HOMES[name]), name)
-    if isfunction(value):
-        value = import_module("jaxtrain.config.keywords").suggesting(value)
-        value.__module__ = __name__  # it is pickled by its public name
     globals()[name] = value
     return value
 

@@ -103,9 +103,9 @@ def _take_unknown(parser: Parser, arguments: argparse.Namespace, word: str) -> N
     if "overrides" not in arguments or not option.startswith("--"):
         parser.error(f"no option {option}")
     if not equals:
-        from jaxtrain.config.keys import nearest
+        from jaxtrain.config.load import nearest_key
 
-        key = option[2:] if "." in option else nearest(option[2:].replace("-", "_"), {}) or option[2:]
+        key = option[2:] if "." in option else nearest_key(option[2:]) or option[2:]
         parser.error(f"no option {option}, and a key of the config is written {key}=VALUE")
     arguments.overrides.append(word[2:])
 

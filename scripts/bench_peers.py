@@ -29,7 +29,7 @@ from typing import IO, Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from jaxtrain.config.models import ResNetConfig, TransformerConfig  # noqa: E402  (the checkout's, not an installed one)
+from jaxtrain.config.model import ResNetConfig, TransformerConfig  # noqa: E402  (the checkout's, not an installed one)
 from jaxtrain.metrics.flops import model_flops_per_row  # noqa: E402
 from jaxtrain.runtime.allocator import SETTINGS  # noqa: E402
 

@@ -103,7 +103,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     if "--run-dir" not in words[:-1]:
         parser.error("after '--' stand CONFIG, key=value settings and --run-dir DIR, as for jaxtrain train")
     from jaxtrain.config import load_config
-    from jaxtrain.config.shipped import is_shipped
+    from jaxtrain.config.files import is_shipped
 
     load_config(words[0], overrides=[word for word in words[1:] if "=" in word and not word.startswith("-")])
     place = words.index("--run-dir") + 1

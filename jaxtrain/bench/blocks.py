@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from jaxtrain.bench.limits import Limits, call_seconds
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.context import model_context

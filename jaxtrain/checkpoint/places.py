@@ -19,8 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Self
 
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.store_address import is_store_address, store_address
+from jaxtrain.config.arguments import is_store_address, local_path, store_address
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.files import strict_json, write_bytes_atomic
 

@@ -9,7 +9,7 @@ from jaxtrain.checkpoint.directory import DamagedError, abandoned_folders
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.commands.shared import print_json, print_table, print_text
-from jaxtrain.config.saved_run import read_run
+from jaxtrain.config.files import read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.runtime.remarks import print_remark

@@ -7,11 +7,9 @@ from typing import Any
 
 from jaxtrain.commands.shared import own_code, print_table, print_text
 from jaxtrain.config import Config, Loaded, load_config
-from jaxtrain.config.describe import DescribedKey, describe
-from jaxtrain.config.keys import nearest
+from jaxtrain.config.files import find_config, shipped_configs, to_yaml
 from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.shipped import find_config, shipped_configs
-from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.config.load import DescribedKey, describe, nearest_key
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 
@@ -66,7 +64,7 @@ def _keys(loaded: Loaded, only: str | None) -> list[DescribedKey]:
     if only is not None:
         keys = [key for key in keys if f"{key.path}.".startswith(f"{only.rstrip('.')}.")]
         if not keys:
-            close = nearest(only, loaded.config)
+            close = nearest_key(only, loaded.config)
             raise ConfigError(f"--only {only}: no key begins with it" + (f"; did you mean {close!r}?" if close else ""))
     return keys
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.commands.shared import own_code, print_json, print_text
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.config.files import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark, printable
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxtrain.commands.shared import own_code, print_json, print_table
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
-from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars

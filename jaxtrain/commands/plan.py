@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxtrain.commands.shared import check_or_remark, print_json, print_text, writes
 from jaxtrain.config import load_config
+from jaxtrain.config.files import to_yaml
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
-from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets, with_network

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.config import Config
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.open_run import open_run

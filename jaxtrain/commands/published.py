@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from jaxtrain.commands.shared import print_text
-from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.check import compare_with_transformers, import_transformers
 from jaxtrain.interop.weights import is_published

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from jaxtrain.commands.shared import print_text, writes
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.saved_run import read_run
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.files import read_run
 from jaxtrain.metrics.report.compare import runs_below, write_comparison
 from jaxtrain.metrics.report.page import write_report
 

@@ -10,8 +10,8 @@ import jax
 
 from jaxtrain.commands.shared import own_code, print_table, print_text
 from jaxtrain.config import Config
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.written import TokenScore, Written

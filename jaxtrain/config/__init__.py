@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxtrain.config.files import find_config, shipped_configs
     from jaxtrain.config.load import Loaded, load_config
     from jaxtrain.config.schema import Config
-    from jaxtrain.config.shipped import find_config, shipped_configs
 
 __all__ = ["Config", "Loaded", "find_config", "load_config", "shipped_configs"]
-_HOMES = {"Config": "schema", "find_config": "shipped", "shipped_configs": "shipped"}
+_HOMES = {"Config": "schema", "find_config": "files", "shipped_configs": "files"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,54 +1,46 @@
-"""What a caller gave to a public function: checked, and shown in one line. No jax here.
-
-Every message has the same form: what the argument takes, what it was given, and how to write it.
-"""
+"""Arguments of public functions, checked where they enter: every refusal says what is taken, given, and to write."""
 
 import math
 import operator
+import os
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError, UserError
 
-_LONGEST_TEXT = 60
-_MOST_BITS = 200
+# At least two letters, so that a drive (C:/) is no scheme; one slash, because a `Path` has dropped the second.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_BUCKET = re.compile(r"(gs|s3):/{1,2}([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/+([^#*?\[\]\n]*))?")
 
 
 def shown(value: Any) -> str:
-    """Returns how a message names a value: a short value itself, anything else by kind and shape."""
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:  # Python writes no such number out
-        return "a number of more than 60 digits"
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    if isinstance(value, str | bytes):
-        return repr(value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT])
+    """Returns how a message names a value: a short value itself, anything else by its type and size."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value[:60] if isinstance(value, str | bytes) else value)
     if isinstance(value, type):
         return f"the class {value.__name__}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"an array {dtype}{list(shape)}"
     if isinstance(value, Mapping):
-        names = ", ".join(map(repr, list(value)[:6])) + (", ..." if len(value) > 6 else "")
-        return f"a dict of {names}" if value else "an empty dict"
+        return f"a dict of {', '.join(map(repr, list(value)[:6]))}"
     if isinstance(value, list | tuple | set | frozenset):
-        return f"a {type(value).__name__} of {len(value)}" if value else f"an empty {type(value).__name__}"
-    name = getattr(value, "__name__", None)
-    if callable(value) and isinstance(name, str):
-        return "a lambda" if name == "<lambda>" else f"the function {name}"
-    kind = type(value).__name__
-    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+        return f"a {type(value).__name__} of {len(value)}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    return f"a {type(value).__name__}"
 
 
 def refusal(what: str, takes: str, value: Any, write: str) -> str:
-    """Returns the line of a refused argument: `WHAT takes TAKES, not VALUE; write WRITE`.
-
-    Args:
-        what: Name of the argument, with the function: "Batches: global_batch_size".
-        takes: What it takes: "a whole number of 1 or more".
-        value: What was given.
-        write: How to write it: "Batches(rows, 32, seed=0, shuffle=True)".
-    """
+    """Returns the line of a refused argument: `WHAT takes TAKES, not VALUE; write WRITE`."""
     return f"{what} takes {takes}, not {shown(value)}; write {write}"
+
+
+def _check(passed: bool, value: Any, what: str, takes: str, write: str, error: type[UserError] = ConfigError) -> None:
+    if not passed:
+        raise error(refusal(what, takes, value, write))
 
 
 def check_kind(
@@ -60,33 +52,8 @@ def check_kind(
     write: str,
     error: type[UserError] = ConfigError,
 ) -> None:
-    """Raises an error where a value is not of one of these types.
-
-    Args:
-        value: What was given.
-        kinds: The types that are accepted.
-        what, takes, write: As for `refusal`.
-        error: Type of the error.
-
-    Raises:
-        UserError: The value is of another type.
-    """
-    if not isinstance(value, kinds):
-        raise error(refusal(what, takes, value, write))
-
-
-def check_function(value: Any, *, what: str, takes: str, write: str) -> None:
-    """Raises an error where a value cannot be called, or is a class.
-
-    Args:
-        value: What was given.
-        what, takes, write: As for `refusal`.
-
-    Raises:
-        ConfigError: The value is no function.
-    """
-    if not callable(value) or isinstance(value, type):
-        raise ConfigError(refusal(what, takes, value, write))
+    """Raises an error where a value is not of one of these types."""
+    _check(isinstance(value, kinds), value, what, takes, write, error)
 
 
 def check_whole(
@@ -98,57 +65,61 @@ def check_whole(
     most: int | None = None,
     error: type[UserError] = ConfigError,
 ) -> int:
-    """Returns a whole number, which may be one of Python, NumPy or jax, as an int.
-
-    Args:
-        value: What was given.
-        what, write: As for `refusal`.
-        least: The smallest number that is accepted; None: any.
-        most: The largest; None: any.
-        error: Type of the error.
-
-    Raises:
-        UserError: The value is no whole number, too small or too large.
-    """
+    """Returns a whole number of Python, NumPy or jax as an int; raises an error where it is none, or out of range."""
     takes = "a whole number" if least is None else f"a whole number of {least} or more"
     takes += "" if most is None else f", at most {most}"
-    try:
-        found = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = None
-    if found is None or (least is not None and found < least) or (most is not None and found > most):
-        raise error(refusal(what, takes, value, write))
-    return found
+    is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    fits = is_whole and (least is None or value >= least) and (most is None or value <= most)
+    _check(bool(fits), value, what, takes, write, error)
+    return operator.index(value)
 
 
 def check_number(value: Any, *, what: str, takes: str, write: str) -> None:
-    """Raises an error where a value is no finite number.
-
-    Args:
-        value: What was given; a number of Python or NumPy.
-        what, takes, write: As for `refusal`.
-
-    Raises:
-        ConfigError: The value is something else.
-    """
-    try:
-        if isinstance(value, bool | str | bytes) or not math.isfinite(value):
-            raise TypeError
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(refusal(what, takes, value, write)) from None
+    """Raises an error where a value is no finite number of Python or NumPy."""
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool) and getattr(value, "size", 1) == 1
+    _check(is_number and math.isfinite(value), value, what, takes, write)
 
 
 def check_choice(value: Any, known: Iterable[str], *, what: str, write: str) -> None:
-    """Raises an error where a value is not one of the known words.
+    """Raises an error where a value is not one of the known words."""
+    known = list(known)
+    _check(isinstance(value, str) and value in known, value, what, f"one of {', '.join(known)}", write)
 
-    Args:
-        value: What was given.
-        known: The words.
-        what, write: As for `refusal`.
+
+_INSTEAD = "use a local folder, or mount the store and give its folder"
+
+
+def local_path(
+    path: str | os.PathLike[str], *, what: str, error: type[UserError] = ConfigError, instead: str = _INSTEAD
+) -> Path:
+    """Returns the path of a file or folder on this machine, as the user gave it for `what`.
 
     Raises:
-        ConfigError: The value is another word, or no text.
+        UserError: It is no path, is empty, or is an address, which would be created as a folder; says what to do
+            `instead`.
     """
-    known = list(known)
-    if not isinstance(value, str) or value not in known:
-        raise ConfigError(refusal(what, f"one of {', '.join(known)}", value, write))
+    check_kind(path, (str, os.PathLike), what=what, takes="a path", write="it as text", error=error)
+    text = os.fspath(path)
+    if not text:
+        raise error(f"{what} '' is empty; write a path, or leave it out")
+    if found := _SCHEME.match(text):
+        raise error(f"{what} {found[1]}://{text[found.end() :]} is not a path on this machine; {instead}")
+    return Path(path)
+
+
+def is_store_address(text: str) -> bool:
+    """Whether a text begins as the address of a place in an object store that checkpoints can be in."""
+    return text.startswith(("gs:/", "s3:/"))
+
+
+def store_address(text: str) -> tuple[str, str, str]:
+    """Returns the scheme, the bucket and the name in it of gs://bucket/name or s3://bucket/name.
+
+    Raises:
+        ValueError: It is no such address.
+    """
+    found = _BUCKET.fullmatch(text)
+    parts = [] if found is None else [part for part in (found[3] or "").split("/") if part]
+    if found is None or ".." in parts or "." in parts:
+        raise ValueError(f"{text} names no place in a bucket; write gs://bucket/name or s3://bucket/name")
+    return found[1], found[2], "/".join(parts)

@@ -1,15 +1,40 @@
-"""The base class of every config group: frozen, strict about types, without unknown keys, one line of doc per field."""
+"""What every group of settings is made of: the base class, bounded numbers, and functions of the user. No jax here."""
 
-import contextlib
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from jaxtrain.config.arguments import shown
+from jaxtrain.config.errors import CALLED, NAMED, explain
 from jaxtrain.errors import ConfigError
 
+PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Ratio = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0, le=1e30)]
+NonNegative = Annotated[float, Field(ge=0, le=1e30)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+SomeNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
-class Group(BaseModel):
+
+class _OneLine(type(BaseModel)):
+    """Makes a mistake in a call of a class one line; a mistake inside a config stays pydantic's, with its place."""
+
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __call__(cls: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(**values)
+            except ValidationError as error:
+                name = cls.__name__.removesuffix("Config") or "Config"
+                raise ConfigError(f"{name}: {explain(error, cls, values)}") from None
+
+
+class Group(BaseModel, metaclass=_OneLine):
     """A frozen group of settings; `jaxtrain config` prints the docstring of each field."""
 
     model_config = ConfigDict(
@@ -23,24 +48,43 @@ class Group(BaseModel):
     )
 
 
-def first_mistake(error: ValidationError) -> str:
-    """Returns one line for the first mistake in a config that Python code made; `load_config` knows more of its own.
-
-    Args:
-        error: What pydantic found.
-    """
-    found = error.errors()[0]
-    key = ".".join(map(str, found["loc"]))
-    if found["type"] == "extra_forbidden":
-        return f"Config has no key {key!r}; write load_config({{...}}), which names the nearest key"
-    reason = found["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-    return f"Config: {key} is {shown(found['input'])}; {reason}"
+def kind_or(default: str) -> BeforeValidator:
+    """A validator of a union of kinds, which takes a mapping without a kind as one of the default kind."""
+    return BeforeValidator(
+        lambda value: {"kind": default, **value} if isinstance(value, dict) and "kind" not in value else value
+    )
 
 
-@contextlib.contextmanager
-def mistakes_told_by_pydantic() -> Iterator[None]:
-    """Turns a `ConfigError` into the `ValueError` that pydantic collects, so that the loader adds where it was set."""
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def _check_path(path: str) -> str:
+    if _FUNCTION.fullmatch(path):
+        return path
+    raise ValueError(f"{path!r} names no function of a module; write module:function, as in my_package.models:build")
+
+
+def _as_in_json(arguments: object) -> object:
+    """Returns arguments with tuples as lists, as a config file and `run.json` hold them."""
     try:
-        yield
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+        return json.loads(json.dumps(arguments, allow_nan=False)) if isinstance(arguments, Mapping) else arguments
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error}; give numbers, texts, true, false, null, lists and mappings of these") from None
+
+
+class Call(Group):
+    """A function of your own and its arguments. A config that names one runs its code."""
+
+    call: Annotated[str, AfterValidator(_check_path)]
+    """Your function, as module:function; the module is found in the current directory or on Python's path."""
+    args: Annotated[dict[str, Any], BeforeValidator(_as_in_json)] = {}
+    """The arguments of the function, by name."""
+
+
+class CalledTask(Call):
+    """A task of your own: a function that returns a jaxtrain.Task."""
+
+
+def named_or_called(task: object) -> str:
+    """Returns the tag of the form in which a task is given."""
+    return CALLED if isinstance(task, Mapping | Call) else NAMED

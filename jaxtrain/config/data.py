@@ -1,50 +1,82 @@
-"""Settings of the data sources: one class per kind."""
+"""Settings of the data sources: one class per kind, with tokenizer, conversations and hidden tokens. No jax here."""
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import Group
-from jaxtrain.config.call import Call
-from jaxtrain.config.chat import ChatData
-from jaxtrain.config.numbers import Fraction, Ids, Length, PositiveShare, Rows, Scale, Share, TokenId, Units, Width
-from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.config.base import Call, Count, Fraction, Group, Positive, PositiveInt, Ratio, Share, SomeNames, kind_or
+from jaxtrain.errors import DataError
+
+# The path that names the conversations made from the documentation that every Python carries.
+PYTHON_DOCS = "python_docs"
+# Tokens that a tokenizer made for a run gets, as the built-in template chatml writes them.
+TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
+# The classes of the built-in docstrings: packages of the standard library with many of them, about different things.
+DOCSTRING_PACKAGES = ("asyncio", "email", "importlib", "logging", "tkinter", "unittest", "xml")
+NUM_SENTINELS = 100  # as T5 has them (Raffel et al. 2020)
+
+
+class TokenizerConfig(Group):
+    """How text becomes token ids."""
+
+    kind: Literal["byte", "bpe", "file"] = "byte"
+    """byte: ids 0 to 255; bpe: trained on the data and saved with the run; file: a saved tokenizer.json."""
+    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 1024
+    """Size of a BPE vocabulary trained here: 256 bytes, the end-of-text id, and one id per merge."""
+    path: str | None = None
+    """Path of a tokenizer.json, for kind file."""
+    start: str | None = None
+    """Token that begins a row of an encoder; null: the usual name that the tokenizer has ([CLS], <s>)."""
+    end: str | None = None
+    """Token that ends a text and, but for kind byte, a document; null: that of the files beside it, or a usual name."""
+    mask: str | None = None
+    """Token that hides another one, for data.corruption.kind=mask; null: the usual name ([MASK], <mask>)."""
+    padding: str | None = None
+    """Token that fills rows up; null: the usual name ([PAD], <pad>), else id 0."""
+
+    @model_validator(mode="after")
+    def _path_is_read(self) -> Self:
+        if self.path is not None and self.kind != "file":
+            raise ValueError(f"{self.path} is not read with kind={self.kind}; set kind=file, or leave the path out")
+        return self
 
 
 class MaskCorruption(Group):
     """Hides some tokens, which the model names (BERT); every epoch hides others."""
 
     kind: Literal["mask"] = "mask"
-    """Which corruption this group describes."""
-    probability: PositiveShare = 0.15
-    """Chance of each token to be chosen; special tokens never are."""
-    mask_fraction: Share = 0.8
-    """Fraction of the chosen tokens that the mask token replaces."""
-    random_fraction: Share = 0.1
-    """Fraction of the chosen tokens that a random token replaces; the rest stays as it is."""
-
-    @model_validator(mode="after")
-    def _check_fractions(self) -> "MaskCorruption":
-        total = self.mask_fraction + self.random_fraction
-        if total > 1 + 1e-9:
-            raise ValueError(f"mask_fraction + random_fraction is {total:g}; let them sum to at most 1")
-        return self
+    probability: Ratio = 0.15
+    """Chance of each token to be chosen, special ones aside: 80 % become the mask, 10 % a random token."""
 
 
 class SpanCorruption(Group):
     """Replaces spans of tokens by one sentinel each, and lets a decoder write the spans (T5)."""
 
     kind: Literal["spans"] = "spans"
-    """Which corruption this group describes."""
-    noise_density: Annotated[Fraction, Field(gt=0)] = 0.15
+    noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Fraction of the tokens that lies in spans."""
     mean_span_length: Annotated[float, Field(ge=1, le=1e6)] = 3.0
     """Mean number of tokens per span."""
-    decoder_start: TokenId = 0
+    decoder_start: Count = 0
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
 Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kind")]
+
+
+class _Tokens(Group):
+    """The settings of all sources whose rows are tokens."""
+
+    sequence_length: PositiveInt | None = None
+    """Tokens per row, special ones included; null: the model's max_sequence_length."""
+
+
+class _Hidden(_Tokens):
+    """The settings of sources whose tokens can be hidden."""
+
+    corruption: Annotated[Corruption | None, kind_or("mask")] = None
+    """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: the next token."""
 
 
 class Stored(Group):
@@ -54,26 +86,16 @@ class Stored(Group):
     """Folder for the copies of remote files (s3://, gs://, https://); null: the user's cache folder."""
 
 
-class _TokenData(Stored):
-    """The settings that all sources of tokens share."""
+class _TokenData(_Hidden, Stored):
+    """The settings that all streams of tokens share."""
 
-    sequence_length: Length | None = None
-    """Tokens per row; null: the model's max_sequence_length."""
     validation_fraction: Share = 0.05
     """Fraction of the tokens, taken from the end, that is kept for evaluation."""
-    corruption: Corruption | None = None
-    """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: the next token."""
 
 
-class TextData(_TokenData):
-    """Plain text from files, or text that is built in."""
+class _Tokenized(Group):
+    """The settings of sources of text."""
 
-    kind: Literal["text"] = "text"
-    """Which source this group describes."""
-    builtin: Literal["python_prose", "python_source"] | None = "python_prose"
-    """Text that comes with Python, used when path is null: the language reference, or the standard library."""
-    path: str | None = None
-    """A file, a folder (all its .txt files) or a glob."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens."""
 
@@ -87,35 +109,39 @@ class _RecordData(Group):
     """Largest fraction of the records that skip leaves out, but at least one record (0: none); more end the run."""
 
 
-class JsonlData(_TokenData, _RecordData):
+class TextData(_Tokenized, _TokenData):
+    """Plain text from files, or text that is built in."""
+
+    kind: Literal["text"] = "text"
+    builtin: Literal["python_prose", "python_source"] | None = "python_prose"
+    """Text that comes with Python, used when path is null: the language reference, or the standard library."""
+    path: str | None = None
+    """A file, a folder (all its .txt files) or a glob."""
+
+
+class JsonlData(_Tokenized, _TokenData, _RecordData):
     """JSON lines, one document each."""
 
     kind: Literal["jsonl"] = "jsonl"
-    """Which source this group describes."""
     path: str
     """A file, a folder (all its .jsonl files) or a glob."""
     field: str = "text"
     """Key of the text in each line."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """How text becomes tokens."""
 
 
-class DocumentsData(_TokenData, _RecordData):
+class DocumentsData(_Tokenized, _TokenData, _RecordData):
     """Texts in a column of files of any format: Parquet, Arrow, ArrayRecord, tar, JSON lines."""
 
     kind: Literal["documents"] = "documents"
-    """Which source this group describes."""
     path: str
     """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
     field: str = "text"
     """Column of the text; of tar files the ending of its members, such as txt."""
     rows: Literal["stream", "document"] = "stream"
     """What a row is: stream: tokens of all texts, encoded at the start; document: one text, encoded when it is read."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """How text becomes tokens."""
 
     @model_validator(mode="after")
-    def _check_rows(self) -> "DocumentsData":
+    def _check_rows(self) -> Self:
         if self.rows == "document" and self.corruption is not None:
             raise ValueError("corruption takes rows=stream; leave one of them out")
         return self
@@ -125,12 +151,11 @@ class TokenData(_TokenData):
     """Memory-mapped files of token ids, as `jaxtrain data prepare` writes them."""
 
     kind: Literal["tokens"] = "tokens"
-    """Which source this group describes."""
     path: str
     """Folder of the files."""
 
 
-class _LabelledData(Stored):
+class _LabelledData(_Tokenized, _Tokens, Stored):
     """The settings that all tables of texts share."""
 
     path: str | None = None
@@ -139,21 +164,12 @@ class _LabelledData(Stored):
     """File with the rows for evaluation; null: validation_fraction of the rows."""
     validation_fraction: Share = 0.1
     """Fraction of the rows that is kept for evaluation where there is no validation_path."""
-    sequence_length: Length | None = None
-    """Tokens per row, special ones included; longer texts are truncated. null: the model's max_sequence_length."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """How text becomes tokens."""
-
-
-# The classes of the built-in docstrings: packages of the standard library with many of them, about different things.
-DOCSTRING_PACKAGES = ("asyncio", "email", "importlib", "logging", "tkinter", "unittest", "xml")
 
 
 class LabelledTextData(_LabelledData):
     """Texts, or pairs of texts, with one class (or one number, under task=regression) each."""
 
     kind: Literal["labelled_text"] = "labelled_text"
-    """Which source this group describes."""
     builtin: Literal["python_docstrings"] | None = None
     """Texts that come with Python, used when path is null: docstrings, and the package that each is from."""
     text: str = "text"
@@ -168,7 +184,6 @@ class TaggedTextData(_LabelledData):
     """Lists of words with one class per word."""
 
     kind: Literal["tagged_text"] = "tagged_text"
-    """Which source this group describes."""
     words: str = "words"
     """Column of the words: a list, or text with spaces between the words."""
     tags: str = "tags"
@@ -179,48 +194,80 @@ class TextPairData(_LabelledData):
     """Pairs of a text and the text that a decoder writes for it."""
 
     kind: Literal["text_pairs"] = "text_pairs"
-    """Which source this group describes."""
     builtin: Literal["python_docstrings"] | None = None
     """Texts that come with Python, used when path is null: the first sentence of a docstring, and the function."""
     source: str = "source"
     """Column of the text that is read."""
     target: str = "target"
     """Column of the text that is written."""
-    target_length: Length | None = None
+    target_length: PositiveInt | None = None
     """Tokens per target, the end included; null: as sequence_length."""
-    decoder_start: TokenId = 0
+    decoder_start: Count = 0
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
+
+
+class ChatData(_Tokenized, _Tokens, _RecordData):
+    """Conversations, written as text by the model's chat template; the loss is on the answers."""
+
+    kind: Literal["chat"] = "chat"
+    path: str | SomeNames = PYTHON_DOCS
+    """.jsonl or .parquet files, folders or globs, one or a list; python_docs: built in, made of Python's docstrings."""
+    validation_path: str | None = None
+    """File, folder or glob with the conversations for evaluation; null: validation_fraction of path."""
+    validation_fraction: Share = 0.05
+    """Fraction of the conversations that is kept for evaluation; equal prompts stay together."""
+    template: str | None = None
+    """Chat template: a file, or chatml or plain (built in); null: that beside the tokenizer."""
+    train_on: Literal["answers", "last", "all"] = "answers"
+    """Tokens with a loss: those of every answer, those of the last one, or all."""
+    packing: bool = True
+    """Whether a row holds several conversations, which do not see each other; pairs have a row of their own."""
+    too_long: Literal["cut", "drop", "error"] = "cut"
+    """What happens to a conversation of more than sequence_length tokens."""
+    pairs: bool | None = None
+    """Whether rows are pairs of a chosen and a rejected answer; null: for the tasks dpo and reward."""
+    stop: str | None = None
+    """Token that ends an answer; null: those at which the model stops (generation_config.json, end of text)."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"
+    """Date that a template which asks for today gets, so that rows are the same every day."""
+
+
+def gives_pairs(data: ChatData, task: object) -> bool:
+    """Returns whether rows of chats are pairs of answers, for a task of this name."""
+    return data.pairs if data.pairs is not None else task in ("dpo", "reward")
 
 
 class DigitsData(Group):
     """1,797 images of handwritten digits, 8x8 pixels each (scikit-learn's copy)."""
 
     kind: Literal["digits"] = "digits"
-    """Which source this group describes."""
     validation_fraction: Share = 0.2
     """Fraction of the images that is kept for evaluation."""
 
 
-class ImageFolderData(_RecordData):
-    """Image files in one folder per class."""
+class _ImageData(_RecordData):
+    """The settings that all sources of image files share."""
 
-    kind: Literal["image_folder"] = "image_folder"
-    """Which source this group describes."""
-    path: str
-    """Folder that holds the class folders, or train/ and val/ with the class folders of each split."""
-    image_size: Units = 224
+    image_size: PositiveInt = 224
     """Side of the square that images are cropped to, in pixels."""
     validation_fraction: Share = 0.1
-    """Fraction of the images that is kept for evaluation where there is no val/ folder."""
+    """Fraction of the images that is kept for evaluation where the data names none."""
     augment: bool = True
     """Crop and flip training images at random."""
 
 
-class ImageRecordsData(Stored, _RecordData):
+class ImageFolderData(_ImageData):
+    """Image files in one folder per class."""
+
+    kind: Literal["image_folder"] = "image_folder"
+    path: str
+    """Folder that holds the class folders, or train/ and val/ with the class folders of each split."""
+
+
+class ImageRecordsData(Stored, _ImageData):
     """Images with a class each, in tar shards or in columns of Parquet, Arrow or ArrayRecord files."""
 
     kind: Literal["images"] = "images"
-    """Which source this group describes."""
     path: str
     """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
     validation_path: str | None = None
@@ -229,24 +276,17 @@ class ImageRecordsData(Stored, _RecordData):
     """Column of the encoded image, or ending of the members of tar files; null: the first that is called like one."""
     label: str | None = None
     """Column of the class; null: label, labels, cls or class, whichever there is."""
-    image_size: Units = 224
-    """Side of the square that images are cropped to, in pixels."""
-    validation_fraction: Share = 0.1
-    """Fraction of the images that is kept for evaluation where there is no validation_path."""
-    augment: bool = True
-    """Crop and flip training images at random."""
 
 
 class TableData(Stored, _RecordData):
     """Rows of numbers from a .csv (with header), .npz (arrays inputs and targets), .parquet, .arrow or .jsonl file."""
 
     kind: Literal["table"] = "table"
-    """Which source this group describes."""
     path: str
     """Path of the file, or a table of scikit-learn: builtin:breast_cancer, builtin:wine or builtin:diabetes."""
     target: str | None = None
     """Column to predict, of files with named columns; null: the last column."""
-    columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    columns: SomeNames | None = None
     """Columns that are inputs, in this order, of files with named columns; null: all but the target."""
     validation_fraction: Share = 0.2
     """Fraction of the rows that is kept for evaluation."""
@@ -256,28 +296,23 @@ class TableData(Stored, _RecordData):
     """Scale each input column to mean 0 and variance 1 over the training rows, and an MLP's outputs to the targets."""
 
 
-class SyntheticData(Group):
+class SyntheticData(_Hidden):
     """Random rows of the right shape; tokens follow a fixed random Markov chain, so that a model can learn it."""
 
     kind: Literal["synthetic"] = "synthetic"
-    """Which source this group describes."""
     task: Literal["tokens", "images", "table"] = "tokens"
     """Kind of the rows."""
-    num_rows: Rows = 4096
+    num_rows: PositiveInt = 4096
     """Number of distinct rows; after these they repeat."""
-    sequence_length: Length | None = None
-    """Tokens per row; null: the model's max_sequence_length."""
-    vocab_size: Ids = 256
-    """Number of token ids, for task tokens."""
-    corruption: Corruption | None = None
-    """What is hidden, for task tokens: as in data.kind=text; special tokens are added to the vocabulary."""
-    image_size: Units = 32
+    vocab_size: PositiveInt = 256
+    """Number of token ids, for task tokens, beside the special ones of corruption."""
+    image_size: PositiveInt = 32
     """Side of an image in pixels, for task images."""
-    num_channels: Units = 3
+    num_channels: PositiveInt = 3
     """Channels of an image, for task images."""
-    num_classes: Ids = 10
+    num_classes: PositiveInt = 10
     """Number of classes, for tasks images and table."""
-    num_columns: Width = 16
+    num_columns: PositiveInt = 16
     """Number of input columns, for task table."""
 
 
@@ -286,47 +321,28 @@ class Component(Group):
 
     source: Annotated[TextData | JsonlData | DocumentsData | TokenData, Field(discriminator="kind")]
     """The source; all sources of a mixture use the tokenizer of the mixture."""
-    weight: Scale = 1.0
+    weight: Positive = 1.0
     """Share of the training rows, relative to the weights of the other components."""
 
     @model_validator(mode="after")
-    def _check_corruption(self) -> "Component":
-        if self.source.corruption is not None:
-            raise ValueError("corruption of a component has no effect; set data.corruption of the mixture")
-        if isinstance(self.source, DocumentsData) and self.source.rows == "document":
-            raise ValueError("rows=document cannot be mixed with streams of tokens; leave it out")
+    def _is_a_stream(self) -> Self:
+        if self.source.corruption is not None or getattr(self.source, "rows", None) == "document":
+            raise ValueError("a component has neither corruption (set data.corruption) nor rows=document")
         return self
 
 
-class MixtureData(Group):
+class MixtureData(_Tokenized, _Hidden):
     """Several sources of tokens, mixed by weight."""
 
     kind: Literal["mixture"] = "mixture"
-    """Which source this group describes."""
     components: Annotated[tuple[Component, ...], Field(strict=False, min_length=1)]
     """The sources and their weights."""
-    sequence_length: Length | None = None
-    """Tokens per row; null: the model's max_sequence_length."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """How text becomes tokens, for all components."""
-    corruption: Corruption | None = None
-    """What is hidden: as in data.kind=text."""
-
-    @model_validator(mode="after")
-    def _check_fractions(self) -> "MixtureData":
-        if any(component.source.validation_fraction == 1 for component in self.components):
-            raise ValueError(
-                "validation_fraction=1 is for a source alone; to evaluate a run on all rows of a file, give it as in "
-                "data.kind=text data.path=FILE data.validation_fraction=1"
-            )
-        return self
 
 
 class CalledData(Call):
     """Data of your own: a function that returns a jaxtrain.Data or a dict of arrays."""
 
     kind: Literal["called"] = "called"
-    """Which source this group describes."""
 
 
 DataConfig = Annotated[
@@ -346,4 +362,61 @@ DataConfig = Annotated[
     | MixtureData
     | CalledData,
     Field(discriminator="kind"),
+    kind_or("text"),
 ]
+
+
+def sentinel_name(k: int) -> str:
+    """Returns the name of sentinel k, which stands for the k-th span of a row."""
+    return f"<extra_id_{k}>"
+
+
+def added_tokens(config: Group) -> tuple[str, ...]:
+    """Returns the special tokens that a data group adds to a tokenizer that is made here, in the order of their ids."""
+    corruption: Corruption | None = getattr(config, "corruption", None)
+    if isinstance(config, LabelledTextData | TaggedTextData) or isinstance(corruption, MaskCorruption):
+        return ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+    if isinstance(config, TextPairData) or isinstance(corruption, SpanCorruption):
+        return ("<pad>", "</s>", *(sentinel_name(k) for k in reversed(range(NUM_SENTINELS))))
+    return ("<pad>", TURN_BEGINS, TURN_ENDS) if isinstance(config, ChatData) else ()
+
+
+@dataclass(frozen=True)
+class SpanSizes:
+    """Sizes of a row whose inputs are full; the lengths hold a sentinel per span, and the end."""
+
+    num_tokens: int
+    num_noise: int
+    num_spans: int
+    inputs_length: int
+    targets_length: int
+
+
+def span_sizes(corruption: SpanCorruption, sequence_length: int) -> SpanSizes:
+    """Finds the largest number of tokens whose corrupted inputs fit into a row.
+
+    Source: Raffel et al. 2020, section 3.1.4; inputs of 512 tokens are made of 568, and have targets of 114.
+
+    Args:
+        corruption: Density and mean length of the spans.
+        sequence_length: Tokens of the inputs.
+
+    Raises:
+        DataError: The rows are too short for a span, or no number of tokens fills them exactly.
+    """
+    found, tokens = None, 2
+    while (sizes := _sizes(corruption, tokens)).inputs_length <= sequence_length:
+        found, tokens = sizes, tokens + 1
+    if found is None or found.inputs_length != sequence_length:
+        near = "at least 3" if found is None else str(found.inputs_length)
+        raise DataError(
+            f"data.sequence_length={sequence_length} cannot be filled with spans of data.corruption; set it to {near}"
+        )
+    return found
+
+
+def _sizes(corruption: SpanCorruption, tokens: int) -> SpanSizes:
+    noise = min(max(round(tokens * corruption.noise_density), 1), tokens - 1)
+    # Every span is followed, and preceded, by at least one token that is kept.
+    spans = min(max(round(noise / corruption.mean_span_length), 1), noise, tokens - noise)
+    return SpanSizes(tokens, noise, spans, tokens - noise + spans + 1, noise + spans + 1)

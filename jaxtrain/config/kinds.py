@@ -1,45 +1,29 @@
-"""Whether task, model, data and loss of a config belong together. No jax here: `config` and `plan` ask too."""
+"""Whether the groups of a config belong together. No jax here: `config` and `plan` ask too."""
 
-from jaxtrain.config.call import Call
-from jaxtrain.config.chat import ChatData, gives_pairs
-from jaxtrain.config.data import (
-    CalledData,
-    DocumentsData,
-    JsonlData,
-    LabelledTextData,
-    MaskCorruption,
-    MixtureData,
-    SpanCorruption,
-    SyntheticData,
-    TaggedTextData,
-    TextData,
-    TextPairData,
-    TokenData,
-)
-from jaxtrain.config.finetune import check_freeze
-from jaxtrain.config.models import CalledModel, TransformerConfig
-from jaxtrain.config.schema import Config, LossConfig
+from collections.abc import Sequence
+
+from jaxtrain.config.base import Call
+from jaxtrain.config.data import CalledData, ChatData, MaskCorruption, gives_pairs
+from jaxtrain.config.model import CalledModel, TransformerConfig, published_from
+from jaxtrain.config.schema import CheckpointConfig, Config, FinetuneConfig, LossConfig, SpikesConfig
 from jaxtrain.errors import ConfigError
 
-# What rows are -> the tasks that take them.
-_TASKS = {
-    "tokens": ("language_modeling",),
-    "masked tokens": ("masked_language_modeling",),
-    "pairs of texts": ("sequence_to_sequence",),
-    "labelled text": ("classification", "regression"),
-    "tagged text": ("token_classification",),
-    "pairs of answers": ("dpo", "reward"),
-    "examples": ("classification", "regression"),
+# Kind of data -> what its rows are; of the others: examples.
+_FORMS = {
+    **dict.fromkeys(("text", "jsonl", "documents", "tokens", "mixture"), "tokens"),
+    "labelled_text": "labelled text",
+    "tagged_text": "tagged text",
+    "text_pairs": "pairs of texts",
 }
-# What rows are -> the kinds of model that take them.
-_MODELS = {
-    "tokens": ("transformer",),
-    "masked tokens": ("transformer",),
-    "pairs of texts": ("encoder_decoder",),
-    "labelled text": ("transformer",),
-    "tagged text": ("transformer",),
-    "pairs of answers": ("transformer",),
-    "examples": ("mlp", "resnet", "vit"),
+# What rows are -> the tasks, and the kinds of model, that take them.
+_TAKEN = {
+    "tokens": (("language_modeling",), ("transformer",)),
+    "masked tokens": (("masked_language_modeling",), ("transformer",)),
+    "pairs of texts": (("sequence_to_sequence",), ("encoder_decoder",)),
+    "labelled text": (("classification", "regression"), ("transformer",)),
+    "tagged text": (("token_classification",), ("transformer",)),
+    "pairs of answers": (("dpo", "reward"), ("transformer",)),
+    "examples": (("classification", "regression"), ("mlp", "resnet", "vit")),
 }
 # Task -> the kinds of head whose outputs it takes, the usual one first; of a transformer without one: language_model.
 _HEADS = {
@@ -76,51 +60,43 @@ def task_name(config: Config) -> str:
 
 
 def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = None) -> None:
-    """Raise where the kinds of task, model and data do not belong together; looks at no data.
+    """Raise a ConfigError where the kinds of task, model and data do not belong together; looks at no data.
 
     Args:
         config: with a model of its own (a user's model in its place is nothing to check here).
         own_task: whether a task from Python takes the place of the config's.
         unit: tokens or examples, of data from Python that may take the place of the config's; None: it is the config's.
-
-    Raises:
-        ConfigError: names what would work.
     """
     check_freeze(config.finetune, config.optimizer.freeze)
     if config.precision.policy == "fp8" and config.finetune.base is not None:
-        raise ConfigError(
-            f"precision.policy=fp8 multiplies kernels of floats, and finetune.base={config.finetune.base} stores them "
-            f"in {8 if config.finetune.base == 'int8' else 4} bits; use precision.policy=bf16, or leave finetune.base "
-            "out"
-        )
-    called_task = isinstance(config.task, Call)
-    if config.model.kind == "transformer" and not (own_task or called_task):
-        _check_sight(config)
+        raise ConfigError("precision.policy=fp8 beside finetune.base, which is no float; use precision.policy=bf16")
+    own = own_task or isinstance(config.task, Call)
     if unit is not None or not isinstance(config.data, CalledData):  # whose rows are known once it was called
-        _check_rows(config, own_task=own_task or called_task, unit=unit)
-    if not (own_task or called_task):
-        _check_head(config)
+        _check_rows(config, own_task=own, unit=unit)
+    if not own:
+        _check_model(config)
     if not own_task:  # which may read them
         check_loss(config)
 
 
+def check_freeze(finetune: FinetuneConfig, freeze: Sequence[str]) -> None:
+    """Raise a ConfigError where a config freezes parameters that adapters freeze already."""
+    if finetune.lora is not None and freeze:
+        raise ConfigError(
+            f"optimizer.freeze={list(freeze)} beside finetune.lora, which trains its adapters and "
+            "finetune.lora.train_also alone; leave optimizer.freeze out"
+        )
+
+
 def row_form(config: Config) -> str:
-    """What the rows of a config's own data are, in words: a key of the tables above."""
-    data = config.data
-    match data:
-        case LabelledTextData():
-            return "labelled text"
-        case TaggedTextData():
-            return "tagged text"
-        case TextPairData():
-            return "pairs of texts"
-        case ChatData():
-            return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
-        case TextData() | JsonlData() | DocumentsData() | TokenData() | MixtureData() | SyntheticData(task="tokens"):
-            if data.corruption is None:
-                return "tokens"
-            return "masked tokens" if isinstance(data.corruption, MaskCorruption) else "pairs of texts"
-    return "examples"
+    """What the rows of a config's own data are, in words: a key of `_TAKEN`."""
+    data, corruption = config.data, getattr(config.data, "corruption", None)
+    if isinstance(data, ChatData):
+        return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
+    form = _FORMS.get(data.kind, "tokens" if getattr(data, "task", None) == "tokens" else "examples")
+    if form != "tokens" or corruption is None:
+        return form
+    return "masked tokens" if isinstance(corruption, MaskCorruption) else "pairs of texts"
 
 
 def gives_tokens(config: Config) -> bool:
@@ -128,103 +104,109 @@ def gives_tokens(config: Config) -> bool:
     return row_form(config) != "examples"
 
 
-def _check_sight(config: Config) -> None:
-    """Raise where a transformer sees its targets, or does not see what it needs."""
-    assert isinstance(config.model, TransformerConfig)
-    if not config.model.causal and config.task in ("language_modeling", "dpo"):
+def _check_model(config: Config) -> None:
+    """Raise where a transformer sees its targets, or gives outputs that the task does not take."""
+    model, task = config.model, config.task
+    if not isinstance(model, TransformerConfig) or isinstance(task, Call):
+        return
+    if not model.causal and task in ("language_modeling", "dpo"):
         raise ConfigError(
-            f"model.causal=false would let task={config.task} read its targets; set model.causal=true, "
+            f"model.causal=false would let task={task} read its targets; set model.causal=true, "
             "task=masked_language_modeling, or bring a task of your own (task.call, or Python)"
         )
-    if config.model.causal and config.task == "masked_language_modeling":
+    if model.causal and task == "masked_language_modeling":
+        raise ConfigError(f"task={task} takes a model that sees both sides of a token; set model.causal=false")
+    wanted = _HEADS.get(task, ())
+    if wanted and model.head_kind not in wanted:
+        raise ConfigError(f"task={task} takes model.head.kind={wanted[0]}, but it is {model.head_kind}")
+    head = model.head
+    if task == "reward" and head and (head.num_labels != 1 or (model.causal and head.pooling != "last")):
         raise ConfigError(
-            "task=masked_language_modeling takes a model that sees both sides of a token; set model.causal=false"
+            "task=reward takes one number of the last token, which alone sees the text; set model.head.num_labels=1 "
+            "and model.head.pooling=last"
         )
-
-
-def _check_head(config: Config) -> None:
-    """Raise where a transformer gives outputs that the task does not take."""
-    if not isinstance(config.model, TransformerConfig) or isinstance(config.task, Call):
-        return
-    head = config.model.head
-    kind, wanted = "language_model" if head is None else head.kind, _HEADS.get(config.task, ())
-    if wanted and kind not in wanted:
-        raise ConfigError(
-            f"task={config.task} takes model.head.kind={wanted[0]}, but it is {kind}; set model.head.kind={wanted[0]}"
-        )
-    if config.task == "reward" and head is not None:
-        if head.num_labels != 1:
-            raise ConfigError(
-                f"task=reward takes one number per text, but model.head.num_labels={head.num_labels or 'null'}; "
-                "set model.head.num_labels=1"
-            )
-        if config.model.causal and head.pooling != "last":
-            raise ConfigError(
-                f"task=reward scores the last token, which alone sees the text, but model.head.pooling={head.pooling}; "
-                "set model.head.pooling=last"
-            )
 
 
 def _check_rows(config: Config, *, own_task: bool, unit: str | None) -> None:
     """Raise where task or model take other rows than the data gives."""
-    form, source = row_form(config), f"data.kind={config.data.kind}"
-    if isinstance(config.data, CalledData):
-        if isinstance(config.model, CalledModel):
+    data, model, task = config.data, config.model, config.task
+    form, source = row_form(config), f"data.kind={data.kind}"
+    if isinstance(data, CalledData):
+        if isinstance(model, CalledModel):
             return  # they know of each other
-        form, source = _form_of_unit(config, unit), f"data.call={config.data.call}"
+        form, source = _form_of_unit(config, unit), f"data.call={data.call}"
     elif unit is not None and (form != "examples") != (unit == "tokens"):
         form, source = _form_of_unit(config, unit), "the data given"
-    if not isinstance(config.task, Call) and config.task not in _TASKS[form]:
-        raise ConfigError(f"task={config.task}, but {source} gives {form}; set {_works(config.task, form)}")
-    if config.data.kind == "table" and config.data.task not in (None, config.task) and not own_task:
+    tasks, models = _TAKEN[form]
+    if not isinstance(task, Call) and task not in tasks:
+        hidden = {"masked_language_modeling": "mask", "sequence_to_sequence": "spans"}.get(task)
+        other = f"data.corruption.kind={hidden} or " if form == "tokens" and hidden else ""
+        raise ConfigError(f"task={task}, but {source} gives {form}; set {other}task={' or '.join(tasks)}")
+    if data.kind == "table" and data.task not in (None, task) and not own_task:
+        raise ConfigError(f"task={task}, but data.task={data.task}; set both to {data.task}, or leave data.task out")
+    if not isinstance(model, CalledModel) and model.kind not in models:
         raise ConfigError(
-            f"task={config.task}, but data.task={config.data.task}; set both to {config.data.task}, or leave data.task "
-            "out"
+            f"model.kind={model.kind} does not take the {form} of {source}; use model.kind={' or '.join(models)}"
         )
-    if isinstance(config.model, CalledModel):
-        return
-    if config.model.kind not in _MODELS[form]:
-        if form == "examples":
-            raise ConfigError(f"model.kind={config.model.kind} takes tokens, but {source} gives examples; use another")
-        raise ConfigError(
-            f"model.kind={config.model.kind} does not take the {form} of {source}; use model.kind={_MODELS[form][0]}"
-        )
-    start = getattr(config.data, "corruption", None) or config.data
-    if form == "pairs of texts" and isinstance(start, SpanCorruption | TextPairData):
-        begins = getattr(config.model, "start_token", start.decoder_start)
-        if begins != start.decoder_start:
-            raise ConfigError(
-                f"model.start_token={begins}, but the data begins with {start.decoder_start}; set "
-                f"data.{'corruption.' if isinstance(start, SpanCorruption) else ''}decoder_start={begins}"
-            )
+    start = getattr(getattr(data, "corruption", None) or data, "decoder_start", None)
+    if start is not None and getattr(model, "start_token", start) != start:
+        raise ConfigError(f"the decoder of the data begins with {start}; set model.start_token={start}")
 
 
 def _form_of_unit(config: Config, unit: str | None) -> str:
     """The rows of data from Python: tokens in an array, or what the task takes where its inputs are several arrays."""
     if isinstance(config.task, Call) or config.task in ("language_modeling", "classification", "regression"):
-        model = config.model
-        has_head = (
-            isinstance(model, TransformerConfig) and model.head is not None and config.task != "language_modeling"
-        )
-        return "labelled text" if has_head else "tokens" if unit == "tokens" else "examples"
-    return next(form for form, tasks in _TASKS.items() if config.task in tasks)
-
-
-def _works(task: str, form: str) -> str:
-    """What would make the rows fit the task, or the task the rows."""
-    hidden = {"masked_language_modeling": "mask", "sequence_to_sequence": "spans"}.get(task)
-    other = f"data.corruption.kind={hidden} or " if form == "tokens" and hidden else ""
-    return f"{other}task={' or '.join(_TASKS[form])}"
+        has_head = getattr(config.model, "head", None) is not None and config.model.kind == "transformer"
+        if has_head and config.task != "language_modeling":
+            return "labelled text"
+        return "tokens" if unit == "tokens" else "examples"
+    return next(form for form, (tasks, _) in _TAKEN.items() if config.task in tasks)
 
 
 def check_loss(config: Config) -> None:
-    """Raise where options of the loss would do nothing.
-
-    Raises:
-        ConfigError: names the first of them.
-    """
+    """Raise a ConfigError where an option of the loss would do nothing."""
     for name, value in config.loss:
         if value != getattr(LossConfig(), name) and config.task not in _LOSS[name]:
             raise ConfigError(
                 f"loss.{name}={value} is for task={_LOSS[name][0]}, but task={task_name(config)}; leave it out"
             )
+
+
+def check_roll_back(spikes: SpikesConfig | None, checkpoint: CheckpointConfig) -> None:
+    """Raise a ConfigError where spikes go back to checkpoints that are not kept (saves by the clock are not judged)."""
+    every = checkpoint.every
+    if spikes is None or spikes.action != "roll_back" or (every is None and checkpoint.every_minutes is not None):
+        return
+    needed = 0 if every is None else 1 + -(-(spikes.roll_back_steps - 1) // every)
+    if every is None or checkpoint.keep_last < needed:
+        write = f"checkpoint.keep_last={needed}" if every else "checkpoint.every, such as 100"
+        raise ConfigError(f"spikes.roll_back_steps={spikes.roll_back_steps} goes back to no checkpoint; set {write}")
+
+
+def check_sizes(
+    config: Config,
+    *,
+    vocab_size: int | None,
+    num_outputs: int | None,
+    sequence_length: int | None,
+    decoder_length: int | None,
+) -> None:
+    """Raise a ConfigError where the data has more token ids, classes or tokens per row than the model has room for.
+
+    None: not known, or none; what the model leaves to the data is not compared.
+    """
+    model = config.model
+    vocabulary, longest = getattr(model, "vocab_size", None), getattr(model, "max_sequence_length", None)
+    outputs = getattr(model, "num_classes", None) or getattr(model, "num_outputs", None)
+    outputs = outputs or getattr(getattr(model, "head", None), "num_labels", None)
+    if vocabulary and vocab_size and vocab_size > vocabulary:
+        published = published_from(model)
+        write = f"set model.vocab_size={vocab_size} or more, or leave it out"
+        if published is not None:
+            write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
+        raise ConfigError(f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}")
+    if outputs and num_outputs and num_outputs > outputs:
+        raise ConfigError(f"the model has {outputs} outputs but the data {num_outputs} classes or columns")
+    for key, length in (("data.sequence_length", sequence_length), ("data.target_length", decoder_length)):
+        if longest and length and length > longest:
+            raise ConfigError(f"{key}={length} exceeds model.max_sequence_length={longest}; lower it")

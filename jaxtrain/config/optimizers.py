@@ -4,12 +4,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Group
-from jaxtrain.config.call import Call
-from jaxtrain.config.numbers import Epsilon, Fraction, PositiveFloat, PositiveInt, Scale, Share, StepCount, Weight
+from jaxtrain.config.base import (
+    Call,
+    Count,
+    Fraction,
+    Group,
+    Names,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Ratio,
+    Share,
+    SomeNames,
+    kind_or,
+)
 from jaxtrain.errors import ConfigError
-
-Beta = Fraction
 
 
 class ScheduleConfig(Group):
@@ -17,7 +26,7 @@ class ScheduleConfig(Group):
 
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     """Shape after warmup; wsd (warmup, stable, decay) holds the peak and decays linearly at the end."""
-    warmup_steps: StepCount = 0
+    warmup_steps: Count = 0
     """Steps before the learning rate reaches the peak: it rises evenly, from peak / (warmup_steps + 1) in step 0."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of the final decay (null: 10 % of the run); other kinds: step where decay ends (null: the last)."""
@@ -26,45 +35,23 @@ class ScheduleConfig(Group):
 
 
 def check_schedule(config: ScheduleConfig, steps: int) -> None:
-    """Raises where a decay does not fit between the warmup and the end of the run.
-
-    Args:
-        config: Shape, warmup and end.
-        steps: Steps of the run.
-
-    Raises:
-        ConfigError: Names the keys.
-    """
+    """Raises a ConfigError where a decay does not fit between the warmup and the end of a run of so many steps."""
     warmup, decay = config.warmup_steps, config.decay_steps
-    if decay is None:
-        return
-    if config.kind == "wsd" and warmup + decay > steps:
+    if decay is not None and (warmup + decay > steps if config.kind == "wsd" else decay <= warmup):
         raise ConfigError(
-            f"optimizer.schedule: warmup_steps={warmup} + decay_steps={decay} exceed train.steps={steps}; lower one"
+            f"optimizer.schedule: decay_steps={decay} does not fit between warmup_steps={warmup} and "
+            f"train.steps={steps}"
         )
-    if config.kind != "wsd" and decay <= warmup:
-        raise ConfigError(f"optimizer.schedule.decay_steps={decay} is not above warmup_steps={warmup}; raise it")
-
-
-class _Rate(Group):
-    """The settings of a direction that a learning rate scales."""
-
-    learning_rate: Scale = 1e-3
-    """Peak learning rate."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """How the learning rate changes over the steps."""
-    weight_decay: Weight = 0.0
-    """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
 
 
 class _Update(Group):
     """The settings that every optimizer has."""
 
-    clip_norm: PositiveFloat | None = 1.0
+    clip_norm: Positive | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
-    ema_decay: Annotated[Fraction, Field(gt=0)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest decay of the moving average of parameters and batch statistics, which evaluation uses; null: none."""
-    freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    freeze: Names = ()
     """Parameters that are not trained, as path patterns such as 'blocks/*'."""
     offload: bool = False
     """Keep the optimizer state in host memory between steps; it is updated on the device, in slices where possible."""
@@ -74,8 +61,7 @@ class SGDDirection(Group):
     """Stochastic gradient descent with momentum."""
 
     kind: Literal["sgd"] = "sgd"
-    """Which optimizer this group describes."""
-    momentum: Beta = 0.9
+    momentum: Fraction = 0.9
     """Decay of the momentum."""
     nesterov: bool = False
     """Use Nesterov momentum."""
@@ -85,12 +71,11 @@ class AdamWDirection(Group):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017)."""
 
     kind: Literal["adamw"] = "adamw"
-    """Which optimizer this group describes."""
-    b1: Beta = 0.9
+    b1: Fraction = 0.9
     """Decay of the first moment."""
-    b2: Beta = 0.95
+    b2: Fraction = 0.95
     """Decay of the second moment."""
-    epsilon: Epsilon = 1e-8
+    epsilon: Ratio = 1e-8
     """Added to the square root of the second moment."""
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
     """Number format of both moments, which take 8, 4 or about 2 bytes per parameter."""
@@ -100,18 +85,17 @@ class MuonDirection(Group):
     """Orthogonal momentum for matrices (Jordan et al. 2024), AdamW for the rest; both have the same learning rate."""
 
     kind: Literal["muon"] = "muon"
-    """Which optimizer this group describes."""
-    momentum: Beta = 0.95
+    momentum: Fraction = 0.95
     """Decay of the momentum of matrices."""
     newton_schulz_steps: Annotated[int, Field(gt=0, le=100)] = 5
     """Newton-Schulz iterations that make the momentum of a matrix orthogonal."""
-    adamw: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    adamw: Names = ()
     """Matrices that AdamW updates, besides embeddings and output layers; path patterns such as 'head/*'."""
-    b1: Beta = 0.9
+    b1: Fraction = 0.9
     """Decay of AdamW's first moment."""
-    b2: Beta = 0.95
+    b2: Fraction = 0.95
     """Decay of AdamW's second moment."""
-    epsilon: Epsilon = 1e-8
+    epsilon: Ratio = 1e-8
     """Added to the square root of AdamW's second moment."""
 
 
@@ -119,10 +103,9 @@ class LionDirection(Group):
     """Updates by the sign of a momentum (Chen et al. 2023); needs about a tenth of AdamW's learning rate."""
 
     kind: Literal["lion"] = "lion"
-    """Which optimizer this group describes."""
-    b1: Beta = 0.9
+    b1: Fraction = 0.9
     """Weight of the momentum in the update; the gradient has the rest."""
-    b2: Beta = 0.99
+    b2: Fraction = 0.99
     """Decay of the momentum."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Number format of the momentum, which takes 4 or 2 bytes per parameter."""
@@ -132,10 +115,9 @@ class AdafactorDirection(Group):
     """Factored second moments (Shazeer and Stern 2018)."""
 
     kind: Literal["adafactor"] = "adafactor"
-    """Which optimizer this group describes."""
     min_dim_size_to_factor: PositiveInt = 128
     """Matrices with both sides at least this long keep a factored second moment."""
-    b1: Beta | None = None
+    b1: Fraction | None = None
     """Decay of the first moment; null: no first moment, which saves its memory."""
 
 
@@ -148,19 +130,25 @@ DirectionConfig = Annotated[
 class ParameterGroup(Group):
     """Parameters that are updated in another way than the rest; the first group that matches a parameter has it."""
 
-    match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    match: SomeNames
     """Which parameters: path patterns such as 'head/*' or '*/lora_b'."""
-    learning_rate_factor: Scale = 1.0
+    learning_rate_factor: Positive = 1.0
     """Their learning rate at every step, as a multiple of the optimizer's."""
-    weight_decay: Weight | None = None
+    weight_decay: NonNegative | None = None
     """Their decoupled weight decay; null: the optimizer's."""
     optimizer: DirectionConfig | None = None
     """What updates them, by kind, such as {kind: sgd, momentum: 0.9}; null: as the rest."""
 
 
-class _Optimizer(_Update, _Rate):
+class _Optimizer(_Update):
     """The settings of the optimizers that a config describes by their kind."""
 
+    learning_rate: Positive = 1e-3
+    """Peak learning rate."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate changes over the steps."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with another learning rate, weight decay or optimizer: [{match: ['head/*'], weight_decay: 0}, ...]."""
 
@@ -189,13 +177,14 @@ class CalledOptimizer(_Update, Call):
     """An optimizer of your own: a function that returns an optax transformation."""
 
     kind: Literal["called"] = "called"
-    """Which optimizer this group describes."""
-    learning_rate: Scale | None = None
+    learning_rate: Positive | None = None
     """Peak of the schedule that the function gets as learning_rate; null: the function has a learning rate itself."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How that learning rate changes over the steps."""
 
 
 OptimizerConfig = Annotated[
-    SGDConfig | AdamWConfig | MuonConfig | LionConfig | AdafactorConfig | CalledOptimizer, Field(discriminator="kind")
+    SGDConfig | AdamWConfig | MuonConfig | LionConfig | AdafactorConfig | CalledOptimizer,
+    Field(discriminator="kind"),
+    kind_or("adamw"),
 ]

@@ -1,71 +1,123 @@
-"""The key `from` of a model group: a published model that gives the model's keys and its first weights."""
+"""The key `from` of a model group and `finetune.adapter`: what published files give a config. No jax here."""
 
-import copy
-import functools
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, create_model
+from pydantic import ValidationError
 
+from jaxtrain.config.arguments import local_path
 from jaxtrain.config.base import Group
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.errors import explain
+from jaxtrain.config.model import EncoderDecoderConfig, LongRope, ModelConfig, TransformerConfig, ViTConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.config_file import config_origin, read_published_config
+from jaxtrain.published.config_file import read_published_config
 from jaxtrain.published.families.table import family_of, read_settings
 from jaxtrain.published.family import Family
+from jaxtrain.published.longrope import longrope_factor
 
 if TYPE_CHECKING:
-
-    class Published(Group):
-        """Groups of models that are published."""
-
-else:
-    _DOC = "Published folder, .gguf file or id on the hub: gives keys that are not set, and first weights; null: none."
-    # `from` is a word of the language, so that a class body cannot hold it.
-    Published = create_model(
-        "Published", __base__=Group, **{"from": (str | None, Field(default=None, description=_DOC))}
-    )
+    from jaxtrain.published.peft import AdapterConfig
 
 
-def published_from(model: Group) -> str | None:
-    """Returns the published model that a model group starts from, or None."""
-    return getattr(model, "from", None)
+def published_family(path: str) -> Family:
+    """Returns the family of a published folder or .gguf file; raises as `published_settings`."""
+    return _read(path)[0]
 
 
-@functools.lru_cache(maxsize=8)
-def _read(path: str, stamp: float) -> tuple[Family, dict[str, Any]]:
-    config = read_published_config(Path(path))
+def published_settings(path: str) -> dict[str, Any]:
+    """Returns the keys of a model group that a published folder or .gguf file gives.
+
+    Raises:
+        ConfigError: There is none, or a key or value of its config.json is not supported.
+    """
+    return _read(path)[1]
+
+
+def _read(path: str) -> tuple[Family, dict[str, Any]]:
+    config = read_published_config(local_path(path, what="model.from"))
     try:
         return family_of(config.get("model_type")), read_settings(config)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def published_settings(path: str) -> dict[str, Any]:
-    """Returns the keys of a model group that a published model gives.
+def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any]:
+    """Returns the keys of a model group with what follows from others filled in, and `vocab_size` where it has none."""
+    settings = model.model_dump()
+    if isinstance(model, EncoderDecoderConfig):
+        settings |= dict(num_decoder_layers=model.decoder_layers)
+    if isinstance(model, TransformerConfig | EncoderDecoderConfig):
+        settings |= dict(num_kv_heads=model.kv_heads, head_dim=model.head_width, mlp_dim=model.mlp_width)
+    if isinstance(model, TransformerConfig) and isinstance(model.rope_scaling, LongRope):
+        scaling = model.rope_scaling
+        factor = scaling.attention_factor or longrope_factor(scaling.original_length, model.max_sequence_length)
+        settings["rope_scaling"] |= dict(attention_factor=factor)
+    if isinstance(model, ViTConfig):
+        settings |= dict(mlp_dim=model.mlp_width)
+    if "vocab_size" in settings and settings["vocab_size"] is None:
+        settings["vocab_size"] = vocab_size
+    return settings
 
-    Args:
-        path: Its folder, or its .gguf file.
+
+class _Model(Group):
+    """A model group alone, as a config holds it."""
+
+    model: ModelConfig
+
+
+def parse_settings(settings: Mapping[str, Any]) -> Group:
+    """Returns the model group of a family's settings."""
+    return _Model.model_validate({"model": dict(settings)}).model
+
+
+def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns every key of the model group of the published model at `path`, from those that its family reads.
 
     Raises:
-        ConfigError: There is none, or a key or value of its config.json is not supported.
+        ConfigError: A value does not fit our model group.
     """
-    # A copy, because the loader merges other keys into the groups inside.
-    return copy.deepcopy(_read(path, _stamp(path))[1])
+    try:
+        return settings_of(parse_settings(settings))
+    except ValidationError as error:
+        raise ConfigError(f"the config.json of {path}: {explain(error, _Model, {'model': settings})}") from None
 
 
-def published_family(path: str) -> Family:
-    """Returns the family of a published model.
-
-    Args:
-        path: Its folder, or its .gguf file.
+def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
+    """Returns the keys of `finetune.lora` that the folder of an adapter of a published model (`base`) gives.
 
     Raises:
-        ConfigError: There is none, or a key or value of its config.json is not supported.
+        ConfigError: There is no adapter, or it is of a kind that is not supported.
+        CheckpointError: Its files are missing or damaged, or it is an adapter of another base.
     """
-    return _read(path, _stamp(path))[0]
+    # They read arrays, and `jaxtrain config` of other configs needs no NumPy.
+    from jaxtrain.published.peft import open_adapter_folder
+    from jaxtrain.published.peft_tensors import read_adapter_arrays
+
+    folder = open_adapter_folder(path)
+    rows = published_family(base).tensors(settings_in(base, published_settings(base)))
+    found = read_adapter_arrays(folder, rows)
+    return lora_settings(
+        folder.config, rank=found.rank, scale=found.scale, kernels=tuple(found.factors), whole=tuple(found.whole)
+    )
 
 
-def _stamp(path: str) -> float:
-    place = config_origin(local_path(path, what="model.from"))
-    return place.stat().st_mtime if place.is_file() else 0.0
+def lora_settings(
+    said: "AdapterConfig", *, rank: int, scale: float, kernels: tuple[str, ...], whole: tuple[str, ...]
+) -> dict[str, Any]:
+    """Returns the keys of `finetune.lora` of an adapter that was read.
+
+    Args:
+        said: Its adapter_config.json.
+        rank, scale: Of all its factors, and what their products are multiplied by.
+        kernels, whole: Paths of the kernels that it adapts, and of the parameters that it trains whole.
+    """
+    alpha = scale * (rank**0.5 if said.rank_stabilised else rank)
+    return dict(
+        rank=rank,
+        # As it was written, where that is what it is.
+        alpha=said.alpha if (rank, scale) == (said.rank, said.scale) else alpha,
+        dropout=said.dropout,
+        targets=tuple(kernel.removesuffix("/kernel") for kernel in kernels),
+        rank_stabilised=said.rank_stabilised,
+        train_also=whole,
+    )

@@ -1,35 +1,36 @@
 """The complete config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
+import re
 from html import escape
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from jaxtrain.config.base import Group, first_mistake, mistakes_told_by_pydantic
-from jaxtrain.config.call import CALLED, NAMED, Call, CalledTask, named_or_called
-from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.arguments import is_store_address, local_path, store_address
+from jaxtrain.config.base import (
+    Call,
+    CalledTask,
+    Count,
+    Fraction,
+    Group,
+    Names,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Share,
+    SomeNames,
+    named_or_called,
+)
 from jaxtrain.config.data import DataConfig, TextData
-from jaxtrain.config.early_stopping import EarlyStoppingConfig
-from jaxtrain.config.finetune import FinetuneConfig
-from jaxtrain.config.loss import check_blocks, check_preference
-from jaxtrain.config.models import ModelConfig
-from jaxtrain.config.notices import NoticesConfig
-from jaxtrain.config.numbers import Length, PositiveInt, Rows, Scale, Share, StepCount
+from jaxtrain.config.errors import CALLED, NAMED
+from jaxtrain.config.files import to_yaml
+from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
-from jaxtrain.config.remat import check_remat
-from jaxtrain.config.run_name import check_run_name
-from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
-from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.config.watchdog import WatchdogConfig
-from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
-# No point: it would part a key from the one below it.
-TagName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
-TagText = Annotated[str, Field(max_length=500)]
 Degree = Annotated[int, Field(gt=0, le=2**20)] | Literal["auto"]
 TaskName = Literal[
     "language_modeling",
@@ -79,44 +80,17 @@ class ParallelConfig(Group):
     """Fraction of the parameter bytes that may be replicated on every device although fsdp > 1."""
 
 
-# The scale never grows above this (`precision.LossScaling.maximum`).
-_LARGEST_LOSS_SCALE = 2.0**24
-
-
-class LossScaleConfig(Group):
-    """Dynamic loss scaling for fp16."""
-
-    initial: Annotated[float, Field(gt=0, le=_LARGEST_LOSS_SCALE)] = 32768.0
-    """Scale at the start."""
-    growth_interval: PositiveInt = 2000
-    """Number of finite steps in a row after which the scale doubles."""
-    minimum: Annotated[float, Field(gt=0, le=_LARGEST_LOSS_SCALE)] = 1.0
-    """The scale never falls below this."""
-
-    @model_validator(mode="after")
-    def _starts_in_range(self) -> "LossScaleConfig":
-        if self.initial < self.minimum:
-            raise ValueError(f"initial {self.initial:g} is below minimum {self.minimum:g}; raise it, or lower minimum")
-        return self
-
-
 class PrecisionConfig(Group):
     """Number formats of parameters and computation."""
 
     policy: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8"] = "fp32"
     """Format to compute in (only bf16_pure stores bf16 parameters); fp8: bf16 with 8-bit layers (docs/precision.md)."""
-    loss_scale: LossScaleConfig = LossScaleConfig()
-    """Dynamic loss scaling, used by policy fp16 only."""
 
-    @field_validator("policy", mode="before")
-    @classmethod
-    def _trainable(cls, policy: object) -> object:
-        if policy in ("int8", "int8_dynamic"):
-            raise ValueError(
-                f"{policy} is not a format to train in; train with another policy, then run "
-                f"jaxtrain eval RUN --quantize {policy}, or jaxtrain sample"
-            )
-        return policy
+
+# The input of a block: every policy keeps it, so it can be offloaded but not listed in remat.names.
+BLOCK_INPUT = "block_input"
+# Names that blocks give to their tensors (`jax.ad_checkpoint.checkpoint_name`), for policy "names".
+TensorName = Literal["query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output"]
 
 
 class RematConfig(Group):
@@ -124,38 +98,43 @@ class RematConfig(Group):
 
     policy: Literal["none", "full", "dots", "sqrt", "names"] = "dots"
     """What is kept. none: all; full: block inputs; dots: matmul results; sqrt: sqrt(N) segment inputs; names: those."""
-    names: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    names: Annotated[tuple[TensorName, ...], Field(strict=False)] = ()
     """Tensors that policy names keeps on the device."""
-    offload: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    offload: Annotated[tuple[TensorName | Literal["block_input"], ...], Field(strict=False)] = ()
     """Tensors kept in host memory, under policies full and names: block_input, or a tensor not in remat.names."""
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        with mistakes_told_by_pydantic():
-            check_remat(self.policy, self.names, self.offload)
+        if self.policy == "names" and (not self.names or {*self.names} & {*self.offload}):
+            raise ValueError("remat.policy=names needs remat.names, and none of them in remat.offload")
+        if self.offload and self.policy not in ("full", "names"):
+            raise ValueError("remat.offload takes remat.policy=full or names, which choose tensors by name")
         return self
+
+
+Logits = Literal["whole", "tokens", "vocabulary"]
 
 
 class LossConfig(Group):
     """The loss of language models, of classes, and of preferred answers."""
 
-    z_loss: Scale | None = None
+    z_loss: Positive | None = None
     """Weight of the squared logsumexp that is added to the training loss (PaLM: 1e-4); null: not added."""
     logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto"
     """Logits in memory at once: whole is all of them, tokens or vocabulary a block of that dim; auto: by their size."""
     block: PositiveInt | None = None
     """Tokens or ids per block, for logits tokens and vocabulary; null: chosen from the sizes."""
-
-    beta: Annotated[float, Field(le=1e6)] = 0.1
+    beta: Positive = 0.1
     """Task dpo: how near the model stays to where it starts, above 0; a larger value keeps it nearer."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of wrong labels that is assumed: dpo, of pairs, below 0.5; classification, spread over all classes."""
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        with mistakes_told_by_pydantic():
-            check_blocks(self.logits, self.block)
-            check_preference(self.beta, self.label_smoothing)
+        if self.block is not None and self.logits in ("auto", "whole"):
+            raise ValueError(
+                f"loss.block={self.block} has no effect with loss.logits={self.logits}; set tokens or vocabulary"
+            )
         return self
 
 
@@ -164,7 +143,7 @@ class TrainConfig(Group):
 
     steps: PositiveInt = 1000
     """Total number of optimizer steps."""
-    global_batch_size: Rows = 32
+    global_batch_size: PositiveInt = 32
     """Rows per step over all devices and microbatches."""
     accumulation_steps: PositiveInt = 1
     """Microbatches per step; gradients are accumulated over them."""
@@ -176,6 +155,65 @@ class TrainConfig(Group):
     """Threads that read image rows one by one; auto: the cores of this process, up to 16."""
 
 
+_PLACES = "use a folder, gs://bucket/name or s3://bucket/name"
+
+
+class CheckpointConfig(Group):
+    """When the state is saved, which checkpoints are kept, and where a second copy is."""
+
+    every: PositiveInt | None = 1000
+    """Steps between saves; null: save only at the end and on a signal."""
+    every_minutes: Annotated[float, Field(gt=0, le=10_080)] | None = None
+    """Save too where this many minutes have passed since the last save; null: no such rule."""
+    keep_last: PositiveInt = 2
+    """Number of the newest checkpoints that are kept."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints at multiples of this step are never deleted; null: no such rule."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest eval_loss, or with the best metric of evaluation.early_stopping."""
+    directory: str | None = None
+    """Where checkpoints are: a folder, gs://bucket/name or s3://bucket/name; null: in the run directory."""
+    mirror: str | None = None
+    """Folder (or gs://, s3://) for a second copy, in a subfolder named as the run directory; null: no copy."""
+    max_failed_in_a_row: PositiveInt = 3
+    """Stop (exit code 1) after this many saves in a row that failed, for lack of space or another reason."""
+
+    @field_validator("directory", "mirror")
+    @classmethod
+    def _is_a_place(cls, place: str | None) -> str | None:
+        try:
+            if place is not None:
+                _ = store_address(place) if is_store_address(place) else local_path(place, what="it", instead=_PLACES)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return place
+
+
+# Of the shipped tasks; metrics of other names are an accuracy or are taken for something that falls.
+_HIGHER_IS_BETTER = ("eval_margin", "eval_chosen_reward", "eval_chosen_score")
+_ACCURACY = re.compile("(?<!in)accuracy", re.IGNORECASE)
+
+
+class EarlyStoppingConfig(Group):
+    """When a run ends before its last step, because a metric of the evaluations gets no better."""
+
+    metric: str = "eval_loss"
+    """Metric of the evaluation, under its name in metrics.jsonl."""
+    patience: PositiveInt = 3
+    """Stop after this many evaluations in a row without a better value."""
+    min_delta: NonNegative = 0.0
+    """A value is better if it differs from the best one by more than this."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether lower (min) or higher (max) values are better; auto: higher ones of an accuracy, lower ones of others."""
+
+
+def is_higher_better(metric: str, mode: str | None) -> bool:
+    """Whether higher values of a metric of metrics.jsonl are better, under the mode of early stopping (None: auto)."""
+    if mode in ("min", "max"):
+        return mode == "max"
+    return metric in _HIGHER_IS_BETTER or _ACCURACY.search(metric) is not None
+
+
 class EvaluationConfig(Group):
     """Evaluation on held-out rows."""
 
@@ -185,7 +223,7 @@ class EvaluationConfig(Group):
     """Largest number of batches per evaluation, whose rows are spread over all held-out rows; null: all of them."""
     sample_prompt: str | None = None
     """Language models: write a sample that continues this text at the end of the run; null: no sample."""
-    sample_tokens: Length = 200
+    sample_tokens: PositiveInt = 200
     """Length of that sample, in tokens."""
     sample_temperature: Annotated[float, Field(ge=0, le=1000)] = 0.8
     """Temperature of that sample; 0 takes the most likely token."""
@@ -214,19 +252,151 @@ class LoggingConfig(Group):
     """Log to MLflow at MLFLOW_TRACKING_URI, or in ./mlflow.db (extra: mlflow)."""
     project: str = "jaxtrain"
     """Project of wandb and trackio, experiment of MLflow."""
-    tags: dict[TagName, TagText] = {}  # noqa: RUF012  pydantic copies it
+    tags: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
     """Tags of the run on trackers, as in {team: vision}."""
     report: bool = True
     """Write report.html at the end."""
 
 
+class SpikesConfig(Group):
+    """Steps whose loss or gradient norm is far above those before them (docs/reliability.md)."""
+
+    action: Literal["skip", "roll_back"] = "skip"
+    """skip: such a step leaves the state as it was; roll_back: go back to a checkpoint and past the data around it."""
+    watch: Literal["loss", "grad_norm", "both"] = "both"
+    """The metrics that are compared."""
+    window: Annotated[int, Field(ge=4, le=65536)] = 128
+    """Number of the last accepted steps that are compared with; the first half window of a run is always accepted."""
+    sigmas: Positive = 6.0
+    """A spike is more than this many standard deviations above the mean of the window."""
+    roll_back_steps: PositiveInt = 100
+    """roll_back: the checkpoint is at least this many steps before the spike."""
+    skip_batches: PositiveInt = 300
+    """roll_back: batches that are left out from the checkpoint on; more where the spike's own batch is beyond them."""
+    max_roll_backs: PositiveInt = 3
+    """roll_back: most times per run; later spikes are skipped."""
+
+
+class ChecksConfig(Group):
+    """Comparisons that find devices which compute or keep wrong numbers (docs/reliability.md)."""
+
+    replay_every: PositiveInt | None = None
+    """Steps between steps that are computed twice and compared bit for bit, with a copy of the state; null: never."""
+    replicas_every: PositiveInt | None = None
+    """Steps between comparisons of all copies of replicated arrays, bit for bit; null: never."""
+
+
+# A year: whoever wants no limit at all turns the watchdog off.
+Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
+
+
+class WatchdogConfig(Group):
+    """How long each phase may take without progress; a run that stands still for longer ends with exit code 70."""
+
+    enabled: bool = True
+    """Watch for stalls and lost processes; false: a run that hangs does so for ever."""
+    start_seconds: Seconds = 14_400.0
+    """Limit for starting and reading data."""
+    compile_seconds: Seconds = 7_200.0
+    """Limit for compiling, and for the first step of a process."""
+    restore_seconds: Seconds = 3_600.0
+    """Limit for creating the state or restoring a checkpoint."""
+    step_seconds: Seconds = 300.0
+    """Limit for a step, or 10 times the median step where that is longer."""
+    data_seconds: Seconds = 1_800.0
+    """Limit for the wait for a batch, or 10 times the median step where that is longer."""
+    evaluation_seconds: Seconds = 3_600.0
+    """Limit for a batch of an evaluation, for a sample, a callback and the report."""
+    save_seconds: Seconds = 3_600.0
+    """Limit for a save, also for what is written in the background."""
+    lost_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
+    """Silence after which another process counts as lost; twice as long while it starts or reads data."""
+    slow_fraction: Annotated[float, Field(gt=0, le=10)] = 0.2
+    """Name a process that delays each step by more than this fraction of it, 3 windows in a row."""
+
+
+def limits(watchdog: WatchdogConfig | None) -> WatchdogConfig | None:
+    """Returns the limits that the key `watchdog` stands for; None: nothing is watched."""
+    chosen = WatchdogConfig() if watchdog is None else watchdog
+    return chosen if chosen.enabled else None
+
+
+class NoticesConfig(Group):
+    """How a run hears that it must stop, and how it leaves."""
+
+    metadata: Literal["auto"] | bool = "auto"
+    """Watch the metadata server of a Google Cloud VM; auto: on such a VM, or where GCE_METADATA_HOST is set."""
+    patience_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    """Seconds after a signal at which a compilation, a batch of an evaluation or a callback is left, to save."""
+
+
 class ProfileConfig(Group):
     """Steps that the profiler records, written to the run directory."""
 
-    start_step: StepCount | None = None
+    start_step: Count | None = None
     """First profiled step; null: no profile."""
     num_steps: PositiveInt = 3
     """Number of profiled steps."""
+
+
+class LoraConfig(Group):
+    """Low-rank adapters of linear layers (Hu et al. 2021): a kernel W becomes W + scale * A B, and only A, B train.
+
+    Example:
+        >>> jt.LoraConfig(rank=8, targets=("query", "value")).alpha
+        32.0
+    """
+
+    rank: PositiveInt = 16
+    """Columns of A and rows of B."""
+    alpha: Positive = 32.0
+    """The product A B is multiplied by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Share of an adapter's inputs that become 0 in training."""
+    targets: SomeNames = ("*",)
+    """Linear layers that get an adapter: names such as query, or patterns of paths such as 'blocks/mlp/*'; '*': all."""
+    rank_stabilised: bool = False
+    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    train_also: Names = ()
+    """Parameters that are trained whole beside the adapters, as path patterns such as 'head/*'."""
+
+    @property
+    def scale(self) -> float:
+        """What the product A B is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+
+class FinetuneConfig(Group):
+    """How a pretrained model is trained further; without adapters, all of it is."""
+
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights; null: train the weights."""
+    adapter: str | None = None
+    """Folder of an adapter, from PEFT or `jaxtrain export`, to begin with; it gives lora, model.from is its base."""
+    base: Literal["int8", "nf4"] | None = None
+    """Number format of the frozen linear layers below the adapters; null: the dtype of the computation."""
+    double_quantization: bool = True
+    """nf4: quantize the scales of the blocks too, which takes 4.127 instead of 4.5 bits per weight."""
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        if self.base is not None and self.lora is None:
+            raise ValueError(f"base={self.base} without lora trains nothing; set lora.rank, such as 16")
+        return self
+
+
+def check_run_name(name: str) -> str:
+    """Returns the name of a run, which is a folder below runs/ and may have several parts, as in "sweep/lr_0.1".
+
+    Raises:
+        ValueError: It is empty, would lead out of runs/, or holds characters that are not shown.
+    """
+    parts = name.split("/")
+    if not name.isprintable() or "\\" in name or any(not part.strip() or part in (".", "..") for part in parts):
+        raise ValueError(
+            f"{name[:60]!r} is no folder below runs/; use letters, digits, '-', '_' and '.', or --run-dir for a path"
+        )
+    return name
 
 
 def _short(group: Any) -> str:
@@ -245,13 +415,6 @@ class Config(Group):
         >>> config.train.steps, config.optimizer.kind
         (20, 'adamw')
     """
-
-    # Keywords of a pydantic model are its fields, which pydantic checks itself.
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(first_mistake(error)) from error
 
     name: str | None = None
     """Name of the run directory under runs/; null: the name of the config."""

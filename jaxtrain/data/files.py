@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import local_path
 from jaxtrain.data.compression import UNPACKING_ERRORS, damaged, is_packed, open_unpacked, plain_suffix, read_unpacked
 from jaxtrain.data.skipped import BadRecordError
 from jaxtrain.errors import DataError

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from jaxtrain.config.chat import ChatData
-from jaxtrain.config.data import Stored
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.data import ChatData, Stored
 from jaxtrain.config.secrets import redacted_text
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import write_json_atomic

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.data import DocumentsData, JsonlData, TextData
-from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
 from jaxtrain.data.documents import Documents
 from jaxtrain.data.end_of_text import named_end
 from jaxtrain.data.examples import check_leaves_rows

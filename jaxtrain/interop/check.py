@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
+from jaxtrain.config.model import EncoderDecoderConfig
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.pretrained import Pretrained, load_pretrained
 from jaxtrain.models.from_nnx import from_dict

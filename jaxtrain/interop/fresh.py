@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.heads import HeadConfig
-from jaxtrain.config.published import published_family, published_from, published_settings
+from jaxtrain.config.model import HeadConfig, published_from
+from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.published.entries import Entry

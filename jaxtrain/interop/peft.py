@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config.adapter import lora_settings
 from jaxtrain.config.arguments import refusal
 from jaxtrain.config.base import Group
-from jaxtrain.config.finetune import LoraConfig
+from jaxtrain.config.published import lora_settings
+from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.base_digest import base_digests, check_base, write_base_digests
 from jaxtrain.interop.folders import empty_folder, name_folder, partial_folder, partial_of

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.filled import parse_settings, settings_in, settings_of
+from jaxtrain.config.published import parse_settings, settings_in, settings_of
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.families.table import FAMILIES, read_settings
 from jaxtrain.published.family import Family

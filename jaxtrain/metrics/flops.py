@@ -18,9 +18,15 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
-from jaxtrain.config.vit import ViTConfig
+from jaxtrain.config.model import (
+    CalledModel,
+    EncoderDecoderConfig,
+    MLPConfig,
+    ModelConfig,
+    ResNetConfig,
+    TransformerConfig,
+    ViTConfig,
+)
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
     attention_shapes,

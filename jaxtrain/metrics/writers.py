@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import local_path
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.metrics.history import read_rows

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.finetune import LoraConfig
+from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.optim.rules import check_patterns
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.arguments import check_choice
-from jaxtrain.config.finetune import LoraConfig
+from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapted_apply import Preparation, prepared

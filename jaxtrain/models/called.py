@@ -4,7 +4,7 @@ from typing import Any
 
 from flax import linen, nnx
 
-from jaxtrain.config.call import Call
+from jaxtrain.config.base import Call
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
 from jaxtrain.runtime.call import call_function, described

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
-from jaxtrain.config.finetune import LoraConfig
+from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import parameters_table, parameters_text
 from jaxtrain.layout.gather import gather_after

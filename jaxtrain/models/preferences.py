@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import check_number, refusal, shown
-from jaxtrain.config.loss import check_blocks, check_preference
+from jaxtrain.config.arguments import refusal, shown
+from jaxtrain.config.schema import LossConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.targets import checked_ids, target_weights
@@ -63,11 +63,7 @@ def dpo(
         >>> task.batch_axes["targets"]
         ('batch', None, 'sequence')
     """
-    check_blocks(logits, block)
-    check_number(beta, what="dpo: beta", takes="a number above 0", write="dpo(beta=0.1)")
-    smoothing = {"what": "dpo: label_smoothing", "takes": "a number from 0 to below 0.5"}
-    check_number(label_smoothing, **smoothing, write="dpo(label_smoothing=0.1)")
-    check_preference(beta, label_smoothing)
+    LossConfig(beta=beta, label_smoothing=label_smoothing, logits=logits, block=block)
     by = None if logits == "auto" else logits
     loss = functools.partial(_dpo_loss, beta, label_smoothing, by, block)
     reference = functools.partial(answer_log_probabilities, by=by, size=block)

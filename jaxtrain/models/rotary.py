@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.rope import AnyRope, LinearRope, LongRope, RopeScaling, YarnRope
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, TransformerConfig, YarnRope
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.ops.ranks import aligned
 from jaxtrain.published.longrope import longrope_factor

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.arguments import check_function, shown
+from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.runtime.card import card
@@ -124,9 +124,6 @@ class Task:
         if self.rows not in _ROWS:
             raise ConfigError(f"Task: rows={self.rows!r}; use {', '.join(_ROWS[:-1])} or {_ROWS[-1]}")
         check_axes(self.batch_axes, what="Task: batch_axes", write="batch_axes={'inputs': ('batch', 'sequence')}")
-        if self.num_classes is not None:
-            takes, write = "a function of the outputs", "num_classes=lambda outputs: outputs.shape[-1]"
-            check_function(self.num_classes, what="Task: num_classes", takes=takes, write=write)
 
     @classmethod
     def calling(

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import shown
-from jaxtrain.config.call import CalledTask
+from jaxtrain.config.base import CalledTask
 from jaxtrain.config.kinds import check_loss
-from jaxtrain.config.loss import check_blocks, check_z_loss
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.order import turn_of
 from jaxtrain.layout.sharding import current_layout, sum_over_shards
@@ -124,8 +123,7 @@ def _token_task(
         z_loss, logits, block: as for `language_modeling`.
         counts_right: whether evaluation reports the accuracy, for which the logits are computed once more.
     """
-    check_blocks(logits, block)
-    check_z_loss(z_loss, of=name)
+    LossConfig(z_loss=z_loss, logits=logits, block=block)
 
     def loss_with(z_loss: float | None, counts_right: bool, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}

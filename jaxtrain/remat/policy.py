@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.remat import BLOCK_INPUT, check_remat
+from jaxtrain.config.schema import BLOCK_INPUT, RematConfig
 from jaxtrain.layout.sharding import platform
 from jaxtrain.remat.segments import segment_layers
 from jaxtrain.runtime.choices import note_choice
@@ -50,7 +50,7 @@ class Remat:
     offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_remat(self.policy, self.names, self.offload)
+        RematConfig(policy=self.policy, names=self.names, offload=self.offload)
 
     def scan(self, body: ScanBody, carry: Tree, layers: Tree, *, unroll: bool = False) -> tuple[Tree, Tree]:
         """Run `jax.lax.scan(body, carry, layers)` with a backward pass that keeps what this policy says.

@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.storage import from_process_0
-from jaxtrain.config.spikes import SpikesConfig
+from jaxtrain.config.schema import SpikesConfig
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.run.nonfinite import Diagnosis

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
-from jaxtrain.config.keywords import suggesting
 from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import EarlyStoppingConfig, is_higher_better
 from jaxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +80,6 @@ class Moment:
         return self._gradients()
 
 
-@suggesting
 @dataclass(frozen=True)
 class Callback:
     """Functions that a run calls between its steps; each gets a `Moment`, and stops the run by returning "stop".
@@ -110,7 +108,6 @@ class Callback:
     every: int = 1
 
 
-@suggesting
 @dataclass(frozen=True)
 class EarlyStopping:
     """Stops a run when a metric of its evaluations gets no better; give it to `fit` or `run_config` as a callback.

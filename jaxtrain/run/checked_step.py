@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.spikes import ChecksConfig
+from jaxtrain.config.schema import ChecksConfig
 from jaxtrain.models.task import Batch
 from jaxtrain.run.replicas import DeviceDigests
 from jaxtrain.run.saving import is_due

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.config.published import published_from
+from jaxtrain.config.model import published_from
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import fresh_parts

@@ -15,9 +15,9 @@ from typing import Any, Self
 from jaxtrain.checkpoint.directory import DamagedError, live_steps, read_info
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config import Loaded
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.run_name import check_run_name
-from jaxtrain.config.saved_run import RUN_FILE
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.files import RUN_FILE
+from jaxtrain.config.schema import check_run_name
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.metrics.time_spent import earlier_seconds, read_restarts
 from jaxtrain.runtime.attempt import attempt

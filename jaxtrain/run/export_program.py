@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.stablehlo.folder import check_flatbuffers, check_folder, write_program
 from jaxtrain.inference.stablehlo.program import make_program

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.config.files import is_run, read_run
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.formats import ChatFormat, files_beside
 from jaxtrain.errors import ConfigError, DataError, UserError

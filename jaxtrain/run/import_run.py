@@ -9,8 +9,8 @@ import jax
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import load_config
 from jaxtrain.config.base import Group
+from jaxtrain.config.files import is_run, read_run
 from jaxtrain.config.published import published_settings
-from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.data import load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.companions import companions

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
 
-from jaxtrain.config.notices import NoticesConfig
+from jaxtrain.config.schema import NoticesConfig
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.runtime.early_signals import end_at_signal
 from jaxtrain.runtime.forks import drop_in_children

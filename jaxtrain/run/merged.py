@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.published import published_from
+from jaxtrain.config.model import published_from
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.companions import Texts
 from jaxtrain.interop.folders import empty_folder

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.arguments import check_whole
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.saved_run import read_run
+from jaxtrain.config.arguments import check_whole, local_path
+from jaxtrain.config.files import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.directory import mend_run
 from jaxtrain.run.opened import OpenedRun

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config
 from jaxtrain.config.arguments import check_whole
-from jaxtrain.config.call import Call
-from jaxtrain.config.published import published_from
-from jaxtrain.config.saved_run import read_run
+from jaxtrain.config.base import Call
+from jaxtrain.config.files import read_run
+from jaxtrain.config.model import published_from
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.opened_data import built_from, open_saved_data, rows_of_given

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import Config
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.saved_run import recorded_parts
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.files import recorded_parts
+from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.heads import label_names

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.published import published_settings
-from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.data import load_tokenizer
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.models.tasks import classification

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.config.arguments import local_path
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import ImageFolderData, ImageRecordsData, LabelledTextData, TaggedTextData
-from jaxtrain.config.local_path import local_path
 from jaxtrain.data.archives import check_archive
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.sources.images import centered_images, image_files, is_image_file

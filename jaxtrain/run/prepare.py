@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.config import Loaded
-from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.spikes import check_roll_back
+from jaxtrain.config.kinds import check_kinds, check_roll_back
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.interop.fresh import check_fits, fresh_notes

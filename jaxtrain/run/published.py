@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.base import Group
-from jaxtrain.config.published import published_from
+from jaxtrain.config.model import published_from
 from jaxtrain.interop.base_digest import base_digests
 from jaxtrain.interop.companions import TEXT_FILES
 from jaxtrain.interop.save import Origin, saved_dtypes

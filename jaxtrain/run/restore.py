@@ -18,9 +18,9 @@ from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import checkpoint_folder, find_checkpoint
 from jaxtrain.checkpoint.tree import is_inside, stored_name
-from jaxtrain.config.published import published_from
-from jaxtrain.config.saved_run import is_run, read_run
-from jaxtrain.config.store_address import is_store_address
+from jaxtrain.config.arguments import is_store_address
+from jaxtrain.config.files import is_run, read_run
+from jaxtrain.config.model import published_from
 from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.interop.weights import is_published

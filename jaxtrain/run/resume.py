@@ -8,7 +8,7 @@ from typing import Any
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
 from jaxtrain.checkpoint.storage import from_process_0
-from jaxtrain.config.saved_run import recorded_parts
+from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info

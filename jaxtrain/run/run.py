@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.early_stopping import EarlyStoppingConfig
-from jaxtrain.config.notices import NoticesConfig
+from jaxtrain.config.schema import EarlyStoppingConfig, NoticesConfig, limits
 from jaxtrain.config.secrets import redacted
-from jaxtrain.config.watchdog import limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.run_card import run_card, run_text

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import Config, Loaded, load_config
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.saved_run import read_run
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.files import read_run
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.run.directory import mend_run
 from jaxtrain.run.tokenizer import tokenizer_file

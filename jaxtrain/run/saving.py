@@ -13,7 +13,7 @@ from jaxtrain.checkpoint.directory import RECORD_ITEM, SaveError, live_steps
 from jaxtrain.checkpoint.places import Place, SeenComplete, is_remote
 from jaxtrain.checkpoint.run_folder import NOTE, Owner, checkpoint_folder, configured_folder, set_steps_aside, take
 from jaxtrain.checkpoint.storage import everyone, from_process_0
-from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import CheckpointError, ConfigError, StorageError
 from jaxtrain.runtime.agreement import together
 from jaxtrain.runtime.files import identity

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.files import is_run
 from jaxtrain.config.load import load_config
-from jaxtrain.config.local_path import local_path
 from jaxtrain.config.published import published_family, published_settings
-from jaxtrain.config.saved_run import is_run
 from jaxtrain.data.chat.formats import published_format
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.watchdog import WatchdogConfig
+from jaxtrain.config.schema import WatchdogConfig
 from jaxtrain.run.activity import IN_STEP, WAITING_FOR_DATA, Moment
 from jaxtrain.runtime.heartbeats import Peer
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxtrain.checkpoint.places import Place, is_written
-from jaxtrain.config.watchdog import WatchdogConfig
+from jaxtrain.config.schema import WatchdogConfig
 from jaxtrain.errors import PreemptedError, UserError
 from jaxtrain.run.activity import Activity
 from jaxtrain.run.stalls import behind, budget, describe_processes, patience, place, stall_path, write_stacks

@@ -5,7 +5,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import Loaded, find_config, load_config
-from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.config.files import is_run, is_shipped, read_run, read_yaml
 from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, redacted_words
-from jaxtrain.config.shipped import is_shipped
-from jaxtrain.config.yaml_file import read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
 from jaxtrain.parallel.division import check_rows, step_microbatches

@@ -9,10 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.config.arguments import check_kind
-from jaxtrain.config.call import Call
-from jaxtrain.config.fit import check_sizes
-from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.models import CalledModel
+from jaxtrain.config.base import Call
+from jaxtrain.config.kinds import check_kinds, check_sizes
+from jaxtrain.config.model import CalledModel
 from jaxtrain.config.schema import Config, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees
@@ -26,7 +25,6 @@ from jaxtrain.models.tasks import build_task, is_shipped
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import adamw_patterns, check_patterns, complete_axes
 from jaxtrain.optim.schedules import build_schedule
-from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.finetuned import finetuned, trainable_of
 from jaxtrain.train.make_step import make_train_step
@@ -189,7 +187,6 @@ def build_step(
     peak = optimizer.learning_rate
     # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
-    scale = config.precision.loss_scale
     return make_train_step(
         model,
         task or build_task(config),
@@ -201,7 +198,6 @@ def build_step(
         ema_decay=optimizer.ema_decay,
         trainable=own.trainable or trainable_of(config, model),
         learning_rate=schedule if own.optimizer is None else own.learning_rate,
-        loss_scaling=LossScaling(scale.initial, scale.growth_interval, scale.minimum),
         rules=own.rules,
         parallelism=parallelism_of(config),
         offload_optimizer=optimizer.offload,

@@ -3,8 +3,8 @@
 import fnmatch
 from collections.abc import Callable, Sequence
 
-from jaxtrain.config.finetune import FinetuneConfig, check_freeze
-from jaxtrain.config.schema import Config
+from jaxtrain.config.kinds import check_freeze
+from jaxtrain.config.schema import Config, FinetuneConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.models.adapters import adapt, adapt_as_folder

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
-from jaxtrain.config.models import MLPConfig, OutputScale
+from jaxtrain.config.model import MLPConfig, OutputScale
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 
@@ -37,6 +35,6 @@ def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task
     try:
         # A constant is learned as it is.
         scale = OutputScale(mean=tuple(mean), deviation=tuple(one or 1.0 for one in deviation))
-    except ValidationError:  # numbers near the ends of float32, which nothing brings to size 1
+    except ConfigError:  # numbers near the ends of float32, which nothing brings to size 1
         return config
     return config.model_copy(update={"model": model.model_copy(update={"output_scale": scale})})

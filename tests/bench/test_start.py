@@ -10,8 +10,8 @@ import pytest
 from jaxtrain.bench import measure
 from jaxtrain.bench.measure import NoStepError, start_seconds
 from jaxtrain.config import load_config
+from jaxtrain.config.kinds import check_roll_back
 from jaxtrain.config.schema import LoggingConfig
-from jaxtrain.config.spikes import check_roll_back
 from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.train.assemble import build_step

@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.run_folder import (
     take,
     write_note,
 )
-from jaxtrain.config.checkpoint import CheckpointConfig
+from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.saving import take_folder
 
@@ -27,13 +27,8 @@ def test_an_address_has_one_form():
         assert str(path) == means
         assert (path / "7").name == "7"
         assert (path / "7").parent == path
-    for written, said in (
-        ("s3://", "names no bucket"),
-        ("s3://Bucket/a", "can be no bucket"),
-        ("gs://bucket/../a", "is no name"),
-        ("gs://bucket/a#b", "number of a version"),
-    ):
-        with pytest.raises(ConfigError, match=f"^it: [^\n]*{said}[^\n]*$"):
+    for written in ("s3://", "s3://Bucket/a", "gs://bucket/../a", "gs://bucket/a#b"):
+        with pytest.raises(ConfigError, match=f"^it: {written} names no place in a bucket; write gs://bucket/name"):
             places.place_at(written, what="it")
 
 

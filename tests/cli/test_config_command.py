@@ -5,9 +5,9 @@ import json
 import yaml
 
 from jaxtrain.config import Config, load_config, shipped_configs
-from jaxtrain.config.keys import walk
+from jaxtrain.config.errors import walk
+from jaxtrain.config.files import find_config
 from jaxtrain.config.schema import TrainConfig
-from jaxtrain.config.shipped import find_config
 
 
 def test_lists_the_shipped_configs(cli):

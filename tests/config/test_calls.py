@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.config.describe import describe
+from jaxtrain.config.files import to_yaml
 from jaxtrain.config.kinds import called_parts, check_kinds
-from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.config.load import describe
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.call import call_function, source_digest
 
@@ -97,7 +97,7 @@ def test_jaxtrain_config_lists_the_keys(written):
 WRONG_CONFIGS = {
     "task.call=mine.losses.focal": "task.call (command line): 'mine.losses.focal' names no function of a module; write",
     "task={args: {gamma: 2}}": "key 'task.call' is missing; task (command line) needs it",
-    "model={call: a:b, args: {width: .nan}}": "model.args (command line): width is nan, which run.json cannot hold;",
+    "model={call: a:b, args: {width: .nan}}": "model.args (command line): Out of range float values",
     "model.args.width=3": "unknown key 'model.args' (command line); model.kind=transformer does not have it",
 }
 

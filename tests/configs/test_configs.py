@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError
 
 from jaxtrain import load_config
-from jaxtrain.config.shipped import find_config, shipped_configs
+from jaxtrain.config.files import find_config, shipped_configs
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.run import run_config
 from jaxtrain.train.assemble import assemble, open_run_data
@@ -193,5 +193,3 @@ def test_another_published_model_takes_the_place_of_the_config_s_own(monkeypatch
     for given in ({"overrides": [f"model.from={bert}"]}, {"keywords": {"model.from": bert}}):
         model = load_config("minilm_classify", **given).config.model
         assert (model.head.kind, model.head.pooling, model.head.dropout, model.size) == ("sequence", "mean", 0.1, None)
-    with pytest.raises(ConfigError, match=r"has another num_layers than model\.size=minilm_l6; leave it out"):
-        load_config({"model": {"size": "minilm_l6", "from": bert}})

@@ -10,8 +10,7 @@ import pytest
 from chat_files import CONVERSATIONS, ENCODER, EXPECTED, STOPS, TOKENIZER, masked, messages, template_of, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from jaxtrain.config.chat import ChatData
-from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.config.data import ChatData, TokenizerConfig
 from jaxtrain.data import open_data
 from jaxtrain.data.chat.conversations import Conversation, read_conversations
 from jaxtrain.data.chat.encoding import chat_encoder

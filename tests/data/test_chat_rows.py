@@ -146,7 +146,7 @@ def test_packed_rows_have_the_losses_of_separate_ones(tmp_path):
     """float32 sums in another order: 1e-6 of the sum is ten times what was seen."""
     import jax
 
-    from jaxtrain.config.transformer import TransformerConfig
+    from jaxtrain.config.model import TransformerConfig
     from jaxtrain.models.shipped.build import build_model
     from jaxtrain.models.tasks import language_modeling
 

@@ -10,8 +10,7 @@ import time
 import pytest
 from format_files import write_rows
 
-from jaxtrain.config.data import DocumentsData, JsonlData
-from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.config.data import DocumentsData, JsonlData, TokenizerConfig
 from jaxtrain.data import prepare_tokens
 from jaxtrain.data.sources import blocks, prepare
 from jaxtrain.errors import DataError
@@ -127,7 +126,7 @@ def test_bad_records_are_counted_over_all_blocks(tmp_path, capsys):
 SCRIPT = """
 import sys, time
 from jaxtrain.config.data import DocumentsData
-from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data import prepare_tokens
 from jaxtrain.data.sources import blocks
 blocks.BLOCK_BYTES = 8000

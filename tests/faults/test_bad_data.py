@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenData
-from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenData, TokenizerConfig
 from jaxtrain.data import Batches, open_data, prefetch
 from jaxtrain.data import files as data_files
 from jaxtrain.data.documents import open_documents

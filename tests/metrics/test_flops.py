@@ -5,9 +5,7 @@ import functools
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.config.vit import ViTConfig
+from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.run.step_log import step_flops
 from jaxtrain.runtime.peaks import peak_flops

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.models.shipped.transformer import transformer
 
 LENGTH, VOCABULARY = 12, 20

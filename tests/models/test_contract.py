@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.inference.generate import Sampling, make_generator
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import table_row

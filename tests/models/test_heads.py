@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from pydantic import ValidationError
 
-from jaxtrain.config.heads import HeadConfig
+from jaxtrain.config.model import HeadConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.shipped.heads import MaskedLanguageModelHead, PooledHead, head_inputs, num_labels
 from jaxtrain.models.shipped.shapes import head_tensors
@@ -145,7 +144,7 @@ def test_the_shapes_are_those_of_the_modules(settings):
 
 
 def test_a_setting_that_a_head_does_not_read_is_refused():
-    with pytest.raises(ValidationError, match="pooling is for a head of kind sequence, regression"):
+    with pytest.raises(ConfigError, match="pooling is for a head of kind sequence, regression"):
         HeadConfig(kind="token", pooling="mean")
     with pytest.raises(ConfigError, match=r"^model\.head\.num_labels is not set"):
         num_labels(HeadConfig(kind="sequence"), None)

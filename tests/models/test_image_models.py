@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig
-from jaxtrain.config.vit import ViTConfig
+from jaxtrain.config.model import MLPConfig, ResNetConfig, ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.shipped import resnet as resnet_module

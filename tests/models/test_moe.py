@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 from pydantic import ValidationError
 
-from jaxtrain.config.transformer import ExpertsConfig, TransformerConfig
+from jaxtrain.config.model import ExpertsConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.axes import EXPERTS
 from jaxtrain.models.shipped.moe import MoE

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.rope import LongRope
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import LongRope, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.layers import dropout
 from jaxtrain.models.rotary import long_documents

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.models import MLPConfig
+from jaxtrain.config.model import MLPConfig
 from jaxtrain.models.layers import Norm
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.ops.activation import gelu

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.models import ResNetConfig, TransformerConfig
+from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.models import ResNetConfig, TransformerConfig
+from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, MuonConfig
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.axes import model_axes

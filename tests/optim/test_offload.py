@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.config.models import MLPConfig
+from jaxtrain.config.model import MLPConfig
 from jaxtrain.config.optimizers import OptimizerConfig
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.shipped.build import build_model

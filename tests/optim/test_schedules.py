@@ -67,8 +67,8 @@ def test_schedule(settings, rates):
 
 def test_a_schedule_longer_than_the_run_is_refused():
     for settings, message in (
-        (dict(kind="cosine", warmup_steps=50, decay_steps=50), "decay_steps=50 is not above warmup_steps=50"),
-        (dict(kind="wsd", warmup_steps=61, decay_steps=40), "exceed train.steps=100"),
+        (dict(kind="cosine", warmup_steps=50, decay_steps=50), "decay_steps=50 does not fit between warmup_steps=50"),
+        (dict(kind="wsd", warmup_steps=61, decay_steps=40), "does not fit between warmup_steps=61 and train.steps=100"),
     ):
         with pytest.raises(ConfigError, match=message):
             build_schedule(ScheduleConfig(**settings), peak=PEAK, steps=STEPS)

@@ -13,9 +13,9 @@ import optax
 from pydantic import TypeAdapter
 
 from jaxtrain.config.data import DigitsData, TextData
-from jaxtrain.config.finetune import LoraConfig
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
+from jaxtrain.config.schema import LoraConfig
 from jaxtrain.data import Batches, open_data
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import adapt

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from jaxtrain.config import load_config
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.ops.experts.blocks import PARTS, REST

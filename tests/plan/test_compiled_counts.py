@@ -10,7 +10,7 @@ import pytest
 from program_counts import compile_counts, tiny_config
 
 from jaxtrain.config import load_config
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.ops.attention.ring_blocks import score_elements
 from jaxtrain.plan.catalogue.hardware import measured_cpu, parse_targets, target_of
 from jaxtrain.plan.search.analyse import analyse

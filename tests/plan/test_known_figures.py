@@ -27,7 +27,12 @@ TOKENS = (
     *("data.kind=synthetic", "data.task=tokens", "data.vocab_size=32000", "data.sequence_length=1024"),
     "model.max_sequence_length=1024",
 )
-GPT3_13B = ("model.size=gpt3_13b", *TOKENS[:2], "data.sequence_length=512", "train.global_batch_size=1")
+# Brown et al. 2020, table 2.1.
+_13B = (
+    "model={num_layers: 40, embed_dim: 5140, num_heads: 40, head_dim: 128, vocab_size: 50257, position: learned}",
+    "model={norm: layernorm, activation: gelu, tie_embeddings: true, bias: true, max_sequence_length: 2048}",
+)
+GPT3_13B = (*_13B, *TOKENS[:2], "data.sequence_length=512", "train.global_batch_size=1")
 
 
 def config_of(*overrides, name=None):

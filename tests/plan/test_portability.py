@@ -89,7 +89,7 @@ def compile_row(name: str) -> dict[str, Any]:
     import numpy as np
     import optax
 
-    from jaxtrain.config.models import TransformerConfig
+    from jaxtrain.config.model import TransformerConfig
     from jaxtrain.layout.mesh import crossing_axes, make_mesh
     from jaxtrain.models.shipped.build import build_model
     from jaxtrain.models.tasks import language_modeling

@@ -11,7 +11,7 @@ from test_run_callbacks import kept, status
 from training_runs import losses, rows
 
 import jaxtrain as jt
-from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
+from jaxtrain.config.schema import EarlyStoppingConfig, is_higher_better
 from jaxtrain.run.callbacks import judge, recorded_values
 
 VERDICTS = {

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import jaxtrain as jt
-from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data import build_tokenizer
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import DataError

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxtrain.config.checkpoint import CheckpointConfig
-from jaxtrain.config.spikes import SpikesConfig, check_roll_back
+from jaxtrain.config.kinds import check_roll_back
+from jaxtrain.config.schema import CheckpointConfig, SpikesConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
 
@@ -44,7 +44,7 @@ def test_checkpoints_must_reach_back_far_enough() -> None:
         check_roll_back(spikes, CheckpointConfig(every=every, keep_last=keep_last))
 
     for every, keep_last, message in (
-        (None, 2, "checkpoint.every is null; set it, such as 100"),
+        (None, 2, "set checkpoint.every, such as 100"),
         (50, 2, "set checkpoint.keep_last=3"),
         (100, 1, "set checkpoint.keep_last=2"),
     ):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxtrain.config.watchdog import WatchdogConfig
+from jaxtrain.config.schema import WatchdogConfig
 from jaxtrain.run import loop
 from jaxtrain.run.activity import Activity, Moment
 from jaxtrain.run.stalls import behind, budget, patience

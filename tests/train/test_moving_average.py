@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.models import MLPConfig
+from jaxtrain.config.model import MLPConfig
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 from jaxtrain.config import load_config
-from jaxtrain.config.models import MLPConfig, TransformerConfig
+from jaxtrain.config.model import MLPConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.from_functions import from_functions

@@ -188,11 +188,11 @@ ROWS = {
         "v is not there",
         "of another",
     ),
-    "Config: an unknown key": (lambda: jt.Config(trian={"steps": 3}), "no key 'trian'", "write load_config("),
-    "Config: a wrong value": (lambda: jt.Config(train={"steps": "many"}), "train.steps is 'many'", "a valid integer"),
+    "Config: an unknown key": (lambda: jt.Config(trian={"steps": 3}), "unknown key 'trian'", "did you mean 'train'"),
+    "Config: a wrong value": (lambda: jt.Config(train={"steps": "many"}), "train.steps is 'many'", "it takes int"),
     "count_parameters: parameters": (lambda: jt.count_parameters({"w": X}), "a dict of 'w'", "step.model"),
     "cross_entropy: shapes": (lambda: jt.cross_entropy(LOGITS, IDS), "int32[1, 3]", "[2, 3]"),
-    "dpo: a beta of 0": (lambda: jt.dpo(0.0), "loss.beta=0", "above 0, such as 0.1"),
+    "dpo: a beta of 0": (lambda: jt.dpo(0.0), "Loss: beta is 0.0", "greater than 0"),
     "dpo: no pairs": (
         lambda: lower_pairs(jt.dpo(), {"inputs": TOKENS[:, 0], "targets": TOKENS[:, 0]}),
         "int32[4, 8]",
@@ -235,7 +235,11 @@ ROWS = {
         "an array int64[4]",
         "float(",
     ),
-    "language_modeling: unknown blocks": (lambda: jt.language_modeling(logits="vocab"), "vocab", "use auto, whole"),
+    "language_modeling: unknown blocks": (
+        lambda: jt.language_modeling(logits="vocab"),
+        "logits is 'vocab'",
+        "not one of auto, whole",
+    ),
     "load_adapter: a published folder": (
         lambda: jt.load_adapter(LLAMA, base=LLAMA),
         "has no adapter_config.json",
@@ -245,7 +249,7 @@ ROWS = {
     "load_config: one override": (
         lambda: jt.load_config("quickstart", overrides="train.steps=3"),
         "not 'train.steps=3'",
-        "overrides=['train.steps=3']",
+        "overrides=['train.steps=100']",
     ),
     "load_config: a dict of overrides": (
         lambda: jt.load_config("quickstart", overrides={"train.steps": 3}),
@@ -296,7 +300,7 @@ ROWS = {
         "language_modeling",
         "jaxtrain.dpo()",
     ),
-    "Remat: an unknown policy": (lambda: jt.Remat("ful"), "'ful'", "known: none, full"),
+    "Remat: an unknown policy": (lambda: jt.Remat("ful"), "'ful'", "not one of none, full"),
     "Request: no new tokens": (lambda: request(new_tokens=0), "not 0", "1 or more"),
     "reward: logits of a vocabulary": (
         lambda: lower_pairs(jt.reward(), PAIRS),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxtrain.config.chat import PYTHON_DOCS, ChatData
+from jaxtrain.config.data import PYTHON_DOCS, ChatData
 from jaxtrain.data.chat.python_docs import documented
 from jaxtrain.data.formats.opened import find_rows, pass_over_file
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords

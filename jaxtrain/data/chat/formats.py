@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.chat import TURN_BEGINS, TURN_ENDS, ChatData
+from jaxtrain.config.data import TURN_BEGINS, TURN_ENDS, ChatData
 from jaxtrain.data.files import require_file
 from jaxtrain.data.special import NamedTokens
 from jaxtrain.errors import ConfigError, DataError

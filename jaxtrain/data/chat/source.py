@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.chat import PYTHON_DOCS, ChatData
-from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.config.data import PYTHON_DOCS, ChatData, added_tokens
 from jaxtrain.data.chat.conversations import Conversation, Pair, label_of, read_conversations, read_pairs
 from jaxtrain.data.chat.encoding import chat_encoder
 from jaxtrain.data.chat.formats import ChatFormat, chat_format, format_of_reading

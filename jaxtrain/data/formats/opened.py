@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import local_path
 from jaxtrain.data.compression import is_packed, plain_suffix
 from jaxtrain.data.files import FileState, file_state, files_below, find_files, require_file
 from jaxtrain.data.formats.array_record import ArrayRecordReader, OpenFiles

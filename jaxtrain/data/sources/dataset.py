@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from jaxtrain.config import load_config
 from jaxtrain.config.arguments import check_choice, check_whole, refusal
 from jaxtrain.config.base import Group
-from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     CalledData,
+    ChatData,
     DataConfig,
     DigitsData,
     DocumentsData,
@@ -24,6 +24,7 @@ from jaxtrain.config.data import (
     TextData,
     TextPairData,
     TokenData,
+    gives_pairs,
 )
 from jaxtrain.config.schema import TaskName
 from jaxtrain.data.batches import check_rows

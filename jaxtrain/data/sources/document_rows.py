@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.data import DocumentsData
-from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.config.data import DocumentsData, added_tokens
 from jaxtrain.data.end_of_text import named_end
 from jaxtrain.data.examples import split_examples
 from jaxtrain.data.formats.opened import find_rows, open_rows

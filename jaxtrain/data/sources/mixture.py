@@ -3,8 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from jaxtrain.config.data import MixtureData, TokenData
-from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.config.data import MixtureData, TokenData, added_tokens
 from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.sources.shards import shard_source
 from jaxtrain.data.sources.texts import TextSource, documents_of, text_source

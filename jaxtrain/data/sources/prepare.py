@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.local_path import local_path
-from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.config.arguments import local_path
+from jaxtrain.config.data import added_tokens
 from jaxtrain.data.end_of_text import end_lines
 from jaxtrain.data.formats.opened import DataFile
 from jaxtrain.data.remote import with_local_paths

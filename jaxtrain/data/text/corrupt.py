@@ -18,13 +18,15 @@ from jaxtrain.config.data import (
     MaskCorruption,
     MixtureData,
     SpanCorruption,
+    SpanSizes,
     SyntheticData,
     TextData,
     TokenData,
     TokenizerConfig,
+    added_tokens,
+    sentinel_name,
+    span_sizes,
 )
-from jaxtrain.config.span_sizes import SpanSizes, span_sizes
-from jaxtrain.config.special_tokens import added_tokens, sentinel_name
 from jaxtrain.data.permutation import uniform_numbers
 from jaxtrain.data.special import NamedTokens, NumberedTokens, needed, special_ids
 from jaxtrain.data.text.frame import make_frame
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 # A target that the loss ignores.
 IGNORED = -100
+
+# Of the chosen tokens, as in BERT (Devlin et al. 2018, section 3.1).
+_MASKED, _RANDOM = 0.8, 0.1
 
 
 @dataclass(frozen=True)
@@ -186,8 +191,8 @@ def mask_rows(rows: "Row", indices: np.ndarray, *, masking: Masking, seed: int) 
     chosen_BL, how_BL, which_BL = (uniform_numbers(seed, stream, indices, tokens_BL.shape[1]) for stream in range(3))
     settings, ordinary = masking.settings, np.flatnonzero(~masking.is_special).astype(np.int32)
     is_chosen_BL = (chosen_BL < settings.probability) & ~masking.is_special[tokens_BL]
-    is_masked_BL = is_chosen_BL & (how_BL < settings.mask_fraction)
-    is_random_BL = is_chosen_BL & ~is_masked_BL & (how_BL < settings.mask_fraction + settings.random_fraction)
+    is_masked_BL = is_chosen_BL & (how_BL < _MASKED)
+    is_random_BL = is_chosen_BL & ~is_masked_BL & (how_BL < _MASKED + _RANDOM)
     seen_BL = np.where(is_masked_BL, np.int32(masking.mask), tokens_BL)
     seen_BL = np.where(is_random_BL, ordinary[(which_BL * len(ordinary)).astype(np.int64)], seen_BL)
     return {"inputs": {"tokens": seen_BL}, "targets": np.where(is_chosen_BL, tokens_BL, np.int32(IGNORED))}

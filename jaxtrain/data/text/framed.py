@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxtrain.config.tokenizer import TokenizerConfig
+from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.special import NamedTokens, SpecialIds, special_ids
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
 from jaxtrain.data.text.ragged import Column, RaggedRows, make_column, sizes

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.data import LabelledTextData, TaggedTextData, TextPairData
-from jaxtrain.config.special_tokens import added_tokens
+from jaxtrain.config.data import LabelledTextData, TaggedTextData, TextPairData, added_tokens
 from jaxtrain.data.examples import split_examples
 from jaxtrain.data.special import needed
 from jaxtrain.data.text.corrupt import IGNORED

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.local_path import local_path
+from jaxtrain.config.arguments import local_path
 from jaxtrain.data.compression import plain_suffix
 from jaxtrain.data.csv_rows import csv_rows, stripped_header
 from jaxtrain.data.files import (

@@ -5,9 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.config.describe import describe, value_text
-from jaxtrain.config.load import load_config
-from jaxtrain.config.saved_run import is_replaced
+from jaxtrain.config.files import is_replaced
+from jaxtrain.config.load import describe, load_config, value_text
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count, format_duration
 from jaxtrain.metrics.history import flat, read_rows

@@ -1,8 +1,14 @@
 """The axes tables of the shipped models: parameter path -> logical axes. No jax here: the planner reads them."""
 
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
-from jaxtrain.config.vit import ViTConfig
+from jaxtrain.config.model import (
+    CalledModel,
+    EncoderDecoderConfig,
+    MLPConfig,
+    ModelConfig,
+    ResNetConfig,
+    TransformerConfig,
+    ViTConfig,
+)
 from jaxtrain.layout.rules import FamilyTable
 
 Axes = dict[str, tuple[str | None, ...]]

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout, platform
 from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.initializers import Initializer, normal

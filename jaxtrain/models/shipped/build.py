@@ -7,8 +7,8 @@ from typing import Any
 from jaxtrain.config import load_config
 from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.config.base import Group
-from jaxtrain.config.models import CalledModel, ModelConfig
-from jaxtrain.config.remat import BLOCK_INPUT
+from jaxtrain.config.model import CalledModel, ModelConfig
+from jaxtrain.config.schema import BLOCK_INPUT
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.called import called_model
 from jaxtrain.models.model import Model, Rebuild, with_remat

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.heads import HeadConfig
+from jaxtrain.config.model import HeadConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain, row_numbers
 from jaxtrain.models.initializers import normal

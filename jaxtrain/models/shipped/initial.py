@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 
 INIT_STDDEV = 0.02  # GPT-2, Radford et al. 2019
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.models import MLPConfig
+from jaxtrain.config.model import MLPConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.initializers import fan_in_normal

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, sum_over_shards
 from jaxtrain.models.initializers import Initializer, normal
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import normal
 from jaxtrain.models.shipped.initial import INIT_STDDEV

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.models import ResNetConfig
+from jaxtrain.config.model import ResNetConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import constrain

@@ -8,11 +8,18 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.heads import HeadConfig
-from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig
-from jaxtrain.config.transformer import GATED, TransformerConfig
-from jaxtrain.config.vit import ViTConfig, image_sizes
+from jaxtrain.config.model import (
+    GATED,
+    CalledModel,
+    EncoderDecoderConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    ResNetConfig,
+    TransformerConfig,
+    ViTConfig,
+    image_sizes,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -6,10 +6,7 @@ No jax here.
 import math
 from dataclasses import dataclass
 
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.models import ModelConfig
-from jaxtrain.config.transformer import TransformerConfig
-from jaxtrain.config.vit import ViTConfig, image_sizes
+from jaxtrain.config.model import EncoderDecoderConfig, ModelConfig, TransformerConfig, ViTConfig, image_sizes
 from jaxtrain.models.shipped.shapes import head_shapes, patch_shape
 
 OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig)

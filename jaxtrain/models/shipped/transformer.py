@@ -13,8 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxtrain.config.rope import LongRope
-from jaxtrain.config.transformer import TransformerConfig
+from jaxtrain.config.model import LongRope, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.decoder import NOWHERE, Decoder, Windows

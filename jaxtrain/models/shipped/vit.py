@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.vit import ViTConfig, image_sizes
+from jaxtrain.config.model import ViTConfig, image_sizes
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import normal

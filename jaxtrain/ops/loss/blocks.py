@@ -13,7 +13,7 @@ N tokens of a microbatch on one device, D width, V ids of the vocabulary on one 
 import math
 from dataclasses import dataclass
 
-from jaxtrain.config.loss import Logits
+from jaxtrain.config.schema import Logits
 
 _FP32 = 4
 # Logits up to this size (counted in float32) stay one array: nothing is as fast, and it is little beside a model.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.loss import Logits
+from jaxtrain.config.schema import Logits
 from jaxtrain.ops.attention.reference import capped
 from jaxtrain.ops.loss.blocks import ids_at_once
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import refusal
-from jaxtrain.config.loss import check_blocks, check_z_loss
+from jaxtrain.config.schema import LossConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
 from jaxtrain.layout.sharding import constrain, current_layout
@@ -180,7 +180,6 @@ def cross_entropy_sums(
     if not isinstance(weights_BL, jax.Array | np.ndarray) or weights_BL.shape != targets_BL.shape:
         takes = f"weights of the shape of the targets, {list(targets_BL.shape)}"
         raise ConfigError(refusal("cross_entropy_sums: weights", takes, weights_BL, "target_weights(batch)"))
-    check_z_loss(z_loss, of="cross_entropy_sums")
     z_loss = z_loss or 0.0
     weights_BL = jax.lax.stop_gradient(jnp.where(unknown_BL & (weights_BL != 0), jnp.nan, weights_BL))
     if isinstance(logits, DeferredLogits):
@@ -250,7 +249,7 @@ def _check_call(name: str, logits: Any, targets: Any, *, by: Logits | None, size
     Returns:
         Which targets are ids that no logit has: bool, of the shape of the targets.
     """
-    check_blocks("auto" if by is None else by, size)
+    LossConfig(logits="auto" if by is None else by, block=size)
     write = f"{name}(logits, targets), with logits [..., V] and integer targets [...]"
     if isinstance(logits, DeferredLogits):
         shape = logits.hidden.shape[:-1]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.yaml_file import read_yaml
+from jaxtrain.config.files import read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.compilers.topology import GPU_TYPES, TPU_TYPES
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
+from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.pieces import num_pieces
 from jaxtrain.layout.rules import entry_axes

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.config.yaml_file import to_yaml
+from jaxtrain.config.files import to_yaml
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.report.style import STYLE as REPORT_STYLE
 from jaxtrain.plan.catalogue.hardware import Target

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.models import CalledModel
+from jaxtrain.config.model import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer
 from jaxtrain.metrics.format import differing_gib, format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.cost.training import Cost

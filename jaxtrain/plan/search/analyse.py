@@ -5,14 +5,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.kinds import PREFERENCES, task_name
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.kinds import PREFERENCES, check_roll_back, task_name
+from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.optimizers import check_schedule
-from jaxtrain.config.remat import BLOCK_INPUT, check_remat
-from jaxtrain.config.schema import Config
-from jaxtrain.config.spikes import check_roll_back
-from jaxtrain.config.vit import ViTConfig
+from jaxtrain.config.schema import BLOCK_INPUT, Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.layout.rules import DEFAULT_RULES, check_replicated_share, check_tensor_used, entry_axes
@@ -119,7 +115,6 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
             "precision.policy=fp8 is for linear layers, and a resnet has none: nothing would run in it; "
             "use precision.policy=bf16"
         )
-    check_remat(config.remat.policy, config.remat.names, config.remat.offload)
     check_roll_back(config.spikes, config.checkpoint)
     if config.optimizer.learning_rate is not None:
         # Of the run that the config describes: `--tokens` asks what others cost.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.models import ResNetConfig, TransformerConfig
+from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.rules import entry_axes

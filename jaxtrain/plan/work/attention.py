@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.models.shipped.structure import Structure
 from jaxtrain.ops.attention.blocks import block_size, computed_share, pairs_at_once, visible_pairs

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxtrain.config.models import MLPConfig, ResNetConfig
+from jaxtrain.config.model import MLPConfig, ResNetConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.metrics.flops import (
     Product,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtrain.config.models import TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.ops.experts.rows import is_one_round, multiplied_rows, round_rows

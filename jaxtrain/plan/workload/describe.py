@@ -3,10 +3,10 @@
 import functools
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.chat import ChatData, gives_pairs
 from jaxtrain.config.data import (
     DOCSTRING_PACKAGES,
     CalledData,
+    ChatData,
     DataConfig,
     DigitsData,
     DocumentsData,
@@ -23,15 +23,22 @@ from jaxtrain.config.data import (
     TextPairData,
     TokenData,
     TokenizerConfig,
+    added_tokens,
+    gives_pairs,
+    span_sizes,
 )
-from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.fit import check_sizes
-from jaxtrain.config.kinds import PREFERENCES, check_kinds, gives_tokens
-from jaxtrain.config.models import CalledModel, MLPConfig, ModelConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.kinds import PREFERENCES, check_kinds, check_sizes, gives_tokens
+from jaxtrain.config.model import (
+    CalledModel,
+    EncoderDecoderConfig,
+    MLPConfig,
+    ModelConfig,
+    ResNetConfig,
+    TransformerConfig,
+    ViTConfig,
+    image_sizes,
+)
 from jaxtrain.config.schema import Config
-from jaxtrain.config.span_sizes import span_sizes
-from jaxtrain.config.special_tokens import added_tokens
-from jaxtrain.config.vit import ViTConfig, image_sizes
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.plan.workload.finetuned import finetuned

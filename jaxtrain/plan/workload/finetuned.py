@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.models import ModelConfig, TransformerConfig
+from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import fresh_parts

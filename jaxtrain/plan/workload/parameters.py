@@ -1,6 +1,6 @@
 """The tensors and the structure of the model that a workload trains. No jax here."""
 
-from jaxtrain.config.models import ModelConfig
+from jaxtrain.config.model import ModelConfig
 from jaxtrain.models.shipped import shapes
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.models.shipped.structure import Structure, structure_of

@@ -1,0 +1,549 @@
+"""Settings of the shipped models, whose published families are rows of values (`size`, `from`). No jax here."""
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, create_model, field_validator, model_validator
+
+from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
+from jaxtrain.errors import ConfigError
+from jaxtrain.published.families.table import sizes_of
+
+# Key of a model group -> value.
+Size = dict[str, object]
+
+GATED = ("swiglu", "geglu")
+"""Activations that multiply the activated gate with a second linear layer."""
+Attention = Literal["auto", "cudnn", "splash", "blockwise", "reference"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
+
+TRANSFORMER_SIZES: dict[str, Size] = dict(sizes_of("transformer"))
+VIT_SIZES: dict[str, Size] = dict(sizes_of("vit"))
+RESNET_SIZES: dict[str, Size] = dict(sizes_of("resnet"))
+ENCODER_DECODER_SIZES: dict[str, Size] = dict(sizes_of("encoder_decoder"))
+ALL_SIZES: dict[str, Size] = {**TRANSFORMER_SIZES, **VIT_SIZES, **RESNET_SIZES}
+
+if TYPE_CHECKING:
+
+    class _From(Group):
+        """The key `from`."""
+
+else:
+    _DOC = "Published folder, .gguf file or id on the hub: gives keys that are not set, and first weights; null: none."
+    # `from` is a word of the language, so that a class body cannot hold it.
+    _From = create_model("_From", __base__=Group, **{"from": (str | None, Field(default=None, description=_DOC))})
+
+
+class Published(_From):
+    """Groups of models that are published."""
+
+    sizes: ClassVar[Mapping[str, Size]] = {}
+
+    size: str | None = None
+    """Published size that gives the values of the keys that are not set (gpt2, llama3.1_8b, t5_small, ...)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_size(cls, values: Any) -> Any:
+        return cls.sizes.get(str(values.get("size")), {}) | values if isinstance(values, dict) else values
+
+    @field_validator("size")
+    @classmethod
+    def _is_known(cls, size: str | None) -> str | None:
+        if size is not None and size not in cls.sizes:
+            near = difflib.get_close_matches(size, cls.sizes, 3, 0.0)
+            raise ValueError(f"no published size {size!r}; the nearest are {', '.join(near)}")
+        return size
+
+
+def published_from(model: Group) -> str | None:
+    """Returns the published model that a model group starts from, or None."""
+    return getattr(model, "from", None)
+
+
+# Keys that each kind of head reads, beside `kind`.
+_READ = {
+    "language_model": (),
+    "masked_language_model": ("hidden", "bias"),
+    "sequence": ("num_labels", "pooling", "hidden", "dropout", "bias"),
+    "token": ("num_labels", "dropout", "bias"),
+    "regression": ("num_labels", "pooling", "hidden", "dropout", "bias"),
+    "embedding": ("pooling", "hidden", "normalize", "bias"),
+}
+
+
+class HeadConfig(Group):
+    """What a transformer gives for a text: logits of tokens or labels, numbers, or an embedding."""
+
+    kind: Literal["language_model", "masked_language_model", "sequence", "token", "regression", "embedding"] = (
+        "language_model"
+    )
+    """Logits of the vocabulary, of labels per text (sequence) or token; numbers or an embedding per text."""
+    num_labels: PositiveInt | None = None
+    """Labels, or numbers of a regression; null: those of the data."""
+    pooling: Literal["first", "last", "mean"] = "first"
+    """Which token stands for the text: the first, the last that is no padding, or the mean of all but padding."""
+    hidden: Literal["none", "tanh", "relu", "gelu", "gelu_exact"] | None = None
+    """Activation after a square layer before the output; null: none (masked_language_model: gelu_exact, and a norm)."""
+    dropout: Fraction = 0.0
+    """Dropout rate of what the output layer takes."""
+    bias: bool = True
+    """Add biases to the layers of the head."""
+    normalize: bool = False
+    """Divide an embedding by its Euclidean norm."""
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the outputs are labels or numbers, as many as the config or the data says."""
+        return "num_labels" in _READ[self.kind]
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether there is one output per text."""
+        return "pooling" in _READ[self.kind]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way_to_say_it(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("kind") == "masked_language_model":
+            return values if values.get("hidden") else values | {"hidden": "gelu_exact"}
+        return values | {"hidden": None} if values.get("hidden") == "none" else values
+
+    @model_validator(mode="after")
+    def _only_what_is_read(self) -> Self:
+        for key, field in type(self).model_fields.items():
+            if key not in ("kind", *_READ[self.kind]) and getattr(self, key) != field.default:
+                readers = ", ".join(kind for kind, keys in _READ.items() if key in keys)
+                raise ValueError(f"{key} is for a head of kind {readers}, not {self.kind}; leave it out")
+        return self
+
+
+_Factor = Annotated[float, Field(ge=1, le=1e6)]
+_Factors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
+
+
+class RopeScaling(Group):
+    """Scaling of Llama 3.1: low frequencies are divided by the factor, high ones are kept, a ramp joins the two."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: _Factor
+    """Low frequencies are divided by this."""
+    low_frequency_factor: Positive = 1.0
+    """Frequencies with wavelengths above original_length / low_frequency_factor are divided by factor."""
+    high_frequency_factor: Positive = 4.0
+    """Frequencies with wavelengths below original_length / high_frequency_factor are not scaled."""
+    original_length: PositiveInt = 8192
+    """Sequence length that the model was first trained at."""
+
+
+class LinearRope(Group):
+    """Position interpolation (Chen et al. 2023): all frequencies are divided by the factor."""
+
+    kind: Literal["linear"] = "linear"
+    factor: _Factor
+    """All frequencies are divided by this."""
+
+
+class YarnRope(Group):
+    """YaRN (Peng et al. 2023): frequencies of few rotations are divided by the factor, and cos and sin are scaled."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: _Factor
+    """Frequencies of few rotations are divided by this."""
+    original_length: PositiveInt
+    """Sequence length that the model was first trained at."""
+    beta_fast: Positive = 32.0
+    """Dims that rotate more often than this over original_length keep their frequency."""
+    beta_slow: Positive = 1.0
+    """Dims that rotate less often than this over original_length are divided by factor."""
+    attention_factor: Positive | None = None
+    """Factor of cos and sin; null: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """Round the dims at which the ramp begins and ends to whole numbers."""
+
+
+class LongRope(Group):
+    """LongRoPE (Ding et al. 2024): each frequency has a divisor of its own, for short and for long sequences."""
+
+    kind: Literal["longrope"] = "longrope"
+    short_factors: _Factors
+    """Divisors of the frequencies for sequences up to original_length, one for each pair of dims."""
+    long_factors: _Factors
+    """Divisors of the frequencies for longer sequences."""
+    original_length: Annotated[int, Field(ge=2, le=10**9)]
+    """Sequence length that the model was first trained at."""
+    attention_factor: Positive | None = None
+    """Factor of cos and sin; null: sqrt(1 + ln(s) / ln(o)), o original_length and s max_sequence_length / o."""
+
+
+AnyRope = Annotated[RopeScaling | LinearRope | YarnRope | LongRope, Field(discriminator="kind")]
+
+
+class ExpertsConfig(Group):
+    """A mixture of experts in place of each block's MLP; every expert is an MLP of width mlp_dim."""
+
+    num_experts: PositiveInt = 8
+    """Number of experts in each block."""
+    experts_per_token: PositiveInt = 2
+    """Number of experts that the router chooses for each token."""
+    load_balance_weight: NonNegative = 0.01
+    """Weight of the loss that makes the experts process equal numbers of tokens."""
+    router_z_weight: NonNegative = 0.001
+    """Weight of the loss that keeps the router's logits small."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}; lower it"
+            )
+        return self
+
+
+class LocalLayers(Group):
+    """Layers whose attention sees a window, between layers that see everything (Gemma 2 and 3)."""
+
+    pattern: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
+    """1 for a local layer, 0 for a global one; repeated from the first layer to the last."""
+    window: PositiveInt
+    """Positions back that a local layer attends to, the own one counted, and as many ahead if not causal."""
+    rope_theta: Positive | None = None
+    """Base of the rotary frequencies of local layers, which are not scaled; null: as in the global layers."""
+
+
+class _Blocks(Published):
+    """The settings that a transformer and an encoder-decoder share."""
+
+    num_layers: PositiveInt = 6
+    """Number of equal blocks (of the encoder, where there is one), whose parameters are stacked."""
+    embed_dim: PositiveInt = 384
+    """Width of the residual stream."""
+    num_heads: PositiveInt = 6
+    """Number of query heads."""
+    num_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (grouped-query attention); null: as many as query heads."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; null: embed_dim / num_heads."""
+    mlp_dim: PositiveInt | None = None
+    """Hidden width of the MLP, or of each expert; null: 4 x embed_dim."""
+    vocab_size: PositiveInt | None = None
+    """Number of token ids in the embedding; null: the vocabulary of the data."""
+    relative_buckets: Annotated[int, Field(ge=4, le=2**16)] = 32
+    """Number of buckets of distances, each with a learned bias per head (relative positions)."""
+    relative_max_distance: PositiveInt = 128
+    """Distance from which on all keys share a bucket (relative positions)."""
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    """Normalization in the blocks and before the output layer."""
+    attention_scale: Positive | None = None
+    """Factor of the attention scores (T5: 1); null: 1 / sqrt(head_dim)."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output layer."""
+    logits_scale: Positive | None = None
+    """Factor of the logits (T5 with tied embeddings: 1 / sqrt(embed_dim)); null: 1."""
+    dropout: Fraction = 0.0
+    """Dropout rate of the embeddings and of the outputs of attention and MLP."""
+    attention: Attention = "auto"
+    """Implementation of attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with the default of `num_kv_heads` filled in."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, with the default of `head_dim` filled in."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP or of each expert, with the default of `mlp_dim` filled in."""
+        return self.mlp_dim or 4 * self.embed_dim
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; set head_dim"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+
+class TransformerConfig(_Blocks):
+    """A transformer, as a decoder or as an encoder: the families of GPT, Llama, Qwen, Gemma, Phi, NeoX and BERT."""
+
+    sizes = TRANSFORMER_SIZES
+
+    kind: Literal["transformer"] = "transformer"
+    experts: ExpertsConfig | None = None
+    """Mixture of experts in place of the MLP; null: one MLP for all tokens."""
+    max_sequence_length: PositiveInt = 256
+    """Longest sequence that the model accepts, in tokens; with learned positions, also their number."""
+    position: Literal["learned", "rotary", "relative", "none"] = "rotary"
+    """Positions: learned embeddings, rotation of queries and keys, biases by distance (T5), or none."""
+    position_offset: Count = 0
+    """Learned embeddings before that of the first position (RoBERTa: 2)."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: Annotated[AnyRope | None, kind_or("llama3")] = None
+    """Scaling of rotary frequencies for long contexts; null: no scaling."""
+    rotary_fraction: Ratio = 1.0
+    """Share of the dims of a head that are rotated, the first ones (GPT-NeoX: 0.25)."""
+    block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    """Norms of inputs (pre), of sums (post), of inputs and outputs (sandwich); parallel: attention beside MLP."""
+    norm_epsilon: Ratio = 1e-5
+    """Added to the variance in each normalization."""
+    norm_offset: bool = False
+    """Store the scale of each norm less 1 (Gemma)."""
+    qk_norm: bool = False
+    """Normalize each head's queries and keys before positions are applied (Qwen3, Gemma 3)."""
+    attention_softcap: Positive | None = None
+    """Bound c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no bound."""
+    activation: Activation = "swiglu"
+    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
+    embedding_scale: Positive | None = None
+    """Factor of the token embeddings (Gemma: sqrt(embed_dim)); null: 1."""
+    embedding_norm: bool = False
+    """Normalize the sum of the embeddings (BERT)."""
+    token_types: Count = 0
+    """Number of learned embeddings of token types (BERT: 2, the two texts of a pair); 0: none."""
+    logits_softcap: Positive | None = None
+    """Bound c of the logits z, computed as c tanh(z / c) (Gemma 2); null: no bound."""
+    head: HeadConfig | None = None
+    """What the model gives: labels, numbers or an embedding of a text, or masked tokens; null: the next token."""
+    bias: bool | Literal["qkv"] = False
+    """Add biases to linear layers and LayerNorm; qkv: to queries, keys and values alone (Qwen2)."""
+    causal: bool = True
+    """Each position attends to itself and earlier ones; false: to all (an encoder)."""
+    sliding_window: PositiveInt | None = None
+    """Attend to this many positions back, the own one counted, and as many ahead if not causal; null: to all."""
+    local_layers: LocalLayers | None = None
+    """Layers of a sliding window of their own between layers that attend to all; null: all layers are alike."""
+
+    @property
+    def head_kind(self) -> str:
+        """Kind of the head, with the default of `head` filled in."""
+        return "language_model" if self.head is None else self.head.kind
+
+    @property
+    def has_output_layer(self) -> bool:
+        """Whether the model has logits of the vocabulary, by its embedding or by an output layer of its own."""
+        return self.head_kind in ("language_model", "masked_language_model")
+
+    @property
+    def rotary_dims(self) -> int:
+        """Dims of a head that are rotated."""
+        return int(self.head_width * self.rotary_fraction)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer's attention, with the pattern of `local_layers` repeated; None: it sees all."""
+        if self.local_layers is None:
+            return (self.sliding_window,) * self.num_layers
+        pattern, window = self.local_layers.pattern, self.local_layers.window
+        return tuple(window if pattern[i % len(pattern)] else None for i in range(self.num_layers))
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Self:
+        pairs = self.position != "rotary" or (self.rotary_dims > 0 and self.rotary_dims % 2 == 0)
+        head, moe = self.head, self.experts is not None
+        sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
+        refused = {
+            f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
+            "experts have no biases; set bias: false, or leave experts out": moe and self.bias is True,
+            "experts have activation gelu or swiglu": moe and self.activation not in ("gelu", "swiglu"),
+            "experts have losses per token, which this head has no place for; set head: null": moe
+            and not self.has_output_layer,
+            "head.pooling=first with causal: true sees one token alone; set head.pooling: last (or mean)": sees_one,
+            "a masked_language_model head takes a model that sees both sides; set causal: false": self.causal
+            and self.head_kind == "masked_language_model",
+            "sliding_window is of all layers, local_layers of some; leave one out": self.local_layers is not None
+            and self.sliding_window is not None,
+        }
+        for reason, is_so in refused.items():
+            if is_so:
+                raise ValueError(reason)
+        return self
+
+
+class EncoderDecoderConfig(_Blocks):
+    """An encoder that reads a text, and a decoder that writes another one: the families of T5 and Flan-T5."""
+
+    sizes = ENCODER_DECODER_SIZES
+
+    kind: Literal["encoder_decoder"] = "encoder_decoder"
+    num_decoder_layers: PositiveInt | None = None
+    """Number of equal blocks of the decoder; null: as many as the encoder has."""
+    max_sequence_length: PositiveInt = 512
+    """Longest input, and longest output, that the model accepts, in tokens."""
+    position: Literal["relative", "rotary", "none"] = "relative"
+    """Positions: biases by distance (T5), rotation of queries and keys, or none."""
+    norm_epsilon: Ratio = 1e-6
+    """Added to the variance in each normalization."""
+    activation: Activation = "geglu"
+    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
+    bias: bool = False
+    """Add biases to linear layers and LayerNorm."""
+    start_token: Count = 0
+    """Token before the first one that the decoder writes (T5: 0, its padding); that of the data (decoder_start)."""
+
+    @property
+    def decoder_layers(self) -> int:
+        """Blocks of the decoder, with the default of `num_decoder_layers` filled in."""
+        return self.num_decoder_layers or self.num_layers
+
+    @property
+    def encoder_stack(self) -> TransformerConfig:
+        """The blocks of the encoder, as those of a transformer."""
+        return self._stack(self.num_layers, causal=False)
+
+    @property
+    def decoder_stack(self) -> TransformerConfig:
+        """The blocks of the decoder, as those of a transformer; each has cross-attention besides."""
+        return self._stack(self.decoder_layers, causal=True)
+
+    def _stack(self, num_layers: int, *, causal: bool) -> TransformerConfig:
+        own = {"kind", "from", "size", "num_layers", "tie_embeddings", "logits_scale"}
+        shared = (TransformerConfig.model_fields.keys() & type(self).model_fields.keys()) - own
+        values = {name: getattr(self, name) for name in shared}
+        return TransformerConfig(num_layers=num_layers, causal=causal, **values)
+
+
+class ViTConfig(Published):
+    """A vision transformer, which classifies images (Dosovitskiy et al. 2020)."""
+
+    sizes = VIT_SIZES
+
+    kind: Literal["vit"] = "vit"
+    num_layers: PositiveInt = 12
+    """Number of equal blocks, whose parameters are stacked."""
+    embed_dim: PositiveInt = 192
+    """Width of the residual stream."""
+    num_heads: PositiveInt = 3
+    """Number of attention heads."""
+    mlp_dim: PositiveInt | None = None
+    """Hidden width of the MLP; null: 4 x embed_dim."""
+    patch_size: PositiveInt = 16
+    """Height and width of a patch, in pixels."""
+    image_size: PositiveInt | None = None
+    """Height and width of an image, in pixels; null: that of the data."""
+    channels: PositiveInt | None = None
+    """Channels of an image; null: those of the data."""
+    num_classes: PositiveInt | None = None
+    """Number of outputs; null: the classes of the data."""
+    pooling: Literal["first", "mean"] = "first"
+    """What stands for the image: a class token that goes before the patches, or the mean of the patches."""
+    activation: Literal["gelu", "gelu_exact"] = "gelu_exact"
+    """Nonlinearity of the MLP (gelu in the tanh form, gelu_exact by the error function)."""
+    norm_epsilon: Ratio = 1e-6
+    """Added to the variance in each LayerNorm."""
+    dropout: Fraction = 0.0
+    """Dropout rate of the embeddings and of the outputs of attention and MLP."""
+    attention: Attention = "auto"
+    """Implementation of attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP, with the default of `mlp_dim` filled in."""
+        return self.mlp_dim or 4 * self.embed_dim
+
+    @property
+    def head(self) -> HeadConfig:
+        """The head that classifies; the mean counts every patch."""
+        return HeadConfig(kind="sequence", pooling=self.pooling)
+
+    def num_tokens(self, image_size: int) -> int:
+        """Length of the sequence that the blocks see: the patches, and the class token where there is one."""
+        return (image_size // self.patch_size) ** 2 + (self.pooling == "first")
+
+    def blocks(self, image_size: int) -> TransformerConfig:
+        """The transformer whose blocks these are, for images of this height and width; its vocabulary means nothing."""
+        same = ("num_layers", "embed_dim", "num_heads", "norm_epsilon", "activation", "dropout", "attention")
+        fixed = dict(vocab_size=1, position="learned", norm="layernorm", bias=True, causal=False)
+        values = {name: getattr(self, name) for name in same} | fixed
+        return TransformerConfig(**values, mlp_dim=self.mlp_width, max_sequence_length=self.num_tokens(image_size))
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; change one")
+        return self
+
+
+def image_sizes(config: ViTConfig, input_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns height and width (which are equal) and channels of the images that a vision transformer gets.
+
+    Raises:
+        ConfigError: the rows, of this shape, are no square images, or not of the size that the config wants.
+    """
+    wanted = (config.image_size, config.image_size, config.channels)
+    square = len(input_shape) == 3 and input_shape[0] == input_shape[1] and input_shape[0] % config.patch_size == 0
+    if not square or any(want not in (None, found) for want, found in zip(wanted, input_shape, strict=True)):
+        raise ConfigError(
+            f"model.kind=vit takes square images that divide into patches of model.patch_size={config.patch_size}, of "
+            f"model.image_size and model.channels where they are set, not rows of shape {list(input_shape)}"
+        )
+    return input_shape[0], input_shape[2]
+
+
+class ResNetConfig(Published):
+    """A residual convolutional network for images (He et al. 2015)."""
+
+    sizes = RESNET_SIZES
+
+    kind: Literal["resnet"] = "resnet"
+    stage_blocks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (2, 2, 2, 2)
+    """Residual blocks of each stage; each stage after the first halves the image and doubles the width."""
+    bottleneck: bool = False
+    """Use blocks of three convolutions whose output is four times as wide."""
+    width: PositiveInt = 64
+    """Channels of the first stage."""
+    stem: Literal["imagenet", "small"] = "imagenet"
+    """imagenet: 7x7 convolution of stride 2 and max-pool; small: 3x3 of stride 1, for images under about 64 pixels."""
+    num_classes: PositiveInt | None = None
+    """Number of outputs; null: the classes of the data."""
+    norm_momentum: Fraction = 0.9
+    """Decay of the running batch statistics."""
+
+
+class OutputScale(Group):
+    """The units of the numbers that a model gives: output = mean + deviation x that of the last layer."""
+
+    mean: Annotated[tuple[Annotated[float, Field(ge=-1e30, le=1e30)], ...], Field(strict=False, min_length=1)]
+    """Of each output, or one for all."""
+    deviation: _Factors
+    """Of each output, or one for all."""
+
+
+class MLPConfig(Group):
+    """A multilayer perceptron over flattened inputs."""
+
+    kind: Literal["mlp"] = "mlp"
+    hidden_dims: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = (256, 256)
+    """Widths of the hidden layers."""
+    activation: Literal["relu", "gelu"] = "relu"
+    """Nonlinearity after each hidden layer."""
+    num_outputs: PositiveInt | None = None
+    """Number of outputs; null: the classes or target columns of the data."""
+    dropout: Fraction = 0.0
+    """Dropout rate after each hidden layer."""
+    output_scale: OutputScale | None = None
+    """Units of the outputs; null: under task=regression those of the targets of a table that is standardized."""
+
+
+class CalledModel(Call):
+    """A model of your own: a function that returns a jaxtrain.Model."""
+
+    kind: Literal["called"] = "called"
+
+
+ModelConfig = Annotated[
+    TransformerConfig | EncoderDecoderConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel,
+    Field(discriminator="kind"),
+    kind_or("transformer"),
+]
