@@ -108,7 +108,7 @@ BAD = {
     "missing file": (["data.path=none.txt"], 3, "none.txt does not exist"),
     "token out of range": (["data={kind: tokens, path: shards}"], 3, "shards/.* 300"),
     "unknown frozen parameter": (["optimizer.freeze=[nothing]"], 2, "'nothing' matches no parameter"),
-    "unknown tensor to keep": (["remat.policy=names", "remat.names=[nothing]"], 2, "no tensor 'nothing'"),
+    "unknown tensor to keep": (["remat.policy=names", "remat.names=[nothing]"], 2, "remat.names is 'nothing'"),
 }
 
 
