@@ -11,9 +11,7 @@ from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
-from jaxtrain.run.open_run import open_run
-from jaxtrain.run.opened import OpenedRun
-from jaxtrain.run.saved_config import saved_config
+from jaxtrain.run.open_run import OpenedRun, open_run, saved_config
 from jaxtrain.runtime import distributed
 
 if TYPE_CHECKING:

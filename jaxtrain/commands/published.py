@@ -7,7 +7,8 @@ from jaxtrain.commands.output import print_text
 from jaxtrain.config.saved_run import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.weights import is_published
-from jaxtrain.run.import_run import export_folder, export_run, import_run
+from jaxtrain.run.export import export_folder, export_run
+from jaxtrain.run.import_run import import_run
 from jaxtrain.runtime import distributed
 
 
@@ -89,7 +90,7 @@ def run_export_program(
     """
     if unused:
         raise ConfigError(f"{unused[0]} is for published folders, and --to stablehlo makes a program; leave it out")
-    from jaxtrain.run.export_program import export_program
+    from jaxtrain.run.export import export_program
 
     distributed.start(emulate=emulate, compilation_cache=None)
     written = export_program(run_dir, folder, batch=batch_size, step=step)

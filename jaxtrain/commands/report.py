@@ -8,9 +8,9 @@ from pathlib import Path
 from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.commands.output import print_text
 from jaxtrain.config.local_path import local_path
+from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.mended import mend_run
-from jaxtrain.run.open_run import read_run
 from jaxtrain.runtime.remarks import print_remark
 
 

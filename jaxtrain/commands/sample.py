@@ -16,16 +16,8 @@ from jaxtrain.inference.sampling import Sampling
 from jaxtrain.interop.weights import is_published
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import is_adapter_folder
-from jaxtrain.run.open_run import open_run
-from jaxtrain.run.saved_config import saved_config
-from jaxtrain.run.written import (
-    Writing,
-    search_continuations,
-    write_answers,
-    write_continuations,
-    writer_of_folder,
-    writer_of_run,
-)
+from jaxtrain.run.open_run import saved_config
+from jaxtrain.run.served import Writing, open_writer, search_continuations, write_answers, write_continuations
 from jaxtrain.runtime import distributed
 
 # Tokens between two looks for a stop, for which the host waits.
@@ -106,10 +98,7 @@ def run_sample(
     piece = 1 if as_written else (_PIECE if stop else None)
     writing = Writing(new_tokens, sampling, seed, stop, not special_tokens, logprobs, piece)
     with own_code(config):
-        if is_folder:
-            writer = writer_of_folder(path, answers=questions is not None, quantize=quantize, step=step)
-        else:
-            writer = writer_of_run(open_run(run_dir, step=step, quantize=quantize), answers=questions is not None)
+        writer = open_writer(path, answers=questions is not None, quantize=quantize, step=step)
         if beams is not None:
             found, scores = search_continuations(writer, texts, writing, beams=beams), [[] for _ in texts]
         else:

@@ -119,7 +119,7 @@ def test_a_lost_file_of_a_lost_start_is_one_line(whole, tmp_path):
     fit(folder, steps=2, params=str(start))
     shutil.rmtree(start)
     (folder / "reference.npz").unlink()
-    with pytest.raises(jt.CheckpointError, match=r"reference\.npz is missing.* put the file back"):
+    with pytest.raises(jt.CheckpointError, match=r"reference\.npz is missing.*; put the file of this run back"):
         fit(folder, params=str(start))
 
 
@@ -129,10 +129,10 @@ def test_a_damaged_file_is_one_line(half):
         arrays = dict(kept)
     arrays["train"][3, 1] += 1
     np.savez(path, **arrays)
-    with pytest.raises(jt.CheckpointError, match="is damaged: its numbers are not what was written; delete it"):
+    with pytest.raises(jt.CheckpointError, match=r"its numbers are not what was written.*delete it"):
         fit(half)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(jt.CheckpointError, match="cannot be read"):
+    with pytest.raises(jt.CheckpointError, match="is damaged"):
         fit(half)
 
 
@@ -147,7 +147,7 @@ def test_the_file_of_another_run_is_one_line(half, tmp_path):
 def test_other_rows_need_a_reference_of_their_own_and_held_out_ones_have_theirs_in_any_order(whole):
     folder, _ = whole
     run = jt.open_run(folder, model=bigrams())
-    with pytest.raises(jt.DataError, match="no numbers of row 0 and 2 others of the 3 rows given"):
+    with pytest.raises(jt.DataError, match="no numbers of row 0 of the rows given"):
         run.evaluate(jt.ArrayRows(pairs(3, seed=7)))
     own = {**pairs(3, seed=7), "reference": np.full((3, 2), -9.0, np.float32)}
     assert np.isfinite(run.evaluate(jt.ArrayRows(own))["eval_loss"])

@@ -17,8 +17,7 @@ import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.data.examples import split_examples
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.predict_file import predicted_rows
-from jaxtrain.run.predict_rows import RowReader
+from jaxtrain.run.predict import RowReader, predicted_rows
 from jaxtrain.run.trainer import run_config
 
 FEW_STEPS = {
