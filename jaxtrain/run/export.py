@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.encoder_decoder import EncoderDecoderConfig
-from jaxtrain.config.published import published_from
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.data import load_tokenizer
@@ -35,13 +33,7 @@ from jaxtrain.run.published import base_of_adapters, origin_of
 from jaxtrain.run.texts import exported_texts
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.train.base import base_of
-from jaxtrain.train.given_params import paths_of
-from jaxtrain.train.start import restore_base
-from jaxtrain.train.state import merge_leaves
 
-# Policies that read frozen parameters as they are stored.
-_FLOAT32 = ("fp32", "tf32")
 # Rows on which merged weights are compared.
 _ROWS, _TOKENS = 4, 32
 # Sums of float32 in another order, as a share of the range of the logits: the tests of published models allow as much.
@@ -180,13 +172,9 @@ def _write_merged(folder: Path, settings: Mapping[str, Any], run: OpenedRun, **h
     """
     if jax.process_count() > 1:
         raise ConfigError("--merge compares logits in one process, and there are several; run it in one")
-    params = run.params
-    if run.config.precision.policy not in _FLOAT32:
-        run = open_run(run.run_dir, step=run.step, overrides={"precision.policy": "fp32"})
-        params = _with_stored_base(run)
     model = run.sharded_model.model
     assert model.adapted is not None
-    inputs, params = _random_rows(settings), _as_float32(params)
+    inputs, params = _random_rows(settings), _as_float32(run.params)
     adapted, partial = _outputs(model, params, run.model_state, inputs), partial_of(folder)
     with partial_folder(folder):
         write_published(partial, settings, merge_adapters(params, model), run.model_state, **how)
@@ -205,28 +193,6 @@ def _write_merged(folder: Path, settings: Mapping[str, Any], run: OpenedRun, **h
     explained = "" if bound == math.inf else f" (rounding to {written} explains {bound:.1e})"
     print_remark(f"merged: logits differ by {difference:.1e} of their range from base and adapters{explained}")
     return folder
-
-
-def _with_stored_base(run: OpenedRun) -> Params:
-    """The parameters of a run with adapters that is opened under fp32, its base in floats as they are stored.
-
-    Under bf16 and fp16 they are rounded when they are read, and the run was trained on those.
-    """
-    record, params = base_of(run.info), run.params
-    if record is None:
-        return params
-    wanted = {name: str(leaf.dtype) for name, leaf in paths_of(params).items()}
-    rounded = {name for name, found in record.digests.items() if found[0] != wanted.get(name, found[0])}
-    if not rounded:
-        return params
-    below = restore_base(
-        run.sharded_model,
-        replace(record, digests={}),  # without the dtypes of the digests it is read as it is stored
-        run_dir=run.run_dir,
-        only=lambda path: path in rounded,
-        moved_to=published_from(run.config.model),
-    )
-    return merge_leaves(below, params)
 
 
 def _random_rows(settings: Mapping[str, Any]) -> Any:

@@ -20,8 +20,8 @@ from jaxtrain.inference.harness.tokens import task_tokens
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.peft import is_adapter_folder, open_adapter_folder
 from jaxtrain.run.open_run import open_run
-from jaxtrain.run.served import open_served
-from jaxtrain.run.texts import format_of_run, special_of_run, texts_beside
+from jaxtrain.run.served import open_served, served_run
+from jaxtrain.run.texts import texts_beside
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
@@ -85,23 +85,21 @@ def evaluate_tasks(
         opened = _opened(tasks, shots=shots)  # mistakes in tasks are found before parameters are read
         if is_run(path):
             run = open_run(path, step=step, overrides=overrides, quantize=quantize, report=report)
-            scoring_decoder(run.sharded_model)
-            asked, tokenizer, form, step = run, run.tokenizer, format_of_run(run), run.step
-            adds, files = special_of_run(run.info, path, tokenizer).added, files_beside(path / "tokenizer.json")
+            scoring_decoder(run.sharded_model)  # the model is checked before a checkpoint is read
+            served, files, step = served_run(run), files_beside(path / "tokenizer.json"), run.step
         else:
-            asked = open_served(path, step=step, overrides=overrides, quantize=quantize)
-            scoring_decoder(asked.sharded_model)
-            tokenizer, form, adds, files = asked.tokenizer, asked.chat, True, _published_files(path)
-        if chat and form is None:
+            served = open_served(path, step=step, overrides=overrides, quantize=quantize)
+            files = _published_files(path)
+        if chat and served.chat is None:
             raise ConfigError(f"{path} has no chat template; leave --chat out to ask in plain text")
-        form = form if chat else None
-        tokens = task_tokens(tokenizer, files, form, add_special_tokens=adds)
+        form = served.chat if chat else None
+        tokens = task_tokens(served.tokenizer, files, form, add_special_tokens=served.special.added)
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
         from jaxtrain.inference.harness.model import HarnessModel
 
-        given = asked.sharded_model, asked.params, asked.model_state
-        model = HarnessModel(*given, tokens, form=form, rows=batch_size, report=report)
+        held = served.sharded_model, served.params, served.model_state
+        model = HarnessModel(*held, tokens, form=form, rows=batch_size, report=report)
         with _task_errors(", ".join(tasks)):
             found = evaluate(
                 lm=model,

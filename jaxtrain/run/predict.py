@@ -92,18 +92,19 @@ class Predictor:
         spec = batches.spec()
         if "inputs" not in spec:
             raise DataError(f"the rows hold {', '.join(spec)}; predict reads their entry 'inputs'")
-        try:
-            by_row = self._by_row(params, model_state, spec["inputs"])
-        except ConfigError as error:  # of the sharded model, which names the inputs
-            raise DataError(str(error)) from error
         vocab_size = self._model.model.vocab_size
         limits = {} if vocab_size is None else {"inputs": vocab_size}
         check = functools.partial(check_ids, limits=limits, where="predict")
         shardings, found = batch_shardings(spec, layout, self._batch_axes, {}), []
         for k in range(len(batches)):
-            outputs = self._jitted(params, model_state, batches.load(k, shardings, check=check)["inputs"])
-            kept = jax.tree.map(lambda keep, leaf: leaf if keep else None, by_row, outputs)
-            found.append(jax.tree.map(lambda leaf, k=k: leaf[: len(rows) - k * size], jax.device_get(kept)))
+            batch, left = batches.load(k, shardings, check=check), len(rows) - k * size
+            try:
+                outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
+            except ConfigError as error:  # of the sharded model, which names the inputs
+                raise DataError(str(error)) from error
+            found.append(
+                jax.tree.map(lambda leaf, left=left: leaf[:left] if leaf.shape[:1] == (size,) else None, outputs)
+            )
         return _without_none(jax.tree.map(lambda *parts: np.concatenate(parts), *found))
 
     def _apply(self, params: Params, model_state: ModelState, inputs: Any) -> Any:
@@ -113,18 +114,6 @@ class Predictor:
         return jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, outputs
         )
-
-    def _by_row(self, params: Params, model_state: ModelState, spec: Any) -> Any:
-        """The structure of the outputs, with whether each entry has one value per row."""
-
-        def outputs(factor: int) -> Any:
-            inputs = jax.tree.map(
-                lambda one: jax.ShapeDtypeStruct((factor * one.shape[0], *one.shape[1:]), one.dtype), spec
-            )
-            return jax.eval_shape(self._apply, params, model_state, inputs)
-
-        # A dimension may have the size of the batch by chance; twice the rows tell.
-        return jax.tree.map(lambda one, two: one.shape[:1] != two.shape[:1], outputs(1), outputs(2))
 
 
 def _without_none(outputs: Any) -> Any:
@@ -170,11 +159,9 @@ class RowReader:
     """How a model reads the rows of a file.
 
     Attributes:
-        name: Of the run or of the published model, in messages.
-        model: The model group of its config; None: the model came from Python.
+        name: In messages.
+        model, data, task: Of its config; None: from Python, or of a published model.
         tokenizer: Makes its tokens; None: it has none.
-        data: The data group of a run; None: the model is no run's, or the data came from Python.
-        task: Of the run's config; None: it came from Python, or the model is no run's.
         trained_on: The entry `data` of a run's `run.json`.
         classes: Names of the classes; None: nothing names them.
         images: How a published model wants its images; None: its files do not say it, or it is a run.

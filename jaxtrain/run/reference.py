@@ -1,15 +1,12 @@
 """The entry `reference` of a run's rows: computed once by the parameters that the run starts from, then kept in a file.
 
-The file holds the numbers of every row by its index, and digests of the rows, of the parameters and of the numbers,
-which checkpoints hold too, so that a run never goes on with other numbers than it began with. A digest of each held-out
-row lets an evaluation find its number.
+Checkpoints hold a digest of the file, so that a run never goes on with other numbers than it began with.
 """
 
 import dataclasses
 import hashlib
 import io
 import json
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 
 FILE = "reference.npz"
 _BACK = "put the file of this run back, or start again with --resume never"
-_AGAIN = "give the training command of this run again, which computes it where the parameters of its start can be had"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +42,11 @@ class Reference:
     Attributes:
         train: float32 [N, ...] of the training rows.
         validation: of the held-out rows; None: there are none.
-        rows: uint64, a digest of each held-out row; None: there are none.
-        record: SHA-256 of `rows`, `params` and `values`: what they are of, and what they are.
+        record: SHA-256 of the parameters (`params`) and of the file (`file`).
     """
 
     train: np.ndarray
     validation: np.ndarray | None
-    rows: np.ndarray | None
     record: dict[str, Any]
 
 
@@ -65,31 +59,22 @@ def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Prog
     config, data, shards = run.config, run.data, run.step.mesh.size
     # As large as what a step computes at once.
     size = -(-(config.train.global_batch_size // config.train.accumulation_steps) // shards) * shards
-
-    def computed(rows: Any, what: str) -> Any:
-        if rows is None:
-            return None
-        how = {"batch_size": size, "workers": reading_threads(config), "what": what}
-        return compute_reference(run.step, state.params, state.model_state, rows, **how)
-
+    sets = {"train": (data.train, "the training rows"), "validation": (data.validation, "the held-out rows")}
+    arrays: dict[str, Any] = {}
     with progress.phase(f"reference of task {run.step.task.name}") as phase:
-        train = computed(data.train, "the training rows")
-        validation = computed(data.validation, "the held-out rows")
-        rows = None if data.validation is None else _row_digests(data.validation)
-        phase.note(f"{len(train) + len(() if rows is None else rows):,} rows, kept in {FILE}")
-    arrays = {"train": train, "validation": validation, "held_out_rows": rows}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    counts = [len(train), None if validation is None else len(validation)]
-    record = {
-        "rows": _sha256([json.dumps([data.fingerprint, counts], sort_keys=True).encode()]),
-        "params": _params_digest(state),
-        "values": _values_digest(arrays),
-    }
+        for name, (rows, what) in sets.items():
+            if rows is not None:
+                how = {"batch_size": size, "workers": reading_threads(config), "what": what}
+                arrays[name] = compute_reference(run.step, state.params, state.model_state, rows, **how)
+        phase.note(f"{sum(map(len, arrays.values())):,} rows, kept in {FILE}")
+    if data.validation is not None:
+        arrays["held_out"] = _rows_digest(data.validation)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
     if main:
-        content = io.BytesIO()
-        np.savez(content, **arrays, record=np.array(json.dumps(record)))
         write_bytes_atomic(run_dir / FILE, content.getvalue())
-    return Reference(train, validation, rows, record)
+    record = {"params": _params_digest(state), "file": _sha256([content.getvalue()])}
+    return Reference(arrays["train"], arrays.get("validation"), record)
 
 
 def resumed_reference(
@@ -118,11 +103,10 @@ def resumed_reference(
     path, recorded = run_dir / FILE, recorded or {}
     # Process 0 decides for all: another may see an older listing of a network file system.
     if from_process_0(lambda: int(path.is_file())):
-        found = read_reference(path)
-        differ = [name for name, digest in found.record.items() if digest != recorded.get(name)]
-        if differ:
-            raise CheckpointError(f"{path} has other {differ[0]} than the checkpoint was trained with; {_BACK}")
-        return found
+        if _sha256([path.read_bytes()]) != recorded.get("file"):
+            raise CheckpointError(f"{path} is damaged or of another run; delete it and train again, or {_BACK}")
+        arrays = _read(path)
+        return Reference(arrays["train"], arrays.get("validation"), recorded)
     try:
         state = create()
     except UserError as error:
@@ -141,7 +125,7 @@ def with_known_reference(run: Run, reference: Reference) -> Run:
 
 
 def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path) -> "Data | grain.MapDataset":
-    """Held-out rows of a run that is opened again, or some of them, with the numbers that the run kept of them.
+    """The held-out rows of a run that is opened again, with the numbers that the run kept of them.
 
     Raises:
         DataError: the run has no numbers of these rows.
@@ -150,49 +134,35 @@ def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path)
     held_out: Any = rows.validation if isinstance(rows, Data) else rows
     if held_out is None or not lacks_reference(task, held_out[0]):
         return rows
-    path = run_dir / FILE
-    if not path.is_file():
-        raise CheckpointError(f"{path}, with which task {task.name!r} compares, is missing; {_AGAIN}")
-    found, wanted = read_reference(path), _row_digests(held_out)
-    kept = {} if found.rows is None else {digest: place for place, digest in enumerate(found.rows.tolist())}
-    places = [kept.get(digest) for digest in wanted.tolist()]
-    if found.validation is None or None in places:
+    arrays = _read(run_dir / FILE)
+    if str(arrays.get("held_out")) != _rows_digest(held_out):
         raise DataError(
-            f"{path} has no numbers of row {places.index(None)} of the rows given, with which task {task.name!r} "
-            f"compares; evaluate held-out rows of the run itself, or give rows with an entry '{ENTRY}'"
+            f"task {task.name!r} compares with numbers that {run_dir / FILE} does not have of these rows; evaluate the "
+            f"held-out rows of the run itself, or give rows with an entry '{ENTRY}'"
         )
-    known = with_entry(held_out, ENTRY, found.validation[np.array(places)])
+    known = with_entry(held_out, ENTRY, arrays["validation"])
     return dataclasses.replace(rows, validation=known) if isinstance(rows, Data) else known
 
 
-def read_reference(path: Path) -> Reference:
-    """Read a file; a CheckpointError where it is damaged."""
+def _read(path: Path) -> dict[str, np.ndarray]:
     try:
-        # Of bytes: NumPy leaves a file that is no archive open.
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-            arrays = dict(file)
-        record = json.loads(str(arrays.pop("record")))
-        if record["values"] != _values_digest(arrays):
-            raise ValueError("its numbers are not what was written")
-        return Reference(arrays["train"], arrays.get("validation"), arrays.get("held_out_rows"), record)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); delete it and {_AGAIN}") from error
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except Exception as error:  # a dozen types of a damaged archive
+        raise CheckpointError(
+            f"{path} is missing or damaged ({error}); give the training command of this run again, which computes it"
+        ) from error
 
 
-def _row_digests(rows: "grain.MapDataset") -> np.ndarray:
-    """A digest of the content of each row, uint64 [N], which tells rows apart wherever they are."""
-
-    def content(row: Any) -> Iterable[bytes]:
-        for path, leaf in jax.tree_util.tree_leaves_with_path({k: v for k, v in row.items() if k != ENTRY}):
-            array = np.ascontiguousarray(leaf)
-            yield f"{path_name(path)} {array.dtype.str} {array.shape}".encode()
-            yield array.tobytes()
-
-    return np.array([int(_sha256(content(rows[i]))[:16], 16) for i in range(len(rows))], np.uint64)
-
-
-def _values_digest(arrays: dict[str, np.ndarray]) -> str:
-    return _sha256(f"{name} {one.dtype.str} {one.shape}".encode() + one.tobytes() for name, one in arrays.items())
+def _rows_digest(rows: "grain.MapDataset") -> str:
+    """Of the content of rows, whatever they come from."""
+    content: Any = ({name: entry for name, entry in rows[i].items() if name != ENTRY} for i in range(len(rows)))
+    leaves = (jax.tree_util.tree_leaves_with_path(row) for row in content)
+    return _sha256(
+        f"{path_name(path)} {np.asarray(leaf).dtype} {np.shape(leaf)}".encode() + np.asarray(leaf).tobytes()
+        for row in leaves
+        for path, leaf in row
+    )
 
 
 def _params_digest(state: "TrainState") -> str:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxtrain.config.load import load_config
 from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.schema import Config
 from jaxtrain.data.chat.formats import published_format
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError
@@ -24,21 +27,22 @@ from jaxtrain.interop.fresh import check_fits, fresh_parts
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import is_published
 from jaxtrain.models.model import parameter_shapes
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.entries import Entry
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.open_run import OpenedRun, open_run
+from jaxtrain.run.restored import quantized_params
 from jaxtrain.run.texts import format_of_run, special_of_folder, special_of_run, texts_beside
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.train.assemble import build_sharded_model
+from jaxtrain.train.start import accept_start
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-
-    from jaxtrain.config.schema import Config
-    from jaxtrain.models.sharded import ShardedModel
 
 _POLICY = "precision.policy"
 # Tokens of an answer where nobody says how many.
@@ -96,72 +100,51 @@ def open_served(
         raise ConfigError(
             f"{path} {there}; give runs/<name>, a folder with config.json and safetensors, or a GGUF file"
         )
-    model, config = _folder_model(path, words, adapter, mesh)
-    _check_says_something(model, config, path, encoder_decoders=encoder_decoders)
-    return _served_folder(path, model, config, adapter=adapter, quantize=quantize, name=name)
+    distributed.start()
+    config = _folder_config(path, words, adapter)
+    served = _served_folder(path, config, adapter=adapter, quantize=quantize, mesh=mesh, name=name)
+    _check_says_something(served.sharded_model, config, path, encoder_decoders=encoder_decoders)
+    return served
 
 
 def served_run(run: OpenedRun, *, name: str = "run", encoder_decoders: bool = False) -> Served:
     """A run to be asked; see `open_served`."""
     _check_says_something(run.sharded_model, run.config, run.run_dir, encoder_decoders=encoder_decoders)
     tokenizer = _checked_tokenizer(run.tokenizer, run.run_dir)
-    return Served(
-        name,
-        run.sharded_model,
-        run.params,
-        run.model_state,
-        tokenizer,
-        format_of_run(run),
-        _embeds(run.config),
-        int(time.time()),
-        getattr(run.config.model, "max_sequence_length", None),
-        special_of_run(run.info, run.run_dir, tokenizer),
-    )
+    chat, length = format_of_run(run), getattr(run.config.model, "max_sequence_length", None)
+    special, embeds = special_of_run(run.info, run.run_dir, tokenizer), _embeds(run.config)
+    held = run.sharded_model, run.params, run.model_state
+    return Served(name, *held, tokenizer, chat, embeds, int(time.time()), length, special)
 
 
-def _folder_model(
-    path: Path, words: list[str], adapter: str | Path | None, mesh: "Mesh | None"
-) -> "tuple[ShardedModel, Config]":
-    """The model of a published folder on its mesh, and a config of it."""
+def _folder_config(path: Path, words: list[str], adapter: str | Path | None) -> Config:
     tree: dict[str, Any] = {"model": {"from": str(path)}, "optimizer": {"kind": "sgd", "momentum": 0.0}}
     if not any(word.startswith("model.head") for word in words):
         head = read_sentence_head(path, published_settings(str(path)))
         tree["model"] |= {} if head is None else {"head": head}
     if adapter is not None:
         tree["finetune"] = {"adapter": str(adapter)}
-    distributed.start()
-    import jax
-
-    from jaxtrain.train.assemble import build_sharded_model
-
     if jax.default_backend() != "cpu" and not any(word.startswith(f"{_POLICY}=") for word in words):
         words = [f"{_POLICY}=bf16_pure", *words]
-    config = load_config(tree, overrides=words, origin="serve").config
-    check_fits(config.model)
-    length = settings_of(config.model).get("max_sequence_length")
-    if length is None:
-        raise ConfigError(f"{path} is no model of texts; serve one that reads and writes texts")
-    return build_sharded_model(config, input_shape=(length,), mesh=mesh), config
+    return load_config(tree, overrides=words, origin="serve").config
 
 
 def _served_folder(
     path: Path,
-    model: "ShardedModel",
-    config: "Config",
+    config: Config,
     *,
     adapter: str | Path | None,
     quantize: str | None,
+    mesh: "Mesh | None",
     name: str,
 ) -> Served:
-    """A published folder to be asked, its weights read."""
-    import jax
-
-    from jaxtrain.run.restored import quantized_params
-    from jaxtrain.train.start import accept_start
-
-    file = tokenizer_origin(path)
+    """A published folder to be asked."""
+    check_fits(config.model)
+    file, length = tokenizer_origin(path), settings_of(config.model).get("max_sequence_length")
     tokenizer = _checked_tokenizer(None if file is None else load_tokenizer(file), path)
-    assert file is not None
+    if length is None or file is None:
+        raise ConfigError(f"{path} is no model of texts; serve one that reads and writes texts")
+    model = build_sharded_model(config, input_shape=(length,), mesh=mesh)
     # With another head than the published one, that head is not read; an embedding need not have parameters.
     settings = settings_in(str(path), published_settings(str(path)))
     theirs = [row.path for row in published_family(str(path)).tensors(settings) if isinstance(row, Entry)]
@@ -175,18 +158,10 @@ def _served_folder(
     if quantize is not None:
         params, remark = quantized_params(params, model, quantize)
         print_remark(remark)
-    return Served(
-        name,
-        model,
-        params,
-        start.model_state or {},
-        tokenizer,
-        published_format(texts_beside(file, adapter), str(adapter or path), tokenizer),
-        _embeds(config),
-        int(time.time()),
-        settings_of(config.model).get("max_sequence_length"),
-        special_of_folder(file, tokenizer, adapter=adapter),
-    )
+    chat = published_format(texts_beside(file, adapter), str(adapter or path), tokenizer)
+    special, embeds = special_of_folder(file, tokenizer, adapter=adapter), _embeds(config)
+    state = start.model_state or {}
+    return Served(name, model, params, state, tokenizer, chat, embeds, int(time.time()), length, special)
 
 
 def _base_of(adapter: Path) -> Path:
@@ -207,12 +182,12 @@ def _checked_tokenizer(tokenizer: Any, path: Path) -> BpeTokenizer | ByteTokeniz
     return tokenizer
 
 
-def _embeds(config: "Config") -> bool:
+def _embeds(config: Config) -> bool:
     head = getattr(config.model, "head", None)
     return head is not None and head.kind == "embedding"
 
 
-def _check_says_something(model: "ShardedModel", config: "Config", path: Path, *, encoder_decoders: bool) -> None:
+def _check_says_something(model: ShardedModel, config: Config, path: Path, *, encoder_decoders: bool) -> None:
     """Raises where a model gives neither text nor embeddings."""
     decoder = model.model.decoder
     if decoder is None and not _embeds(config):
@@ -230,10 +205,7 @@ class Writing:
 
     Attributes:
         new_tokens: tokens of each, at most; None: 200, or as many as the model has positions for.
-        sampling: how tokens are chosen.
-        seed: of the random choices.
-        stop: texts at which one ends.
-        skip_special_tokens: whether special tokens that the model writes are left out.
+        sampling, seed, stop: how tokens are chosen, and texts at which one ends.
         top: alternatives whose log-probabilities are given; None: no log-probabilities.
         piece: tokens between two looks; None: all.
     """
@@ -277,11 +249,7 @@ def search_continuations(writer: Served, prompts: Sequence[str], writing: Writin
 
 
 def write_continuations(writer: Served, prompts: Sequence[str], writing: Writing) -> Iterator[Written]:
-    """Continue texts in one batch; each prompt is the first that its row gives out.
-
-    Raises:
-        ConfigError: the model does not generate text, or an option is out of range.
-    """
+    """Continue texts in one batch; each prompt is the first that its row gives out."""
     model, tokenizer = writer.sharded_model.model, writer.tokenizer
     encoded = encode_prompts(model, tokenizer, prompts, add_special_tokens=writer.special.added)
     new_tokens = writing.new_tokens
@@ -296,12 +264,7 @@ def write_continuations(writer: Served, prompts: Sequence[str], writing: Writing
 
 
 def write_answers(writer: Served, questions: Sequence[str], writing: Writing) -> Iterator[Written]:
-    """Answer questions in one batch, each a conversation of its own, with a model that has a chat template.
-
-    Raises:
-        ConfigError: the model cannot generate, or a question exceeds its positions.
-        DataError: the template refuses a question.
-    """
+    """Answer questions in one batch, each a conversation of its own, with a model that has a chat template."""
     assert writer.chat is not None
     encoded, room = encode_questions(writer.sharded_model, writer.tokenizer, writer.chat, questions)
     wanted = _ANSWER_TOKENS if writing.new_tokens is None else writing.new_tokens

@@ -121,8 +121,8 @@ def _of_documents(
     """Where the texts of a run end: as it chose itself, or as a tokenizer says that came with no published model."""
     if "tokenizer.json" in files:
         data = (info.get("config") or {}).get("data") or {}
-        name: Any = (data.get("tokenizer") or {}).get("end")
-        end = None if name is None else tokenizer.token_id(name)
+        name = (data.get("tokenizer") or {}).get("end") or ""
+        end = tokenizer.token_id(name)
         if end is None or end != tokenizer.end_of_text or end in _end_ids(files, said):
             return Texts()
         return Texts(tokens={_END: name}, ids={_END_ID: end})
