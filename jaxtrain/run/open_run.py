@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config, Loaded, load_config
-from jaxtrain.config.call import Call
 from jaxtrain.config.published import published_from
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import ConfigError, DataError
@@ -467,8 +466,14 @@ class OpenedRun(RunPath):
         from jaxtrain.inference.sampling import Sampling
         from jaxtrain.run.texts import special_of_run
 
+        model = self.sharded_model
+        if model.model.decoder is None or self.tokenizer is None:
+            what = "has no tokenizer.json" if self.tokenizer is None else "does not generate text"
+            raise ConfigError(f"{self.run_dir} (model {model.model.name}) {what}")
         texts = continue_texts(
-            *self.writer,
+            model,
+            self.params,
+            self.tokenizer,
             [prompts] if isinstance(prompts, str) else list(prompts),
             new_tokens=new_tokens,
             sampling=Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty),
@@ -479,18 +484,6 @@ class OpenedRun(RunPath):
             skip_special_tokens=skip_special_tokens,
         )
         return texts[0] if isinstance(prompts, str) else texts
-
-    @property
-    def writer(self) -> "tuple[ShardedModel, Params, Tokenizer]":
-        """What continues texts: model, parameters and tokenizer; a ConfigError where the run does not."""
-        model = self.sharded_model
-        if model.model.decoder is None:
-            is_own = self._own_model is not None or isinstance(self.config.model, Call)
-            name = f"model {model.model.name}" if is_own else f"model.kind={self.config.model.kind}"
-            raise ConfigError(f"{name} of {self.run_dir} does not generate text")
-        if self.tokenizer is None:
-            raise ConfigError(f"{self.run_dir} has no tokenizer.json, so it cannot continue any text")
-        return model, self.params, self.tokenizer
 
     def plot(self, *names: str) -> "CurveFigure":
         """Curves of the run's metrics over steps, training and evaluation in one picture.

@@ -330,13 +330,10 @@ def _plain(value: Any) -> float:
 
 
 def _class_names(names: Sequence[str] | None, num_classes: int) -> list[str]:
-    """A name for each output: those that are known, then numbers."""
-    if names is None or len(names) > num_classes:
-        return [str(number) for number in range(num_classes)]
-    # A class may be called by a number, and a published config may give two classes one name.
-    known = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
-    rest = (str(number) for number in range(len(names), num_classes))
-    return [*known, *(f"output {name}" if name in names else name for name in rest)]
+    """A name for each output: those that are known, then numbers; of one name twice, each with its number."""
+    known = () if names is None or len(names) > num_classes else names
+    found = [*known, *map(str, range(len(known), num_classes))]
+    return [f"{name} ({number})" if found.count(name) > 1 else name for number, name in enumerate(found)]
 
 
 def _published_classes(config: Mapping[str, Any], *, name: str) -> tuple[str, ...] | None:

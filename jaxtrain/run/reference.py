@@ -154,9 +154,9 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         ) from error
 
 
-def _rows_digest(rows: "grain.MapDataset") -> str:
+def _rows_digest(rows: Any) -> str:
     """Of the content of rows, whatever they come from."""
-    content: Any = ({name: entry for name, entry in rows[i].items() if name != ENTRY} for i in range(len(rows)))
+    content = ({name: entry for name, entry in rows[i].items() if name != ENTRY} for i in range(len(rows)))
     leaves = (jax.tree_util.tree_leaves_with_path(row) for row in content)
     return _sha256(
         f"{path_name(path)} {np.asarray(leaf).dtype} {np.shape(leaf)}".encode() + np.asarray(leaf).tobytes()

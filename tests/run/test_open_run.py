@@ -146,7 +146,7 @@ GIVEN = {
     "key": (lambda folder: jt.open_run(folder, overrides={"train.stps": 3}), "did you mean 'train.steps'?"),
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
-    "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp of "),
+    "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) "),
 }
 
 

@@ -327,7 +327,7 @@ def test_a_published_model_reads_images(name, published, tmp_path, cli):
 # Names that the data gave -> names of four outputs.
 NAMES = {
     "fewer classes than outputs": (("ant", "bee"), ["ant", "bee", "2", "3"]),
-    "classes that are called by numbers": (("2", "3"), ["2", "3", "output 2", "output 3"]),
+    "classes that are called by numbers": (("2", "3"), ["2 (0)", "3 (1)", "2 (2)", "3 (3)"]),
     "two classes of one name": (("ant", "bee", "ant", "cat"), ["ant (0)", "bee", "ant (2)", "cat"]),
 }
 
