@@ -111,8 +111,9 @@ def served_run(run: OpenedRun, *, name: str = "run", encoder_decoders: bool = Fa
     """A run to be asked; see `open_served`."""
     _check_says_something(run.sharded_model, run.config, run.run_dir, encoder_decoders=encoder_decoders)
     tokenizer = _checked_tokenizer(run.tokenizer, run.run_dir)
-    chat, length = format_of_run(run), getattr(run.config.model, "max_sequence_length", None)
-    special, embeds = special_of_run(run.info, run.run_dir, tokenizer), _embeds(run.config)
+    where = run.info, run.run_dir, tokenizer
+    chat, special, embeds = format_of_run(*where), special_of_run(*where), _embeds(run.config)
+    length = getattr(run.config.model, "max_sequence_length", None)
     held = run.sharded_model, run.params, run.model_state
     return Served(name, *held, tokenizer, chat, embeds, int(time.time()), length, special)
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtrain.config.data import LabelledTextData, TaggedTextData, TextPairData
 from jaxtrain.config.schema import Config
@@ -27,9 +27,6 @@ from jaxtrain.interop.save import Origin
 from jaxtrain.models.model import Model
 from jaxtrain.published.json_text import parse_json
 
-if TYPE_CHECKING:
-    from jaxtrain.run.open_run import OpenedRun
-
 _END, _END_ID = "eos_token", "eos_token_id"
 _NAMES_END = re.compile(rf"\b{_END}\b")
 
@@ -43,11 +40,11 @@ def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
     return {name: text for name, text in base.items() if name != TEMPLATE} | own
 
 
-def format_of_run(run: "OpenedRun") -> ChatFormat | None:
+def format_of_run(info: Mapping[str, Any], run_dir: Path, tokenizer: Tokenizer | None) -> ChatFormat | None:
     """The chat template of a run: the one that it was trained with, or that of its published model; None: neither."""
-    found = format_of_reading((run.info.get("data") or {}).get("reading"))
-    if found is None and isinstance(run.tokenizer, NamedTokens):
-        found = published_format(files_beside(run.run_dir / "tokenizer.json"), str(run.run_dir), run.tokenizer)
+    found = format_of_reading((info.get("data") or {}).get("reading"))
+    if found is None and isinstance(tokenizer, NamedTokens):
+        found = published_format(files_beside(run_dir / "tokenizer.json"), str(run_dir), tokenizer)
     return found
 
 

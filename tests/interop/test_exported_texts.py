@@ -97,7 +97,7 @@ def asked(form, tokenizer):
 
 def of_run(path):
     run = jt.open_run(path)
-    return asked(format_of_run(run), run.tokenizer)
+    return asked(format_of_run(run.info, run.run_dir, run.tokenizer), run.tokenizer)
 
 
 def of_folder(path):
