@@ -130,10 +130,6 @@ def export_folder(
         path: The published folder, or a .gguf file.
         folder, max_shard_size, base: As for `export_run`.
         dtype: float32, float16 or bfloat16; None: that of each tensor.
-
-    Raises:
-        ConfigError: There is no such model, the folder is not empty, or a layer cannot be written in 4 bits.
-        CheckpointError: The published files are missing or damaged.
     """
     opened = load_pretrained(path)
     published = opened.published

@@ -1,6 +1,6 @@
 """A run made of a published model: its checkpoint at step 0, which every command opens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +8,19 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import load_config
-from jaxtrain.config.published import published_settings
+from jaxtrain.config.published import published_from, published_settings
 from jaxtrain.config.saved_run import is_run
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.companions import TEXT_FILES
-from jaxtrain.interop.fresh import check_fits
+from jaxtrain.interop.fresh import check_fits, fresh_parts
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
-from jaxtrain.published.config_file import tokenizer_origin
+from jaxtrain.published.config_file import read_published_config, tokenizer_origin
+from jaxtrain.published.heads import label_names
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.base import describe_start, start_of, trained_leaves
-from jaxtrain.run.class_order import check_class_order
 from jaxtrain.run.lock import RunLock
 from jaxtrain.run.own_parts import own_parts
 from jaxtrain.run.published import FOLDER
@@ -87,6 +88,24 @@ def import_run(
             checkpointer.save(0, without_base(state, trained_leaves(run.step)), metadata=metadata)
         record.close("imported", {}, Progress(process_index=1))
     return run_dir
+
+
+def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
+    """Raise where a published head has the classes of the data in another order, so that it would confuse them.
+
+    Args:
+        config: Of a run that starts.
+        classes: Names of the classes of its data, in the order of their numbers; None: it has none.
+    """
+    path = published_from(config.model)
+    if path is None or classes is None or config.finetune.adapter is not None or fresh_parts(config.model):
+        return
+    names = label_names(read_published_config(Path(path))) or []
+    if list(classes) != list(names) and sorted(classes) == sorted(names):
+        raise ConfigError(
+            f"the head of {path} gives {', '.join(names[:3])}, ..., and the data numbers its classes "
+            f"{', '.join(classes[:3])}, ...; write them as numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
+        )
 
 
 def _config(path: Path, base: Path | None) -> dict[str, Any]:

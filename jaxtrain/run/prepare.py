@@ -32,11 +32,11 @@ from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, t
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.changed_state import as_kept, as_saved
-from jaxtrain.run.class_order import check_class_order
 from jaxtrain.run.compared import compared_rows
 from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
+from jaxtrain.run.import_run import check_class_order
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.lock import RunLock
 from jaxtrain.run.own_parts import own_parts

@@ -54,7 +54,6 @@ def open_served(
     *,
     adapter: str | Path | None = None,
     quantize: str | None = None,
-    policy: str | None = None,
     step: int | None = None,
     mesh: "Mesh | None" = None,
     overrides: Iterable[str] = (),
@@ -67,11 +66,10 @@ def open_served(
         path: directory of a run, published folder, GGUF file, or folder of an adapter that names a base which is here.
         adapter: folder of an adapter, as PEFT or `jaxtrain export` writes it, over the published folder `path`.
         quantize: number format of linear layers, "int8" or "nf4"; None: as they are.
-        policy: number formats to compute in; None: those of the run; of a published model bf16_pure on an accelerator
-            and fp32 on a CPU.
         step: of a run: which checkpoint; None: the newest intact one.
         mesh: from `make_mesh`; None: all devices on the `data` axis, unless overrides say otherwise.
-        overrides: settings as on the command line ("parallel.tensor=8", "model.head.kind=embedding").
+        overrides: settings as on the command line ("parallel.tensor=8", "model.head.kind=embedding"). A published model
+            computes in bf16_pure on an accelerator unless precision.policy is set.
         name: what clients call the model; None: the last part of the path.
         encoder_decoders: whether a model that reads its prompt with an encoder is opened too, which the server cannot
             batch.
@@ -82,7 +80,7 @@ def open_served(
     """
     name = name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf")
     path = Path(published_place(path, what="run or published folder"))
-    words = [*([] if policy is None else [f"{_POLICY}={policy}"]), *overrides]
+    words = list(overrides)
     if is_run(path):
         if adapter is not None:
             raise ConfigError(
