@@ -75,9 +75,6 @@ def export_run(
         base: "nf4": linear layers are written in 4 bits, as bitsandbytes does; None: in floats.
         emulate: Number of CPU devices to emulate; None: the devices of the machine.
 
-    Returns:
-        The folder.
-
     Raises:
         ConfigError: The folder is not empty, no published family has the run's model, or there is nothing to merge.
         CheckpointError: There is no intact checkpoint, or what was merged is not what was trained.
@@ -161,11 +158,7 @@ def _settings(run: OpenedRun) -> dict[str, Any]:
 
 
 def _write_merged(folder: Path, settings: Mapping[str, Any], run: OpenedRun, **how: Any) -> Path:
-    """Writes base and adapters added up, if what is written gives their logits.
-
-    Raises:
-        CheckpointError: The logits differ by more than rounding explains; nothing is written.
-    """
+    """Writes base and adapters added up, if what is written gives their logits; else a CheckpointError."""
     if jax.process_count() > 1:
         raise ConfigError("--merge compares logits in one process, and there are several; run it in one")
     model = run.sharded_model.model
@@ -238,10 +231,6 @@ def export_program(
         folder: to make; it may exist if it is empty.
         batch: rows of a call; None: any number, or 1 where the model's program depends on it.
         step: step of the checkpoint; None: the newest intact one.
-
-    Raises:
-        ConfigError: the folder is not empty, flatbuffers is missing, or the model cannot be exported.
-        CheckpointError: there is no intact checkpoint.
     """
     folder = Path(folder).expanduser()
     check_flatbuffers()

@@ -54,9 +54,6 @@ def import_run(
         base: The published model that an adapter is of.
         emulate: Number of CPU devices to emulate; None: the devices of the machine.
 
-    Returns:
-        The directory.
-
     Raises:
         ConfigError: There is a run already, or a setting does not fit the model.
         CheckpointError: The published files are missing or damaged.
@@ -91,12 +88,7 @@ def import_run(
 
 
 def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
-    """Raise where a published head has the classes of the data in another order, so that it would confuse them.
-
-    Args:
-        config: Of a run that starts.
-        classes: Names of the classes of its data, in the order of their numbers; None: it has none.
-    """
+    """Raise where a published head that a run starts from has the classes of its data in another order."""
     path = published_from(config.model)
     if path is None or classes is None or config.finetune.adapter is not None or fresh_parts(config.model):
         return

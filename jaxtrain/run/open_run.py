@@ -106,11 +106,6 @@ def saved_config(
     The saved degrees (and kernels) say how the run was trained, not what is here, so `data` takes all devices unless an
     override says otherwise. Text is read with the tokenizer that was saved with the run.
 
-    Args:
-        run_dir: directory of the run.
-        overrides: `key=value` strings, or a mapping of keys, on top.
-        report: receives one line where a damaged run.json is written again.
-
     Raises:
         ConfigError: not a run, or a wrong key or value.
     """

@@ -60,13 +60,7 @@ _ELSEWHERE = {
 
 
 class Predictor:
-    """Applies a model to rows, in evaluation mode.
-
-    Args:
-        sharded_model: the model on its mesh.
-        batch_axes: see `Task.batch_axes`.
-        compiler_options: over those of `jaxtrain/runtime/compiler_options.py`.
-    """
+    """Applies a model to rows, in evaluation mode; `batch_axes` are those of its task."""
 
     def __init__(
         self,
@@ -112,7 +106,10 @@ class Predictor:
             outputs, _ = self._model.apply(params, model_state, inputs, key=None, train=False)
         # NumPy has no bfloat16 of its own.
         return jax.tree.map(
-            lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, outputs
+            lambda leaf: jnp.asarray(
+                leaf, jnp.float32 if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else None
+            ),
+            outputs,
         )
 
 
@@ -123,16 +120,7 @@ def _without_none(outputs: Any) -> Any:
 
 
 def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model, *, scaled: bool) -> grain.MapDataset:
-    """Inputs as rows with an index, arrays in the form that the model was trained on.
-
-    Args:
-        inputs, scaled: see `OpenedRun.predict`.
-        trained_on: the entry `data` of the run's `run.json`.
-        model: of the run.
-
-    Raises:
-        DataError: two sets of rows, rows that are too long, or other columns than those of the run's table.
-    """
+    """What `OpenedRun.predict` takes as rows with an index, arrays as the model was trained on (`data` in run.json)."""
     if isinstance(inputs, Data):
         if inputs.validation is not None:
             raise DataError("this Data has two sets; write run.predict(data.validation), or data.train")
@@ -208,11 +196,6 @@ def predict_published(
         path: The folder of the model, with its tokenizer or its preprocessor_config.json.
         file, probabilities: See `predicted_rows`.
         batch_size: The largest batch; None: 32.
-
-    Raises:
-        ConfigError: The family is unknown, or its model gives something else, such as the next token.
-        CheckpointError: The files of the model are missing or damaged.
-        DataError: The file or a row of it is not what the model reads.
     """
     path = Path(published_place(path, what="published folder"))
     head = read_sentence_head(path, published_settings(str(path)))

@@ -37,13 +37,7 @@ _BACK = "put the file of this run back, or start again with --resume never"
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The numbers of all rows.
-
-    Attributes:
-        train: float32 [N, ...] of the training rows.
-        validation: of the held-out rows; None: there are none.
-        record: SHA-256 of the parameters (`params`) and of the file (`file`).
-    """
+    """The numbers of all rows, float32 [N, ...], and a record: SHA-256 of the parameters and of the file."""
 
     train: np.ndarray
     validation: np.ndarray | None
@@ -51,11 +45,7 @@ class Reference:
 
 
 def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool) -> Reference:
-    """Compute the numbers by the state that a run starts from; the main process writes the file.
-
-    Raises:
-        DataError: a number that is not finite.
-    """
+    """Compute the numbers by the state that a run starts from; the main process writes the file."""
     config, data, shards = run.config, run.data, run.step.mesh.size
     # As large as what a step computes at once.
     size = -(-(config.train.global_batch_size // config.train.accumulation_steps) // shards) * shards
@@ -88,17 +78,7 @@ def resumed_reference(
 ) -> Reference:
     """Read the numbers of a run that goes on; where the file is gone, compute them again from the same start.
 
-    Args:
-        run: whose rows await them.
-        run_dir: of the run.
-        recorded: the record in its checkpoint; None: it has none.
-        create: makes the state at step 0 again.
-        progress: shows a pass.
-        main: whether this process writes.
-
-    Raises:
-        CheckpointError: the file is damaged or of another run, or it is gone and so are the parameters that the run
-            started from.
+    `recorded` is the record in its checkpoint, and `create` makes the state at step 0 again.
     """
     path, recorded = run_dir / FILE, recorded or {}
     # Process 0 decides for all: another may see an older listing of a network file system.
@@ -125,12 +105,7 @@ def with_known_reference(run: Run, reference: Reference) -> Run:
 
 
 def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path) -> "Data | grain.MapDataset":
-    """The held-out rows of a run that is opened again, with the numbers that the run kept of them.
-
-    Raises:
-        DataError: the run has no numbers of these rows.
-        CheckpointError: the file of its numbers is gone or damaged.
-    """
+    """The held-out rows of a run that is opened again, with the numbers that the run kept of them."""
     held_out: Any = rows.validation if isinstance(rows, Data) else rows
     if held_out is None or not lacks_reference(task, held_out[0]):
         return rows
