@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.going_back import live_steps
-from jaxtrain.checkpoint.where import checkpoint_folder, identity_of_steps
+from jaxtrain.checkpoint.directory import live_steps
+from jaxtrain.checkpoint.run_folder import checkpoint_folder, identity_of_steps
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.runtime.remarks import print_remark
