@@ -31,11 +31,11 @@ from jaxtrain.run.base import describe_start, keep_base, moved_base, start_of, t
 from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.called_sources import source_changes
 from jaxtrain.run.changed_state import as_kept, as_saved
-from jaxtrain.run.class_order import class_notes
 from jaxtrain.run.compared import compared_rows
 from jaxtrain.run.elsewhere import begin_there, take_folder
 from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.run.held_out import HeldOut, metric_names
+from jaxtrain.run.import_run import check_class_order
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.lock import RunLock
 from jaxtrain.run.own_parts import own_parts
@@ -126,7 +126,7 @@ def prepare_session(
             check_fits(run.config.model)
             notes += fresh_notes(run.config.model)
             if own_step.params is None and not own_step.skip:
-                notes += class_notes(run.config, (run.data.reading or {}).get("classes"))
+                check_class_order(run.config, (run.data.reading or {}).get("classes"))
         if resumed is not None:
             target = as_saved(without_base(run.step.abstract_state, trained_leaves(run.step)), checkpointer)
             changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=resume is not None)

@@ -9,12 +9,9 @@ from typing import Any
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
 from jaxtrain.interop.base_digest import base_digests
-from jaxtrain.interop.companions import TEXT_FILES
 from jaxtrain.interop.save import Origin, saved_dtypes
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import PublishedModel, find_places, open_published
-from jaxtrain.published.config_file import tokenizer_origin
-from jaxtrain.run.exported_texts import texts_beside
 from jaxtrain.runtime.files import write_json_atomic
 
 # Folder of a run: config.json and the tokenizer files of the model that it started from.
@@ -51,26 +48,6 @@ def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bo
         record["parameters"] = _parameters(published, model)
     write_json_atomic(kept / _RECORD, record)
     return record
-
-
-def keep_texts(run_dir: Path, adapter: str | Path, *, base: Path) -> None:
-    """Writes the chat template that an adapter came with over that of its base, in a run of both.
-
-    Args:
-        run_dir: Directory of the run, which kept the files of the base.
-        adapter: Folder of the adapter.
-        base: The published model.
-    """
-    file = tokenizer_origin(base)
-    if file is None:
-        return
-    before, files = texts_beside(file, None), texts_beside(file, adapter)
-    if files == before:
-        return
-    for name in TEXT_FILES:
-        (run_dir / FOLDER / name).unlink(missing_ok=True)
-        if name in files:
-            (run_dir / FOLDER / name).write_bytes(files[name].encode())
 
 
 def origin_of(run_dir: Path) -> Origin | None:
