@@ -11,8 +11,7 @@ from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
-from jaxtrain.run.open_run import open_run
-from jaxtrain.run.saved_config import saved_config
+from jaxtrain.run.open_run import open_run, saved_config
 from jaxtrain.runtime import distributed
 
 # Keys that eval may change (the base of adapters may have moved); the others describe the parameters that were trained.

@@ -15,9 +15,8 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.open_run import open_run
-from jaxtrain.run.predict_published import predict_published
-from jaxtrain.run.saved_config import saved_config
+from jaxtrain.run.open_run import open_run, saved_config
+from jaxtrain.run.predict import predict_published
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.files import strict_json, write_lines_atomic
 

@@ -8,7 +8,8 @@ from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.check import compare_with_transformers, import_transformers
 from jaxtrain.interop.weights import is_published
-from jaxtrain.run.import_run import export_folder, export_run, import_run
+from jaxtrain.run.export import export_folder, export_run
+from jaxtrain.run.import_run import import_run
 from jaxtrain.runtime import distributed
 
 
@@ -46,7 +47,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         import_transformers()
     weights = {"dtype": arguments.dtype, "base": arguments.base, "max_shard_size": arguments.max_shard_size or "5GB"}
     if arguments.to == "stablehlo":
-        from jaxtrain.run.export_program import export_program
+        from jaxtrain.run.export import export_program
 
         distributed.start(emulate=arguments.emulate, compilation_cache=None)
         folder = export_program(run_dir, output, batch=arguments.batch, step=arguments.step)

@@ -18,16 +18,8 @@ from jaxtrain.inference.written import TokenScore, Written
 from jaxtrain.interop.weights import is_published
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import is_adapter_folder
-from jaxtrain.run.open_run import open_run
-from jaxtrain.run.saved_config import saved_config
-from jaxtrain.run.written import (
-    Writing,
-    search_continuations,
-    write_answers,
-    write_continuations,
-    writer_of_folder,
-    writer_of_run,
-)
+from jaxtrain.run.open_run import saved_config
+from jaxtrain.run.served import Writing, open_writer, search_continuations, write_answers, write_continuations
 from jaxtrain.runtime import distributed
 
 # Tokens between two looks for a stop, for which the host waits.
@@ -50,11 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
     writing = _writing(arguments)
     with own_code(config):
-        if is_folder:
-            writer = writer_of_folder(path, answers=answers, quantize=arguments.quantize, step=arguments.step)
-        else:
-            run = open_run(arguments.run_dir, step=arguments.step, quantize=arguments.quantize)
-            writer = writer_of_run(run, answers=answers)
+        writer = open_writer(path, answers=answers, quantize=arguments.quantize, step=arguments.step)
         if beams is not None:
             found = search_continuations(writer, texts, writing, beams=beams)
             written: Iterable[Written] = [Written(row, text, ended=True) for row, text in enumerate(found)]

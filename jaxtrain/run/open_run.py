@@ -1,22 +1,45 @@
-"""Opening a finished (or running) run: what was given is checked, and nothing is read but `run.json`."""
+"""Opening a finished (or running) run: each part of it is read when it is first used.
 
-from collections.abc import Callable, Iterable, Mapping
+Curves need no checkpoint and no jax, predictions need no training data.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.arguments import check_whole, local_path
+from jaxtrain.config import Config, Loaded, load_config
 from jaxtrain.config.files import read_run
-from jaxtrain.errors import ConfigError
+from jaxtrain.config.model import published_from
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.metrics.history import last_evaluation, read_history
+from jaxtrain.metrics.run_card import run_card, run_text
 from jaxtrain.run.directory import mend_run
-from jaxtrain.run.opened import OpenedRun
-from jaxtrain.run.saved_config import changed_keys, saved_config, trained_rows_line
+from jaxtrain.run.own_parts import check_evaluable
+from jaxtrain.run.tokenizer import read_tokenizer, tokenizer_file
 from jaxtrain.runtime.remarks import print_remark
 
 if TYPE_CHECKING:
+    import grain
+    import numpy as np
     from jax.sharding import Mesh
 
-    from jaxtrain.models.model import Model
+    from jaxtrain.data import Data, Tokenizer
+    from jaxtrain.metrics.figure import CurveFigure
+    from jaxtrain.models.model import Model, ModelState, Params
+    from jaxtrain.models.sharded import ShardedModel
     from jaxtrain.models.task import Task
+    from jaxtrain.run.evaluation import Evaluator, HeldOutRows
+    from jaxtrain.run.predict import Predictor
+    from jaxtrain.run.restore import Restored
+    from jaxtrain.train.state import EvaluationState
+
+# Keys of a config that were for the hardware of the run, or for a published folder that may be gone.
+_NOT_KEPT = {"model": ("attention", "from"), "loss": ("logits", "block")}
+_READ_AS_THE_RUN = 'write jaxtrain.open_data({...}, reading=run.info["data"]["reading"])'
 
 
 def open_run(
@@ -29,7 +52,7 @@ def open_run(
     mesh: "Mesh | None" = None,
     quantize: str | None = None,
     report: Callable[[str], None] = print_remark,
-) -> OpenedRun:
+) -> "OpenedRun":
     """Open a run to predict, evaluate, sample and plot; each part is read when it is first used.
 
     Args:
@@ -44,7 +67,7 @@ def open_run(
         report: receives one line for each damaged checkpoint that is passed over, and the like.
 
     Raises:
-        ConfigError: not a run, a wrong override, or another model than the run's.
+        ConfigError: not a run, or a wrong override.
 
     Example:
         >>> result = jt.fit(
@@ -56,60 +79,450 @@ def open_run(
         >>> run.predict(np.ones((8, 4), np.float32)).shape
         (8, 3)
     """
-    run_dir = local_path(_given_path(run_dir), what="run directory")
-    mend_run(run_dir, report)
-    info = read_run(run_dir)
-    if step is not None:
-        write = "step=100, the number of a checkpoint, or None for the newest"
-        step = check_whole(step, what="open_run: step", least=0, write=write)
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides is one text, {overrides!r}; give a list of texts: [{overrides!r}]")
-    _check_given(info, run_dir, model=model, task=task, mesh=mesh)
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
-    config = saved_config(run_dir, overrides=overrides).config
-    if any(key.partition(".")[0] == "data" for key in changed_keys(overrides)):
-        line = trained_rows_line(saved_config(run_dir).config, config)
-        if line is not None:
-            report(line)
     return OpenedRun(
-        run_dir,
-        config,
-        step=step,
-        model=model,
-        task=task,
-        mesh=mesh,
-        quantize=quantize,
-        changed=changed_keys(overrides),
-        report=report,
+        run_dir=Path(run_dir),
+        config=saved_config(run_dir, overrides=overrides, report=report).config,
+        _wanted_step=step,
+        _own_model=model,
+        _own_task=task,
+        _mesh=mesh,
+        _quantize=quantize,
+        _has_other_data=any(key.partition(".")[0] == "data" for key in _keys(overrides)),
+        _report=report,
     )
 
 
-def _given_path(run_dir: Any) -> str | Path:
-    if not isinstance(run_dir, str | Path):
+def saved_config(
+    run_dir: str | Path,
+    *,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    report: Callable[[str], None] = print_remark,
+) -> Loaded:
+    """The config of a run for this machine.
+
+    The saved degrees (and kernels) say how the run was trained, not what is here, so `data` takes all devices unless an
+    override says otherwise. Text is read with the tokenizer that was saved with the run.
+
+    Raises:
+        ConfigError: not a run, or a wrong key or value.
+    """
+    mend_run(run_dir, report)
+    info = read_run(run_dir)
+    saved = dict(info["config"])
+    kept = {"max_replicated_fraction"} & set(saved.get("parallel") or ())
+    saved["parallel"] = {key: saved["parallel"][key] for key in kept}
+    for group, keys in _NOT_KEPT.items():
+        if isinstance(saved.get(group), dict):
+            saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
+    words = [] if isinstance(overrides, Mapping) else list(overrides)
+    keywords = dict[str, Any](overrides) if isinstance(overrides, Mapping) else {}
+    loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")
+    held_out, changed = getattr(loaded.config.data, "validation_path", None), _keys(overrides)
+    if held_out is not None and "data.path" in changed and "data.validation_path" not in changed:
         raise ConfigError(
-            f"open_run takes the directory of a run, not {type(run_dir).__name__}; write jt.open_run('runs/x')"
+            f"data.path would not be evaluated: the held-out rows of the run are those of data.validation_path="
+            f"{held_out} (run.json); give data.validation_path in place of data.path"
         )
-    return run_dir
+    if not hasattr(loaded.config.data, "tokenizer") or any(key.startswith("data.tokenizer") for key in changed):
+        return loaded
+    tokenizer = None
+    with contextlib.suppress(DataError):  # who needs the tokenizer hears of it
+        tokenizer = tokenizer_file(Path(run_dir), info)
+    if tokenizer is None:
+        return loaded
+    keywords |= {"data.tokenizer.kind": "file", "data.tokenizer.path": str(tokenizer)}
+    return load_config(saved, overrides=words, keywords=keywords, origin="run.json")
 
 
-def _check_given(info: Mapping[str, Any], run_dir: Path, *, model: Any, task: Any, mesh: Any) -> None:
-    """Raise where a part from Python is of another kind, or a model has another name than the run's."""
-    if model is None and task is None and mesh is None:
-        return
-    from jax.sharding import Mesh
+def _keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
+    """The dotted keys that overrides set."""
+    if not isinstance(overrides, Mapping):
+        return [word.removeprefix("--").partition("=")[0] for word in overrides]
+    below = {key: _keys(value) if isinstance(value, Mapping) and value else [""] for key, value in overrides.items()}
+    return [f"{key}.{name}".rstrip(".") for key, names in below.items() for name in names]
 
-    from jaxtrain.train.checks import check_model, check_task
 
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ConfigError(f"the mesh is {type(mesh).__name__}; write mesh=jt.make_mesh(data=2, fsdp=4)")
-    if task is not None:
-        check_task(task)
-    if model is None:
-        return
-    check_model(model)
-    trained = (info.get("model") or {}).get("name")
-    if trained is not None and model.name != trained:
-        raise ConfigError(
-            f"{run_dir} was trained with the model {trained}, not {model.name}; give that model, or "
-            f"dataclasses.replace(model, name={trained!r}) if only its name differs"
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class OpenedRun:
+    """A run, opened by `open_run`.
+
+    Attributes:
+        run_dir: its directory.
+        config: of the run, with its parallel degrees replaced by those of this machine.
+    """
+
+    run_dir: Path
+    config: Config
+    _wanted_step: int | None
+    _own_model: "Model | None"
+    _own_task: "Task | None"
+    _mesh: "Mesh | None"
+    _quantize: str | None
+    _has_other_data: bool
+    _report: Callable[[str], None]
+
+    def __fspath__(self) -> str:
+        """The path of the run, or of the one step of it that was asked for."""
+        if self._wanted_step is None:
+            return str(self.run_dir)
+        from jaxtrain.checkpoint.run_folder import checkpoint_folder
+
+        return str(checkpoint_folder(self.run_dir) / str(self._wanted_step))
+
+    def __repr__(self) -> str:
+        return f"Run {run_text(self.run_dir)}\n  checkpoints: {self._checkpoints_text()}"
+
+    def _repr_html_(self) -> str:
+        return run_card(f"Run {self.run_dir}", self.run_dir, facts={"checkpoints": self._checkpoints_text()})
+
+    def _checkpoints_text(self) -> str:
+        return ", ".join(map(str, self.checkpoints[-5:])) or "none"
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The content of `run.json` as it is: what ran, on what, with which result."""
+        return read_run(self.run_dir)
+
+    @property
+    def _trained_on(self) -> Mapping[str, Any]:
+        return self.info.get("data") or {}
+
+    @property
+    def status(self) -> str:
+        """How the run ended: done, preempted, diverged, stopped or failed; `running` while it trains."""
+        return str(self.info.get("status"))
+
+    @property
+    def history(self) -> "dict[str, np.ndarray]":
+        """The metrics of the run as columns of one length, as they are on disk.
+
+        `step`, int64 [N] ascending, then each metric, float64 [N], NaN at the steps that do not have it (evaluation
+        runs at few steps). `pandas.DataFrame(run.history)` is a table of it.
+        """
+        return read_history(self.run_dir / "metrics.jsonl")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the last evaluation, NaN where not finite, with its `step`; empty where there was none."""
+        return last_evaluation(self.run_dir / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps of the saved checkpoints, in ascending order."""
+        from jaxtrain.checkpoint.directory import list_steps
+        from jaxtrain.checkpoint.run_folder import checkpoint_folder
+
+        return list_steps(checkpoint_folder(self.run_dir))
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """The names of the classes in the order of the outputs; None where the run's data did not name any."""
+        names = (self._trained_on.get("reading") or {}).get("classes")
+        return None if names is None else tuple(names)
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint that `params` are of."""
+        return self._restored.step
+
+    @property
+    def params(self) -> "Params":
+        """The parameters as a nested dict of sharded arrays: their moving average where the run keeps one."""
+        return self._restored.params
+
+    @property
+    def model_state(self) -> "ModelState":
+        """What changes without a gradient (batch statistics): its moving average where the run keeps one."""
+        return self._restored.model_state
+
+    @property
+    def state(self) -> "EvaluationState":
+        """What an `Evaluator` reads."""
+        from jaxtrain.train.state import EvaluationState
+
+        return EvaluationState(self.params, self.model_state, self.step)
+
+    @functools.cached_property
+    def tokenizer(self) -> "Tokenizer | None":
+        """What made the run's tokens; None where the run has none."""
+        return read_tokenizer(self.run_dir, self.info)
+
+    @functools.cached_property
+    def data(self) -> "Data":
+        """The run's data, its values turned into numbers as in training.
+
+        Raises:
+            ConfigError: it came from Python, so that no config describes it.
+            DataError: it is not there.
+        """
+        from jaxtrain.data import open_data
+
+        if not self._has_other_data:
+            check_evaluable(self.info, self.run_dir, needed=("data",))
+        config, saved = self.config, self._trained_on
+        task = config.task if isinstance(config.task, str) else None
+        length = getattr(config.model, "max_sequence_length", None)
+        how = {"sequence_length": length, "seed": config.seed, "task": task, "reading": saved.get("reading")}
+        if getattr(config.data, "validation_fraction", None) == 1:  # nothing is trained on here
+            plain = {"validation_fraction": 0.0} | ({"augment": False} if hasattr(config.data, "augment") else {})
+            data = open_data(config.data.model_copy(update=plain), **how)
+            data = data if data.validation is not None else dataclasses.replace(data, validation=data.train)
+        else:
+            data = open_data(config.data, **how)
+        before, after = saved.get("fingerprint"), json.loads(json.dumps(data.fingerprint))
+        if not self._has_other_data and before not in (None, after):
+            differ = ", ".join(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
+            self._report(f"the data has changed since the run ({differ}): rows it trained on may be among these")
+        return data
+
+    @functools.cached_property
+    def sharded_model(self) -> "ShardedModel":
+        """The run's model on this machine's mesh.
+
+        Raises:
+            ConfigError: the model came from Python and was not given.
+        """
+        from jaxtrain.runtime import distributed
+
+        if self._own_model is None:
+            check_evaluable(self.info, self.run_dir, needed=("model",))
+        distributed.start(compilation_cache=self.config.compilation_cache)
+        from jaxtrain.train.assemble import build_sharded_model
+        from jaxtrain.train.output_scale import with_output_scale
+
+        config, sizes, saved = self.config, dict[str, Any](input_shape=()), self._trained_on
+        if self._own_model is None:
+            task = self.info.get("task") if self.info.get("task_is_shipped", True) else None
+            config = with_output_scale(config, saved.get("reading"), task=task)
+            sizes |= {name: saved.get(name) for name in ("vocab_size", "num_outputs")}
+            sizes["input_shape"] = tuple(saved["input_shape"])
+        return build_sharded_model(config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
+
+    @functools.cached_property
+    def _restored(self) -> "Restored":
+        from jaxtrain.run.restore import quantized_params, restore_for_evaluation
+
+        model, base = self.sharded_model, published_from(self.config.model)
+        found = restore_for_evaluation(self.run_dir, model, step=self._wanted_step, report=self._report, moved_to=base)
+        if self._quantize is None:
+            return found
+        params, remark = quantized_params(found.params, model, self._quantize)
+        self._report(remark)
+        return dataclasses.replace(found, params=params)
+
+    @functools.cached_property
+    def task(self) -> "Task":
+        """What outputs are compared with.
+
+        Raises:
+            ConfigError: it came from Python, is no shipped one, and was not given.
+        """
+        from jaxtrain.models.tasks import build_task
+
+        info = self.info
+        # A shipped task that came from Python is the one that the config names.
+        is_shipped = info.get("task_is_shipped") is True and info.get("task") == self.config.task
+        if self._own_task is None and not is_shipped:
+            check_evaluable(info, self.run_dir, needed=("task",))
+        return self._own_task or build_task(self.config)
+
+    @functools.cached_property
+    def evaluator(self) -> "Evaluator":
+        """Computes the metrics of the run's task: `run.evaluator(run.state, batches)`."""
+        from jaxtrain.run.evaluation import Evaluator
+        from jaxtrain.train.assemble import parallelism_of
+
+        parallelism, options = parallelism_of(self.config), self.config.compiler_options
+        return Evaluator(self.sharded_model, self.task, parallelism=parallelism, compiler_options=options)
+
+    @functools.cached_property
+    def _predictor(self) -> "Predictor":
+        from jaxtrain.models.tasks import build_task
+        from jaxtrain.run.predict import Predictor
+
+        axes = (self._own_task or build_task(self.config)).batch_axes
+        return Predictor(self.sharded_model, batch_axes=axes, compiler_options=self.config.compiler_options)
+
+    def predict(self, inputs: Any, *, batch_size: int | None = None, scaled: bool = False) -> Any:
+        """What the model gives for any number of rows, in evaluation mode; no training data is needed.
+
+        Args:
+            inputs: an array [rows, ...], a nested dict of them, or rows with an index (`data.validation`), whose entry
+                `inputs` is read. Arrays hold what the model takes, with two exceptions: columns of a table in their own
+                units, scaled as the run scaled its table, and uint8 pixels [rows, size, size, 3] for a run on an image
+                folder. Rows with an index are taken as they are.
+            batch_size: the largest batch; None: a microbatch of the run. It is rounded up to divide by the mesh.
+            scaled: whether an array for a run on a table already has the run's scale.
+
+        Returns:
+            NumPy arrays [rows, ...] in the structure of the model's outputs (logits of a classifier); floats are
+            float32. Entries without a value per row are left out.
+
+        Raises:
+            ConfigError: a model from Python was not given, or it cannot be applied to such inputs.
+            CheckpointError: there is no intact checkpoint.
+            DataError: rows that the model does not take.
+
+        Example:
+            >>> run = jaxtrain.open_run("runs/digits_mlp")
+            >>> classes = run.predict(images).argmax(-1)
+        """
+        from jaxtrain.run.predict import input_rows
+
+        train, saved = self.config.train, self._trained_on
+        size = batch_size or max(1, train.global_batch_size // train.accumulation_steps)
+        check_read_alike(inputs, saved)
+        rows = input_rows(inputs, saved, self.sharded_model.model, scaled=scaled)
+        return self._predictor(self.params, self.model_state, rows, batch_size=size)
+
+    def predict_file(
+        self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
+    ) -> list[dict[str, Any]]:
+        """One dict per row of a table, of images or of texts, in their order, as `jaxtrain predict` writes them.
+
+        Args:
+            path: a file or folder, which is read as the run read its own data; docs/predict.md lists the forms.
+            batch_size: see `predict`.
+            probabilities: whether classes come with the probability of each.
+
+        Raises:
+            ConfigError, CheckpointError, DataError: see `predict`; a wrong row is named with its file.
+        """
+        from jaxtrain.run.predict import predicted_rows, run_reader
+
+        reader = run_reader(self.run_dir, self.config, self.info, self.tokenizer)
+        outputs = functools.partial(self.predict, batch_size=batch_size)
+        return predicted_rows(reader, outputs, path, probabilities=probabilities)
+
+    def evaluate(self, data: Any = None) -> dict[str, Any]:
+        """The metrics of the run's task.
+
+        Args:
+            data: a `Data`, whose held-out rows are used, or rows in another form of `fit`, such as a dict of arrays, of
+                which all count. None: the run's held-out rows, as many as `evaluation.max_batches` says.
+
+        Returns:
+            `eval_loss` and the task's metrics as `eval_*`.
+
+        Raises:
+            ConfigError: a part from Python was not given, or it does not fit the data.
+            DataError: the data is not there, or has no held-out rows.
+        """
+        from jaxtrain.run.evaluation import evaluate_rows
+
+        held_out, evaluator = self.held_out(data), self.evaluator
+        evaluator.feed.shardings(held_out.batches.spec())  # a mistake in the data is found before a checkpoint is read
+        for remark in held_out.remarks:
+            self._report(remark)
+        return evaluate_rows(evaluator, self.state, held_out)
+
+    def held_out(self, data: Any = None) -> "HeldOutRows":
+        """The rows that `evaluate` takes, in batches that divide by the mesh; see there. It says nothing of them."""
+        from jaxtrain.data import Data
+        from jaxtrain.run.evaluation import check_data_fits, held_out_rows
+        from jaxtrain.run.reference import evaluated_rows
+
+        given = self.data if data is None else _given_rows(data, self._trained_on)
+        rows = evaluated_rows(given, self.task, self.run_dir)
+        limit = self.config.evaluation.max_batches if data is None else None
+        found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit)
+        if isinstance(rows, Data) and self._own_model is None:
+            check_data_fits(self.config, rows, self.sharded_model, own_task=self._own_task is not None)
+        return found
+
+    def sample(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        new_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] = (),
+        beams: int | None = None,
+        seed: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> Any:
+        """Continues texts.
+
+        Args:
+            prompts: a text, or a list of texts, which are continued in one batch.
+            new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
+            temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
+            stop: texts at which a continuation ends.
+            beams: beginnings that are followed for the most likely text, in place of random choices; None: no search.
+            seed: of the random choices.
+            skip_special_tokens: whether special tokens that the model writes are left out.
+
+        Returns:
+            The prompt with its continuation, or a list of them.
+
+        Raises:
+            ConfigError: the run has no tokenizer, or an option is out of range.
+        """
+        from jaxtrain.inference.continued import continue_texts
+        from jaxtrain.inference.sampling import Sampling
+        from jaxtrain.run.texts import special_of_run
+
+        model = self.sharded_model
+        if model.model.decoder is None or self.tokenizer is None:
+            what = "has no tokenizer.json" if self.tokenizer is None else "does not generate text"
+            raise ConfigError(f"{self.run_dir} (model {model.model.name}) {what}")
+        texts = continue_texts(
+            model,
+            self.params,
+            self.tokenizer,
+            [prompts] if isinstance(prompts, str) else list(prompts),
+            new_tokens=new_tokens,
+            sampling=Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty),
+            seed=seed,
+            stop=stop,
+            beams=beams,
+            special=special_of_run(self.info, self.run_dir, self.tokenizer),
+            skip_special_tokens=skip_special_tokens,
         )
+        return texts[0] if isinstance(prompts, str) else texts
+
+    def plot(self, *names: str) -> "CurveFigure":
+        """Curves of the run's metrics over steps, training and evaluation in one picture.
+
+        Args:
+            names: metrics such as "loss" or "accuracy", which "eval_loss" is drawn with; none: those of the task.
+
+        Returns:
+            A matplotlib figure, which a notebook shows; `figure.savefig("curves.png")` writes it.
+
+        Raises:
+            ConfigError: the run did not log such a metric.
+        """
+        from jaxtrain.metrics.figure import draw_history
+
+        return draw_history(self.history, names, title=self.run_dir.name)
+
+
+def check_read_alike(data: Any, trained_on: Mapping[str, Any]) -> None:
+    """Raise a DataError where a `Data` has scales or class numbers of its own, and not those of the run."""
+    saved, own = trained_on.get("reading"), json.loads(json.dumps(getattr(data, "reading", None)))
+    if saved is None or own is None or saved["kind"] != own["kind"]:
+        return
+    for key, what in (("classes", "numbers its classes"), ("mean", "scales its columns"), ("deviation", "scales them")):
+        if saved.get(key) != own.get(key):
+            raise DataError(f"this data {what} by itself, otherwise than the run's; {_READ_AS_THE_RUN}")
+
+
+def _given_rows(data: Any, trained_on: Mapping[str, Any]) -> "Data | grain.MapDataset":
+    """What `OpenedRun.evaluate` is given, as data or rows with an index."""
+    import grain
+
+    from jaxtrain.data import Data
+    from jaxtrain.data.sources.given import rows_of
+
+    check_read_alike(data, trained_on)
+    if isinstance(data, Data | grain.MapDataset):
+        return data
+    if "mean" in (trained_on.get("reading") or {}):
+        raise DataError(f"arrays do not say whether they are scaled as the table of the run; {_READ_AS_THE_RUN}")
+    return rows_of(data)

@@ -1,7 +1,13 @@
-"""Outputs of a model for any number of rows: in batches that are filled up to divide by the mesh, and cut again."""
+"""Predictions of a run or of a published model for any number of rows: arrays, or the rows of a file.
+
+Shapes: C classes, L tokens per row.
+"""
 
 import functools
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -10,221 +16,408 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.data import Batches, Data
-from jaxtrain.data.masked import check_unmasked
+from jaxtrain.config import Config
+from jaxtrain.config.base import Group
+from jaxtrain.config.data import ImageFolderData, ImageRecordsData, LabelledTextData, TaggedTextData
+from jaxtrain.config.files import recorded_parts
+from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
+from jaxtrain.config.published import published_settings
+from jaxtrain.data import Batches, Data, Tokenizer, load_tokenizer
+from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
-from jaxtrain.errors import DataError, UserError
-from jaxtrain.models.model import ModelState, Params
+from jaxtrain.data.sources.images import centered_images, image_files, is_image_file, normalized
+from jaxtrain.data.sources.published_images import published_images
+from jaxtrain.data.sources.table_rows import read_input_columns
+from jaxtrain.data.sources.tables import scaled_like
+from jaxtrain.data.text.framed import framed_tokens, framed_words, text_rows, word_rows
+from jaxtrain.data.text.records import list_of, read_records, text_of
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.interop.pretrained import load_pretrained
+from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.tasks import classification
 from jaxtrain.parallel.division import batch_shards
-from jaxtrain.run.opened_data import check_read_alike
+from jaxtrain.published.heads import label_names
+from jaxtrain.published.hub import published_place
+from jaxtrain.published.image_processor import PROCESSOR_FILE, ImageProcessing, read_image_processing
+from jaxtrain.published.sentence_pooling import read_sentence_head
+from jaxtrain.run.published import FOLDER
 from jaxtrain.runtime.compiler_options import Value, choose_options
 from jaxtrain.train.batch import batch_shardings
 from jaxtrain.train.checks import check_ids
+from jaxtrain.train.parallelism import shard_model
+
+_BATCH = 32  # of a published model
+_ROWS = "the file"
+# What a row gives, by the head of a transformer.
+_HEADS = {"sequence": "class", "token": "words", "regression": "number", "embedding": "embedding"}
+# What a model gives that is no prediction for a row -> the command that uses it.
+_ELSEWHERE = {
+    "language_model": "gives the next token; jaxtrain sample continues texts",
+    "masked_language_model": "gives hidden tokens; run.predict of jaxtrain.open_run gives their logits",
+}
 
 
 class Predictor:
-    """Applies a model to rows, in evaluation mode.
-
-    Args:
-        sharded_model: the model on its mesh.
-        batch_axes: see `Task.batch_axes`.
-        trained_on: the entry `data` of the run's `run.json`.
-        compiler_options: over those of `jaxtrain/runtime/compiler_options.py`.
-    """
+    """Applies a model to rows, in evaluation mode; `batch_axes` are those of its task."""
 
     def __init__(
         self,
         sharded_model: ShardedModel,
         *,
         batch_axes: Mapping[str, tuple[str | None, ...]],
-        trained_on: Mapping[str, Any],
         compiler_options: Mapping[str, Value] | None = None,
     ) -> None:
-        self._sharded_model, self._batch_axes, self._trained_on = sharded_model, batch_axes, trained_on
-        shape = trained_on.get("input_shape")
-        # A row of the data may be a pair, and a row of the model is one of the two.
-        has_pairs = batch_axes.get("inputs") == ("batch", None, "sequence")
-        self._input_shape = shape[1:] if shape and has_pairs else shape
-        mesh = sharded_model.mesh
+        self._model, self._batch_axes, mesh = sharded_model, batch_axes, sharded_model.mesh
         options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
-        # Replicated, so that every process has all rows.
-        replicated = NamedSharding(mesh, PartitionSpec())
+        replicated = NamedSharding(mesh, PartitionSpec())  # so that every process has all rows
         self._jitted = jax.jit(self._apply, out_shardings=replicated, compiler_options={**options.used} or None)
 
-    def __call__(
-        self, params: Params, model_state: ModelState, inputs: Any, *, batch_size: int, scaled: bool = False
-    ) -> Any:
-        """Outputs of all rows.
-
-        Args:
-            params, model_state: in the shardings of the model.
-            inputs: see `OpenedRun.predict`.
-            batch_size: the largest batch; rounded up to divide by the mesh.
-            scaled: see `OpenedRun.predict`.
-
-        Returns:
-            NumPy arrays [rows, ...] in the structure of the model's outputs; floats are float32. Entries without one
-            value per row are left out.
-
-        Raises:
-            DataError: rows that the model does not take.
-        """
-        rows = self._rows(inputs, scaled=scaled)
-        size = self._batch_size(len(rows), batch_size)
+    def __call__(self, params: Params, model_state: ModelState, rows: grain.MapDataset, *, batch_size: int) -> Any:
+        """Outputs of all rows, NumPy arrays [rows, ...]; the largest batch is rounded up to divide by the mesh."""
+        layout = self._model.layout
+        shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
+        size = shards
+        while size < min(len(rows), batch_size):  # few different sizes, since each is compiled for
+            size *= 2
+        size = min(size, -(-batch_size // shards) * shards)
         batches = Batches(rows, size, seed=0, shuffle=False)
         spec = batches.spec()
         if "inputs" not in spec:
             raise DataError(f"the rows hold {', '.join(spec)}; predict reads their entry 'inputs'")
-        by_row = self._by_row(params, model_state, spec["inputs"])
-        shardings = batch_shardings(spec, self._sharded_model.layout, self._batch_axes, {})
-        vocab_size = self._sharded_model.model.vocab_size
+        vocab_size = self._model.model.vocab_size
         limits = {} if vocab_size is None else {"inputs": vocab_size}
         check = functools.partial(check_ids, limits=limits, where="predict")
-        structure, found = jax.tree.structure(by_row), []
+        shardings, found = batch_shardings(spec, layout, self._batch_axes, {}), []
         for k in range(len(batches)):
-            batch = batches.load(k, shardings, check=check)
-            outputs = structure.flatten_up_to(self._jitted(params, model_state, batch["inputs"]))
-            kept = [leaf for leaf, keep in zip(outputs, jax.tree.leaves(by_row), strict=True) if keep]
-            found.append([leaf[: len(rows) - k * size] for leaf in jax.device_get(kept)])
-        columns = iter([np.concatenate(parts) for parts in zip(*found, strict=True)])
-        return _kept(by_row, columns)
+            batch, left = batches.load(k, shardings, check=check), len(rows) - k * size
+            try:
+                outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
+            except ConfigError as error:  # of the sharded model, which names the inputs
+                raise DataError(str(error)) from error
+            found.append(
+                jax.tree.map(lambda leaf, left=left: leaf[:left] if leaf.shape[:1] == (size,) else None, outputs)
+            )
+        return _without_none(jax.tree.map(lambda *parts: np.concatenate(parts), *found))
 
     def _apply(self, params: Params, model_state: ModelState, inputs: Any) -> Any:
-        sharded_model = self._sharded_model
-        with sharded_model.context():
-            outputs, _ = sharded_model.apply(params, model_state, inputs, key=None, train=False)
+        with self._model.context():
+            outputs, _ = self._model.apply(params, model_state, inputs, key=None, train=False)
         # NumPy has no bfloat16 of its own.
-        return jax.tree.map(lambda leaf: _plain_float(jnp.asarray(leaf)), outputs)
+        return jax.tree.map(
+            lambda leaf: jnp.asarray(
+                leaf, jnp.float32 if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else None
+            ),
+            outputs,
+        )
 
-    def _rows(self, inputs: Any, *, scaled: bool) -> grain.MapDataset:
-        """The inputs as rows with an index, arrays in the form that the model was trained on."""
-        if isinstance(inputs, Data):
-            if inputs.validation is not None:
-                raise DataError(
-                    "predict takes rows, and this Data has two sets; write run.predict(data.validation), or data.train"
-                )
-            check_read_alike(inputs, {"data": self._trained_on})
-            inputs = inputs.train
-        if isinstance(inputs, grain.MapDataset):
-            return inputs
-        arrays = jax.tree.map(_as_array, inputs, is_leaf=lambda leaf: isinstance(leaf, list))
-        leaves = jax.tree.leaves(arrays)
-        # bfloat16 is of the kind of raw bytes, which are what a .npy file of it holds.
-        if not leaves or any(leaf.dtype.kind not in "biufV" or leaf.dtype.type is np.void for leaf in leaves):
-            shown = f"{leaves[0].dtype} values" if leaves else "nothing"
-            raise DataError(
-                f"predict takes an array [rows, ...] or a tree of them, not {shown}; "
-                "write run.predict(np.asarray(rows, np.float32))"
-            )
-        if isinstance(arrays, np.ndarray):
-            arrays = self._encoded(arrays, scaled=scaled)
-        return ArrayRows({"inputs": arrays})
 
-    def _encoded(self, inputs: np.ndarray, *, scaled: bool) -> np.ndarray:
-        """One array of inputs as the run's data gave it to the model.
+def _without_none(outputs: Any) -> Any:
+    if not isinstance(outputs, Mapping):
+        return outputs
+    return {name: _without_none(value) for name, value in outputs.items() if value is not None}
 
-        Raises:
-            DataError: a single row, floats in place of ids, or other columns than those of the run's table.
-        """
-        shape, dtype = self._input_shape, self._trained_on.get("input_dtype")
-        rows = _shown([None, *(["..."] if shape is None else shape)])
-        if list(inputs.shape) == shape or not inputs.ndim:
-            raise DataError(f"predict takes rows {rows}, not a single one {list(inputs.shape)}; write inputs[None]")
-        reading = self._trained_on.get("reading") or {}
+
+def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model, *, scaled: bool) -> grain.MapDataset:
+    """What `OpenedRun.predict` takes as rows with an index, arrays as the model was trained on (`data` in run.json)."""
+    if isinstance(inputs, Data):
+        if inputs.validation is not None:
+            raise DataError("this Data has two sets; write run.predict(data.validation), or data.train")
+        inputs = inputs.train
+    if isinstance(inputs, grain.MapDataset):
+        return inputs
+    inputs = jax.tree.map(np.asarray, inputs, is_leaf=lambda leaf: isinstance(leaf, list))
+    if isinstance(inputs, np.ndarray):
+        reading, dtype = trained_on.get("reading") or {}, np.dtype(trained_on.get("input_dtype") or inputs.dtype)
         if reading.get("kind") == "table" and not scaled:
-            from jaxtrain.data.sources.tables import scaled_like
-
-            if inputs.ndim != 2:
-                raise DataError(f"predict takes rows {rows} of a table, not {list(inputs.shape)}; reshape them")
-            return scaled_like(reading, inputs, label="the array")
-        if reading.get("kind") in ("image_folder", "images") and inputs.dtype == np.uint8 and inputs.shape[-1:] == (3,):
-            from jaxtrain.data.sources.images import normalized
-
-            return normalized(inputs)
-        decoder = self._sharded_model.model.decoder
-        if decoder is not None and inputs.ndim > 1 and inputs.shape[1] > decoder.max_length:
-            raise DataError(
-                f"predict was given {inputs.shape[1]} tokens per row, the model has {decoder.max_length} positions; "
-                f"write inputs[:, :{decoder.max_length}]"
-            )
-        if dtype is None:
-            return inputs
-        wanted = np.dtype(dtype)
-        if wanted.kind in "iu" and inputs.dtype.kind not in "iub":
-            raise DataError(
-                f"predict was given {inputs.dtype}, the run was trained on {dtype}; write inputs.astype('{dtype}')"
-            )
-        return inputs if wanted.kind in "iu" else inputs.astype(wanted, copy=False)
-
-    def _batch_size(self, num_rows: int, largest: int) -> int:
-        """Rows of a batch: few different numbers, since each is compiled for, and all divide by the mesh."""
-        layout = self._sharded_model.layout
-        shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
-        size = shards
-        while size < min(num_rows, largest):
-            size *= 2
-        return min(size, -(-largest // shards) * shards)
-
-    def _by_row(self, params: Params, model_state: ModelState, spec: Any) -> Any:
-        """The structure of the outputs, with whether each entry has one value per row.
-
-        Raises:
-            DataError: the model cannot be applied to such rows.
-        """
-
-        def outputs(factor: int) -> Any:
-            inputs = jax.tree.map(
-                lambda one: jax.ShapeDtypeStruct((factor * one.shape[0], *one.shape[1:]), one.dtype), spec
-            )
-            return jax.eval_shape(self._apply, params, model_state, inputs)
-
-        try:
-            once = outputs(1)
-            # A dimension may have the size of the batch by chance; twice the rows tell.
-            twice = outputs(2)
-        except UserError as error:
-            # A sharded model names the inputs that its model fails on; the run knows those that it was trained on.
-            if not isinstance(error.__cause__, Exception):
-                raise
-            raise DataError(self._misfit(spec, error.__cause__)) from None
-        except Exception as error:
-            raise DataError(self._misfit(spec, error)) from None
-        return jax.tree.map(lambda one, two: one.shape[:1] != two.shape[:1], once, twice)
-
-    def _misfit(self, spec: Any, error: Exception) -> str:
-        leaves = jax.tree.leaves(spec)
-        given = ", ".join(f"{_shown([None, *leaf.shape[1:]])} {leaf.dtype}" for leaf in leaves)
-        shape, dtype = self._input_shape, self._trained_on.get("input_dtype")
-        wanted = "" if shape is None or dtype is None else f"; the run was trained on {_shown([None, *shape])} {dtype}"
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        return f"inputs {given} do not fit the model {self._sharded_model.model.name}{wanted} ({reason})"
+            inputs = scaled_like(reading, np.atleast_2d(inputs), label="the array")
+        elif reading.get("kind") in ("image_folder", "images") and inputs.dtype == np.uint8:
+            inputs = normalized(inputs)
+        elif dtype.kind not in "iu":
+            inputs = inputs.astype(dtype, copy=False)
+        longest = None if model.decoder is None else model.decoder.max_length
+        if longest is not None and inputs.ndim > 1 and inputs.shape[1] > longest:
+            raise DataError(f"inputs has {inputs.shape[1]} tokens per row and the model {longest} positions; crop them")
+    return ArrayRows({"inputs": inputs})
 
 
-def _as_array(leaf: Any) -> np.ndarray:
-    check_unmasked(leaf, "predict was given an array")
+@dataclass(frozen=True)
+class RowReader:
+    """How a model reads the rows of a file.
+
+    Attributes:
+        name: In messages.
+        model, data, task: Of its config; None: from Python, or of a published model.
+        tokenizer: Makes its tokens; None: it has none.
+        trained_on: The entry `data` of a run's `run.json`.
+        classes: Names of the classes; None: nothing names them.
+        images: How a published model wants its images; None: its files do not say it, or it is a run.
+    """
+
+    name: str
+    model: Group | None
+    tokenizer: Tokenizer | None
+    data: Group | None = None
+    task: Any = None
+    trained_on: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+    images: ImageProcessing | None = None
+
+
+def run_reader(run_dir: Path, config: Config, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> RowReader:
+    """How the model of a run reads rows, from its config, run.json and tokenizer."""
+    trained_on, own = info.get("data") or {}, recorded_parts(info)
+    classes = (trained_on.get("reading") or {}).get("classes")
+    published = run_dir / FOLDER / "config.json"
+    if classes is None and config.task not in ("regression", "reward") and published.is_file():
+        classes = _published_classes(json.loads(published.read_text(encoding="utf-8")), name=str(run_dir))
+    # The config of a run from Python holds defaults for the parts that were given.
+    is_own_task = own["task"] is not None and info.get("task_is_shipped") is not True
+    return RowReader(
+        str(run_dir),
+        None if own["model"] is not None else config.model,
+        tokenizer,
+        data=None if own["data"] is not None else config.data,
+        task=None if is_own_task else config.task,
+        trained_on=trained_on,
+        classes=None if classes is None else tuple(classes),
+    )
+
+
+def predict_published(
+    path: str | Path, file: str | Path, *, batch_size: int | None = None, probabilities: bool = False
+) -> list[dict[str, Any]]:
+    """Predicts the rows of a file with a published model, in float32 and on all devices.
+
+    Texts are in the column `text`, words in the column `words`; images become numbers as preprocessor_config.json says.
+
+    Args:
+        path: The folder of the model, with its tokenizer or its preprocessor_config.json.
+        file, probabilities: See `predicted_rows`.
+        batch_size: The largest batch; None: 32.
+    """
+    path = Path(published_place(path, what="published folder"))
+    head = read_sentence_head(path, published_settings(str(path)))
+    pretrained = load_pretrained(path, model=None if head is None else {"head": head})
+    is_text = isinstance(pretrained.config, TransformerConfig)
+    reader = RowReader(
+        str(path),
+        pretrained.config,
+        None if pretrained.tokenizer_path is None else load_tokenizer(pretrained.tokenizer_path),
+        # A model of images has classes; how pixels become its numbers is in a file of its own.
+        task=None if is_text else "classification",
+        classes=_published_classes(pretrained.published.source.config, name=str(path)),
+        images=None if is_text else read_image_processing(path),
+    )
+
+    def outputs_of(inputs: Any) -> Any:
+        sharded_model = shard_model(pretrained.model)
+        predictor = Predictor(sharded_model, batch_axes=classification().batch_axes)
+        rows = input_rows(inputs, {}, pretrained.model, scaled=True)
+        return predictor(*pretrained.read(sharded_model), rows, batch_size=batch_size or _BATCH)
+
+    return predicted_rows(reader, outputs_of, file, probabilities=probabilities)
+
+
+def predicted_rows(
+    reader: RowReader, outputs_of: Callable[[Any], Any], path: str | Path, *, probabilities: bool
+) -> list[dict[str, Any]]:
+    """Predicts the rows of a file.
+
+    Args:
+        reader: How the model reads rows.
+        outputs_of: Rows -> outputs of the model, as `OpenedRun.predict` gives them.
+        path: A table (.csv, .jsonl, .parquet), images (a folder, a file, a .txt with a path per line), texts (a table,
+            or a .txt with a text per line) or arrays (.npy; .npz with the array `inputs`).
+        probabilities: Whether classes come with the probability of each.
+
+    Returns:
+        One dict per row, in the order of the file: `row` (from 1 on), of images `file`, and
+
+        - `class` and `probability`, with `probabilities` (class -> probability) where asked for;
+        - `number`, or `numbers` where the model gives several;
+        - `embedding`, float32 [D];
+        - `words` and `classes`, with `probabilities` (one per word) where asked for; the class of a word that a
+          truncated row has no token of is None.
+
+    Raises:
+        ConfigError: The model gives something else, such as the next token, or `probabilities` of no classes.
+        DataError: The file or a row of it is not what the run reads.
+    """
+    kind = _kind(reader)
+    if probabilities and kind in ("number", "embedding"):
+        raise ConfigError(f"{reader.name} gives {kind}s, which have no probabilities; leave --probabilities out")
+    rows = _read_rows(reader, Path(path).expanduser(), kind)
+    outputs = outputs_of(rows.inputs)
+    outputs = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(outputs, np.ndarray):
+        raise ConfigError(f"the model of {reader.name} gives several outputs and none is 'logits'; use run.predict")
+    return [
+        {"row": number + 1, **({} if rows.files is None else {"file": str(rows.files[number])}), **found}
+        for number, found in enumerate(_answers(reader, kind, rows, outputs, probabilities))
+    ]
+
+
+def _kind(reader: RowReader) -> str:
+    """What one row gives: class, number, embedding or words."""
+    if isinstance(reader.model, EncoderDecoderConfig):
+        raise ConfigError(f"{reader.name} writes texts, which is no prediction per row; use jaxtrain sample")
+    if isinstance(reader.model, TransformerConfig):
+        head = reader.model.head_kind
+        if head in _ELSEWHERE:
+            raise ConfigError(f"the model of {reader.name} {_ELSEWHERE[head]}")
+        return "number" if reader.task == "reward" else _HEADS[head]
+    if reader.task not in ("classification", "regression"):
+        raise ConfigError(
+            f"{reader.name} was trained with a task of its own, which does not say what its outputs mean; use "
+            "jaxtrain.open_run(...).predict(array)"
+        )
+    return "class" if reader.task == "classification" else "number"
+
+
+def _answers(
+    reader: RowReader, kind: str, rows: "_FileRows", outputs: np.ndarray, probabilities: bool
+) -> Iterator[dict[str, Any]]:
+    if kind == "embedding":
+        yield from ({"embedding": values} for values in outputs)
+    elif kind == "number":
+        for values in outputs.reshape(len(outputs), -1).tolist():
+            plain = [_plain(value) for value in values]
+            yield {"number": plain[0]} if len(plain) == 1 else {"numbers": plain}
+    else:
+        names = _class_names(reader.classes, outputs.shape[-1])
+        raised = np.exp(outputs.astype(np.float64) - outputs.max(-1, keepdims=True))
+        shares = raised / raised.sum(-1, keepdims=True)
+
+        def named(share_C: np.ndarray) -> dict[str, float]:
+            return {name: _plain(share) for name, share in zip(names, share_C, strict=True)}
+
+        if kind == "class":
+            for share_C in shares:
+                best = int(share_C.argmax())
+                more = {"probabilities": named(share_C)} if probabilities else {}
+                yield {"class": names[best], "probability": _plain(share_C[best]), **more}
+            return
+        assert rows.words is not None and rows.places is not None  # noqa: PT018
+        for share_LC, words, places in zip(shares, rows.words, rows.places, strict=True):
+            found = [None if place is None else share_LC[place] for place in places]
+            classes = [None if share is None else names[int(share.argmax())] for share in found]
+            more = [None if share is None else named(share) for share in found]
+            yield {"words": words, "classes": classes} | ({"probabilities": more} if probabilities else {})
+
+
+def _plain(value: Any) -> float:
+    """The shortest decimal number that is this one in float32."""
+    return float(str(np.float32(value)))
+
+
+def _class_names(names: Sequence[str] | None, num_classes: int) -> list[str]:
+    """A name for each output: those that are known, then numbers; of one name twice, each with its number."""
+    known = () if names is None or len(names) > num_classes else names
+    found = [*known, *map(str, range(len(known), num_classes))]
+    return [f"{name} ({number})" if found.count(name) > 1 else name for number, name in enumerate(found)]
+
+
+def _published_classes(config: Mapping[str, Any], *, name: str) -> tuple[str, ...] | None:
+    if config.get("problem_type") == "multi_label_classification":
+        raise ConfigError(f"{name} gives several classes per row (problem_type); jaxtrain.load_pretrained gives logits")
+    return label_names(config)
+
+
+@dataclass(frozen=True)
+class _FileRows:
+    """Rows without targets: of images with their files, of words with the place of the first token of each."""
+
+    inputs: Any
+    files: Sequence[Path] | None = None
+    words: list[list[str]] | None = None
+    places: list[list[int | None]] | None = None
+
+
+def _read_rows(reader: RowReader, path: Path, kind: str) -> _FileRows:
+    """Reads the rows of a file as the run read its own: columns, scales, tokens, images."""
+    data, shape = reader.data, reader.trained_on.get("input_shape")
+    reading = reader.trained_on.get("reading") or {}
+    if path.suffix in (".npy", ".npz"):
+        return _FileRows(_read_array(path))
+    if reading.get("kind") == "table":
+        names, target = reading.get("columns"), getattr(data, "target", None)
+        return _FileRows(read_input_columns(str(path), names, num_columns=(shape or [0])[0], target=target))
+    if isinstance(data, ImageFolderData | ImageRecordsData):
+        files = _image_paths(path)
+        return _FileRows(centered_images(files, image_size=data.image_size), files)
+    if reader.images is not None:
+        files = _image_paths(path)
+        return _FileRows(published_images(files, reader.images), files)
+    if reader.task == "reward":
+        raise ConfigError(f"{reader.name} scores chats, not the rows of a file (docs/preferences.md)")
+    if isinstance(reader.model, TransformerConfig):
+        return _read_texts(reader, path, of_words=kind == "words")
+    need = "a .npy file of rows as the model takes them"
+    if not reader.trained_on:
+        need = f"{PROCESSOR_FILE}, which says how an image becomes numbers, or {need}"
+    raise ConfigError(f"{reader.name} does not say how its rows are made of {path}; it takes {need}")
+
+
+def _read_array(path: Path) -> np.ndarray:
+    file = require_file(path, what=_ROWS)
     try:
-        return np.asarray(leaf)
-    except ValueError:
-        raise DataError("predict was given lists of different lengths; pad or crop the rows to one length") from None
+        found = np.load(file, allow_pickle=False)
+        return found if isinstance(found, np.ndarray) else found["inputs"]
+    except Exception as error:  # zipfile, zlib and NumPy raise a dozen types of errors for a damaged file
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{file} holds no array of inputs ({reason}); write it with numpy.save") from None
 
 
-def _with_rows(leaf: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+def _image_paths(path: Path) -> list[Path]:
+    """The images of a folder, of a list of paths, or the one that is named."""
+    if path.is_dir():
+        return image_files(path)
+    file = require_file(path, what=_ROWS)
+    if is_image_file(file):
+        return [file]
+    if file.suffix != ".txt":
+        raise DataError(f"{file} is no image; give a folder of images, an image, or a .txt file with a path per line")
+    found = [file.parent / Path(line.strip()).expanduser() for line in _lines(file)]
+    for number, image in enumerate(found, start=1):
+        if not image.is_file():
+            raise DataError(f"{file}:{number} names {image.name}, which is no file; paths are seen from {file.parent}")
+    return found
 
 
-def _plain_float(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+def _read_texts(reader: RowReader, path: Path, *, of_words: bool) -> _FileRows:
+    """Rows as long as in training; those of a published model, as long as the longest text needs."""
+    data, shape = reader.data, reader.trained_on.get("input_shape")
+    if reader.tokenizer is None:
+        raise ConfigError(f"{reader.name} has no tokenizer.json, so it cannot read texts; give a .npy file of tokens")
+    length = shape[-1] if shape else getattr(reader.model, "max_sequence_length", 0)
+    tokens = framed_tokens(reader.tokenizer, getattr(data, "tokenizer", None))
+    columns = ["words" if of_words else "text"]
+    if isinstance(data, TaggedTextData):
+        columns = [data.words]
+    elif isinstance(data, LabelledTextData):
+        columns = [data.text, *([data.second_text] if data.second_text else [])]
+    if path.suffix == ".txt" and len(columns) > 1:
+        raise DataError(f"{path} has one text per line, and the run reads the columns {' and '.join(columns)}")
+    read = list_of if of_words else text_of
+    if path.suffix == ".txt":
+        lines = _lines(require_file(path, what=_ROWS))
+        cells: list[list[Any]] = [[line.split() if of_words else line] for line in lines]
+    else:
+        records = read_records(str(path), [(None, name) for name in columns], what=_ROWS)
+        cells = [
+            [read(value, where=one.where, column=name) for name, value in zip(columns, one.values, strict=True)]
+            for one in records
+        ]
+    if not of_words:
+        return _FileRows(text_rows(tokens, cells, sequence_length=length, fit=not shape))
+    words = [[str(word) for word in row] for (row,) in cells]
+    found = framed_words(tokens, words, sequence_length=length)
+    rows = word_rows(tokens, found, sequence_length=length, fit=not shape)
+    return _FileRows(rows, words=words, places=found.places)
 
 
-def _shown(shape: list[Any]) -> str:
-    """A shape with `rows` in place of None: [rows, 8, 8]."""
-    return f"[{', '.join('rows' if size is None else str(size) for size in shape)}]"
-
-
-def _kept(by_row: Any, columns: Any) -> Any:
-    """The outputs with a column for each entry by row; mappings lose their other entries."""
-    if isinstance(by_row, Mapping):
-        parts = {name: _kept(value, columns) for name, value in sorted(by_row.items())}
-        return {name: part for name, part in parts.items() if part is not None}
-    return jax.tree.map(lambda keep: next(columns) if keep else None, by_row)
+def _lines(file: Path) -> list[str]:
+    """The lines of a text file without their ends; a file of one line end has one empty line."""
+    text = decode_utf8(file.read_bytes(), path=file).removeprefix("\ufeff")
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")

@@ -25,9 +25,9 @@ from jaxtrain.metrics.progress import Phase, Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.run.activity import Activity
 from jaxtrain.run.callbacks import Watch, sorted_callbacks
-from jaxtrain.run.class_order import class_notes
 from jaxtrain.run.directory import set_aside
 from jaxtrain.run.evaluation import Evaluator, to_hold_out
+from jaxtrain.run.import_run import check_class_order
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.own_parts import Given, own_parts
 from jaxtrain.run.record import RunRecord
@@ -202,9 +202,9 @@ def _described_start(
         if given.model is not None:
             return metadata, []
         check_fits(run.config.model)
-        is_given = given.own_step.params is not None or given.own_step.skip
-        classes = [] if is_given else class_notes(run.config, (run.data.reading or {}).get("classes"))
-        return metadata, [*fresh_notes(run.config.model), *classes]
+        if given.own_step.params is None and not given.own_step.skip:
+            check_class_order(run.config, (run.data.reading or {}).get("classes"))
+        return metadata, fresh_notes(run.config.model)
     target = saved_form(run.step, checkpointer)
     may_change = given.resume is not None
     changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=may_change)

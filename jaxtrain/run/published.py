@@ -13,7 +13,7 @@ from jaxtrain.interop.save import Origin, saved_dtypes
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import PublishedModel, find_places, open_published
 from jaxtrain.published.config_file import tokenizer_origin
-from jaxtrain.run.exported_texts import texts_beside
+from jaxtrain.run.texts import texts_beside
 from jaxtrain.runtime.files import write_json_atomic
 
 # Folder of a run: config.json and the tokenizer files of the model that it started from.

@@ -1,41 +1,52 @@
-"""Opening what is asked: a run, a published folder or GGUF file, or an adapter with its base."""
+"""A model that is asked, opened from a run, a published folder or GGUF file, or an adapter; and what it writes."""
 
 import fnmatch
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.arguments import local_path
+import jax
+
 from jaxtrain.config.files import is_run
 from jaxtrain.config.load import load_config
 from jaxtrain.config.published import published_family, published_settings
+from jaxtrain.config.schema import Config
 from jaxtrain.data.chat.formats import published_format
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.chat import answer_ends, encode_questions
+from jaxtrain.inference.continued import continue_texts, default_new_tokens
+from jaxtrain.inference.decoding import decoder_of
+from jaxtrain.inference.prompts import encode_prompts, special_tokens
+from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.server.served import Served
+from jaxtrain.inference.written import Written, write_texts
 from jaxtrain.interop.fresh import check_fits, fresh_parts
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import is_published
 from jaxtrain.models.model import parameter_shapes
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.published.config_file import tokenizer_origin
 from jaxtrain.published.entries import Entry
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.published.sentence_pooling import read_sentence_head
-from jaxtrain.run.exported_texts import texts_beside
-from jaxtrain.run.open_run import open_run
-from jaxtrain.run.tokenizer import format_of_run, special_of_folder, special_of_run
+from jaxtrain.run.open_run import OpenedRun, open_run
+from jaxtrain.run.restore import quantized_params
+from jaxtrain.run.texts import format_of_run, special_of_folder, special_of_run, texts_beside
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.train.assemble import build_sharded_model
+from jaxtrain.train.start import accept_start
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxtrain.config.schema import Config
-    from jaxtrain.models.sharded import ShardedModel
-
 _POLICY = "precision.policy"
+# Tokens of an answer where nobody says how many.
+_ANSWER_TOKENS = 200
 
 
 def open_served(
@@ -43,7 +54,6 @@ def open_served(
     *,
     adapter: str | Path | None = None,
     quantize: str | None = None,
-    policy: str | None = None,
     step: int | None = None,
     mesh: "Mesh | None" = None,
     overrides: Iterable[str] = (),
@@ -56,144 +66,101 @@ def open_served(
         path: directory of a run, published folder, GGUF file, or folder of an adapter that names a base which is here.
         adapter: folder of an adapter, as PEFT or `jaxtrain export` writes it, over the published folder `path`.
         quantize: number format of linear layers, "int8" or "nf4"; None: as they are.
-        policy: number formats to compute in; None: those of the run; of a published model bf16_pure on an accelerator
-            and fp32 on a CPU.
         step: of a run: which checkpoint; None: the newest intact one.
         mesh: from `make_mesh`; None: all devices on the `data` axis, unless overrides say otherwise.
-        overrides: settings as on the command line ("parallel.tensor=8", "model.head.kind=embedding").
+        overrides: settings as on the command line ("parallel.tensor=8", "model.head.kind=embedding"). A published model
+            computes in bf16_pure on an accelerator unless precision.policy is set.
         name: what clients call the model; None: the last part of the path.
-        encoder_decoders: whether a published model that reads its prompt with an encoder is opened too, which the
-            server cannot batch.
+        encoder_decoders: whether a model that reads its prompt with an encoder is opened too, which the server cannot
+            batch.
 
     Raises:
         ConfigError: there is nothing to serve at the path, it has no tokenizer, or an argument does not fit it.
         CheckpointError: its files are missing or damaged.
     """
     name = name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf")
-    path = local_path(published_place(path, what="run or published folder"), what="run or published folder")
-    words = [*([] if policy is None else [f"{_POLICY}={policy}"]), *overrides]
+    path = Path(published_place(path, what="run or published folder"))
+    words = list(overrides)
     if is_run(path):
         if adapter is not None:
             raise ConfigError(
                 f"--adapter {adapter} goes over a published folder, and {path} is a run; make a run of both: jaxtrain "
                 f"import {adapter} --base FOLDER -o RUN_DIR"
             )
-        return _served_run(path, words, quantize=quantize, step=step, mesh=mesh, name=name)
+        run = open_run(path, step=step, overrides=words, mesh=mesh, quantize=quantize)
+        return served_run(run, name=name, encoder_decoders=encoder_decoders)
     if step is not None:
         raise ConfigError(f"--step {step} is for runs, and {path} is none; leave it out")
     if is_adapter_folder(path):
-        if adapter is not None:
-            raise ConfigError(
-                f"{path} is an adapter itself; write its base first: jaxtrain serve BASE --adapter {path}"
-            )
         path, adapter = _base_of(path), path
     if not is_published(path):
         there = "holds neither run.json nor config.json" if path.is_dir() else "is no run and no published folder"
         raise ConfigError(
             f"{path} {there}; give runs/<name>, a folder with config.json and safetensors, or a GGUF file"
         )
-    return _served_folder(
-        path, words, adapter=adapter, quantize=quantize, mesh=mesh, name=name, encoder_decoders=encoder_decoders
-    )
+    distributed.start()
+    config = _folder_config(path, words, adapter)
+    served = _served_folder(path, config, adapter=adapter, quantize=quantize, mesh=mesh, name=name)
+    _check_says_something(served.sharded_model, config, path, encoder_decoders=encoder_decoders)
+    return served
 
 
-def _served_run(
-    path: Path, words: list[str], *, quantize: str | None, step: int | None, mesh: "Mesh | None", name: str
-) -> Served:
-    run = open_run(path, step=step, overrides=words, mesh=mesh, quantize=quantize)
-    tokenizer = _checked_tokenizer(run.tokenizer, path)
-    model, chat = run.sharded_model, format_of_run(run)
-    _check_says_something(model, run.config, path)
-    longest = getattr(run.config.model, "max_sequence_length", None)
-    return Served(
-        name,
-        model,
-        run.params,
-        run.model_state,
-        tokenizer,
-        chat,
-        _embeds(run.config),
-        int(time.time()),
-        longest,
-        special_of_run(run.info, run.run_dir, tokenizer),
-    )
+def served_run(run: OpenedRun, *, name: str = "run", encoder_decoders: bool = False) -> Served:
+    """A run to be asked; see `open_served`."""
+    _check_says_something(run.sharded_model, run.config, run.run_dir, encoder_decoders=encoder_decoders)
+    tokenizer = _checked_tokenizer(run.tokenizer, run.run_dir)
+    where = run.info, run.run_dir, tokenizer
+    chat, special, embeds = format_of_run(*where), special_of_run(*where), _embeds(run.config)
+    length = getattr(run.config.model, "max_sequence_length", None)
+    held = run.sharded_model, run.params, run.model_state
+    return Served(name, *held, tokenizer, chat, embeds, int(time.time()), length, special)
 
 
-def _served_folder(
-    path: Path,
-    words: list[str],
-    *,
-    adapter: str | Path | None,
-    quantize: str | None,
-    mesh: "Mesh | None",
-    name: str,
-    encoder_decoders: bool,
-) -> Served:
+def _folder_config(path: Path, words: list[str], adapter: str | Path | None) -> Config:
     tree: dict[str, Any] = {"model": {"from": str(path)}, "optimizer": {"kind": "sgd", "momentum": 0.0}}
     if not any(word.startswith("model.head") for word in words):
         head = read_sentence_head(path, published_settings(str(path)))
         tree["model"] |= {} if head is None else {"head": head}
     if adapter is not None:
         tree["finetune"] = {"adapter": str(adapter)}
-    file = tokenizer_origin(path)
-    tokenizer = _checked_tokenizer(None if file is None else load_tokenizer(file), path)
-    assert file is not None
-    chat = published_format(texts_beside(file, adapter), str(adapter or path), tokenizer)
-    distributed.start()
-    import jax
-
     if jax.default_backend() != "cpu" and not any(word.startswith(f"{_POLICY}=") for word in words):
         words = [f"{_POLICY}=bf16_pure", *words]
-    config = load_config(tree, overrides=words, origin="serve").config
-    check_fits(config.model)
-    from jaxtrain.run.restore import quantized_params
-    from jaxtrain.train.assemble import build_sharded_model
-    from jaxtrain.train.start import accept_start
+    return load_config(tree, overrides=words, origin="serve").config
 
-    settings = settings_of(config.model)
-    length = settings.get("max_sequence_length")
-    if length is None:
+
+def _served_folder(
+    path: Path,
+    config: Config,
+    *,
+    adapter: str | Path | None,
+    quantize: str | None,
+    mesh: "Mesh | None",
+    name: str,
+) -> Served:
+    """A published folder to be asked."""
+    check_fits(config.model)
+    file, length = tokenizer_origin(path), settings_of(config.model).get("max_sequence_length")
+    tokenizer = _checked_tokenizer(None if file is None else load_tokenizer(file), path)
+    if length is None or file is None:
         raise ConfigError(f"{path} is no model of texts; serve one that reads and writes texts")
     model = build_sharded_model(config, input_shape=(length,), mesh=mesh)
-    if not encoder_decoders or model.model.decoder is None:
-        _check_says_something(model, config, path)
-    start = accept_start(
-        str(path),
-        None,
-        _left_out(path, config, model),
-        sharded_model=model,
-        trains=lambda path: False,
-        adapter=None if adapter is None else str(adapter),
-    )
+    # With another head than the published one, that head is not read; an embedding need not have parameters.
+    settings = settings_in(str(path), published_settings(str(path)))
+    theirs = [row.path for row in published_family(str(path)).tensors(settings) if isinstance(row, Entry)]
+    known = [*theirs, *parameter_shapes(model.model)]
+    fresh = [one for one in fresh_parts(config.model) if any(fnmatch.fnmatchcase(path, one) for path in known)]
+    over = None if adapter is None else str(adapter)
+    start = accept_start(str(path), None, fresh, sharded_model=model, trains=lambda path: False, adapter=over)
     params = start.params
     if params is None or jax.tree.structure(params) != jax.tree.structure(model.abstract_params):
-        raise ConfigError(
-            f"{path} has no weights for the head that is asked for; leave model.head out, or train the head first"
-        )
+        raise ConfigError(f"{path} has no weights for the head that is asked for; leave model.head out")
     if quantize is not None:
         params, remark = quantized_params(params, model, quantize)
         print_remark(remark)
-    return Served(
-        name,
-        model,
-        params,
-        start.model_state or {},
-        tokenizer,
-        chat,
-        _embeds(config),
-        int(time.time()),
-        length,
-        special_of_folder(file, tokenizer, adapter=adapter),
-    )
-
-
-def _left_out(path: Path, config: "Config", model: "ShardedModel") -> list[str]:
-    """Patterns of parameters that are not read, because another head is asked for than the published one."""
-    family, settings = published_family(str(path)), settings_in(str(path), published_settings(str(path)))
-    theirs = [row.path for row in family.tensors(settings) if isinstance(row, Entry)]
-    known = [*theirs, *parameter_shapes(model.model)]
-    # An embedding need not have parameters of its own.
-    return [one for one in fresh_parts(config.model) if any(fnmatch.fnmatchcase(path, one) for path in known)]
+    chat = published_format(texts_beside(file, adapter), str(adapter or path), tokenizer)
+    special, embeds = special_of_folder(file, tokenizer, adapter=adapter), _embeds(config)
+    state = start.model_state or {}
+    return Served(name, model, params, state, tokenizer, chat, embeds, int(time.time()), length, special)
 
 
 def _base_of(adapter: Path) -> Path:
@@ -208,27 +175,115 @@ def _base_of(adapter: Path) -> Path:
     return base
 
 
-def _checked_tokenizer(tokenizer: Tokenizer | None, path: Path) -> BpeTokenizer | ByteTokenizer:
+def _checked_tokenizer(tokenizer: Any, path: Path) -> BpeTokenizer | ByteTokenizer:
     if not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
         raise ConfigError(f"{path} has no tokenizer.json, so that nobody can ask it; put the model's own there")
     return tokenizer
 
 
-def _embeds(config: "Config") -> bool:
+def _embeds(config: Config) -> bool:
     head = getattr(config.model, "head", None)
     return head is not None and head.kind == "embedding"
 
 
-def _check_says_something(model: "ShardedModel", config: "Config", path: Path) -> None:
+def _check_says_something(model: ShardedModel, config: Config, path: Path, *, encoder_decoders: bool) -> None:
     """Raises where a model gives neither text nor embeddings."""
     decoder = model.model.decoder
-    if _embeds(config) or (decoder is not None and decoder.encode is None):
-        return
-    if decoder is not None:
+    if decoder is None and not _embeds(config):
         raise ConfigError(
-            f"{path} reads its prompt with an encoder, which the server cannot batch; use jaxtrain sample"
+            f"{path} gives neither text nor embeddings; serve a language model, or an encoder with "
+            "model.head.kind=embedding model.head.pooling=mean"
         )
-    raise ConfigError(
-        f"{path} gives neither text nor embeddings; serve a language model, or an encoder with "
-        "model.head.kind=embedding model.head.pooling=mean"
+    if decoder is not None and decoder.encode is not None and not encoder_decoders:
+        raise ConfigError(f"{path} reads its prompt with an encoder, which cannot be batched; use jaxtrain sample")
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How texts are written.
+
+    Attributes:
+        new_tokens: tokens of each, at most; None: 200, or as many as the model has positions for.
+        sampling, seed, stop: how tokens are chosen, and texts at which one ends.
+        top: alternatives whose log-probabilities are given; None: no log-probabilities.
+        piece: tokens between two looks; None: all.
+    """
+
+    new_tokens: int | None
+    sampling: Sampling
+    seed: int = 0
+    stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
+    top: int | None = None
+    piece: int | None = 1
+
+
+def open_writer(
+    path: str | Path, *, answers: bool = False, quantize: str | None = None, step: int | None = None
+) -> Served:
+    """What writes texts: `open_served` of a model that does, and with `answers` has a chat template."""
+    served = open_served(path, quantize=quantize, step=step, encoder_decoders=True)
+    if served.embeds:
+        raise ConfigError(f"{path} gives embeddings and no text; use jaxtrain predict or jaxtrain serve")
+    if answers and served.chat is None:
+        raise ConfigError(f"{path} has no chat template; use -p TEXT to continue a text")
+    return served
+
+
+def search_continuations(writer: Served, prompts: Sequence[str], writing: Writing, *, beams: int) -> list[str]:
+    """Find the most likely texts by following so many beginnings; options that draw tokens are refused."""
+    return continue_texts(
+        writer.sharded_model,
+        writer.params,
+        writer.tokenizer,
+        prompts,
+        new_tokens=writing.new_tokens,
+        sampling=writing.sampling,
+        seed=writing.seed,
+        stop=writing.stop,
+        beams=beams,
+        special=writer.special,
+        skip_special_tokens=writing.skip_special_tokens,
+    )
+
+
+def write_continuations(writer: Served, prompts: Sequence[str], writing: Writing) -> Iterator[Written]:
+    """Continue texts in one batch; each prompt is the first that its row gives out."""
+    model, tokenizer = writer.sharded_model.model, writer.tokenizer
+    encoded = encode_prompts(model, tokenizer, prompts, add_special_tokens=writer.special.added)
+    new_tokens = writing.new_tokens
+    if new_tokens is None:
+        new_tokens = default_new_tokens(decoder_of(model), encoded)
+    for row, given in enumerate(encoded.given):
+        if given:
+            yield Written(row, tokenizer.decode(given))
+    ends = {*writer.special.stop, *(() if encoded.end is None else (encoded.end,))}
+    begins = [not given for given in encoded.given]
+    yield from _written(writer, encoded.tokens, writing, new_tokens=new_tokens, stop_tokens=ends, begins=begins)
+
+
+def write_answers(writer: Served, questions: Sequence[str], writing: Writing) -> Iterator[Written]:
+    """Answer questions in one batch, each a conversation of its own, with a model that has a chat template."""
+    assert writer.chat is not None
+    encoded, room = encode_questions(writer.sharded_model, writer.tokenizer, writer.chat, questions)
+    wanted = _ANSWER_TOKENS if writing.new_tokens is None else writing.new_tokens
+    ends, begins = answer_ends(writer.chat, writer.tokenizer), [True] * len(questions)
+    new_tokens = max(1, min(wanted, room))
+    yield from _written(writer, encoded, writing, new_tokens=new_tokens, stop_tokens=ends, begins=begins)
+
+
+def _written(writer: Served, encoded: Any, writing: Writing, **options: Any) -> Iterator[Written]:
+    vocab_size, top = writer.sharded_model.model.vocab_size, writing.top
+    return write_texts(
+        writer.sharded_model,
+        writer.params,
+        writer.tokenizer,
+        encoded,
+        sampling=writing.sampling,
+        seed=writing.seed,
+        stop=writing.stop,
+        hidden=special_tokens(writer.tokenizer) if writing.skip_special_tokens else (),
+        top=top if top is None or vocab_size is None else min(top, vocab_size),
+        piece=writing.piece,
+        **options,
     )

@@ -16,7 +16,7 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.prompts import leading_tokens
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.models.model import Model
-from jaxtrain.run.exported_texts import texts_beside
+from jaxtrain.run.texts import texts_beside
 
 TOKENIZER_FILE = "tokenizer.json"
 # Of the file, in run.json.

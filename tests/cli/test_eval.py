@@ -5,8 +5,7 @@ import json
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.run.open_run import open_run
-from jaxtrain.run.saved_config import saved_config
+from jaxtrain.run.open_run import open_run, saved_config
 
 
 @pytest.fixture(params=["text_run", "image_run"])

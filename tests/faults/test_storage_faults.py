@@ -19,7 +19,7 @@ import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.errors import StorageError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.saved_config import saved_config
+from jaxtrain.run.open_run import saved_config
 
 SMALL: dict[str, Any] = {
     "name": "small",

@@ -94,7 +94,7 @@ def test_merged_weights_give_the_logits_of_base_and_adapter(imported, cli, tmp_p
     monkeypatch.chdir(tmp_path / "out")
     answer = cli("export", str(imported.resolve()), "-o", ".", "--merge")  # a folder that is empty, and has no name
     assert answer.code == 0, answer.err
-    assert "the adapters move them by" in answer.err
+    assert "merged: logits differ by" in answer.err
     wanted = dict(np.load(ADAPTER / "expected.npz"))
     merged = jt.load_pretrained(tmp_path / "out")
     logits = logits_of(merged.model, merged.params, jnp.asarray(wanted["tokens"], jnp.int32))
@@ -104,7 +104,7 @@ def test_merged_weights_give_the_logits_of_base_and_adapter(imported, cli, tmp_p
 
 @pytest.mark.long
 def test_a_merge_of_another_scale_is_refused(imported, cli, tmp_path, monkeypatch):
-    import jaxtrain.run.merged as merged
+    from jaxtrain.run import export
 
     def wrong(params, model):
         def without(leaf):
@@ -114,7 +114,7 @@ def test_a_merge_of_another_scale_is_refused(imported, cli, tmp_path, monkeypatc
         found, right = jt.merge_adapters(base, model), jt.merge_adapters(params, model)
         return jax.tree.map(lambda a, b: a + 1.01 * (b - a), found, right)
 
-    monkeypatch.setattr(merged, "merge_adapters", wrong)
+    monkeypatch.setattr(export, "merge_adapters", wrong)
     answer = cli("export", str(imported), "-o", str(tmp_path / "out"), "--merge")
     assert (answer.code, answer.err.count("the merged model is not the base with its adapters")) == (4, 1)
     assert list(tmp_path.iterdir()) == []
@@ -126,24 +126,12 @@ def test_a_quantized_base_is_merged_as_floats(cli, tmp_path, monkeypatch):
     assert cli("import", str(ADAPTER), "finetune.base=nf4", "--base", str(LLAMA), "-o", "run").code == 0
     answer = cli("export", "run", "-o", "out", "--merge")
     assert answer.code == 0, answer.err
-    assert "the base is in nf4" in answer.err
     run, tokens = jt.open_run("run"), jnp.arange(16, dtype=jnp.int32)[None]
     adapted = logits_of(run.sharded_model.model, run.params, tokens)
     merged = jt.load_pretrained("out")
     # Products of the base in few bits are summed in another order than those of its floats.
     found = logits_of(merged.model, merged.params, tokens)
     np.testing.assert_allclose(found, adapted, rtol=0, atol=1e-4 * np.ptp(adapted))
-
-
-@pytest.mark.long
-def test_a_run_in_bf16_is_merged_into_the_base_as_it_is_stored(imported, cli, tmp_path, monkeypatch):
-    """The base that it computes with is rounded; what is written equals the merge of a run in fp32 to the last bit."""
-    monkeypatch.chdir(tmp_path)
-    words = ("import", str(ADAPTER), "precision.policy=bf16", "--base", str(LLAMA), "-o", "run")
-    assert cli(*words).code == 0
-    for run, out in (("run", "out"), (str(imported), "wanted")):
-        assert cli("export", run, "-o", out, "--merge").code == 0
-    assert Path("out/model.safetensors").read_bytes() == Path("wanted/model.safetensors").read_bytes()
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.published.bitsandbytes_writing import pack_floats, packed_parts
 from jaxtrain.published.folder import open_folder
 from jaxtrain.published.safetensors import map_tensor, read_header, write_safetensors
-from jaxtrain.run.import_run import export_folder
+from jaxtrain.run.export import export_folder
 
 FOLDER = Path(__file__).parent / "published_nf4"
 UP = "model.layers.1.mlp.up_proj.weight"

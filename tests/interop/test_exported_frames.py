@@ -16,10 +16,10 @@ from jaxtrain.data.text.frame_file import framed_file
 from jaxtrain.data.tokenizer import BpeTokenizer, build_tokenizer, load_tokenizer_text
 from jaxtrain.interop.companions import Texts, companions
 from jaxtrain.interop.save import Origin
-from jaxtrain.run.exported_texts import exported_texts
-from jaxtrain.run.import_run import export_run
-from jaxtrain.run.predict_published import predict_published
+from jaxtrain.run.export import export_run
+from jaxtrain.run.predict import predict_published
 from jaxtrain.run.run import run_config
+from jaxtrain.run.texts import exported_texts
 
 MODEL = jt.build_model({"kind": "mlp"}, input_shape=(8,), num_outputs=2)  # writes no text
 
@@ -86,8 +86,8 @@ NAMED = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
     ],
 )
 def test_a_tokenizer_of_the_run_is_named_and_framed(causal, tokens, ids):
-    found, line = exported_texts({}, own(), None, model=MODEL, config=config(causal=causal))
-    assert (found.tokens, found.ids, line) == (tokens, ids, None)
+    found = exported_texts({}, own(), None, model=MODEL, config=config(causal=causal))
+    assert (found.tokens, found.ids) == (tokens, ids)
     files = companions(ids, {}, own().to_json(), found)
     assert Tokenizer.from_str(str(files["tokenizer.json"])).encode("o").tokens == ["[CLS]", "o", "[SEP]"]
     settings = json.loads(files["tokenizer_config.json"])
@@ -109,12 +109,10 @@ def test_a_published_tokenizer_without_the_frame_of_the_run_gets_it(theirs, data
     tokenizer = words("<pad>", "<eos>")
     start = Origin({}, {"tokenizer.json": theirs.to_json().encode(), **ENDS}, {})
     made = config(kind=data) if data == "labelled_text" else load_config({"data": {"kind": data}}).config
-    found, line = exported_texts({}, tokenizer, start, model=MODEL, config=made)
+    found = exported_texts({}, tokenizer, start, model=MODEL, config=made)
     if not is_framed:
-        assert (found, line) == (Texts(), None)
+        assert found == Texts()
         return
-    assert line is not None
-    assert line.endswith("not as its published model says: the special tokens around a text (tokenizer.json)")
     files = companions({}, start.files, None, found)
     assert Tokenizer.from_str(str(files["tokenizer.json"])).encode("one two").tokens == ["one", "two", "<eos>"]
 

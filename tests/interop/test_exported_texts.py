@@ -15,10 +15,9 @@ from jaxtrain.inference.chat import answer_ends
 from jaxtrain.interop.companions import Texts, companions
 from jaxtrain.interop.save import Origin, write_published
 from jaxtrain.interop.settings import settings_of
-from jaxtrain.run.exported_texts import exported_texts
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.served import open_served
-from jaxtrain.run.tokenizer import format_of_run
+from jaxtrain.run.texts import exported_texts, format_of_run
 
 GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "vocab_size": 288}
 BEGINS, ENDS = "<|im_start|>", "<|im_end|>"
@@ -42,34 +41,23 @@ def reading(template="chatml", *, stop=(258,), tokens=NAMED):
 
 
 CHOSE = {"config": {"data": {"tokenizer": {"kind": "file", "end": "<|endoftext|>"}}}}
-# id: (run.json, tokenizer, origin, template, tokens, ids, what the line says)
+# id: (run.json, origin, template, tokens, ids)
 ALL = {"bos_token_id": 257, "eos_token_id": [258, 0], "pad_token_id": None}
+ENDED = {"eos_token": "<|endoftext|>"}
 FOUND = {
-    "text": ({}, BPE, None, None, {"eos_token": "<|endoftext|>"}, {**dict.fromkeys(ALL), "eos_token_id": 0}, None),
-    "the end of text that the run chose": (
-        CHOSE, BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
-        "'<|endoftext|>' as the end of a text",
-    ),
-    "chats": (reading(), BPE, None, BUILT_IN["chatml"], NAMED, ALL, None),
-    "as the published model": (reading(), BPE, origin(), None, {}, {}, None),
-    "another template": (
-        reading("plain"), BPE, origin(), BUILT_IN["plain"], {}, {},
-        "published model says: the chat template plain (built in)",
-    ),
-    "another stop token": (
-        reading(stop=(0,)), BPE, origin(), None, {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0},
-        "'<|endoftext|>' as the end of an answer",
-    ),
-}  # fmt: skip
+    "text": ({}, None, None, ENDED, {**dict.fromkeys(ALL), "eos_token_id": 0}),
+    "the end of text that the run chose": (CHOSE, origin(), None, ENDED, {"eos_token_id": 0}),
+    "chats": (reading(), None, BUILT_IN["chatml"], NAMED, ALL),
+    "as the published model": (reading(), origin(), None, {}, {}),
+    "another template": (reading("plain"), origin(), BUILT_IN["plain"], {}, {}),
+    "another stop token": (reading(stop=(0,)), origin(), None, ENDED, {"eos_token_id": 0}),
+}
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_the_folder_says_is_what_the_run_was_trained_with(name):
-    info, tokenizer, start, template, tokens, ids, line = FOUND[name]
-    found, said = exported_texts(info, tokenizer, start, model=MODEL)
-    assert found == Texts(template, tokens, ids)
-    assert (said is None) == (line is None)
-    assert line is None or line in said
+    info, start, template, tokens, ids = FOUND[name]
+    assert exported_texts(info, BPE, start, model=MODEL) == Texts(template, tokens, ids)
 
 
 @pytest.mark.parametrize("file", [False, True], ids=["in tokenizer_config.json", "a file of its own"])
@@ -91,7 +79,7 @@ def test_every_family_says_where_a_text_ends(tmp_path):
     family = {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}  # of GPT-2
     model = jt.load_config({"model": {**GROUP, **family}}).config.model
     params, _ = jax.jit(jt.build_model(model, input_shape=(8,)).init)(jax.random.key(0))
-    texts, _ = exported_texts({}, BPE, None, model=MODEL)
+    texts = exported_texts({}, BPE, None, model=MODEL)
     write_published(tmp_path / "out", settings_of(model), params, {}, tokenizer=BPE.to_json(), texts=texts)
     said = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
     config = said["config.json"]
@@ -109,7 +97,7 @@ def asked(form, tokenizer):
 
 def of_run(path):
     run = jt.open_run(path)
-    return asked(format_of_run(run), run.tokenizer)
+    return asked(format_of_run(run.info, run.run_dir, run.tokenizer), run.tokenizer)
 
 
 def of_folder(path):
@@ -134,8 +122,7 @@ def test_runs_on_chats_and_their_folders_chat_alike(cli, tmp_path, monkeypatch):
         return answer
 
     done("train", "quickstart", *words, *sizes, "--run-dir", "own")
-    said = done("export", "own", "-o", "base").err
-    assert "published model" not in said
+    done("export", "own", "-o", "base")
     import_run("base", "imported")
     text, ends = of_run("own")
     assert text == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
@@ -147,9 +134,8 @@ def test_runs_on_chats_and_their_folders_chat_alike(cli, tmp_path, monkeypatch):
     other = ["model.from=base", "finetune.lora.rank=2", "data.template=short.jinja", "data.stop=<|endoftext|>"]
     done("train", "quickstart", *words, *other, "--run-dir", "adapted")
     # The folder names both ends already: that of its answers, which is its end of text, and that of its documents.
-    line = "the chat template short.jinja\n"
     for folder, more in {"adapter": (), "merged": ("--merge",)}.items():
-        assert done("export", "adapted", "-o", folder, *more).err.count(line) == 1
+        done("export", "adapted", "-o", folder, *more)
     import_run("adapter", "imported_adapter", base="base")
     import_run("merged", "imported_merged")
     assert of_run("adapted") == ("Why?<|endoftext|>", ends)

