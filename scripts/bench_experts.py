@@ -15,7 +15,7 @@ import resource
 import statistics
 import time
 
-from jaxtrain.runtime.allocator import restart
+from jaxtrain.runtime.host import restart
 
 EXPERTS, CHOICES = 8, 2
 

@@ -44,8 +44,7 @@ from jaxtrain.ops.attention.cached import BLOCK
 from jaxtrain.plan.compilers.topology import topology_devices
 from jaxtrain.precision.kernels import is_quantized
 from jaxtrain.precision.nf4 import Nf4Kernel
-from jaxtrain.runtime.compiler_options import out_of_cache
-from jaxtrain.runtime.decoding_options import decoding_options
+from jaxtrain.runtime.compiler import decoding_options, out_of_cache
 from jaxtrain.train.parallelism import shard_model
 
 # Tokens of a prompt that the engine reads at a time, which a cache of windows has room for.

@@ -20,7 +20,7 @@ from jaxtrain.plan.compilers.exact import batch_shapes
 from jaxtrain.plan.compilers.topology import compile_for, topology_devices
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.tried_options import compile_trying
+from jaxtrain.runtime.compiler import compile_trying
 from jaxtrain.train.assemble import build_step
 
 

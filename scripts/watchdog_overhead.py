@@ -11,8 +11,7 @@ import threading
 import time
 
 from jaxtrain.run.activity import Activity
-from jaxtrain.runtime.hub import Hub
-from jaxtrain.runtime.spoke import Spoke
+from jaxtrain.runtime.heartbeats import Hub, Spoke
 
 _TOKEN = "measured"
 _STEPS = 100_000

@@ -35,7 +35,7 @@ from jaxtrain.plan.work.experts import least_experts
 from jaxtrain.plan.workload.parameters import model_structure
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
-from jaxtrain.runtime.peaks import FORMATS
+from jaxtrain.runtime.devices import FORMATS
 from jaxtrain.train.state import select_leaves
 from jaxtrain.train.step import TrainStep
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtrain.bench.timing import call_seconds
-from jaxtrain.runtime.device_speed import memory_bytes_per_second
+from jaxtrain.runtime.devices import memory_bytes_per_second
 
 # Sides of the matrices, for which a product takes about a millisecond or more.
 _SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.runtime.allocator import SETTINGS
+from jaxtrain.runtime.host import SETTINGS
 
 _LIMIT_SECONDS = 600.0
 # A week: no timed start takes so long.

@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.space import SaveError, check_space
 from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.checkpoint.upkeep import Upkeep
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 class Checkpointer:

@@ -11,7 +11,7 @@ from jaxtrain.checkpoint.places import Place, place_at
 from jaxtrain.checkpoint.remote import RemotePath
 from jaxtrain.config.arguments import refusal, shown
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.runtime.donation import first_deleted
+from jaxtrain.runtime.tree import first_deleted
 
 
 def checked_step(step: Any) -> int:

@@ -24,7 +24,6 @@ from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.remote import RemotePath
 from jaxtrain.checkpoint.space import SaveError
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.shared import SharedSetting
 
 Found = TypeVar("Found")
 
@@ -111,7 +110,7 @@ def read_or_reason(read: Callable[[], Found]) -> Found:
     Raises:
         ReadError: with the reason only; what Orbax raises holds its pending reads and prints them when it is freed.
     """
-    with _reports_held_back():
+    with _held_back():
         try:
             return read()
         except Exception as error:
@@ -138,7 +137,7 @@ def read_in_background(read: Callable[[], Found]) -> Found:
         return read()
     except Exception as error:
         failure = ReadError(cause(error), of_this_machine=_is_of_this_machine(error))
-        with _reports_held_back():
+        with _held_back():
             _free_frames(error)
             time.sleep(_PENDING_READS_SECONDS)
             gc.collect()
@@ -148,7 +147,7 @@ def read_in_background(read: Callable[[], Found]) -> Found:
 def save_error(path: Place, error: BaseException) -> SaveError:
     """Turn whatever a save raised into one line, and free what it left pending."""
     failure = SaveError(f"cannot save checkpoint {path}: {cause(error)}")
-    with _reports_held_back():
+    with _held_back():
         _free_frames(error)
         gc.collect()
     return failure
@@ -242,6 +241,3 @@ def _held_back() -> Iterator[None]:
     finally:
         sys.unraisablehook = hook
         asyncio_logger.disabled = disabled
-
-
-_reports_held_back = SharedSetting(_held_back)

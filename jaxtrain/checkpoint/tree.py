@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.tree_path import part_name
+from jaxtrain.runtime.tree import part_name
 
 Leaves = Mapping[str, tuple[tuple[int, ...], str]]
 

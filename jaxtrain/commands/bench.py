@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import strict_json
-from jaxtrain.runtime.remarks import print_remark, printable
+from jaxtrain.runtime.terminal import print_remark, printable
 
 
 def run_bench(

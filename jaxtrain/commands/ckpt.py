@@ -15,7 +15,7 @@ from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.mended import mend_run
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 # How often steps are listed where all of a list went before they were read: starting jax takes longer than some runs
 # keep a step. The newest one stays the longest, and is read first.

@@ -13,7 +13,7 @@ from jaxtrain.config.keys import nearest
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark, printable
+from jaxtrain.runtime.terminal import print_remark, printable
 
 # On narrower terminals the columns of a key are printed one below the other.
 _TABLE_COLUMNS = 120

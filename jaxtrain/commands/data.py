@@ -9,7 +9,7 @@ from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 def run_data_prepare(

@@ -10,7 +10,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.kinds import row_form
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark, printable
+from jaxtrain.runtime.terminal import print_remark, printable
 
 if TYPE_CHECKING:
     from jaxtrain.data.shown import ShownPart, ShownRow

@@ -11,8 +11,8 @@ from jaxtrain.commands.output import print_json, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.runinfo import PACKAGES, package_versions
-from jaxtrain.runtime import accelerators, distributed
-from jaxtrain.runtime.compilation_cache import cache_folder
+from jaxtrain.runtime import distributed
+from jaxtrain.runtime.compiler import cache_folder
 
 _OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio", "mlflow-skinny": "mlflow"}
 _LITTLE_DISK = 2 * 2**30
@@ -161,9 +161,9 @@ def _check_devices(report: Report, emulate: int | None) -> None:
         "host_memory_bytes": host,
     }
     each = "" if memory is None else f", {format_bytes(memory)} each"
-    report.lines.append(("devices", f"{accelerators.describe_devices()} ({platform}){each}"))
+    report.lines.append(("devices", f"{devices.describe_devices()} ({platform}){each}"))
     report.lines.append(("host", f"{os.cpu_count()} CPU cores, {format_bytes(host)} of memory"))
-    unused = accelerators.unused_accelerator(platform)
+    unused = devices.unused_accelerator(platform)
     if unused is not None and emulate is None:
         what, _, mend = unused.partition(": ")
         report.problems.append(Problem(what, mend))
@@ -171,7 +171,7 @@ def _check_devices(report: Report, emulate: int | None) -> None:
 
 
 def _measure(report: Report, num_devices: int) -> None:
-    from jaxtrain.runtime.device_speed import matmul_flops_per_second, sums_over_devices
+    from jaxtrain.runtime.devices import matmul_flops_per_second, sums_over_devices
 
     rates = {dtype: matmul_flops_per_second(dtype) / 1e9 for dtype in ("float32", "bfloat16")}
     report.facts["matmul_gflops_per_second"] = rates

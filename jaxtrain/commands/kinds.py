@@ -2,7 +2,7 @@
 
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 def check_or_remark(loaded: Loaded) -> None:

@@ -16,9 +16,9 @@ from typing import IO
 from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.errors import ConfigError, PreemptedError
 from jaxtrain.run.supervise import Policy, keeps_old_run, resumed_words, supervise
-from jaxtrain.runtime.attempt import ATTEMPT
-from jaxtrain.runtime.machine_gpus import gpu_shares, visible_gpus
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.devices import gpu_shares, visible_gpus
+from jaxtrain.runtime.host import ATTEMPT
+from jaxtrain.runtime.terminal import print_remark
 
 # Time for the processes to end after one of them failed: each can write its own files, but they can no longer agree on
 # anything with each other.

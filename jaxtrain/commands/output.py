@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain.runtime.files import strict_json
-from jaxtrain.runtime.remarks import printable
+from jaxtrain.runtime.terminal import printable
 
 
 def print_text(text: str, *, end: str = "\n", flush: bool = False, is_content: bool = False) -> None:

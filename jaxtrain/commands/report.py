@@ -11,7 +11,7 @@ from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.open_run import read_run
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:

@@ -11,7 +11,7 @@ from jaxtrain.commands.command import count, number, process_count, step_number
 from jaxtrain.commands.shared_arguments import add_config, add_emulate
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, asked_gpus, check_job, num_gpus, slurm_script
 from jaxtrain.submit.slurm_options import asks_for_gpus
 

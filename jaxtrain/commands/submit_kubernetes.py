@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.commands.command import count, process_count, step_number
 from jaxtrain.commands.shared_arguments import add_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
     from jaxtrain.config.checkpoint import CheckpointConfig

@@ -15,7 +15,7 @@ from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
 from jaxtrain.runtime.agreement import announced
-from jaxtrain.runtime.attempt import ATTEMPT
+from jaxtrain.runtime.host import ATTEMPT
 
 
 def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, resume: str, emulate: int | None) -> int:

@@ -18,8 +18,7 @@ from jaxtrain.metrics.eta import RemainingTime, Trend
 from jaxtrain.metrics.format import format_clock, format_count, format_duration, format_loss
 from jaxtrain.metrics.notebook_view import NotebookView
 from jaxtrain.metrics.terminal import LiveView
-from jaxtrain.runtime.notebook import in_notebook
-from jaxtrain.runtime.remarks import printable
+from jaxtrain.runtime.terminal import in_notebook, printable
 
 _SLOW_PHASE_SECONDS = 2.0
 

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.metrics.format import format_duration
-from jaxtrain.metrics.history import last_metrics, read_history
+from jaxtrain.metrics.history import last_metrics
 from jaxtrain.metrics.runinfo import read_run_info
-from jaxtrain.runtime.card import card, table
 
 _SHOWN = ("loss", "accuracy", "learning_rate")
 
@@ -18,34 +16,6 @@ def run_text(run_dir: Path) -> str:
     info = read_run_info(run_dir)
     lines = [f"{run_dir}: {_state(info)}", _model(info), _metrics_text(run_dir)]
     return "\n  ".join(line for line in lines if line)
-
-
-def run_card(title: str, run_dir: Path, *, facts: Mapping[str, object]) -> str:
-    """A run as HTML: facts, last metrics, curves.
-
-    Args:
-        title: of the card.
-        run_dir: directory of the run.
-        facts: name -> value, before those of the run.
-    """
-    from jaxtrain.metrics.figure import draw_history, figure_html
-
-    rows = run_dir / "metrics.jsonl"
-    info, history, last = read_run_info(run_dir), read_history(rows), _last_metrics(rows)
-    data = _mapping(info.get("data")).get("description") or []
-    devices = _mapping(info.get("devices"))
-    seconds = _mapping(info.get("final")).get("wall_seconds")
-    shown = {
-        **facts,
-        "state": _state(info),
-        "model": _model(info),
-        "data": "; ".join(map(str, data)),
-        "devices": f"{devices['count']} x {devices['kind']}" if {"count", "kind"} <= set(devices) else None,
-        "wall time": format_duration(seconds) if isinstance(seconds, int | float) else None,
-    }
-    metrics = table(("metric", "last value"), [(name, f"{value:.5g}") for name, value in last.items()])
-    curves = figure_html(draw_history(history, (), title="")) if len(history["step"]) else ""
-    return card(title, shown, body=metrics + curves)
 
 
 def _state(info: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.saved_config import saved_config
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
     from jaxtrain.run.opened import OpenedRun

@@ -40,7 +40,7 @@ from jaxtrain.run.record import open_record
 from jaxtrain.run.resume import run_metadata
 from jaxtrain.run.special import beginning_note
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.assemble import assemble, open_run_data
 from jaxtrain.train.base import without_base
 from jaxtrain.train.own_step import OwnStep

@@ -24,7 +24,7 @@ from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.run.opened import OpenedRun
 from jaxtrain.runtime.files import move_folder
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.base import base_of
 from jaxtrain.train.given_params import paths_of
 from jaxtrain.train.start import restore_base

@@ -11,7 +11,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.opened import OpenedRun
 from jaxtrain.run.saved_config import changed_keys, saved_config, trained_rows_line
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

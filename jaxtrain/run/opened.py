@@ -15,7 +15,7 @@ from jaxtrain.config.call import Call
 from jaxtrain.config.published import published_from
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.metrics.history import last_evaluation, read_history
-from jaxtrain.metrics.run_card import run_card, run_text
+from jaxtrain.metrics.run_card import run_text
 from jaxtrain.run.called_sources import called_sources, source_changes
 from jaxtrain.run.opened_data import built_from, open_saved_data, rows_of_given
 from jaxtrain.run.own_parts import check_evaluable
@@ -65,9 +65,6 @@ class OpenedRun(RunPath):
 
     def __repr__(self) -> str:
         return f"Run {run_text(self.run_dir)}\n  checkpoints: {self._checkpoints_text()}"
-
-    def _repr_html_(self) -> str:
-        return run_card(f"Run {self.run_dir}", self.run_dir, facts={"checkpoints": self._checkpoints_text()})
 
     def _checkpoints_text(self) -> str:
         steps = self.checkpoints

@@ -18,7 +18,7 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.run.opened_data import check_read_alike
-from jaxtrain.runtime.compiler_options import Value, choose_options
+from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.batch import batch_shardings
 from jaxtrain.train.checks import check_ids
 

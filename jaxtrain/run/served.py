@@ -28,7 +28,7 @@ from jaxtrain.run.exported_texts import texts_beside
 from jaxtrain.run.open_run import open_run
 from jaxtrain.run.special import special_of_folder, special_of_run
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

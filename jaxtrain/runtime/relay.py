@@ -1,8 +1,9 @@
 """A relay between jax's client and the coordinator, so that the end of process 0 is ours to report. No jax here.
 
-jax's C++ client aborts its process, with a stack trace, within 20 ms after the connection to the coordinator closed:
-before any Python code can say which process was lost. Behind the relay the client sees a connection that stays open and
-silent, which it bears for the time of jax's heartbeats.
+jax's C++ client aborts its process (SIGABRT, a stack trace) within 20 ms after the connection to the coordinator
+closed, with `jax_enable_recoverability` too (jax 0.10.2, measured): before any Python code can say which process was
+lost. Behind the relay the client sees a connection that stays open and silent, which it bears for the time of jax's
+heartbeats.
 
 The relay is a process of its own. jax asks whether to stop (`reached_preemption_sync_point`) while it holds Python's
 lock and waits for the coordinator: a thread of the same process, which needs that lock, could never pass the answer on.
@@ -22,74 +23,50 @@ from collections.abc import Callable
 
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 65_536
+# Whoever watches the run has said more by then, and ended the process.
 _LOST_SECONDS = 5.0
 
 
 def relayed(coordinator: str, *, timeout: float, lost: Callable[[], object]) -> str:
-    """Start a relay to the coordinator.
-
-    It listens on a Unix socket in a folder of this user, so that nothing else can use it.
+    """Start a relay to the coordinator, on a Unix socket in a folder of this user.
 
     Args:
         coordinator: `host:port` of process 0.
         timeout: seconds for which the coordinator is tried; it starts when process 0 does.
-        lost: called where the coordinator has closed its connection for 5 seconds and the client has not: whoever
-            watches the run has said more by then, and ended the process.
+        lost: called where the coordinator has closed its connection for 5 seconds and the client has not.
 
     Returns:
-        The address that jax's client is given in place of the coordinator's; the coordinator's own where this system
-        has no such sockets.
+        The address that jax's client is given in place of the coordinator's.
     """
-    if os.name != "posix":
-        return coordinator
     host, _, port = coordinator.rpartition(":")
     folder = tempfile.mkdtemp(prefix="jaxtrain-")
     path = os.path.join(folder, "coordinator")
-    listener = socket.socket(socket.AF_UNIX)
-    try:
+    with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(4)
-    except OSError:
-        # The path may be too long for a socket.
-        listener.close()
-        shutil.rmtree(folder, ignore_errors=True)
-        return coordinator
-    number = listener.fileno()
-    # Neither the user's settings nor site packages: it starts in some 20 ms. It runs until its input is closed.
-    limits = [str(timeout), str(_LOST_SECONDS)]
-    words = [sys.executable, "-I", "-S", __file__, str(number), folder, host.strip("[]"), str(int(port)), *limits]
-    try:
+        number = listener.fileno()
+        # Neither the user's settings nor site packages: it starts in some 20 ms. It runs until its input is closed.
+        words = [sys.executable, "-I", "-S", __file__, str(number), folder, host.strip("[]"), port, str(timeout)]
         process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[number], start_new_session=True
         )
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        return coordinator
-    finally:
-        listener.close()
-    if process.stdin is not None:
-        # Imported here, because the relay itself runs this file without the package. A worker that outlives its parent
-        # would keep the relay.
-        from jaxtrain.runtime.forks import drop_in_children
 
-        drop_in_children(process.stdin.close)
-    _start(_await_loss, process, lost)
+    def await_loss() -> None:
+        assert process.stdout is not None
+        if process.stdout.read(1):
+            lost()
+        process.wait()
+
+    _start(await_loss)
     return f"unix:{path}"
 
 
-def _await_loss(process: "subprocess.Popen[bytes]", lost: Callable[[], object]) -> None:
-    assert process.stdout is not None
-    if process.stdout.read(1):
-        lost()
-    process.wait()
-
-
-def _serve(number: int, folder: str, upstream: tuple[str, int], timeout: float, patience: float) -> None:
-    """Be the relay until the process that started it has ended, or closes this one's input."""
+def _serve(number: int, folder: str, upstream: tuple[str, int], timeout: float) -> None:
+    """Be the relay until the process that started it has ended."""
     # They are for the process that trains, which may need the coordinator while it saves.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
-    _start(_accept, socket.socket(fileno=number), folder, upstream, timeout, patience)
+    _start(_accept, socket.socket(fileno=number), folder, upstream, timeout)
     while os.read(0, 1):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -102,18 +79,18 @@ def _start(function: Callable[..., None], *arguments: object) -> threading.Threa
     return thread
 
 
-def _accept(listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float, patience: float) -> None:
+def _accept(listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float) -> None:
     """Serve connections for as long as the client may still need a first or second one."""
     deadline = time.monotonic() + timeout
     listener.settimeout(timeout)
     with contextlib.suppress(OSError), listener:
         while time.monotonic() < deadline:
             client, _ = listener.accept()
-            _start(_connect, client, upstream, deadline, patience)
+            _start(_connect, client, upstream, deadline)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, patience: float) -> None:
+def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float) -> None:
     while True:
         try:
             server = socket.create_connection(upstream, timeout=5)
@@ -127,7 +104,7 @@ def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, 
         server.settimeout(None)
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         has_ended = threading.Event()
-        answers = _start(_answer, server, client, has_ended, patience)
+        answers = _start(_answer, server, client, has_ended)
         _copy(client, server)
         # The coordinator may have gone: what the client says is heard until it ends the connection itself.
         with contextlib.suppress(OSError):
@@ -139,9 +116,9 @@ def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, 
         answers.join()
 
 
-def _answer(server: socket.socket, client: socket.socket, has_ended: threading.Event, patience: float) -> None:
+def _answer(server: socket.socket, client: socket.socket, has_ended: threading.Event) -> None:
     _copy(server, client)
-    if not has_ended.wait(patience):
+    if not has_ended.wait(_LOST_SECONDS):
         with contextlib.suppress(OSError):
             os.write(1, b"x")
 
@@ -154,4 +131,4 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2], (sys.argv[3], int(sys.argv[4])), float(sys.argv[5]), float(sys.argv[6]))
+    _serve(int(sys.argv[1]), sys.argv[2], (sys.argv[3], int(sys.argv[4])), float(sys.argv[5]))

@@ -15,7 +15,7 @@ from jaxtrain.models.tasks import named_task
 from jaxtrain.optim.rate import rate_of
 from jaxtrain.precision.policy import LossScaling, Policy, get_policy
 from jaxtrain.precision.sums import check_sums
-from jaxtrain.runtime.compiler_options import Value, choose_options
+from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.checks import check_options, check_parts
 from jaxtrain.train.model_checks import check_trainable
 from jaxtrain.train.option_checks import check_settings

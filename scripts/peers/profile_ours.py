@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxtrain.config import load_config
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.allocator import restart
+from jaxtrain.runtime.host import restart
 
 # Of an instruction in the text of a program: its name, its opcode and what follows.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*)$", re.MULTILINE)

@@ -11,7 +11,7 @@ from jaxtrain.config.other_names import _OTHER_NAMES
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import REDACTED, redacted, redacted_words
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 def test_every_other_name_leads_to_a_key_of_some_config():

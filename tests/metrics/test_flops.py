@@ -10,7 +10,7 @@ from jaxtrain.config.models import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.vit import ViTConfig
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.run.flops import step_flops
-from jaxtrain.runtime.peaks import peak_flops
+from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.train.assemble import assemble, open_run_data
 
 _flops = functools.partial(
