@@ -44,8 +44,6 @@ class Activity:
 
     Attributes:
         moment: what the process is doing.
-        totals: number of steps that are done, their wall seconds, and the part of it in which the other processes wait
-            for this one: its wait for data and its work between the steps.
         writing: the checkpoint that is written in the background and when that began; None: there is none.
         failure: the error that this process ends with, while it closes its files; None: there is none.
     """
@@ -53,18 +51,15 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.moment = Moment("start", 0, 0, clock())
-        self.totals = (0, 0.0, 0.0)
         self.writing: tuple[Place, float] | None = None
         self.failure: BaseException | None = None
         self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
-        self._settled: float | None = None
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Mark a block as a phase; afterwards the phase before it begins anew."""
         before = self.moment.phase
         self._now(phase=phase)
-        self._settled = None
         try:
             yield
         finally:
@@ -91,28 +86,15 @@ class Activity:
 
     def waits(self, step: int) -> None:
         """Take note that the batch of a step is waited for."""
-        if self._settled is not None:
-            steps, wall, own = self.totals
-            self.totals = (steps, wall, own + self._clock() - self._settled)
-            self._settled = None
         self._now(phase=WAITING_FOR_DATA, step=step)
 
     def computes(self, step: int) -> None:
         """Take note that a step is dispatched, and that the step before it is waited for."""
         self._now(phase=IN_STEP, step=step)
 
-    def finished(self, step: int, seconds: float, waited: float) -> None:
-        """Take note that a step is done.
-
-        Args:
-            step: its number.
-            seconds: its wall time.
-            waited: seconds of it that its batch was waited for.
-        """
+    def finished(self, step: int, seconds: float) -> None:
+        """Take note that a step is done, and of its wall time."""
         self._seconds.append(seconds)
-        steps, wall, own = self.totals
-        self.totals = (steps + 1, wall + seconds, own + waited)
-        self._settled = self._clock()
         self._now(step=max(step, self.moment.step), done=step)
 
     def begins_at(self, step: int) -> None:
@@ -132,13 +114,7 @@ class Activity:
         """What the other processes are told, as JSON values."""
         moment = self.moment
         seconds = round(self._clock() - moment.since, 3)
-        return {
-            "phase": moment.phase,
-            "step": moment.step,
-            "done": moment.done,
-            "seconds": seconds,
-            "totals": list(self.totals),
-        }
+        return {"phase": moment.phase, "step": moment.step, "done": moment.done, "seconds": seconds}
 
     def _now(self, **changes: Any) -> None:
         self.moment = replace(self.moment, since=self._clock(), **changes)

@@ -215,7 +215,7 @@ class Interrupt:
             self._previous.clear()
 
         def end() -> None:
-            put_back()
+            signal.set_wakeup_fd(before)
             # A byte, since a child that C code forked may hold the pipe.
             with contextlib.suppress(OSError):
                 os.write(write, _END)
@@ -223,6 +223,7 @@ class Interrupt:
             watcher.join(_LEAVING_SECONDS)
             if not watcher.is_alive():
                 os.close(read)
+            put_back()
 
         def forget() -> None:
             """In a forked child, whose signals are not those of the run."""

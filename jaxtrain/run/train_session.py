@@ -201,7 +201,7 @@ def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> float:
-        session.activity.finished(number, seconds, waited)
+        session.activity.finished(number, seconds)
         session.profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.note(metrics)

@@ -8,10 +8,9 @@ file system hears nothing.
 import faulthandler
 import os
 import socket
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,8 +51,6 @@ _LIMITS = {
     WAITING_FOR_DATA: "data_seconds",
     "saving": "save_seconds",
 }
-# A process is slow that delays so many windows of so many steps in a row.
-_WINDOWS, _WINDOW_STEPS = 3, 10
 
 
 def budget(config: WatchdogConfig, moment: Moment, *, median: float | None) -> tuple[float, str]:
@@ -91,44 +88,6 @@ def is_behind(own: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
     return any(step < own["step"] or (step == own["step"] and phase != IN_STEP) for step, phase in known)
 
 
-class Stragglers:
-    """Finds a process that the others wait for at each step, while training goes on.
-
-    Processes of one program wait for each other at each step, so that all take equally long and only what each does
-    outside the program can tell them apart: its wait for data and its work between steps.
-
-    Args:
-        fraction: of a step; who delays it by more than the median process, three windows in a row, is slow.
-    """
-
-    def __init__(self, fraction: float) -> None:
-        self._fraction = fraction
-        self._before: dict[int, Sequence[float]] = {}
-        self._in_a_row: dict[int, int] = {}
-
-    def note(self, totals: Mapping[int, Sequence[float]]) -> dict[int, tuple[float, float]]:
-        """Take note of `Activity.totals` of all processes.
-
-        Returns:
-            Process -> the seconds by which it delays a step, and the seconds of a step, of those that have become slow.
-        """
-        if set(totals) != set(self._before):
-            self._before = dict(totals)
-        windows = {p: [now - then for now, then in zip(totals[p], self._before[p], strict=True)] for p in totals}
-        if len(windows) < 2 or any(steps < _WINDOW_STEPS for steps, _, _ in windows.values()):
-            return {}
-        self._before = dict(totals)
-        # Of two processes the median would be half of the slower one.
-        usual = statistics.median_low(own / steps for steps, _, own in windows.values())
-        found = {}
-        for process, (steps, wall, own) in windows.items():
-            delay, step = own / steps - usual, wall / steps
-            self._in_a_row[process] = self._in_a_row.get(process, 0) + 1 if delay > self._fraction * step else 0
-            if self._in_a_row[process] == _WINDOWS:
-                found[process] = (delay, step)
-        return found
-
-
 class Watchdog:
     """Watches one process of a run, from a thread of its own.
 
@@ -139,7 +98,6 @@ class Watchdog:
         run_dir: stacks are written below it.
         process: index of this process.
         num_processes: of the run.
-        report: called with one line that names a slow process, on process 0.
     """
 
     def __init__(
@@ -151,12 +109,10 @@ class Watchdog:
         *,
         process: int,
         num_processes: int,
-        report: Callable[[str], None],
     ) -> None:
         self._config, self._activity, self._exchange = config, activity, exchange
         self._run_dir, self._shown_dir = run_dir.absolute(), run_dir  # a script may change the working directory
-        self._process, self._num_processes, self._report = process, num_processes, report
-        self._stragglers = Stragglers(config.slow_fraction)
+        self._process, self._num_processes = process, num_processes
         limits = [value for key, value in config.model_dump().items() if key.endswith("_seconds")]
         tick = min(_LONGEST_TICK_SECONDS, max(_TICK_SECONDS, num_processes / _PROCESSES_PER_SECOND))
         self._tick = min(tick, min(limits) / 4)
@@ -225,8 +181,6 @@ class Watchdog:
             left = self._left[1]
             self._end(f"{self._named(left.process)} ended with exit code {left.code}: {left.text}", left.code)
         self._check(now)
-        if self._process == 0 and self._num_processes > 1:
-            self._look_for_stragglers()
 
     def _has_failed(self, error: BaseException, now: float) -> bool:
         """Tell the others that this process ends by itself, before it closes its files; that has a limit too.
@@ -320,11 +274,11 @@ class Watchdog:
 
     def _write_stacks(self, path: Path, text: str) -> None:
         """Write the reason, what each process was doing, and the stack of every thread of this one."""
-        own = Peer(self._process, socket.gethostname(), self._activity.status(), 0.0)
+        own = Peer(self._process, socket.gethostname(), self._activity.status(), time.monotonic())
         known = sorted([own, *self._exchange.peers()], key=lambda peer: peer.process)
         table = [
             f"  process {peer.process} (host {peer.host}): {_place(peer.status)} for {peer.status.get('seconds', 0)} "
-            f"s; last step done: {peer.status.get('done')}; heard {peer.age:.0f} s ago"
+            f"s; last step done: {peer.status.get('done')}; heard {time.monotonic() - peer.heard:.0f} s ago"
             for peer in known
         ]
         with suppress(OSError):  # the process ends anyway, and its line is out
@@ -339,18 +293,6 @@ class Watchdog:
     def _named(self, process: int) -> str:
         hosts = {peer.process: peer.host for peer in self._exchange.peers()} | {self._process: socket.gethostname()}
         return f"process {process} of {self._num_processes} (host {hosts.get(process, 'unknown')})"
-
-    def _look_for_stragglers(self) -> None:
-        totals = {peer.process: peer.status.get("totals") for peer in self._exchange.peers()}
-        totals[0] = self._activity.totals
-        known = {process: sums for process, sums in totals.items() if sums is not None}
-        if len(known) < self._num_processes:
-            return
-        for process, (delay, step) in self._stragglers.note(known).items():
-            self._report(
-                f"{self._named(process)} is slow: the others wait {delay:.2g} s of each step of {step:.2g} s for its "
-                "data or its host"
-            )
 
 
 def _place(status: Mapping[str, Any]) -> str:
@@ -374,13 +316,12 @@ def _is_written(step: Place) -> bool:
 
 
 @contextmanager
-def watched(config: WatchdogConfig | None, run_dir: Path, report: Callable[[str], None]) -> Iterator[Activity]:
+def watched(config: WatchdogConfig | None, run_dir: Path) -> Iterator[Activity]:
     """Watch a run until the block is left; every process of the run enters it, after `jax.distributed`.
 
     Args:
         config: the limits; None: nothing is watched.
         run_dir: directory of the run.
-        report: called with one line that names a slow process.
 
     Yields:
         What the run is to tell of its phases and steps.
@@ -395,9 +336,7 @@ def watched(config: WatchdogConfig | None, run_dir: Path, report: Callable[[str]
         return
     is_alone = not jax.distributed.is_initialized()
     process, num_processes = (0, 1) if is_alone else (jax.process_index(), jax.process_count())
-    watchdog = Watchdog(
-        config, activity, exchange, run_dir, process=process, num_processes=num_processes, report=report
-    )
+    watchdog = Watchdog(config, activity, exchange, run_dir, process=process, num_processes=num_processes)
     watchdog.start()
     try:
         yield activity

@@ -14,7 +14,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxtrain.runtime.cluster import detect_cluster
@@ -45,13 +45,13 @@ class Peer:
         process: its index.
         host: its host's name.
         status: what it said last, see `Activity.status`.
-        age: seconds since then.
+        heard: `time.monotonic()` when it said so.
     """
 
     process: int
     host: str
     status: Status
-    age: float
+    heard: float
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,6 @@ class News:
     process: int
     text: str
     code: int = 0
-
-
-@dataclass
-class _Known:
-    """What a process said last, and when."""
-
-    host: str
-    status: Status
-    heard: float
 
 
 class _Connection:
@@ -129,7 +120,7 @@ class Exchange:
 
     def __init__(self, process: int = 0) -> None:
         self._process, self._status = process, {}
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, Peer] = {}
         self._open: dict[_Connection, int] = {}
         self._left: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -157,8 +148,7 @@ class Exchange:
 
     def peers(self) -> list[Peer]:
         """What is known of the other processes, in their order."""
-        now, known = time.monotonic(), sorted(self._known.items())
-        return [Peer(process, one.host, one.status, now - one.heard) for process, one in known]
+        return sorted(self._known.values(), key=lambda peer: peer.process)
 
     def end(self, text: str) -> None:
         """Tell the others that all end, and why; returns when they have ended, or after 3 seconds."""
@@ -173,8 +163,8 @@ class Exchange:
 
     def forgive(self) -> None:
         """Count the silence of the others from now on: this process was not running itself."""
-        for known in self._known.values():
-            known.heard = time.monotonic()
+        now = time.monotonic()
+        self._known = {process: replace(peer, heard=now) for process, peer in self._known.items()}
 
     def wake(self) -> None:
         """End the round that is under way; called by any thread."""
@@ -238,12 +228,11 @@ class Exchange:
         return False
 
     def _hear(self, process: int, message: Mapping[str, Any]) -> list[News]:
-        now = time.monotonic()
-        self._known[process].heard = now
-        self._known[process].status = message.get("status", self._known[process].status)
+        now, known = time.monotonic(), self._known[process]
+        self._known[process] = Peer(process, known.host, message.get("status", known.status), now)
         for other, host, status, age in message.get("peers", ()):
             if other != self._process:
-                self._known[other] = _Known(host, status, now - age)
+                self._known[other] = Peer(other, host, status, now - age)
         if "end" in message:
             return [News("end", process, str(message["end"]))]
         if "leave" in message:
@@ -287,7 +276,8 @@ class Hub(Exchange):
 
     def _told(self, most: int) -> list[list[Any]]:
         known = [[0, socket.gethostname(), self._status, 0.0]]
-        known += [[peer.process, peer.host, peer.status, round(peer.age, 3)] for peer in self.peers()]
+        now = time.monotonic()
+        known += [[peer.process, peer.host, peer.status, now - peer.heard] for peer in self._known.values()]
         return sorted(known, key=lambda one: one[2].get("step", 0))[:most]
 
     def _accept(self) -> list[News]:
@@ -306,7 +296,7 @@ class Hub(Exchange):
         if not isinstance(process, int) or not 0 < process < self._num_processes or process in self._known:
             return False
         self._strangers.discard(connection)
-        self._known[process] = _Known(str(message.get("host")), {}, time.monotonic())
+        self._known[process] = Peer(process, str(message.get("host")), {}, time.monotonic())
         self._open[connection] = process
         return True
 
@@ -349,7 +339,7 @@ class Spoke(Exchange):
         for host in self._hosts:
             with contextlib.suppress(OSError):
                 connection = self._add(socket.create_connection((host, self._port), timeout=_CONNECT_SECONDS))
-                self._open[connection], self._known[0] = 0, _Known(host, {}, time.monotonic())
+                self._open[connection], self._known[0] = 0, Peer(0, host, {}, time.monotonic())
                 self._tell({"token": self._token, "process": self._process, "host": socket.gethostname()})
                 self._give_up_at = None
                 return

@@ -9,6 +9,7 @@ The relay is a process of its own. jax asks whether to stop (`reached_preemption
 lock and waits for the coordinator: a thread of the same process, which needs that lock, could never pass the answer on.
 """
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -45,7 +46,7 @@ def relayed(coordinator: str, *, timeout: float, lost: Callable[[], object]) -> 
         listener.bind(path)
         listener.listen(4)
         number = listener.fileno()
-        # Neither the user's settings nor site packages: it starts in some 20 ms. It runs until its input is closed.
+        # Neither the user's settings nor site packages: it starts within 0.1 s. It runs until its input is closed.
         words = [sys.executable, "-I", "-S", __file__, str(number), folder, host.strip("[]"), port, str(timeout)]
         process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[number], start_new_session=True
@@ -57,78 +58,57 @@ def relayed(coordinator: str, *, timeout: float, lost: Callable[[], object]) -> 
             lost()
         process.wait()
 
-    _start(await_loss)
+    threading.Thread(target=await_loss, name="jaxtrain-relay", daemon=True).start()
     return f"unix:{path}"
 
 
-def _serve(number: int, folder: str, upstream: tuple[str, int], timeout: float) -> None:
+async def _relay(listener: socket.socket, upstream: tuple[str, int], timeout: float) -> None:
     """Be the relay until the process that started it has ended."""
-    # They are for the process that trains, which may need the coordinator while it saves.
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(name, signal.SIG_IGN)
-    _start(_accept, socket.socket(fileno=number), folder, upstream, timeout)
-    while os.read(0, 1):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
-def _start(function: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=function, args=arguments, name="jaxtrain-relay", daemon=True)
-    thread.start()
-    return thread
-
-
-def _accept(listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float) -> None:
-    """Serve connections for as long as the client may still need a first or second one."""
     deadline = time.monotonic() + timeout
-    listener.settimeout(timeout)
-    with contextlib.suppress(OSError), listener:
-        while time.monotonic() < deadline:
-            client, _ = listener.accept()
-            _start(_connect, client, upstream, deadline)
-    shutil.rmtree(folder, ignore_errors=True)
 
-
-def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float) -> None:
-    while True:
-        try:
-            server = socket.create_connection(upstream, timeout=5)
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                client.close()
-                return
-            time.sleep(_RETRY_SECONDS)
-    with client, server:
-        server.settimeout(None)
-        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        has_ended = threading.Event()
-        answers = _start(_answer, server, client, has_ended)
-        _copy(client, server)
-        # The coordinator may have gone: what the client says is heard until it ends the connection itself.
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while client.recv(_CHUNK_BYTES):
-                pass
-        has_ended.set()
-        with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)
-        answers.join()
+            while data := await source.read(_CHUNK_BYTES):
+                target.write(data)
+                await target.drain()
 
+    async def serve(from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                from_server, to_server = await asyncio.open_connection(*upstream)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    to_client.close()
+                    return
+                await asyncio.sleep(_RETRY_SECONDS)
+        asks = asyncio.create_task(copy(from_client, to_server))
+        answers = asyncio.create_task(copy(from_server, to_client))
+        await asyncio.wait([asks, answers], return_when=asyncio.FIRST_COMPLETED)
+        if answers.done() and not asks.done():
+            # The coordinator may have gone: what the client says is heard until it ends the connection itself.
+            asks.cancel()
+            try:
+                await asyncio.wait_for(from_client.read(), _LOST_SECONDS)
+            except TimeoutError:
+                os.write(1, b"x")
+                await from_client.read()
+        to_server.close()
+        to_client.close()
 
-def _answer(server: socket.socket, client: socket.socket, has_ended: threading.Event) -> None:
-    _copy(server, client)
-    if not has_ended.wait(_LOST_SECONDS):
-        with contextlib.suppress(OSError):
-            os.write(1, b"x")
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy until one side closes; the other one is left open."""
-    with contextlib.suppress(OSError):
-        while data := source.recv(_CHUNK_BYTES):
-            target.sendall(data)
+    server = await asyncio.start_unix_server(serve, sock=listener)
+    parent = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(parent), sys.stdin)
+    await parent.read()
+    server.close()
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2], (sys.argv[3], int(sys.argv[4])), float(sys.argv[5]))
+    # Signals are for the process that trains, which may need the coordinator while it saves.
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)
+    number, folder, host, port, seconds = sys.argv[1:]
+    with contextlib.suppress(OSError):
+        asyncio.run(_relay(socket.socket(fileno=int(number)), (host, int(port)), float(seconds)))
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
