@@ -161,9 +161,9 @@ def _check_devices(report: Report, emulate: int | None) -> None:
         "host_memory_bytes": host,
     }
     each = "" if memory is None else f", {format_bytes(memory)} each"
-    report.lines.append(("devices", f"{devices.describe_devices()} ({platform}){each}"))
+    report.lines.append(("devices", f"{describe_devices()} ({platform}){each}"))
     report.lines.append(("host", f"{os.cpu_count()} CPU cores, {format_bytes(host)} of memory"))
-    unused = devices.unused_accelerator(platform)
+    unused = unused_accelerator(platform)
     if unused is not None and emulate is None:
         what, _, mend = unused.partition(": ")
         report.problems.append(Problem(what, mend))

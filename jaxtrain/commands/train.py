@@ -14,7 +14,6 @@ from jaxtrain.metrics.time_spent import counted_from
 from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
-from jaxtrain.runtime.agreement import announced
 from jaxtrain.runtime.host import ATTEMPT
 
 
@@ -35,9 +34,8 @@ def run_train(config: str, overrides: Sequence[str], *, run_dir: str | None, res
         from jaxtrain.commands.own_code import own_code
         from jaxtrain.run.trainer import run_config
 
-        with announced(emulate=emulate):
-            mend_run(config)
-            loaded = load_config(config, overrides=overrides)
+        mend_run(config)
+        loaded = load_config(config, overrides=overrides)
         with own_code(loaded.config):
             run_config(loaded, run_dir=run_dir, resume=resume, emulate=emulate)
     return 0
@@ -58,10 +56,8 @@ def run_restarted_train(
     Raises:
         ConfigError: the config is wrong, or the process cannot be started.
     """
-    # One of several processes has a supervisor of its own: the others wait for it, and must hear of a mistake.
-    with announced(emulate=emulate):
-        mend_run(config)
-        folder = folder_of(load_config(config, overrides=overrides), run_dir)
+    mend_run(config)
+    folder = folder_of(load_config(config, overrides=overrides), run_dir)
     options = [] if run_dir is None else ["--run-dir", run_dir]
     options += [] if emulate is None else ["--emulate", str(emulate)]
     options += ["--debug"] if "--debug" in sys.argv else []

@@ -56,8 +56,8 @@ from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
-from jaxtrain.runtime.agreement import compile_alone, taken_by_all, together
-from jaxtrain.runtime.compiler import Taken, cache_folder, record_choices, why_not_writable
+from jaxtrain.runtime.agreement import together
+from jaxtrain.runtime.compiler import Taken, compile_lowered, record_choices
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.option_checks import check_jit
@@ -322,8 +322,7 @@ def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -
     """Compile the step for the shapes of its batches, and show whether the program came from the cache.
 
     Another thread creates the state meanwhile. Of several processes, none goes on before both are done, because
-    collectives of the two threads could meet in another order in another process; and all take the same program, so
-    that each says whether its compiler gave up with the options that are tried before one of them runs a step.
+    collectives of the two threads could meet in another order in another process.
     """
     seen: set[str] = set()
     chosen: list[str] = []
@@ -331,25 +330,22 @@ def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -
     def listen(event: str, **_: Any) -> None:
         seen.add(event.removeprefix("/jax/compilation_cache/"))
 
-    options, mesh = run.step.compiler_options, run.step.mesh
     with contextlib.ExitStack() as ends:
 
-        def attempt() -> tuple[jax.stages.Lowered, Taken, Phase]:
+        def attempt() -> tuple[Taken, Phase]:
             try:
                 lowered = _lowered(run, progress, chosen)
                 phase = ends.enter_context(progress.phase("compiling"))
                 jax.monitoring.register_event_listener(listen)
                 ends.callback(jax.monitoring.unregister_event_listener, listen)
-                return lowered, compile_alone(lowered, options, mesh), phase
+                return compile_lowered(lowered, run.step.compiler_options.tried), phase
             finally:
                 if created is not None and jax.process_count() > 1:
                     wait([created])
 
-        lowered, taken, phase = together(attempt)
-        taken = taken_by_all(taken, lowered, options, mesh)
+        taken, phase = together(attempt)
         run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
-        folder = cache_folder(run.config.compilation_cache)
-        kept = folder is not None and why_not_writable(folder) is None
+        kept = run.config.compilation_cache is not None
         # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
         found = "cache_hits" in seen and "cache_misses" not in seen
         cached = "from cache" if found else "cached next time" if kept else ""

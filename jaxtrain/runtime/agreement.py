@@ -6,23 +6,17 @@ another one for 30 s only, and the barrier has no such limit. And of texts that 
 are sent.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, StorageError, UserError
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.cluster import detect_cluster
-from jaxtrain.runtime.compiler import CompilerOptions, Taken, Value, compile_trying
-from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
-    import jax
     from jax.sharding import Mesh
 
 Work = TypeVar("Work")
@@ -33,8 +27,6 @@ Facts = Mapping[str, tuple[str, str]]
 _LONGEST_WAIT_MILLISECONDS = 7 * 24 * 3600 * 1000
 _MOST_NAMED = 8
 _LONGEST_VALUE = 80
-# How long a process with an error waits for those that it tells of it.
-_TELLING_SECONDS = 60
 _ERRORS = {error.exit_code: error for error in (ConfigError, DataError, CheckpointError, DivergedError, StorageError)}
 # Every process asks for the same barriers in the same order, and none of them twice.
 _numbers = itertools.count()
@@ -87,56 +79,6 @@ def compiled_by_all(mesh: "Mesh", compile_program: Callable[[], object]) -> None
         meet()
 
 
-def compile_together(lowered: "jax.stages.Lowered", options: CompilerOptions, mesh: "Mesh") -> Taken:
-    """Compile a program in all processes that run it, with the options that are tried or, in every one, without.
-
-    Args:
-        lowered: the program, lowered with `options.used`.
-        options: what the program has in any case, and what is tried.
-        mesh: the devices that run the program.
-
-    Raises:
-        UserError: another process cannot go on.
-        jax.errors.JaxRuntimeError: the compiler gives up without the options too.
-    """
-    if _is_asked(options, mesh):
-        return taken_by_all(together(lambda: compile_alone(lowered, options, mesh)), lowered, options, mesh)
-    return compile_alone(lowered, options, mesh)
-
-
-def compile_alone(lowered: "jax.stages.Lowered", options: CompilerOptions, mesh: "Mesh") -> Taken:
-    """The first half of `compile_together`, without a collective: compile in this process."""
-    is_own = len({device.process_index for device in mesh.devices.flat}) == 1
-    return compile_trying(_compiles(lowered), options.tried if is_own or _is_asked(options, mesh) else {})
-
-
-def taken_by_all(taken: Taken, lowered: "jax.stages.Lowered", options: CompilerOptions, mesh: "Mesh") -> Taken:
-    """The second half of `compile_together`: where a compiler of any process gave up, all go without the options."""
-    if not _is_asked(options, mesh):
-        return taken
-    why = next(filter(None, exchange(taken.gave_up)), "")
-    if why and not taken.gave_up:
-        taken = Taken(_compiles(lowered)({}), gave_up=why)
-    meet()
-    return taken
-
-
-def _is_asked(options: CompilerOptions, mesh: "Mesh") -> bool:
-    """Whether the other processes are asked: of a program on some processes, those cannot ask one another alone."""
-    import jax
-
-    num_processes = len({device.process_index for device in mesh.devices.flat})
-    return bool(options.tried) and 1 < num_processes == jax.process_count()
-
-
-def _compiles(lowered: "jax.stages.Lowered") -> "Callable[[Mapping[str, Value]], jax.stages.Compiled]":
-    def compile_with(more: Mapping[str, Value]) -> "jax.stages.Compiled":
-        given: Any = dict(more)  # jax declares fewer types of values than it takes
-        return lowered.compile(compiler_options=given) if given else lowered.compile()
-
-    return compile_with
-
-
 def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda work: {}) -> Work:
     """Do the same work in every process, and go on only if all did it and say the same of it.
 
@@ -172,37 +114,6 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
         raise failure
     distributed.leave_together(str(verdict))
     raise failure or verdict
-
-
-@contextlib.contextmanager
-def announced(*, emulate: int | None = None) -> Iterator[None]:
-    """Tell the other processes of the cluster, if there are any, of an error before this one joined them.
-
-    They would otherwise wait for it until their time to join is over. The line of the error is printed before, since
-    the others may start later; this process waits for them a minute.
-
-    Args:
-        emulate: number of CPU devices to emulate, as the others do.
-
-    Raises:
-        SystemExit: with the exit code of the error, where it was told to others.
-    """
-    try:
-        yield
-    except UserError as error:
-        import jax
-
-        if jax.distributed.is_initialized() or not _is_one_of_several():
-            raise
-        print_remark(f"jaxtrain: {' '.join(str(error).splitlines())}")
-        os.environ.setdefault(distributed.JOIN_TIMEOUT, str(_TELLING_SECONDS))
-        # Whatever goes wrong with telling, the error itself is what this process ends with.
-        with contextlib.suppress(Exception):
-            distributed.start(emulate=emulate, compilation_cache=None)
-            check_devices()
-            exchange(json.dumps(_described(error)))
-            distributed.leave_together(str(error))
-        raise SystemExit(error.exit_code) from error
 
 
 def check_devices() -> None:
@@ -246,13 +157,6 @@ def exchange(text: str) -> list[str]:
     meet()  # each compiles the wider exchange
     rows = multihost_utils.process_allgather(padded)
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _is_one_of_several() -> bool:
-    try:
-        return detect_cluster() is not None
-    except UserError:
-        return False
 
 
 def _described(error: Exception) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import contextvars
 import functools
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 
 Value = bool | int | float | str
 _UNKNOWN = "No such compile option"
-# A compiled step is of this size or larger: a disk with less space is full for what is to be kept.
-_PROBE_BYTES = 256 * 2**10
-# jax keeps programs that took longer to compile than a limit: none takes so long.
-_NEVER_SECONDS = 1e9
 _LONGEST_REASON = 120
 
 
@@ -149,7 +144,7 @@ class CompilerOptions:
     Attributes:
         used: Name -> value of each option that the compiler knows.
         dropped: One line per option that the compiler does not know or refuses.
-        tried: Name -> value of options that `compile_together` adds, and leaves out where the compiler gives up.
+        tried: Name -> value of options that `compile_lowered` adds, and leaves out where the compiler gives up.
     """
 
     used: Mapping[str, Value]
@@ -201,9 +196,7 @@ def choose_options(
         {name: value for name, value in known.items() if name not in tried},
         tuple(
             f"the compiler for {device.platform} does not know {name}, so programs go without it"
-            if _UNKNOWN in why
-            else f"the compiler for {device.platform} refuses {name}, so programs go without it: {why}"
-            for name, why in refused.items()
+            for name in refused
             if name not in older or older[name].older in without
         ),
         {name: value for name, value in known.items() if name in tried},
@@ -224,10 +217,10 @@ def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]
 
 @functools.lru_cache
 def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict[str, str]:
-    """Returns the options that the compiler of a device refuses, found by compiling a program of one addition.
+    """The options that the compiler of a device refuses, found by compiling a program of one addition.
 
     Args:
-        device: A `jax.Device`, real or compile-only.
+        device: a `jax.Device`, real or compile-only.
         options: (name, value) pairs.
 
     Returns:
@@ -256,7 +249,7 @@ def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict
 
 @contextlib.contextmanager
 def out_of_cache() -> Iterator[None]:
-    """Keeps programs that are compiled inside the context out of the persistent compilation cache.
+    """Keep programs that are compiled inside the context out of the persistent compilation cache.
 
     jax cannot load a program for absent hardware from the cache: there are no devices, so it warns and compiles again.
     """
@@ -355,6 +348,16 @@ def compile_trying(
     return Taken(compile_with({}))
 
 
+def compile_lowered(lowered: "jax.stages.Lowered", tried: Mapping[str, Value]) -> Taken:
+    """Compile a lowered program as `compile_trying` does; processes of one run do the same, as their compilers do."""
+
+    def compile_with(more: Mapping[str, Value]) -> "jax.stages.Compiled":
+        given: Any = dict(more)  # jax declares fewer types of values than it takes
+        return lowered.compile(compiler_options=given) if given else lowered.compile()
+
+    return compile_trying(compile_with, tried)
+
+
 _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtrain_choices", default=None)
 
 
@@ -413,44 +416,24 @@ def use_cache(setting: str | None) -> None:
         setting: see `cache_folder`.
 
     Raises:
-        ConfigError: a folder that was asked for cannot be made; where it is that of auto, one line says so.
+        ConfigError: a folder that was asked for cannot be used; where it is that of auto, one line says so.
     """
     import jax
 
     folder = cache_folder(setting)
     if folder is None:
         return
+    reason = None
     try:
         # Compiled programs are run as they are read: nobody else may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = why_not_writable(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"the compilation cache {folder} cannot be used: {error.strerror}"
+    if reason is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2 if reason is None else _NEVER_SECONDS)
-        # One warning for each program that cannot be kept or read again says less than the line below.
-        warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
-    except OSError as error:
-        reason = error.strerror
-        if setting != "auto" or os.environ.get("JAXTRAIN_CACHE_DIR"):
-            raise ConfigError(
-                f"cannot make the compilation cache {folder}: {reason}; set compilation_cache=null or another folder"
-            ) from None
-    if reason is not None:
-        print_remark(
-            f"programs are compiled, but not kept: the compilation cache {folder} cannot be written ({reason}); "
-            "set compilation_cache=null or another folder"
-        )
-
-
-def why_not_writable(folder: Path) -> str | None:
-    """Why no program can be written to a folder of compiled programs; None where one can.
-
-    Args:
-        folder: exists.
-    """
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
-            file.write(bytes(_PROBE_BYTES))
-            file.flush()
-    except OSError as error:
-        return error.strerror or type(error).__name__
-    return None
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    elif setting != "auto" or os.environ.get("JAXTRAIN_CACHE_DIR"):
+        raise ConfigError(f"{reason}; set compilation_cache=null or another folder")
+    else:
+        print_remark(f"{reason}; programs are compiled, but not kept")

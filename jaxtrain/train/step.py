@@ -15,8 +15,7 @@ from jaxtrain.models.sharded import with_sharding
 from jaxtrain.models.task import Batch
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import Policy
-from jaxtrain.runtime.agreement import compile_together
-from jaxtrain.runtime.compiler import CompilerOptions, Value, record_choices
+from jaxtrain.runtime.compiler import CompilerOptions, Value, compile_lowered, record_choices
 from jaxtrain.runtime.host import give_back_free_memory
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource
@@ -237,7 +236,7 @@ class TrainStep:
         """
         with record_choices() as choices:
             lowered = self.lower(batch)
-        taken = compile_together(lowered, self.compiler_options, self.mesh)
+        taken = compile_lowered(lowered, self.compiler_options.tried)
         return self.use(taken.compiled, choices=[*choices, *taken.lines], tried=taken.tried)
 
     def use(

@@ -1,13 +1,6 @@
-"""Compiler options reach every program of a step; what a compiler does not know is told and left out.
+"""Compiler options reach every program of a step; what a compiler does not know is told and left out."""
 
-Options that a compiler may give up with are taken or left out by all processes alike.
-"""
-
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -149,45 +142,3 @@ def test_a_program_of_this_process_alone_is_compiled_with_or_without():
         taken = compile_trying(lambda more: lowered.compile(compiler_options=dict(more) or None), tried)
         assert (taken.tried, len(taken.lines)) == (expected, num_lines), name
         assert float(taken.compiled(jnp.zeros(()))) == 1.0
-
-
-# One of two processes, whose compiler gives up with the option where it is process 0.
-TWO = """
-import sys
-from dataclasses import replace
-import jax, numpy as np, optax
-import jaxtrain as jt
-from jaxtrain.train import make_step
-
-tried = {"xla_llvm_disable_expensive_passes": True}
-choose, compile_program = make_step.choose_options, jax.stages.Lowered.compile
-
-def watched(lowered, compiler_options=None, **others):
-    if compiler_options == tried and jax.process_index() == 0:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vmem")
-    return compile_program(lowered, compiler_options, **others)
-
-make_step.choose_options = lambda *words, **more: replace(choose(*words, **more), tried=tried)
-jax.stages.Lowered.compile = watched
-jt.start(emulate=1, compilation_cache=None)
-model = jt.from_functions(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
-step = jt.make_train_step(model, jt.regression(), optax.sgd(0.1), mesh=jt.make_mesh(data=2))
-batch = {"inputs": np.ones((8, 4), np.float32), "targets": np.ones((8, 1), np.float32)}
-step.compile(batch)
-state = step.init(0)
-for _ in range(2):
-    state, metrics = step(state, batch)
-sys.stderr.write(f"loss {float(metrics['loss'])}; {step.choices[-1]}\\n")
-"""
-
-
-@pytest.mark.long
-def test_two_processes_take_one_program(tmp_path):
-    (tmp_path / "two.py").write_text(TWO)
-    words = [sys.executable, "-m", "jaxtrain", "launch", "--processes", "2", "--", sys.executable, "two.py"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    first, second = (line.removeprefix("[1] ") for line in done.stderr.splitlines() if "loss " in line)
-    assert first == second
-    assert "goes without options with which it gave up: xla_llvm_disable_expensive_passes: RESOURCE_EXHAUSTED" in first
