@@ -13,6 +13,7 @@ from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.runinfo import PACKAGES, package_versions
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.compiler import cache_folder
+from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 
 _OPTIONAL = {"scikit-learn": "digits", "wandb": "wandb", "trackio": "trackio", "mlflow-skinny": "mlflow"}
 _LITTLE_DISK = 2 * 2**30

@@ -92,6 +92,7 @@ class Interrupt:
         self._insisted: float | None = None
         self._is_told = False
         self._ends = contextlib.ExitStack()
+        self._threads = threading.enumerate()
 
     def __enter__(self) -> Self:
         import jax
@@ -105,6 +106,8 @@ class Interrupt:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._ends.close()
+        if self._wanted and not (in_notebook() or hasattr(sys, "ps1")):
+            threading.Thread(target=self._end_after_main, name="jaxtrain-end", daemon=True).start()
         if kind is StopNow:  # raised as a block that it may leave was just over
             raise self._left() from None
 
@@ -234,6 +237,15 @@ class Interrupt:
 
         self._ends.callback(drop_in_children(forget))
         self._ends.callback(end)
+
+    def _end_after_main(self) -> None:
+        """End a program that was asked to stop, whose interpreter waits for threads whose data does not come."""
+        threading.main_thread().join()  # until the interpreter begins to end
+        time.sleep(_LEAVING_SECONDS)
+        if any(
+            thread.is_alive() for thread in threading.enumerate() if thread not in self._threads and not thread.daemon
+        ):
+            _end(_STOPPED_AT_ONCE if self._presses > 1 else PreemptedError.exit_code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, once it is in Python again."""

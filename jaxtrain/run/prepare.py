@@ -338,13 +338,14 @@ def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -
                 phase = ends.enter_context(progress.phase("compiling"))
                 jax.monitoring.register_event_listener(listen)
                 ends.callback(jax.monitoring.unregister_event_listener, listen)
-                return compile_lowered(lowered, run.step.compiler_options.tried), phase
+                taken = compile_lowered(lowered, run.step.compiler_options.tried)
+                run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
+                return taken, phase
             finally:
                 if created is not None and jax.process_count() > 1:
                     wait([created])
 
         taken, phase = together(attempt)
-        run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
         kept = run.config.compilation_cache is not None
         # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
         found = "cache_hits" in seen and "cache_misses" not in seen
