@@ -30,7 +30,7 @@ class Predictor:
         sharded_model: the model on its mesh.
         batch_axes: see `Task.batch_axes`.
         trained_on: the entry `data` of the run's `run.json`.
-        compiler_options: over those of `jaxtrain/runtime/compiler_options.py`.
+        compiler_options: over those of `jaxtrain/runtime/compiler.py`.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def make_train_step(
         rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
             replaces the default.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
-        compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler_options.py`.
+        compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
         spikes: when a finite step leaves the state as it was, as one that is not finite does; None: never.
 
