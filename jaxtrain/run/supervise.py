@@ -24,8 +24,6 @@ from jaxtrain.runtime.terminal import print_remark
 _LONGEST_WAIT_SECONDS = 60
 # What is read of the end of metrics.jsonl: many rows.
 _TAIL_BYTES = 1 << 16
-# Times of files are kept in ticks, and a process needs longer than this to write its first row.
-_CLOCK_SECONDS = 0.2
 # An end that would come again (a mistake in the config, data that is wrong, the same numbers from the same batches), or
 # that somebody asked for: saved on a signal, Ctrl-C, a reader that left.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
@@ -42,26 +40,23 @@ class Position:
     Attributes:
         step: the last step that left a trace, a row of metrics or a checkpoint; 0: none.
         saved: the step of the newest checkpoint; 0: none.
-        written: when a row of metrics was last written, in seconds since 1970; 0: never.
     """
 
     step: int = 0
     saved: int = 0
-    written: float = 0.0
 
 
 def read_position(run_dir: Path | None) -> Position:
     """How far the run of a directory is; damaged or missing files count as nothing done."""
     if run_dir is None:
         return Position()
-    saved, row, written = 0, 0, 0.0
+    saved, row = 0, 0
     with contextlib.suppress(CheckpointError):
         saved = max(live_steps(checkpoint_folder(run_dir)), default=0)
     with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
-        status = os.fstat(file.fileno())
-        file.seek(max(0, status.st_size - _TAIL_BYTES))
-        row, written = _last_step(file.read().splitlines()), status.st_mtime
-    return Position(max(row, saved), saved, written)
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        row = _last_step(file.read().splitlines())
+    return Position(max(row, saved), saved)
 
 
 def _last_step(lines: Sequence[bytes]) -> int:
@@ -121,9 +116,7 @@ def supervise(start: Callable[[int], int], policy: Policy) -> int:
         before, began = read_position(run_dir), time.time()
         code = start(number)
         ended, reached = time.time(), read_position(run_dir)
-        # Rows after the newest checkpoint may be those of the process before.
-        has_rows = not reached.written == before.written < began - _CLOCK_SECONDS
-        trained = (reached.step > before.saved and has_rows) or reached.saved > before.saved
+        trained = reached.step > before.step or reached.saved > before.saved
         if policy.asked.is_set() or not is_restarted(code, has_trained=trained):
             return code
         in_a_row = 1 if reached.saved > before.saved else in_a_row + 1

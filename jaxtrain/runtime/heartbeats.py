@@ -23,8 +23,6 @@ from jaxtrain.runtime.cluster import detect_cluster
 LOST = 70
 # A process that sends more without a line end is none of ours; one that reads nothing is found by its silence.
 _MOST_BYTES = 1 << 20
-# Who connects and does not say who it is within this time is none of ours.
-_HELLO_SECONDS = 10.0
 # How long it takes until all are told of the end, at most.
 _TELL_SECONDS = 3.0
 # Of many processes, those that are furthest behind are told; all of them would be 150 bytes for each pair.
@@ -79,7 +77,7 @@ class _Connection:
         opened.setblocking(False)
         with contextlib.suppress(OSError):
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.since = opened, time.monotonic()
+        self.socket = opened
         self._in, self._out = b"", b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
@@ -259,7 +257,6 @@ class Hub(Exchange):
         self._listener = _listening(host)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._strangers: set[_Connection] = set()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def end(self, text: str) -> None:
@@ -270,8 +267,6 @@ class Hub(Exchange):
             self._listen(until)
 
     def _speak(self) -> None:
-        for stranger in [one for one in self._strangers if time.monotonic() - one.since > _HELLO_SECONDS]:
-            self._drop(stranger)
         self._tell({"peers": self._told(_MOST_TOLD)})
 
     def _told(self, most: int) -> list[list[Any]]:
@@ -282,12 +277,8 @@ class Hub(Exchange):
 
     def _accept(self) -> list[News]:
         with contextlib.suppress(OSError):
-            self._strangers.add(self._add(self._listener.accept()[0]))
+            self._add(self._listener.accept()[0])
         return []
-
-    def _drop(self, connection: _Connection) -> int | None:
-        self._strangers.discard(connection)
-        return super()._drop(connection)
 
     def _welcome(self, connection: _Connection, message: Mapping[str, Any]) -> bool:
         process = message.get("process")
@@ -295,7 +286,6 @@ class Hub(Exchange):
             return False
         if not isinstance(process, int) or not 0 < process < self._num_processes or process in self._known:
             return False
-        self._strangers.discard(connection)
         self._known[process] = Peer(process, str(message.get("host")), {}, time.monotonic())
         self._open[connection] = process
         return True
