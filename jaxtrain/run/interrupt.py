@@ -54,20 +54,12 @@ class StoppedWaiting(DataError):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the main thread is, as far as stopping goes.
+    """Where the main thread is, as far as stopping goes."""
 
-    Attributes:
-        raises: whether a signal raises `StopNow` in the main thread.
-        save: saves what there is and closes the run, on any thread; None: only the main thread can.
-        patience: seconds that the main thread gets to come back before `save` is called.
-        says: what is done at a signal, for people.
-        since: when it came there, by `time.monotonic()`.
-    """
-
-    raises: bool
-    save: Callable[[], str] | None
-    patience: float
-    says: str
+    raises: bool  # a signal raises `StopNow` there
+    save: Callable[[], str] | None  # saves and closes the run, on any thread; None: only the main thread can
+    patience: float  # seconds to come back in, before `save` is called
+    says: str  # what is done at a signal
     since: float
 
 
@@ -150,16 +142,14 @@ class Interrupt:
         except StopNow:
             raise self._left() from None
 
-    @contextlib.contextmanager
-    def holding(self, save: Callable[[], str]) -> Iterator[None]:
+    def holding(self, save: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
         """A block in which the state is whole and no step is under way: the block asks `requested` where it can stop.
 
         Args:
             save: saves the state, closes the run and returns the line that says so; called on another thread where the
                 block goes on for `notices.patience_seconds` after a signal.
         """
-        with self._at(raises=False, save=save, patience=self._settings.patience_seconds, says="saving"):
-            yield
+        return self._at(raises=False, save=save, patience=self._settings.patience_seconds, says="saving")
 
     def until_asked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, until the run is to stop; a signal also ends the wait for one that does not come.

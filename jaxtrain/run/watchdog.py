@@ -183,11 +183,7 @@ class Watchdog:
         self._check(now)
 
     def _has_failed(self, error: BaseException, now: float) -> bool:
-        """Tell the others that this process ends by itself, before it closes its files; that has a limit too.
-
-        Returns:
-            False while another process may be the reason.
-        """
+        """Tell the others that this process ends by itself, unless another one may be the reason."""
         self._failed_at = self._failed_at or now
         if _may_follow(error) and now - self._failed_at < _REASON_SECONDS:
             return False

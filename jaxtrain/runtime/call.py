@@ -119,11 +119,7 @@ def _bound(
     offered: Mapping[str, Any],
     must_take: Sequence[str],
 ) -> dict[str, Any]:
-    """The arguments of the call.
-
-    Raises:
-        ConfigError: an argument that the function does not take, or one that is missing.
-    """
+    """The arguments of the call, compared with the signature."""
     name = call.partition(":")[2]
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -157,14 +153,7 @@ def _bound(
 
 
 def _raise(what: str, raised: BaseException, module: ModuleType | None, error: type[UserError]) -> NoReturn:
-    """Raise an error of ours in place of one that the user's code raised, with the line of that code.
-
-    Args:
-        what: what raised it.
-        raised: by the user's code.
-        module: of the function; None: it was being imported.
-        error: type for errors that are not ours.
-    """
+    """Raise an error of ours in place of one that the user's code raised, with the line of that code."""
     place = user_place(raised, file=None if module is None else getattr(module, "__file__", None))
     line = " ".join(str(raised).split())[:300]
     if isinstance(raised, UserError):
