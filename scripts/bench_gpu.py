@@ -30,8 +30,8 @@ _BERT = (
 _GPT2 = ("gpt2_124m", "train.global_batch_size=32", *_ONE)
 _RESNET = ("resnet50_imagenet", "train.global_batch_size=256")
 # Options that skip the parts of `jaxtrain bench` that only the first row measures.
-_STEP_ONLY = ("--skip", "start", "--skip", "limits", "--skip", "blocks", "--skip", "cpu")
-_STEP_AND_BLOCKS = ("--skip", "start", "--skip", "cpu")
+_STEP_ONLY = ("--skip", "start", "--skip", "limits", "--skip", "blocks")
+_STEP_AND_BLOCKS = ("--skip", "start")
 _TINY = ("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2", "train.global_batch_size=8")
 _SHORT = (*_TINY, "model.max_sequence_length=32")
 _SMALL = {
@@ -70,7 +70,7 @@ def _llama(size: str, rows: int, policy: str) -> Row:
 
 
 ROWS = (
-    Row("device, and bench_cpu's step against the CPU", "bench", ("bench_cpu",), (), "own"),
+    Row("device, and bench_cpu's step", "bench", ("bench_cpu",), (), "own"),
     Row("card for the planner", "script", ("capture_target.py", "{out}/targets")),
     Row("GPT-2 124M bf16", "bench", _GPT2, _STEP_AND_BLOCKS),
     Row("GPT-2 124M fp8", "bench", (*_GPT2, "precision.policy=fp8")),
@@ -158,7 +158,7 @@ def run(row: Row, out: Path, torch_python: str, *, smoke: bool, timeout: float) 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the rows as a Markdown table."""
     lines = [
-        "| row | units per second | MFU | ms per step | memory: peak, planned | joules per unit |",
+        "| row | units per second | MFU | ms per step | memory: peak, planned |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -175,13 +175,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return [f"{torch['units_per_second']:,.0f}", "", f"{torch['seconds'] * 1e3:.1f}", _gib(peak), ""]
     if "bench" in row:
         step = row["bench"]["step"]
-        use, joules = step["model_flops_utilization"], step["joules_per_unit"]
+        use = step["model_flops_utilization"]
         return [
             f"{step['units_per_second']:,.0f} {step['unit']}",
             "" if use is None else f"{use:.1%}",
             f"{step['seconds'] * 1e3:.1f}",
             f"{_gib(step['device_peak_bytes'])}, {_gib(step['planned_bytes'])}",
-            "" if joules is None else f"{joules:.3g}",
         ]
     return ["; ".join(row["said"]), "", "", "", ""]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from jaxtrain.bench.start import start_seconds  # noqa: E402  (the checkout's, not an installed one)
+from jaxtrain.bench.measure import start_seconds  # noqa: E402  (the checkout's, not an installed one)
 
 _LIMIT_SECONDS = 600
 _LIGHT_COMMANDS = ("--help", "train --help", "config", "config quickstart")
@@ -88,9 +88,8 @@ def main() -> None:
     for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as cache:
             for name, seconds in (("cold", cold), ("warm", warm)):
-                found = start_seconds(arguments.config, arguments.overrides, cache)
-                seconds.append(found.seconds)
-                said[name] = found.said
+                taken, said[name] = start_seconds(arguments.config, arguments.overrides, cache)
+                seconds.append(taken)
         for words, seconds in light.items():
             seconds.append(processor_seconds(words))
         for layers, rows in depths.items():

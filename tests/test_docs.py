@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cli import _find_command, _parse
-from jaxtrain.commands.sweep_draws import draw_trials
+from jaxtrain.commands.sweep import draw_trials
 from jaxtrain.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent

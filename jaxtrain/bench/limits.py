@@ -1,5 +1,8 @@
-"""Measured limits of a device: matmuls in each number format, memory, and sums over devices."""
+"""Measured limits of a device: matmuls in each number format, memory, and sums over devices; the timing of a call."""
 
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +13,11 @@ from jax.lax import PrecisionLike
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtrain.bench.timing import call_seconds
 from jaxtrain.runtime.devices import memory_bytes_per_second
 
+# A round must be much longer than a dispatch, about 0.1 ms, and than the resolution of the clock.
+_ROUND_SECONDS = 0.02
+_ROUNDS, _BUDGET_SECONDS = 5, 1.0
 # Sides of the matrices, for which a product takes about a millisecond or more.
 _SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}
 _ALL_REDUCE_BYTES = {"cpu": 2**24, "gpu": 2**28, "tpu": 2**28}
@@ -26,8 +31,35 @@ _FORMATS: dict[str, tuple[DTypeLike, DTypeLike, PrecisionLike]] = {
     "fp8": (jnp.float8_e4m3fn, jnp.bfloat16, None),
     "int8": (jnp.int8, jnp.int32, None),
 }
-# Compute capability from which NVIDIA cards have units for a format.
+# Formats with units on a platform; elsewhere they would be emulated. Of a GPU also its compute capability.
+_PLATFORM_FORMATS = {"cpu": ("fp32", "bf16"), "tpu": ("fp32", "bf16", "int8")}
 _SINCE = {"tf32": 8.0, "bf16": 8.0, "fp16": 7.0, "fp8": 8.9, "int8": 7.5}
+
+
+def call_seconds(call: Callable[[], object]) -> float:
+    """The median seconds of a call over five rounds, or fewer where these would exceed the budget.
+
+    On accelerators the end of a round waits for the device, so that dispatches overlap; on a CPU, which may run several
+    calls at once, each call is waited for.
+    """
+    in_turn = jax.default_backend() == "cpu"
+    jax.block_until_ready(call())
+    began = time.perf_counter()
+    jax.block_until_ready(call())
+    once = max(time.perf_counter() - began, 1e-6)
+    calls = max(1, round(_ROUND_SECONDS / once))
+    rounds: list[float] = []
+    while len(rounds) < _ROUNDS and (not rounds or sum(rounds) * calls < _BUDGET_SECONDS):
+        began = time.perf_counter()
+        result = None
+        for _ in range(calls):
+            # One result at a time, because it may fill most of the memory, or be donated to the next call.
+            result = call()
+            if in_turn:
+                jax.block_until_ready(result)
+        jax.block_until_ready(result)
+        rounds.append((time.perf_counter() - began) / calls)
+    return statistics.median(rounds)
 
 
 @dataclass(frozen=True)
@@ -55,57 +87,31 @@ def measure_limits() -> Limits:
     matmul: dict[str, float | None] = {}
     reasons: dict[str, str] = {}
     for name in _FORMATS:
-        reason = _lacking(name, device)
-        try:
-            matmul[name] = None if reason else matmul_rate(name, device)
-        except jax.errors.JaxRuntimeError as error:
-            matmul[name], reason = None, str(error).splitlines()[0][:200]
-        if reason:
-            reasons[f"matmul.{name}"] = reason
-    if jax.device_count() == 1:
+        has_units = name in _PLATFORM_FORMATS.get(device.platform, _FORMATS)
+        has_units &= float(getattr(device, "compute_capability", None) or 99) >= _SINCE.get(name, 0.0)
+        matmul[name] = _matmul_rate(name, device) if has_units else None
+        if not has_units:
+            reasons[f"matmul.{name}"] = f"no units for it on a {device.device_kind}"
+    all_reduce = _all_reduce_rate() if jax.device_count() > 1 else None
+    if all_reduce is None:
         reasons["all_reduce"] = "one device"
-    all_reduce = all_reduce_rate() if jax.device_count() > 1 else None
     return Limits(matmul, memory_bytes_per_second(device=device), all_reduce, reasons)
 
 
-def _lacking(name: str, device: Any) -> str | None:
-    """Return why a device has no units for a number format; None where it has them."""
-    match device.platform:
-        case "cpu":
-            # A step may run in bf16 or fp32; the other formats would be emulated.
-            return None if name in ("fp32", "bf16") else "no units for it on a CPU"
-        case "gpu":
-            capability = getattr(device, "compute_capability", None)
-            if capability is not None and float(capability) < _SINCE.get(name, 0.0):
-                return f"compute capability {capability}; {name} takes {_SINCE[name]}"
-            return None
-        case _:
-            return "no units for it on a TPU" if name in ("tf32", "fp16", "fp8") else None
-
-
-def matmul_rate(name: str, device: Any) -> float:
-    """Measure a square product in a number format on one device.
-
-    Args:
-        name: number format, such as "bf16".
-        device: the `jax.Device`.
-
-    Returns:
-        Operations per second, where a multiply-add counts as two.
-    """
+def _matmul_rate(name: str, device: Any) -> float:
+    """Operations per second of a square product in a number format, where a multiply-add counts as two."""
     operand, result, precision = _FORMATS[name]
     size = _SIZES.get(device.platform, 2048)
-    generator = np.random.default_rng(0)
     # Random numbers, because accelerators use less power for zeros or ones and run at a higher clock.
-    values = generator.standard_normal((size, size), np.float32)
+    values = np.random.default_rng(0).standard_normal((size, size), np.float32)
     values = values * 32 if operand is jnp.int8 else values
     a, b = (jax.device_put(jnp.asarray(x, operand), device) for x in (values, values.T.copy()))
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision, preferred_element_type=result))
     return 2 * size**3 / call_seconds(lambda: multiply(a, b))
 
 
-def all_reduce_rate() -> float:
-    """Measure the bytes per second of a sum over all n devices: 2 (n - 1) / n of an array over the time of its sum."""
+def _all_reduce_rate() -> float:
+    """Bytes per second of a sum over all n devices: 2 (n - 1) / n of an array over the time of its sum."""
     devices = jax.devices()
     count = len(devices)
     mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
@@ -115,9 +121,7 @@ def all_reduce_rate() -> float:
     total = jax.jit(
         jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
     )
-
-    def call() -> jax.Array:
-        # Emulated devices share a thread pool, so that two sums at the same time can wait for each other forever.
-        return jax.block_until_ready(total(array))
-
-    return 2 * (count - 1) / count * size * 4 / call_seconds(call)
+    # Each is waited for: emulated devices share a thread pool, so that two sums at the same time can wait for each
+    # other forever.
+    seconds = call_seconds(lambda: jax.block_until_ready(total(array)))
+    return 2 * (count - 1) / count * size * 4 / seconds

@@ -1,4 +1,4 @@
-"""Everything that `jaxtrain bench` measures of a config on this machine, as one JSON object.
+"""Everything that `jaxtrain bench` measures of a config on this machine, as one JSON object; no jax until it is needed.
 
 Figures that cannot be measured are null, and `reasons` says why.
 """
@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import __version__
-from jaxtrain.bench.start import NoStepError, cold_and_warm
 from jaxtrain.config import Loaded
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
@@ -26,10 +26,21 @@ from jaxtrain.plan.workload.record import Workload
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.cluster import detect_cluster
 from jaxtrain.runtime.devices import FORMATS, peak_flops, usable_cores
-from jaxtrain.runtime.host import restart_environment
+from jaxtrain.runtime.host import SETTINGS
 
-PARTS = ("start", "limits", "blocks", "step", "cpu")
-_CPU_LIMIT_SECONDS = 300
+PARTS = ("start", "limits", "blocks", "step")
+_START_LIMIT_SECONDS = 600.0
+# A week: no timed start takes so long.
+_NEVER_MINUTES = 10_080
+# Settings added to those of the config, so that the process writes nothing outside of its temporary folder, claims no
+# folder of checkpoints, and asks no service. Saves by the clock are those that spikes.action=roll_back accepts.
+_QUIET = (
+    *("logging.report=false", "logging.tensorboard=false"),
+    *("logging.wandb=false", "logging.trackio=false", "logging.mlflow=false"),
+    *("checkpoint.directory=null", "checkpoint.mirror=null"),
+    *("checkpoint.every=null", f"checkpoint.every_minutes={_NEVER_MINUTES}"),
+    *("profile.start_step=null", "notices.metadata=false"),
+)
 
 
 def measure(
@@ -67,9 +78,9 @@ def measure(
         "config": name,
         "overrides": list(overrides),
         "machine": _machine(),
+        **dict.fromkeys(PARTS),
     }
     # Before this process starts jax, because on a GPU it then takes the memory that these runs need.
-    answer["start"] = None
     if "start" not in skip:
         with phase("starting a run twice"):
             answer["start"] = _start(name, overrides, emulate, reasons)
@@ -77,36 +88,29 @@ def measure(
     workload = described or describe_workload(config)
     import jax
 
-    from jaxtrain.bench.whole_step import workload_step
+    from jaxtrain.bench import step as whole
+    from jaxtrain.bench.blocks import has_blocks, time_blocks
+    from jaxtrain.bench.limits import measure_limits
 
     answer["jax"] = jax.__version__
     devices = jax.devices()
     answer["device"] = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
-    step, batches = workload_step(config, workload)
+    step, batches = whole.workload_step(config, workload)
     step.batch_shardings(batches.spec())  # so that a batch that does not divide is an error before any measurement
-    answer["limits"] = answer["blocks"] = answer["step"] = None
     measured = None
     if "step" not in skip:
-        from jaxtrain.bench.whole_step import measure_step
-
         # Before the other parts, whose arrays and programs would count into the peaks of memory.
         with phase("timing the step"):
-            measured = dataclasses.asdict(measure_step(step, batches, seed=config.seed))
+            measured = dataclasses.asdict(whole.measure_step(step, batches, seed=config.seed))
     limits = None
     if "limits" not in skip:
-        from jaxtrain.bench.limits import measure_limits
-
         with phase("measuring the device"):
             limits = measure_limits()
-        found = dataclasses.asdict(limits)
-        reasons |= {f"limits.{what}": why for what, why in found.pop("reasons").items()}
-        answer["limits"] = found
-    functions = own_functions(config)
-    if functions:
-        reasons.setdefault("blocks", f"the blocks of {functions} are not known")
+        answer["limits"] = dataclasses.asdict(limits)
+        reasons |= {f"limits.{what}": why for what, why in answer["limits"].pop("reasons").items()}
+    if own_functions(config) or not has_blocks(config, step):
+        reasons.setdefault("blocks", "only those of a transformer of tokens with its usual head and loss are timed")
     elif "blocks" not in skip and limits is not None:
-        from jaxtrain.bench.blocks import time_blocks
-
         with phase("timing blocks"):
             timed = time_blocks(config, workload, step, limits)
         answer["blocks"] = [{**dataclasses.asdict(one), "share_of_roofline": one.share_of_roofline} for one in timed]
@@ -115,10 +119,6 @@ def measure(
     # The choices of implementations and compiler options are known after the step was traced.
     answer["choices"] = list(step.choices)
     answer["compiler_options"] = dict(step.compiled_with)
-    answer["cpu"] = None
-    if "cpu" not in skip:
-        with phase("comparing with the CPU"):
-            answer["cpu"] = _cpu(config, answer, reasons)
     return answer | {"reasons": reasons}
 
 
@@ -126,31 +126,75 @@ def _machine() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-    return {
-        "cpu": model or platform.processor() or platform.machine(),
-        "cores": usable_cores(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-    }
+    found = {"cpu": model or platform.machine(), "cores": usable_cores(), "load": os.getloadavg()[0]}
+    return {**found, "python": platform.python_version()}
+
+
+class NoStepError(RuntimeError):
+    """A started run made no first step; the message says why."""
+
+
+def start_seconds(
+    config: str, overrides: Sequence[str], cache: str | Path, *, emulate: int | None = None
+) -> tuple[float, list[str]]:
+    """Start `jaxtrain train` on a config in a temporary folder, and end it after its first step.
+
+    Args:
+        config: a shipped name or a path.
+        overrides: `key=value` settings that replace those of the config.
+        cache: folder for compiled programs, whatever `compilation_cache` of the config is.
+        emulate: number of CPU devices to emulate; None: the devices of the machine.
+
+    Returns:
+        Seconds from the start of the process to the first row of metrics.jsonl, and the lines that the run printed to
+        standard error until then.
+
+    Raises:
+        NoStepError: the run ended, or took longer than ten minutes, before its first step.
+    """
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+    # The settings of malloc under which a bench runs are removed, because a start has to set them itself.
+    inherited = {name: value for name, value in os.environ.items() if SETTINGS.get(name) != value}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        metrics, log = Path(folder) / "run" / "metrics.jsonl", Path(folder) / "said"
+        command = [sys.executable, "-m", "jaxtrain", "train", config, *overrides, *_QUIET]
+        command.append(f"compilation_cache={json.dumps(str(cache))}")
+        command += ["--run-dir", str(metrics.parent), *(() if emulate is None else ("--emulate", str(emulate)))]
+        with log.open("wb") as errors:
+            began = time.monotonic()
+            process = subprocess.Popen(
+                command, env={**inherited, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=errors
+            )
+            try:
+                while not (metrics.exists() and metrics.stat().st_size):
+                    if time.monotonic() - began > _START_LIMIT_SECONDS:
+                        raise NoStepError(f"no step within {_START_LIMIT_SECONDS:.0f} s")
+                    if process.poll() is not None and not metrics.exists():
+                        said = log.read_text(errors="replace").strip().splitlines()
+                        raise NoStepError(said[-1] if said else f"it ended with {process.returncode}")
+                    time.sleep(0.005)
+                seconds = time.monotonic() - began
+            finally:
+                process.kill()
+                process.wait()
+        return seconds, log.read_text(errors="replace").splitlines()
 
 
 def _start(
     name: str, overrides: Sequence[str], emulate: int | None, reasons: dict[str, str]
 ) -> dict[str, float] | None:
+    """Time a start with an empty cache, and then one with the programs that the first wrote there."""
     if detect_cluster() is not None:
         # A run that is timed here would join the others, in place of this process.
         reasons["start"] = "the start of one process among several is not timed; run bench in a process alone"
         return None
-    try:
-        cold, warm = cold_and_warm(name, overrides, emulate=emulate)
-    except NoStepError as error:
-        reasons["start"] = str(error)
-        return None
-    return {
-        "cold_seconds": cold.seconds,
-        "warm_seconds": warm.seconds,
-        "cold_over_warm": cold.seconds / warm.seconds,
-    }
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        try:
+            cold, warm = (start_seconds(name, overrides, cache, emulate=emulate)[0] for _ in range(2))
+        except NoStepError as error:
+            reasons["start"] = str(error)
+            return None
+    return {"cold_seconds": cold, "warm_seconds": warm, "cold_over_warm": cold / warm}
 
 
 def _step(
@@ -169,9 +213,6 @@ def _step(
     measured_rate = ((answer["limits"] or {}).get("matmul") or {}).get(FORMATS[policy])
     if measured_rate is not None and device["platform"] == "cpu":
         measured_rate /= device["count"]  # emulated devices share the cores
-    joules, why = measured.pop("joules"), measured.pop("joules_reason")
-    if joules is None:
-        reasons["step.joules_per_unit"] = why
     if measured["device_peak_bytes"] is None:
         reasons["step.device_peak_bytes"] = f"a {device['platform']} does not report it; see process_peak_bytes"
     return {
@@ -183,36 +224,4 @@ def _step(
         "flops_per_second_per_device": rate,
         "model_flops_utilization": None if peak is None or rate is None else rate / peak,
         "share_of_measured_matmul": None if not measured_rate or rate is None else rate / measured_rate,
-        "joules_per_unit": None if joules is None else joules / units,
     }
-
-
-def _cpu(config: Config, answer: dict[str, Any], reasons: dict[str, str]) -> dict[str, float] | None:
-    """Measure the same step on the CPU of a machine with an accelerator."""
-    if answer["device"]["platform"] == "cpu":
-        reasons["cpu"] = "no GPU here: the step was measured on the CPU"
-        return None
-    if answer["step"] is None:
-        reasons["cpu"] = "the step was not measured"
-        return None
-    # The CPU is one device, so that nothing is sharded.
-    parallel = {"auto": False} | dict.fromkeys(("pipe", "data", "fsdp", "expert", "context", "tensor"), 1)
-    request = {"config": config.model_dump(mode="json") | {"parallel": parallel}}
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxtrain.bench.step_on_cpu"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=_CPU_LIMIT_SECONDS,
-            env=restart_environment(environment, accelerator=False) or environment,
-        )
-    except subprocess.TimeoutExpired:
-        reasons["cpu"] = f"not done within {_CPU_LIMIT_SECONDS} s"
-        return None
-    if done.returncode:
-        reasons["cpu"] = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:200]
-        return None
-    seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    return {"seconds": seconds, "over_device": seconds / answer["step"]["seconds"]}

@@ -18,8 +18,7 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
     """Write the page of one run, or the comparison of several.
 
     Args:
-        run_dirs: directories of runs, or one folder with runs, such as that of a sweep. Two to eight runs are compared;
-            of more, or of a folder, the page is a table with the best first.
+        run_dirs: directories of runs, or one folder with runs, such as that of a sweep.
         output: path of the page; None: `report.html` in the directory of one run or in the folder of runs,
             `compare.html` here for several.
 
@@ -30,8 +29,7 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
         ConfigError: not the directory of a run, the same run twice, metrics that cannot be read, or a page that cannot
             be written.
     """
-    from jaxtrain.metrics.report.compare import MOST_RUNS, write_comparison
-    from jaxtrain.metrics.report.many import runs_below, write_many
+    from jaxtrain.metrics.report.compare import runs_below, write_comparison
     from jaxtrain.metrics.report.page import write_report
 
     folders = [local_path(run_dir, what="run directory") for run_dir in run_dirs]
@@ -39,7 +37,7 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
     if below:
         path = _page_path(output) or folders[0] / "report.html"
         with _said_of_a_page(path):
-            write_many(below, path)
+            write_comparison(below, path)
         print_text(f"report: {path}")
         return 0
     for folder in folders:
@@ -59,8 +57,7 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
                 print_remark(line)
             write_report(folders[0], path=path)
         else:
-            write = write_comparison if len(folders) <= MOST_RUNS else write_many
-            write(folders, path)
+            write_comparison(folders, path)
     print_text(f"report: {path}")
     return 0
 

@@ -1,137 +1,91 @@
 """`jaxtrain submit`: scripts and manifests with which the scheduler of a cluster trains a config. No jax here."""
 
 import argparse
-import os
+import dataclasses
+import functools
+import re
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.commands.command import count, number, process_count, step_number
 from jaxtrain.commands.shared_arguments import add_config, add_emulate
-from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.terminal import print_remark
-from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, asked_gpus, check_job, num_gpus, slurm_script
-from jaxtrain.submit.slurm_options import asks_for_gpus
+from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, ask_sbatch, num_gpus, slurm_script
 
 
 def slurm_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxtrain submit slurm`."""
     add_config(parser)
-    parser.add_argument("--nodes", type=process_count, default=1, metavar="N", help="number of nodes; default: 1")
-    parser.add_argument("--gpus-per-node", metavar="N", help="GPUs of each node, as 8 or a100:8; default: none")
-    parser.add_argument(
-        "--tasks-per-node", type=process_count, default=1, metavar="N", help="processes of each node; default: 1"
-    )
-    parser.add_argument("--cpus-per-task", type=process_count, metavar="N", help="CPU cores of each process")
-    parser.add_argument("--mem", metavar="SIZE", help="memory of each node, as 64G; 0: all of it")
-    parser.add_argument("--time", metavar="TIME", help="limit of the job: 90 (minutes), 12:00:00 or 2-0 (days-hours)")
-    parser.add_argument("--partition", metavar="NAME", help="partition; default: the cluster's")
-    parser.add_argument("--account", metavar="NAME", help="account that pays")
-    parser.add_argument("--qos", metavar="NAME", help="quality of service")
-    parser.add_argument("--constraint", metavar="FEATURE", help="features that the nodes must have")
-    parser.add_argument("--job-name", metavar="NAME", help="default: the name of the config")
-    parser.add_argument(
-        "--output", metavar="FILE", help="what the job prints; default: NAME-%%j.out, %%j being its number"
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
-    parser.add_argument(
-        "--signal", choices=SIGNALS, default="TERM", help="what warns the processes before the limit; default: TERM"
-    )
-    parser.add_argument(
-        "--warning-seconds", type=count, default=120, metavar="S", help="how long before the limit; default: 120"
-    )
-    parser.add_argument(
-        "--max-restarts", type=step_number, default=10, metavar="N", help="starts after the first; default: 10"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--nodes", type=process_count, default=1, metavar="N", help="number of nodes; default: 1")
+    add("--gpus-per-node", metavar="N", help="GPUs of each node, as 8 or a100:8; default: none")
+    add("--tasks-per-node", type=process_count, default=1, metavar="N", help="processes of each node; default: 1")
+    add("--cpus-per-task", type=process_count, metavar="N", help="CPU cores of each process")
+    add("--mem", metavar="SIZE", help="memory of each node, as 64G; 0: all of it")
+    add("--time", metavar="TIME", help="limit of the job: 90 (minutes), 12:00:00 or 2-0 (days-hours)")
+    add("--partition", metavar="NAME", help="partition; default: the cluster's")
+    add("--account", metavar="NAME", help="account that pays")
+    add("--qos", metavar="NAME", help="quality of service")
+    add("--constraint", metavar="FEATURE", help="features that the nodes must have")
+    add("--job-name", dest="name", metavar="NAME", help="default: the name of the config")
+    add("--output", metavar="FILE", help="what the job prints; default: NAME-%%j.out, %%j being its number")
+    add("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
+    add("--signal", choices=SIGNALS, default="TERM", help="what warns the processes before the limit; default: TERM")
+    add("--warning-seconds", type=count, default=120, metavar="S", help="how long before the limit; default: 120")
+    add("--max-restarts", type=step_number, default=10, metavar="N", help="starts after the first; default: 10")
+    add(
         "--restart-at",
-        type=_codes,
+        type=lambda text: tuple(map(step_number, text.split(","))),
         default=RESTARTED,
         metavar="CODES",
         help="exit codes after which the job starts again; default: 70,75 (137: a process was killed)",
     )
-    parser.add_argument(
-        "--mtbf-hours",
-        type=number,
-        metavar="H",
-        help="mean hours between failures of the whole job: sets checkpoint.every_minutes by Young's formula",
-    )
-    parser.add_argument(
-        "--save-seconds", type=number, metavar="S", help="what a save costs; default: as measured in the run directory"
-    )
-    parser.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="shell before the command, as 'source .venv/bin/activate'",
-    )
-    parser.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="one more, as --sbatch=--exclusive"
-    )
-    parser.add_argument("--srun", action="append", default=[], metavar="OPTION", help="one more, as --srun=--mpi=none")
+    add("--mtbf-hours", type=number, metavar="H", help="mean hours between failures: saves by Young's formula")
+    add("--save-seconds", type=number, metavar="S", help="what a save costs; default: as measured in the run directory")
+    add_each = functools.partial(add, action="append", default=[])
+    add_each("--setup", metavar="LINE", help="shell before the command, as 'source .venv/bin/activate'")
+    add_each("--sbatch", metavar="OPTION", help="one more, as --sbatch=--exclusive")
+    add_each("--srun", metavar="OPTION", help="one more, as --srun=--mpi=none")
     add_emulate(parser)
-    parser.add_argument("-o", "--script", metavar="FILE", help="write the script to FILE; default: print it")
-    parser.add_argument(
-        "--run", action="store_true", help="submit the script with sbatch; prints the number of the job"
-    )
+    add("-o", "--script", metavar="FILE", help="write the script to FILE; default: print it")
+    add("--run", action="store_true", help="submit the script with sbatch; prints the number of the job")
 
 
 def submit_slurm(arguments: argparse.Namespace) -> int:
     """Runs `jaxtrain submit slurm`.
 
     Raises:
-        ConfigError: the config or an option is wrong, the cluster cannot run such a job, or it refused it.
+        ConfigError: the config or an option is wrong, or Slurm refused the job.
     """
-    from jaxtrain.submit.slurm_cluster import ask_cluster, check_fits, submit_script
-    from jaxtrain.submit.training import checked_training
+    from jaxtrain.submit.training import job_training, save_interval
 
-    folder, nodes, tasks = Path.cwd(), arguments.nodes, arguments.tasks_per_node
-    asked = _job(arguments, name="jaxtrain", folder=folder)
-    check_job(asked)
-    gpus, emulated = num_gpus(asked), arguments.emulate
-    has_gpus = gpus is not None or asks_for_gpus(asked.sbatch_options)
-    if has_gpus and emulated is not None:
-        option, _ = asked_gpus(asked) or ("--sbatch", "")
-        raise ConfigError(f"--emulate {emulated} trains on the CPU, and {option} asks for GPUs; leave out one")
-    per_node = tasks * emulated if emulated is not None else gpus
-    training = checked_training(
-        arguments.config,
-        [*arguments.overrides, *_interval(arguments)],
-        run_dir=arguments.run_dir,
-        emulate=emulated,
-        num_devices=None if per_node is None else nodes * per_node,
-    )
-    job = _job(arguments, name=training.loaded.name, folder=folder)
-    check_job(job)
-    found = ask_cluster()
-    if isinstance(found, str):
-        print_remark(f"jaxtrain: not compared with a cluster: {found}")
-    else:
-        check_fits(job, found)
-    if has_gpus and per_node is None:
-        print_remark(
-            "jaxtrain: the GPUs that --sbatch asks for are not counted, nor the degrees of parallel compared with "
-            "them; ask by --gpus-per-node for that"
+    overrides, run_dir = list(arguments.overrides), arguments.run_dir
+    if arguments.mtbf_hours is not None:
+        hours = arguments.mtbf_hours
+        minutes, source = save_interval(
+            arguments.config, overrides, run_dir=run_dir, save_seconds=arguments.save_seconds, mtbf_hours=hours
         )
-    elif per_node is None:
-        print_remark(
-            "jaxtrain: without --gpus-per-node the job asks for no GPU, and every process trains on its CPU cores"
-        )
-    if job.cpus_per_task is None:
-        print_remark(
-            "jaxtrain: without --cpus-per-task Slurm decides, often for 1 core: compiling and data take several"
-        )
+        overrides.append(f"checkpoint.every_minutes={minutes:g}")
+        print_remark(f"jaxtrain: {overrides[-1]} by Young's formula, from {source} and {hours:g} h between failures")
+    job = SlurmJob(**{**_values(SlurmJob, arguments), "folder": Path.cwd(), "output": Path()})
+    emulate = arguments.emulate
+    per_node = num_gpus(job) if emulate is None else job.tasks_per_node * emulate
+    devices = None if per_node is None else job.nodes * per_node
+    training = job_training(arguments.config, overrides, run_dir=run_dir, emulate=emulate, num_devices=devices)
+    name = job.name or training.name
+    # A folder's own % would be read as a pattern.
+    output = arguments.output or re.sub(r"[/\\]", "-", name).replace("%", "%%") + "-%j.out"
+    job = dataclasses.replace(job, name=name, output=Path(str(job.folder).replace("%", "%%")) / output)
     # The line that sets up the environment also chooses its jaxtrain.
     program = ("jaxtrain",) if job.setup else (sys.executable, "-m", "jaxtrain")
-    typed = sys.argv[1:] if sys.argv[1:2] == ["submit"] else ["submit", "slurm", arguments.config]
-    text = slurm_script(job, [*program, *training.words], written_by=shlex.join(["jaxtrain", *typed]))
+    text = slurm_script(job, [*program, *training.words], written_by=shlex.join(["jaxtrain", *sys.argv[1:]]))
+    number_of_job = ask_sbatch(job, text, submit=arguments.run)
     if arguments.script is not None:
         _write(text, arguments.script)
-    if arguments.run:
-        number_of_job = submit_script(text)
+    if number_of_job is not None:
         output = str(job.output).replace("%j", number_of_job)
         print_remark(f"jaxtrain: submitted; output: {output}; run directory: {training.run_dir}")
         print(number_of_job)
@@ -140,85 +94,88 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _codes(text: str) -> tuple[int, ...]:
-    """Reads exit codes, divided by commas."""
-    return tuple(step_number(code) for code in text.split(","))
-
-
-def _job(arguments: argparse.Namespace, *, name: str, folder: Path) -> SlurmJob:
-    name = arguments.job_name or name
-    # A folder's own % would be read as a pattern.
-    literal = str(folder).replace("%", "%%")
-    output = arguments.output or "".join("-" if one in "/\\" else one for one in name).replace("%", "%%") + "-%j.out"
-    return SlurmJob(
-        name=name,
-        folder=folder,
-        output=Path(os.path.normpath(literal / local_path(output, what="--output"))),
-        nodes=arguments.nodes,
-        tasks_per_node=arguments.tasks_per_node,
-        gpus_per_node=arguments.gpus_per_node,
-        cpus_per_task=arguments.cpus_per_task,
-        mem=arguments.mem,
-        partition=arguments.partition,
-        account=arguments.account,
-        qos=arguments.qos,
-        constraint=arguments.constraint,
-        time=arguments.time,
-        signal=arguments.signal,
-        warning_seconds=arguments.warning_seconds,
-        most_restarts=arguments.max_restarts,
-        restarted=arguments.restart_at,
-        setup=arguments.setup,
-        sbatch_options=arguments.sbatch,
-        srun_options=arguments.srun,
+def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `jaxtrain submit job` and `jaxtrain submit jobset`."""
+    add_config(parser)
+    add = parser.add_argument
+    add("--image", required=True, metavar="IMAGE", help="container image with jaxtrain (see containers/)")
+    add("--hosts", type=process_count, metavar="N", help="machines, each with one pod; default: 1, or the slice's")
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument("--gpus", type=process_count, metavar="K", help="NVIDIA GPUs per host; default: none, on CPUs")
+    devices.add_argument(
+        "--tpu", metavar="TYPE/TOPOLOGY", help="a TPU slice of Google Kubernetes Engine, as in v5e/4x4"
     )
+    add("--cpus", metavar="N", help="CPUs per host to ask for")
+    add("--memory", metavar="SIZE", help="memory per host, as in 64Gi")
+    add("--queue", metavar="QUEUE", help="local queue of Kueue that admits the run")
+    add("--namespace", default="default", metavar="NS", help="namespace of all objects; default: default")
+    add("--name", metavar="NAME", help="name of the job; default: the config's")
+    add("--grace", dest="grace_seconds", type=count, default=600, metavar="S", help="seconds to save in; default: 600")
+    add("--restarts", type=step_number, default=3, metavar="N", help="starts after a failure; default: 3")
+    add("--run-dir", metavar="DIR", help="directory of the run in the pods; default: <first volume>/<name>")
+    add_each = functools.partial(add, action="append", default=[])
+    add_each("--volume", metavar="CLAIM:PATH", help="mount a persistent volume claim; may repeat")
+    add_each("--env", metavar="NAME=VALUE", help="environment variable; may repeat")
+    add_each("--secret", metavar="SECRET", help="a Secret whose keys become variables; may repeat")
+    add("--service-account", metavar="NAME", help="an account that exists; default: one is made")
+    add("-o", "--output", metavar="FILE", help="write the manifests to FILE; default: print them")
+    add("--run", action="store_true", help="also give them to kubectl")
 
 
-def _interval(arguments: argparse.Namespace) -> Sequence[str]:
-    """The setting for the time between two saves, where it is asked for.
+def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
+    """Runs `jaxtrain submit job` or `jaxtrain submit jobset`."""
+    from jaxtrain.submit import kubernetes
+    from jaxtrain.submit.tpu import tpu_slice
+    from jaxtrain.submit.training import pod_training
 
-    Raises:
-        ConfigError: it is set otherwise as well, or what a save costs is not known.
-    """
-    if arguments.mtbf_hours is None:
-        if arguments.save_seconds is not None:
-            raise ConfigError("--save-seconds is about the time between saves; add --mtbf-hours, as in --mtbf-hours 24")
-        return ()
-    from jaxtrain.config import load_config
-    from jaxtrain.run.folder import folder_of
-    from jaxtrain.submit.interval import measured_save_seconds, save_every_minutes
+    tpu = None if arguments.tpu is None else tpu_slice(arguments.tpu, hosts=arguments.hosts)
+    hosts = tpu.hosts if tpu is not None else arguments.hosts or 1
+    volumes = kubernetes.parse_volumes(arguments.volume)
+    environment = kubernetes.parse_environment(arguments.env)
+    per_host = arguments.gpus or int(environment.get("JAX_NUM_CPU_DEVICES", "1"))
+    devices = hosts * per_host if tpu is None else tpu.num_devices
+    folder, run_dir = next(iter(volumes), "runs"), arguments.run_dir
+    training = pod_training(arguments.config, arguments.overrides, run_dir=run_dir, folder=folder, num_devices=devices)
+    name = arguments.name or re.sub(r"[^a-z0-9]+", "-", training.name.lower()).strip("-")
+    values = {
+        **_values(kubernetes.KubernetesRun, arguments),
+        **{"name": name, "words": training.words, "hosts": hosts, "tpu": tpu, "config_file": training.config_file},
+        **{"volumes": volumes, "environment": environment, "secrets": arguments.secret},
+    }
+    run = kubernetes.KubernetesRun(**values)
+    if not any(f"{training.run_dir}/".startswith(f"{path}/") for path in volumes):
+        print_remark(
+            f"jaxtrain: the run directory {training.run_dir} lies on no volume and is lost with its pod; add --volume "
+            "CLAIM:PATH of a claim that all hosts may write to (ReadWriteMany)"
+        )
+    kind, about = "jobset" if jobset else "job", f"-n {run.namespace}"
+    header = [
+        f"jaxtrain {shlex.join(training.words)}, on {hosts} host{'s' if hosts > 1 else ''}",
+        "To start it:  kubectl apply -f FILE",
+        # By default kubectl returns before the pods have ended.
+        f"To stop it (it saves first):  kubectl delete {kind} {name} {about} --cascade=foreground",
+        f"What process 0 prints:  kubectl logs -f {about} -l app.kubernetes.io/instance={name}",
+    ]
+    text = kubernetes.manifests_text(kubernetes.manifests(run, jobset=jobset), header=header)
+    if arguments.output is not None:
+        _write(text, arguments.output)
+    if arguments.run:
+        kubernetes.apply_manifests(text)
+    elif arguments.output is None:
+        print(text, end="")
+    return 0
 
-    if any(word.startswith("checkpoint.every_minutes=") for word in arguments.overrides):
-        raise ConfigError("--mtbf-hours sets checkpoint.every_minutes, which is set as well; leave out one of the two")
-    seconds, source = arguments.save_seconds, "given by --save-seconds"
-    if seconds is None:
-        loaded = load_config(arguments.config, overrides=arguments.overrides, weights=False)
-        folder = folder_of(loaded, arguments.run_dir)
-        seconds, source = measured_save_seconds(folder), f"measured in {folder}"
-        if seconds is None:
-            raise ConfigError(
-                f"--mtbf-hours needs what a save costs, and {folder} holds no run with two saves or more; add "
-                "--save-seconds, as in --save-seconds 30"
-            )
-    minutes = save_every_minutes(save_seconds=seconds, mtbf_hours=arguments.mtbf_hours)
-    print_remark(
-        f"jaxtrain: checkpoint.every_minutes={minutes:g} by Young's formula, from {seconds:.3g} s per save ({source}) "
-        f"and {arguments.mtbf_hours:g} h between failures"
-    )
-    return (f"checkpoint.every_minutes={minutes:g}",)
+
+submit_jobset = functools.partial(submit_job, jobset=True)
+
+
+def _values(record: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that are fields of a record."""
+    return {one.name: getattr(arguments, one.name) for one in dataclasses.fields(record) if one.name in arguments}
 
 
 def _write(text: str, path: str) -> None:
-    """Writes the script.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    file = local_path(path, what="-o")
     try:
-        file.write_text(text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"-o {path} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from None
-    print_remark(f"jaxtrain: wrote {path}; submit it with: sbatch {shlex.quote(path)}")
+        raise ConfigError(f"-o {path}: {error.strerror}; name a file in a folder that exists") from None

@@ -1,23 +1,26 @@
 """`jaxtrain sweep`: trains a config with every combination of some values, or with random ones. No jax here."""
 
+import argparse
+import itertools
 import json
+import math
+import random
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
+from jaxtrain.commands.command import count, process_count, step_number
+from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.commands.output import print_text
-from jaxtrain.commands.sweep_draws import draw_trials
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.format import format_duration
-from jaxtrain.metrics.report.files import read_json
-from jaxtrain.metrics.report.many import TRIAL_FILE, write_many
+from jaxtrain.metrics.report.compare import TRIAL_FILE, write_comparison
+from jaxtrain.metrics.report.run_files import read_json
 from jaxtrain.run.folder import run_folder
 from jaxtrain.run.lock import RunLock
-from jaxtrain.runtime.cluster import detect_cluster
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.terminal import print_remark
 
@@ -25,49 +28,112 @@ from jaxtrain.runtime.terminal import print_remark
 _FINAL = (0, DivergedError.exit_code)
 
 
-def run_sweep(
-    config: str, words: Sequence[str], *, run_dir: str | None, num_trials: int | None, jobs: int, seed: int | None
-) -> int:
-    """Train a config once per trial, each in a process and a directory of its own, and compare the trials on a page.
+def sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `jaxtrain sweep`."""
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
+    add("overrides", metavar="key=value", nargs="+", help="for all trials, or v1,v2 or low..high[:log] for each")
+    add("--run-dir", metavar="DIR", help="directory of the sweep; default: runs/<name>-sweep")
+    add("--trials", type=count, metavar="N", help="number of trials; default: all combinations")
+    add("--jobs", type=process_count, default=1, metavar="N", help="trials at once; default: 1")
+    add("--random", type=step_number, metavar="SEED", help="seed of drawn values; default: 0 where there are ranges")
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Runs `jaxtrain sweep`: trains a config once per trial, and compares the trials on a page.
 
     A trial that ended is not run again; one that was stopped, or lost its process, goes on.
-
-    Args:
-        config: a shipped name or a path.
-        words: `key=value` for all trials, `key=v1,v2` or `key=low..high[:log]` for what differs between them.
-        run_dir: directory of the sweep, whose trials are 000, 001 and so on; None: runs/<name>-sweep.
-        num_trials: number of trials; None: all combinations.
-        jobs: how many trials run at once.
-        seed: draw the values at random with this seed; None: 0 where there are ranges, else all combinations.
 
     Returns:
         75 after a signal, 0 where a trial was done, else the exit code of the last trial.
 
     Raises:
-        ConfigError: a setting is wrong, the directory holds another sweep, or this is one of several processes.
+        ConfigError: a setting is wrong, or the directory holds another sweep.
     """
-    cluster = detect_cluster()
-    if cluster is not None and cluster.num_processes != 1:
-        raise ConfigError(
-            f"this is one of several processes (found through {cluster.source}), and every trial would join them in "
-            "its place; start a sweep as a single process"
-        )
-    trials = [[f"{key}={value}" for key, value in trial.items()] for trial in draw_trials(words, num_trials, seed)]
+    config = arguments.config
+    drawn = draw_trials(arguments.overrides, arguments.trials, arguments.random)
+    trials = [[f"{key}={value}" for key, value in trial.items()] for trial in drawn]
     # Every mistake in a setting is reported before anything starts.
     loaded = [load_config(config, overrides=trial) for trial in trials]
     stores = [store for one in loaded if (store := one.config.checkpoint.directory) is not None]
     if len(set(stores)) < len(stores):
         raise ConfigError(f"checkpoint.directory={stores[0]} would be that of several trials; leave it out")
-    folder = run_folder(run_dir, f"{loaded[0].name}-sweep")
-    if (folder / "run.json").exists():
-        raise ConfigError(f"{folder} is the directory of a run; use another --run-dir")
+    folder = run_folder(arguments.run_dir, f"{loaded[0].name}-sweep")
     folders = [folder / f"{number:03d}" for number in range(len(trials))]
-    with RunLock(folder), Signals() as signals, ThreadPoolExecutor(jobs) as pool:
+    with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
         for place, settings in zip(folders, trials, strict=True):
             _check_same(place, {"config": config, "settings": settings})
         codes = list(pool.map(lambda place, settings: _run(config, settings, place, signals), folders, trials))
-    print_text(f"report: {write_many(folders, folder / 'report.html')}")
+    print_text(f"report: {write_comparison(folders, folder / 'report.html')}")
     return PreemptedError.exit_code if signals.asked.is_set() else 0 if 0 in codes else codes[-1]
+
+
+def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) -> list[dict[str, str]]:
+    """The settings of each trial; those of trial i depend on the seed and i alone.
+
+    Args:
+        words: `key=value` for all trials, `key=v1,v2` or `key=low..high[:log]` for what differs between them.
+        num_trials: number of trials; None: all combinations.
+        seed: draw the values at random with this seed; None: 0 where there are ranges, else all combinations.
+
+    Raises:
+        ConfigError: a word cannot be read, or it is not said how many values of a range are drawn.
+    """
+    choices: dict[str, list[str] | tuple[str, str, bool]] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"cannot read {word!r}; write key=value, key=v1,v2 or key=low..high")
+        if key in choices:
+            raise ConfigError(f"{key} is given twice; write it once, as in {key}=v1,v2")
+        choices[key] = _read_range(word, text) or _split(text)
+    lists = [one for one in choices.values() if isinstance(one, list)]
+    is_grid = seed is None and len(lists) == len(choices)
+    if num_trials is None and not is_grid:
+        raise ConfigError("values are drawn; say how many: --trials 20")
+    if is_grid:
+        return [dict(zip(choices, one, strict=True)) for one in itertools.product(*lists)][:num_trials]
+    generators = [random.Random(f"{seed or 0}/{index}") for index in range(num_trials or 0)]
+    return [{key: _draw(one, each) for key, one in choices.items()} for each in generators]
+
+
+def _split(text: str) -> list[str]:
+    """Split values at commas; a list, a mapping or a quoted text of YAML is one, whatever is in it."""
+    import yaml
+
+    try:
+        node = yaml.compose(f"[{text}]", yaml.SafeLoader)
+    except yaml.YAMLError:
+        return [text]  # the error of the value names it whole
+    return [text[one.start_mark.index - 1 : one.end_mark.index - 1] for one in node.value] or [text]
+
+
+def _read_range(word: str, text: str) -> tuple[str, str, bool] | None:
+    """The bounds of `low..high[:log]`; None where the text is no range."""
+    bounds, _, scale = text.partition(":")
+    low, _, high = bounds.partition("..")
+    try:
+        first, last = float(low), float(high)
+    except ValueError:
+        return None
+    if scale not in ("", "log") or not -math.inf < first < last < math.inf or (scale and first <= 0):
+        raise ConfigError(f"{word} is no range; write low..high, or low..high:log above 0, as in 1e-4..1e-2:log")
+    return low, high, scale == "log"
+
+
+def _draw(choice: list[str] | tuple[str, str, bool], generator: random.Random) -> str:
+    if isinstance(choice, list):
+        return generator.choice(choice)
+    low, high, is_log = choice
+    is_whole = low.lstrip("-").isdigit() and high.lstrip("-").isdigit()
+    # Every whole number has the cell that rounds to it; without this the bounds would have half of theirs.
+    margin = 0.5 if is_whole else 0.0
+    first, last = float(low) - margin, float(high) + margin
+    value = math.exp(generator.uniform(math.log(first), math.log(last))) if is_log else generator.uniform(first, last)
+    if is_whole:
+        return str(min(max(round(value), int(low)), int(high)))
+    # Six digits read well, and may lie outside of a range that is narrower than they are.
+    return str(min(max(float(f"{value:.6g}"), first), last))
 
 
 def _check_same(folder: Path, trial: Mapping[str, object]) -> None:

@@ -138,7 +138,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured to FILE")
     parser.add_argument("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
     parser.add_argument(
-        "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step,cpu"
+        "--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step"
     )
     add_emulate(parser)
 
@@ -146,14 +146,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.bench import run_bench
 
-    return run_bench(
-        arguments.config,
-        arguments.overrides,
-        json_path=arguments.json,
-        out=arguments.out,
-        skip=arguments.skip,
-        emulate=arguments.emulate,
-    )
+    return run_bench(arguments)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -209,13 +202,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.sweep_arguments import sweep_arguments
+    from jaxtrain.commands.sweep import sweep_arguments
 
     sweep_arguments(parser)
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.sweep_arguments import sweep
+    from jaxtrain.commands.sweep import sweep
 
     return sweep(arguments)
 
@@ -244,19 +237,19 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
-    from jaxtrain.commands.submit_kubernetes import kubernetes_arguments
+    from jaxtrain.commands.submit import kubernetes_arguments
 
     kubernetes_arguments(parser)
 
 
 def _submit_job(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit_kubernetes import submit_job
+    from jaxtrain.commands.submit import submit_job
 
     return submit_job(arguments)
 
 
 def _submit_jobset(arguments: argparse.Namespace) -> int:
-    from jaxtrain.commands.submit_kubernetes import submit_jobset
+    from jaxtrain.commands.submit import submit_jobset
 
     return submit_jobset(arguments)
 

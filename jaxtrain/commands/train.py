@@ -7,9 +7,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jaxtrain.commands.children import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
+from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.config import load_config
-from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.time_spent import counted_from
 from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
@@ -67,10 +66,7 @@ def run_restarted_train(
 
         def start(number: int) -> int:
             mode = "auto" if number and resume == "never" and not holds_old_run() else resume
-            try:
-                child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={ATTEMPT: str(number)})
-            except OSError as error:
-                raise ConfigError(f"cannot start the process that trains: {error.strerror}") from None
+            child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={ATTEMPT: str(number)})
             signals.children.clear()
             signals.add(child)
             try:

@@ -75,25 +75,16 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.restarts and not arguments.is_program and words[0] != "train":
         raise ConfigError(f"--restarts goes with train and with programs of your own, and {words[0]!r} is neither")
     run_dir = _run_dir(words) if arguments.restarts and not arguments.is_program else None
-    from jaxtrain.commands.launch import run_launch, run_restarted_launch
+    from jaxtrain.commands.launch import JAXTRAIN, run_launch
 
-    if not arguments.restarts:
-        if arguments.is_program:
-            return run_launch(words, num_processes=num_processes, program=(), emulate=arguments.emulate)
-        return run_launch(words, num_processes=num_processes)
-    restarts, least = arguments.restarts, arguments.min_processes or num_processes
-    if arguments.is_program:
-        return run_restarted_launch(
-            words,
-            num_processes=num_processes,
-            restarts=restarts,
-            min_processes=least,
-            run_dir=None,
-            program=(),
-            emulate=arguments.emulate,
-        )
-    return run_restarted_launch(
-        words, num_processes=num_processes, restarts=restarts, min_processes=least, run_dir=run_dir
+    return run_launch(
+        words,
+        num_processes=num_processes,
+        program=() if arguments.is_program else JAXTRAIN,
+        emulate=arguments.emulate if arguments.is_program else None,
+        restarts=arguments.restarts,
+        min_processes=arguments.min_processes,
+        run_dir=run_dir,
     )
 
 

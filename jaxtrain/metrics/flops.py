@@ -4,15 +4,13 @@ Conventions (those of PaLM, Chowdhery et al. 2022, appendix B, and Chinchilla, H
 a multiply-add is 2 FLOPs; the backward pass is twice the forward pass; recomputation (remat) is not counted, so that
 it lowers the utilization; matmuls and convolutions only, no norms, softmax, activations or embedding look-ups.
 Unlike both papers, attention counts the pairs of a query and a key that the model lets see each other: causal
-attention is counted at half, and a sliding window of W of T tokens at W T - W^2 / 2 pairs (twice that, without order).
-Figures that count causal attention in full are higher, by 4 to 12 % at usual sizes, and do not compare.
+attention at half, a sliding window of W of T tokens at W T - W^2 / 2 pairs (twice that, without order). Figures that
+count causal attention in full are higher, by 4 to 12 % at usual sizes, and do not compare.
 
 Of frozen parameters the backward pass has no gradient of the weights, and below the lowest block with a trained
-parameter it has none of the inputs: such a block counts its forward pass alone. Blocks are the embedding, each stack of
-layers as a whole, the output norm, the head (models of transformer blocks); stem, first and other blocks of a stage,
-head (ResNet); layers (MLP). The first layer counts a gradient of its inputs while it is trained, as published counts
-do. A frozen kernel below an adapter has the gradient of its inputs alone, and the two factors of the adapter count as
-trained layers beside it.
+parameter none of the inputs. Blocks are the embedding, each stack of layers, the output norm, the head; stem, first and
+other blocks of a stage, head (ResNet); layers (MLP). The first layer counts a gradient of its inputs while it is
+trained, as published counts do. The two factors of an adapter count as trained layers beside their frozen kernel.
 """
 
 import itertools
@@ -83,17 +81,15 @@ def model_flops_per_row(
 
         6 T (L (2 d h k + 2 d g k + m d f) + d V)  +  12 L h k P,    m = 2, or 3 with a gate (SwiGLU, GEGLU);
 
-    the first term is 6 per matmul weight and token, the output layer included (tied or not), the embedding look-up
-    not; with E experts of which a token takes K, the weights are those it meets, K m d f and d E of the router;
-    the second is the attention scores and their product with the values over the P visible pairs of a query and a
-    key: T^2, halved for causality, fewer with a window, and the mean over layers where only some have one. Norms,
-    positions of any kind, scales and softcaps count nothing, as all that is no matmul. Another head counts its layers,
-    and where it has one output per text, for one position.
-    A vision transformer has the same for its T patches and class token, without order between them, 6 (T - 1) p^2 c d
-    for patches of p x p pixels of c channels (6 T p^2 c d without class token), and 6 d per class.
-    An encoder-decoder takes that of its encoder for an input of S tokens and that of its decoder for an output of T,
-    with order in the output alone, and for each layer of the decoder 12 d h k T + 12 d g k S + 12 h k S T of
-    cross-attention; the output layer counts for the T tokens of the output.
+    the first term is 6 per matmul weight and token, the output layer included (tied or not); with E experts of which a
+    token takes K, the weights are K m d f and d E of the router; the second is the attention scores and their product
+    with the values over the P visible pairs of a query and a key: T^2, halved for causality, fewer with a window, and
+    the mean over layers where only some have one. A head of labels counts its layers, and where it has one output per
+    text, for one position.
+    A vision transformer has the same for its T patches and class token, without order, 6 (T - 1) p^2 c d for patches of
+    p x p pixels of c channels (6 T p^2 c d without class token), and 6 d per class.
+    An encoder-decoder takes that of its encoder for S tokens and that of its decoder for T, and for each layer of the
+    decoder 12 d h k T + 12 d g k S + 12 h k S T of cross-attention; the output layer counts for T tokens.
     A convolution of kernel n x n takes n^2 c_in c_out multiply-adds a pixel of its output.
 
     Args:
@@ -106,17 +102,10 @@ def model_flops_per_row(
         trained: paths of the parameters that are trained; None: all are.
         adapters: path of each kernel that has an adapter -> elements of its two factors, as a multiple of the kernel's.
 
-    Returns:
-        FLOPs as a float, or None where a size that the model needs is not known, and for a model of the user's own.
+    Returns None where a size that the model needs is not known, and for a model of the user's own.
     """
+    products: list[Product]
     match model_config:
-        case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
-            known = _known_structure(
-                model_config, sequence_length, input_shape, num_outputs, vocab_size, decoder_length
-            )
-            if known is None:
-                return None
-            products = list(itertools.chain(*structure_products(known).values()))
         case ResNetConfig():
             num_classes = model_config.num_classes or num_outputs
             if input_shape is None or len(input_shape) != 3 or num_classes is None:
@@ -127,6 +116,27 @@ def model_flops_per_row(
             if input_shape is None or num_outputs is None:
                 return None
             products = mlp_products(model_config, input_shape, num_outputs)
+        case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
+            is_vision = isinstance(model_config, ViTConfig)
+            shape = input_shape if is_vision else None if sequence_length is None else (sequence_length,)
+            # What the data must say where the model leaves it open.
+            wanted = [
+                shape,
+                model_config.num_classes or num_outputs if is_vision else model_config.vocab_size or vocab_size,
+            ]
+            head = model_config.head if isinstance(model_config, TransformerConfig) else None
+            if head is not None and head.has_labels:
+                wanted.append(head.num_labels or num_outputs)
+            if shape is None or None in wanted:
+                return None
+            structure = structure_of(
+                model_config,
+                input_shape=tuple(shape),
+                vocab_size=None if is_vision else model_config.vocab_size or vocab_size,
+                num_outputs=num_outputs,
+                decoder_length=None if is_vision else decoder_length,
+            )
+            products = list(itertools.chain(*structure_products(structure).values())) if structure else []
         case CalledModel():
             return None
     lowest = lowest_trained_block(model_config, trained)
@@ -135,52 +145,13 @@ def model_flops_per_row(
     return float(_FLOPS_PER_MULTIPLY_ADD * (passes + 3 * beside))
 
 
-def _known_structure(
-    config: TransformerConfig | EncoderDecoderConfig | ViTConfig,
-    sequence_length: int | None,
-    input_shape: Sequence[int] | None,
-    num_outputs: int | None,
-    vocab_size: int | None,
-    decoder_length: int | None,
-) -> Structure | None:
-    """The structure of a model; None where a size that it needs is not known."""
-    if isinstance(config, ViTConfig):
-        if input_shape is None or (config.num_classes or num_outputs) is None:
-            return None
-        return structure_of(config, input_shape=tuple(input_shape), vocab_size=None, num_outputs=num_outputs)
-    vocab_size = config.vocab_size or vocab_size
-    if sequence_length is None or vocab_size is None:
-        return None
-    head = config.head if isinstance(config, TransformerConfig) else None
-    if head is not None and head.has_labels and (head.num_labels or num_outputs) is None:
-        return None
-    return structure_of(
-        config,
-        input_shape=(sequence_length,),
-        vocab_size=vocab_size,
-        num_outputs=num_outputs,
-        decoder_length=decoder_length,
-    )
-
-
 def lowest_trained_block(config: ModelConfig, trained: Collection[str] | None) -> int:
-    """Number of the first block, from the input, that holds a trained parameter.
-
-    Args:
-        config: the model.
-        trained: paths of the parameters that are trained, at least one; None: all are.
-    """
+    """Number of the first block, from the input, that holds one of the trained parameters; None: all are trained."""
     return 0 if trained is None else min(block_number(config, path) for path in trained)
 
 
 def backward_passes(product: Product, trained: Collection[str] | None, lowest: int) -> int:
-    """Products of the same size in the backward pass: the gradients of the two factors, as far as they are needed.
-
-    Args:
-        product: of the forward pass.
-        trained: paths of the parameters that are trained; None: all are.
-        lowest: from `lowest_trained_block`.
-    """
+    """Products of the same size in the backward pass: the gradients of the two factors, as far as they are needed."""
     if product.block < lowest:
         return 0
     weight = product.path is None or trained is None or product.path in trained
@@ -215,9 +186,8 @@ def structure_block(path: str) -> int:
 def structure_products(structure: Structure) -> dict[str, list[Product]]:
     """The products of one row of a model of transformer blocks, by what they are.
 
-    For each stack, with its label before the name, there are `projections`, `scores` and `mlp` (the MLP or experts),
-    and where it attends to another stack `cross projections` and `cross scores`; besides there are `entry` and
-    `output`.
+    For each stack, with its label before the name: `projections`, `scores` and `mlp` (the MLP or experts), and where it
+    attends to another stack `cross projections` and `cross scores`; besides `entry` and `output`.
     """
     found: dict[str, list[Product]] = {}
     for stack in structure.stacks:

@@ -8,11 +8,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format a duration as `0.42 s`, `3.1 s`, `1:24`, `2:05:09` or `3 d 4:05`.
-
-    Args:
-        seconds: the duration; None or a non-finite number gives a dash.
-    """
+    """Format a duration as `0.42 s`, `3.1 s`, `1:24`, `2:05:09` or `3 d 4:05`; None and infinities give a dash."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 0:
@@ -25,11 +21,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_clock(seconds: float | None) -> str:
-    """Format a duration as a clock, for a remaining time that counts down: `0:24`, `1:05:09`, `3 d 4:05`.
-
-    Args:
-        seconds: the duration; None or a non-finite number gives a dash.
-    """
+    """Format a duration as a clock, for a remaining time that counts down: `0:24`, `1:05:09`, `3 d 4:05`."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, second = divmod(round(max(seconds, 0.0)), 60)
@@ -48,11 +40,7 @@ def format_loss(loss: float) -> str:
 
 
 def format_count(count: float | None) -> str:
-    """Format a count with three digits and a decimal suffix: `999`, `12.1k`, `124M`, `8.03B`, `15.6T`.
-
-    Args:
-        count: the number; None or a non-finite number gives a dash.
-    """
+    """Format a count with three digits and a decimal suffix: `999`, `12.1k`, `8.03B`; None gives a dash."""
     if count is None or not math.isfinite(count):
         return "-"
     if count < 0:
@@ -69,11 +57,7 @@ def format_count(count: float | None) -> str:
 
 
 def format_bytes(count: float | None) -> str:
-    """Format a size in binary units: `512 B`, `1.5 MiB`, `71.2 GiB`.
-
-    Args:
-        count: bytes; None or a non-finite number gives a dash.
-    """
+    """Format bytes in binary units: `512 B`, `1.5 MiB`, `71.2 GiB`; None gives a dash."""
     if count is None or not math.isfinite(count):
         return "-"
     scaled, unit = float(count), "B"
@@ -93,13 +77,9 @@ def differing_gib(first: float, second: float) -> tuple[str, str]:
 
 
 def sparkline(values: Sequence[float], *, width: int = 40) -> str:
-    """Draw the finite values as one line of block characters.
+    """Draw the finite values as one line of block characters; more values than its width are averaged.
 
     The range excludes the highest 2 %, because the first losses of a run would otherwise flatten the rest.
-
-    Args:
-        values: in order.
-        width: the most characters; more values are averaged over equal bins.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

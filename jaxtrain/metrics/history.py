@@ -1,4 +1,4 @@
-"""The metrics of a run as columns, read from metrics.jsonl. No jax here."""
+"""The metrics of a run as rows and as columns, read from metrics.jsonl. No jax here."""
 
 import json
 import math
@@ -9,90 +9,18 @@ from typing import Any
 
 import numpy as np
 
-
-def read_history(path: Path) -> dict[str, np.ndarray]:
-    """Read the rows of a metrics file as columns of one length.
-
-    Where a step was written twice, as by a run that went on from an earlier step, the later value is taken. Texts and
-    incomplete lines (as the last line of a running job may be) are left out; a missing file has no rows.
-
-    Args:
-        path: a `metrics.jsonl`.
-
-    Returns:
-        `step`, int64 [N] ascending, each step once, then each metric, float64 [N]: NaN where a step has no such value
-        (evaluation runs at few steps) or where it was not finite.
-    """
-    return _read(path)[0]
+Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
-def last_evaluation(path: Path) -> dict[str, float]:
-    """The metrics of the last evaluation, with its `step`, NaN where one was not finite; empty where there was none.
-
-    Args:
-        path: a `metrics.jsonl`.
-    """
-    return _last_evaluation(*_read(path))
-
-
-def last_metrics(path: Path, names: Sequence[str]) -> dict[str, float]:
-    """The last step, the last value of each of some metrics, and the last evaluation; NaN where one was not finite.
-
-    Args:
-        path: a `metrics.jsonl`.
-        names: of metrics; those that no row has are left out.
-    """
-    history, places = _read(path)
-    if not len(history["step"]):
-        return {}
-    found = {name: float(history[name][places[name].max()]) for name in names if name in history}
-    evaluated = {name: value for name, value in _last_evaluation(history, places).items() if name != "step"}
-    return {"step": int(history["step"][-1]), **found, **evaluated}
-
-
-def _last_evaluation(history: Mapping[str, np.ndarray], places: Mapping[str, np.ndarray]) -> dict[str, float]:
-    ends = {name: int(found.max()) for name, found in places.items() if name.startswith("eval_")}
-    if not ends:
-        return {}
-    last = max(ends.values())
-    found = {name: float(history[name][last]) for name, end in ends.items() if end == last}
-    return {"step": int(history["step"][last]), **found}
-
-
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The columns of `read_history`, and for each metric the places of the rows that have it, finite or not.
-
-    A column alone does not say it: NaN stands for a row without the metric and for a value that was not finite.
-    """
-    numbers = array("q")
-    # Arrays of numbers: dicts of Python numbers take many times the memory on a long run.
-    values: dict[str, tuple[array, array]] = {}
-    for row in _rows(path):
-        place = len(numbers)
-        numbers.append(row["step"])
-        for name, value in row.items():
-            number = _number(value)
-            if number is not None and name != "step":
-                places, column = values.setdefault(name, (array("q"), array("d")))
-                places.append(place)
-                column.append(number)
-    steps, places_of = np.unique(np.array(numbers, np.int64), return_inverse=True)
-    history: dict[str, np.ndarray] = {"step": steps}
-    places_with: dict[str, np.ndarray] = {}
-    for name, (places, column) in values.items():
-        history[name] = np.full(len(steps), np.nan)
-        places_with[name] = places_of[np.array(places, np.int64)]
-        # Of several values of one step, NumPy keeps the last.
-        history[name][places_with[name]] = np.array(column)
-    return history, places_with
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete rows of a file, each with its `step`."""
+def read_rows(path: Path, *, num_bytes: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Read the complete rows within the first bytes of a `metrics.jsonl`; a missing file has none."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for line in file:
+            num_bytes -= len(line)
+            if num_bytes < 0:
+                return
             try:
                 row = json.loads(line)
             except ValueError:
@@ -101,8 +29,63 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _number(value: object) -> float | None:
-    """The value as a float; NaN for null, which stands for a number that is not finite, and None for a text."""
-    if value is None:
-        return math.nan
-    return float(value) if isinstance(value, int | float) else None
+def read_series(path: Path) -> Series:
+    """Read the numbers of a file: metric -> (steps, values), float64 [N], ordered by step; NaN where it was not finite.
+
+    Of a step that was written twice, as after going back, the later value is taken.
+    """
+    # Arrays of numbers: lists of Python numbers take many times the memory on a long run.
+    columns: dict[str, tuple[array, array]] = {}
+    for row in read_rows(path):
+        for name, value in row.items():
+            if name != "step" and (value is None or isinstance(value, int | float)):
+                steps, values = columns.setdefault(name, (array("d"), array("d")))
+                steps.append(row["step"])
+                values.append(math.nan if value is None else value)
+    series = {}
+    for name, (steps, values) in columns.items():
+        # `unique` finds the first of equal steps: that of the reversed rows is the last.
+        ordered, places = np.unique(np.array(steps)[::-1], return_index=True)
+        series[name] = ordered, np.array(values)[::-1][places]
+    return series
+
+
+def read_history(path: Path) -> dict[str, np.ndarray]:
+    """Read the numbers of a `metrics.jsonl` as columns of one length.
+
+    Returns:
+        `step`, int64 [N] ascending, each step once, then each metric, float64 [N]: NaN where a step has no such value
+        (evaluation runs at few steps) or where it was not finite.
+    """
+    series = read_series(path)
+    steps = np.unique(np.concatenate([np.zeros(0), *(steps for steps, _ in series.values())]))
+    history: dict[str, np.ndarray] = {"step": steps.astype(np.int64)}
+    for name, (known, values) in series.items():
+        history[name] = np.full(len(steps), np.nan)
+        history[name][np.searchsorted(steps, known)] = values
+    return history
+
+
+def last_evaluation(path: Path) -> dict[str, float]:
+    """The metrics of the last evaluation, with its `step`, NaN where one was not finite; empty where there was none."""
+    found = {name: one for name, one in read_series(path).items() if name.startswith("eval_")}
+    last = max((steps[-1] for steps, _ in found.values()), default=0)
+    metrics = {name: float(values[-1]) for name, (steps, values) in found.items() if steps[-1] == last}
+    return {"step": int(last), **metrics} if metrics else {}
+
+
+def last_metrics(path: Path, names: Sequence[str]) -> dict[str, float]:
+    """The last step, the last value of those of `names` that were logged, and the last evaluation."""
+    series = read_series(path)
+    found = {name: float(series[name][1][-1]) for name in names if name in series}
+    steps = {"step": int(max(steps[-1] for steps, _ in series.values()))} if series else {}
+    return {**steps, **found, **last_evaluation(path), **steps}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested config to dotted keys; an empty group is a value of its own."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found |= flat(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+    return found

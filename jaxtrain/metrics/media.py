@@ -1,6 +1,7 @@
 """Histograms and images that a callback logs, as metrics.jsonl holds them: {"counts", "edges"} and {"png"}."""
 
 import base64
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,6 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.picture import thumbnail
 
 _NUM_BINS = 64
 # Larger images are averaged down, so that metrics.jsonl stays readable.
@@ -18,11 +18,9 @@ Media = Mapping[str, Any]
 
 
 def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[str, float], dict[str, Media]]:
-    """Numbers, and histograms and images, by name; every process calls this, since arrays may be on all of them.
+    """Numbers, and histograms and images, by name, of what `Moment.log` takes; `inside` is the name of their tree.
 
-    Args:
-        values: name -> a number, an array or a tree of arrays, see `Moment.log`.
-        inside: name of the tree that they are in.
+    Every process calls this, since arrays may be on all of them.
 
     Raises:
         ConfigError: a value is none of these.
@@ -45,7 +43,9 @@ def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[
         elif is_pair:
             media[inside + name] = {"counts": array.tolist(), "edges": _on_host(value[1]).tolist()}
         elif array.ndim == 1 or inside:
-            media[inside + name] = _histogram(array)
+            counts, edges = np.histogram(array[np.isfinite(array)].astype(np.float64), bins=_NUM_BINS)
+            edges = [float(f"{edge:.6g}") for edge in edges]
+            media[inside + name] = {"counts": counts.tolist(), "edges": edges}
         elif (png := thumbnail(array, most_pixels=_MOST_PIXELS)) is not None:
             media[inside + name] = {"png": base64.b64encode(png).decode("ascii")}
         else:
@@ -55,10 +55,32 @@ def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[
     return numbers, media
 
 
-def _histogram(array: np.ndarray) -> Media:
-    finite = array[np.isfinite(array)].astype(np.float64)
-    counts, edges = np.histogram(finite, bins=_NUM_BINS)
-    return {"counts": counts.tolist(), "edges": [float(f"{edge:.6g}") for edge in edges]}
+def thumbnail(values: np.ndarray, *, most_pixels: int = 32) -> bytes | None:
+    """Draw a row of inputs as a small PNG.
+
+    Args:
+        values: [H, W], [H, W, 1] or [H, W, 3], of any real dtype. Its smallest value becomes black and its largest
+            white; uint8 is drawn as it is.
+        most_pixels: larger pictures are averaged down to at most this many pixels in height and width.
+
+    Returns:
+        The content of a PNG file; None where the values are no picture.
+    """
+    from PIL import Image
+
+    if values.ndim == 3 and values.shape[-1] == 1:
+        values = values[..., 0]
+    is_picture = values.ndim == 2 or (values.ndim == 3 and values.shape[-1] == 3)
+    if not is_picture or min(values.shape[:2]) < 2 or not np.isfinite(values).all():
+        return None
+    if values.dtype != np.uint8:
+        low, high = float(values.min()), float(values.max())
+        values = np.rint(255 * (values.astype(np.float64) - low) / ((high - low) or 1.0)).astype(np.uint8)
+    image = Image.fromarray(values)
+    image.thumbnail((most_pixels, most_pixels), Image.Resampling.BOX)
+    content = io.BytesIO()
+    image.save(content, "PNG", optimize=True)
+    return content.getvalue()
 
 
 def _on_host(value: Any) -> np.ndarray:

@@ -13,35 +13,17 @@ from typing import Any
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted, redacted_words
-from jaxtrain.runtime.files import strict_json, write_json_atomic
+from jaxtrain.runtime.files import strict_json
 
-__all__ = [
-    "EVALUATED_ROWS",
-    "compared_after",
-    "finished_info",
-    "git_state",
-    "package_versions",
-    "read_run_info",
-    "run_info",
-    "write_json_atomic",
-]
-
+# Key of run.json and of the metadata of a checkpoint: how many held-out rows are evaluated, and since which step.
 EVALUATED_ROWS = "evaluated_rows"
-"""Key of run.json and of the metadata of a checkpoint: how many held-out rows are evaluated, and since
-which step."""
 
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def compared_after(record: Mapping[str, Any]) -> int:
-    """The step after which the evaluations of a run are of the same held-out rows.
-
-    Args:
-        record: content of run.json, or metadata of a checkpoint.
-    """
-    noted = record.get(EVALUATED_ROWS)
-    after = noted.get("after") if isinstance(noted, Mapping) else None
-    return after if isinstance(after, int) else 0
+    """The step after which evaluations are of the same held-out rows, by run.json or the metadata of a checkpoint."""
+    return (record.get(EVALUATED_ROWS) or {}).get("after", 0)
 
 
 def run_info(
@@ -52,7 +34,10 @@ def run_info(
     model: Mapping[str, object],
     data: Mapping[str, object],
 ) -> dict[str, Any]:
-    """Make the content of `run.json` at the start of a run.
+    """Make the content of `run.json` at the start of a run, in strict JSON values, with status `running`.
+
+    Environment variables are not in it, because they may hold keys and tokens, and what looks like one in the command
+    or the config reads "(redacted)".
 
     Args:
         config: the resolved config.
@@ -60,11 +45,10 @@ def run_info(
         mesh_shape: size of each mesh axis.
         model: `name` and `num_parameters`.
         data: `description` (lines of text), `fingerprint`, `num_validation_rows` and so on.
-
-    Returns:
-        A dict of strict JSON values, with status `running`. Environment variables are not in it, because they may hold
-        keys and tokens, and what looks like one in the command or the config reads "(redacted)".
     """
+    import jax
+
+    devices = jax.devices()
     commit, dirty = git_state(Path())  # no path in full: the current folder may have been deleted
     return strict_json(
         {
@@ -77,7 +61,12 @@ def run_info(
             "model": dict(model),
             "data": dict(data),
             "mesh": dict(mesh_shape),
-            "devices": _devices(),
+            "devices": {
+                "platform": devices[0].platform,
+                "kind": devices[0].device_kind,
+                "count": len(devices),
+                "process_count": jax.process_count(),
+            },
             "host": {"name": platform.node(), "system": platform.platform(), "cpu_count": os.cpu_count()},
             "versions": package_versions(),
             "git_commit": commit,
@@ -88,13 +77,7 @@ def run_info(
 
 
 def finished_info(info: Mapping[str, object], *, status: str, final: Mapping[str, object]) -> dict[str, Any]:
-    """Make the content of `run.json` at the end of a run.
-
-    Args:
-        info: the content at the start.
-        status: how the run ended: `done`, `preempted`, `diverged` and so on.
-        final: last metrics and times of the run.
-    """
+    """Make the content of `run.json` at the end of a run: how it ended, such as `done`, and its last metrics."""
     return strict_json({**info, "status": status, "finished": _timestamp(), "final": dict(final)})
 
 
@@ -115,39 +98,18 @@ def git_state(directory: Path) -> tuple[str | None, bool | None]:
     Both are None outside a git repository.
     """
     commit = _git(directory, "rev-parse", "--verify", "HEAD")
-    if commit is None:
-        return None, None
-    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    changes = None if commit is None else _git(directory, "status", "--porcelain", "--untracked-files=no")
     return commit, None if changes is None else bool(changes)
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
+    # Without optional locks `git status` cannot block a commit that somebody makes at the same moment.
+    command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
     try:
-        # Without optional locks `git status` cannot block a commit that somebody makes at the same moment.
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(directory), *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=2.0,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2.0, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _devices() -> dict[str, str | int]:
-    import jax
-
-    devices = jax.devices()
-    return {
-        "platform": devices[0].platform,
-        "kind": devices[0].device_kind,
-        "count": len(devices),
-        "process_count": jax.process_count(),
-    }
 
 
 def _timestamp() -> str:

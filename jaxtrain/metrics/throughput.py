@@ -32,33 +32,24 @@ class Meter:
         self._data_wait_seconds: list[float] = []
 
     def record(self, step: int, seconds: float, data_wait_seconds: float) -> None:
-        """Add one step to the window.
-
-        Args:
-            step: number of the step, counted from 1; the rates do not depend on it.
-            seconds: wall time from the end of the previous step to the end of this one.
-            data_wait_seconds: the part of `seconds` in which the loop waited for a batch.
-        """
+        """Add a step to the window: its wall time since the end of the previous one, and the wait for data in it."""
         self._step_seconds.append(seconds)
         self._data_wait_seconds.append(data_wait_seconds)
 
     def rates(self) -> dict[str, float | None]:
-        """Compute rates over the window since the last `row`.
+        """Compute rates over the window since the last `row`, by their names of metrics.jsonl.
 
         `step_seconds` is a median, so that one slow step does not hide the usual step time; tokens per second and
-        model FLOPs utilization are means over the window. The loop excludes evaluations and saves from both; the
-        `wall_seconds` of run.json include them.
-
-        Returns:
-            Names of metrics.jsonl -> values; None where no step was recorded or the peak is not known.
+        model FLOPs utilization are means over the window. The loop excludes evaluations and saves from both. None where
+        no step was recorded or the peak is not known.
         """
         steps, seconds = len(self._step_seconds), sum(self._step_seconds)
-        steps_per_second = steps / seconds if seconds > 0 else None
+        rate = steps / seconds if seconds > 0 else None
         utilization = None
-        if steps_per_second is not None and self.flops_per_step is not None and self.peak_flops:
-            utilization = self.flops_per_step * steps_per_second / self.peak_flops
+        if rate is not None and self.flops_per_step is not None and self.peak_flops:
+            utilization = self.flops_per_step * rate / self.peak_flops
         return {
-            f"{self.unit}_per_second": None if steps_per_second is None else self.units_per_step * steps_per_second,
+            f"{self.unit}_per_second": None if rate is None else self.units_per_step * rate,
             "step_seconds": median(self._step_seconds) if steps else None,
             "data_wait_seconds": sum(self._data_wait_seconds) / steps if steps else None,
             "model_flops_utilization": utilization,
@@ -75,19 +66,10 @@ class Meter:
         device_memory_bytes: int | None,
         more: Mapping[str, float | int | None] | None = None,
     ) -> dict[str, float | int | None]:
-        """Make the row of `metrics.jsonl` for a step, and begin a new window.
+        """Make the row of `metrics.jsonl` for a step, in the order in which it is written, and begin a new window.
 
-        Args:
-            step: steps done by all processes of the run so far; the count of tokens or examples follows from it.
-            loss: of the step.
-            grad_norm: global norm of the gradients before clipping.
-            learning_rate: of the step; None where it is not known.
-            skipped_steps: steps so far that left the state as it was.
-            device_memory_bytes: peak memory of a device, in bytes; None where it is not known.
-            more: metrics of the task, appended.
-
-        Returns:
-            Name -> value, in the order in which a row is written.
+        `step` counts the steps of all processes of the run, `skipped_steps` those so far that left the state as it was;
+        `grad_norm` is global, before clipping; `device_memory_bytes` is the peak of a device. `more` is appended.
         """
         values = {
             "step": step,

@@ -37,11 +37,7 @@ _BEGAN: ContextVar[float | None] = ContextVar("began", default=None)
 
 @contextmanager
 def counted_from(began: float) -> Iterator[None]:
-    """Count the time of a run from a moment before it: the process had to import and start what the run needs.
-
-    Args:
-        began: `time.monotonic()` at that moment.
-    """
+    """Count the time of a run from a moment of `time.monotonic()` before it, as `starting`."""
     token = _BEGAN.set(began)
     try:
         yield
@@ -53,33 +49,21 @@ class TimeSpent:
     """Adds up the seconds of each part of a run.
 
     Args:
-        earlier: part -> seconds of the processes before this one, as `seconds` gave them.
-        began: `time.monotonic()` when this process began to work on the run; None: that of `counted_from`, the time
-            since then being the part `starting`, or this call.
+        earlier: part -> seconds of the processes before this one, which may be known later (`after`).
         during: marks a block as a part for others, such as the watchdog.
-
-    Example:
-        spent = TimeSpent()
-        with spent.measure("evaluation"):
-            evaluate()
-        spent.seconds()["evaluation"]
     """
 
     def __init__(
         self,
         earlier: Mapping[str, float] | None = None,
         *,
-        began: float | None = None,
         during: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._during = during
-        called = time.monotonic()
-        counted = _BEGAN.get()
-        self._earlier = dict(earlier or {})
+        self._during, self._earlier = during, dict(earlier or {})
         self._own = dict.fromkeys(PARTS, 0.0)
-        if began is None and counted is not None:
-            self._own["starting"] = called - counted
-        self._began = next(moment for moment in (began, counted, called) if moment is not None)
+        called = time.monotonic()
+        self._began = _BEGAN.get() or called
+        self._own["starting"] = called - self._began
 
     @property
     def began_at(self) -> float:
@@ -87,7 +71,7 @@ class TimeSpent:
         return time.time() - (time.monotonic() - self._began)
 
     def after(self, earlier: Mapping[str, float]) -> None:
-        """Take note of the seconds of the processes before this one, which are known only once a run is resumed."""
+        """Take note of the seconds of the processes before this one."""
         self._earlier = dict(earlier)
 
     def add(self, part: Part, seconds: float) -> None:
@@ -95,11 +79,7 @@ class TimeSpent:
         self._own[part] += seconds
 
     def lose_steps(self, since: Mapping[str, float]) -> None:
-        """Count the steps since a moment, which are done again, as lost.
-
-        Args:
-            since: part -> seconds at that moment, as `seconds` gave them.
-        """
+        """Count the steps since a moment, at which `seconds` gave `since`, as lost: they are done again."""
         now = self.seconds()
         for part in _DONE_AGAIN:
             again = max(0.0, now[part] - since.get(part, 0.0))
@@ -123,31 +103,14 @@ class TimeSpent:
         return {part: round(seconds + self._earlier.get(part, 0.0), 3) for part, seconds in own.items()}
 
 
-def recorded_seconds(info: Mapping[str, object]) -> dict[str, float]:
-    """Read part -> seconds off the content of a `run.json`; a record without them gives its whole time as `other`."""
-    found = _numbers(info.get("seconds"))
-    if found:
-        return found
-    final = info.get("final")
-    wall = final.get("wall_seconds") if isinstance(final, Mapping) else None
-    return {OTHER: float(wall)} if isinstance(wall, (int, float)) else {}
-
-
 def save_entry(step: int, seconds: Mapping[str, float], *, at: float) -> dict[str, Any]:
-    """What `run.json` keeps of a save: what the run had spent until then.
-
-    Args:
-        step: that was saved.
-        seconds: part -> seconds.
-        at: when, in seconds since 1970.
-    """
+    """What `run.json` keeps of a save: its step, part -> seconds until then, and when (seconds since 1970)."""
     return {"step": step, "seconds": dict(seconds), "at": round(at, 3)}
 
 
-def with_save(saves: object, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def with_save(saves: Sequence[Mapping[str, Any]] | None, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The newest saves of a `run.json`, with one more."""
-    found = saves if isinstance(saves, list) else []
-    return [*(save for save in found if isinstance(save, Mapping)), entry][-_MOST_SAVES:]
+    return [*(saves or ()), entry][-_MOST_SAVES:]
 
 
 def earlier_seconds(
@@ -170,36 +133,31 @@ def earlier_seconds(
     Returns:
         All of it: the parts, `lost steps`, and as `restarting` the time between a failure and the next start.
     """
-    seconds = recorded_seconds(info)
-    saves = info.get("saves")
-    found = [save for save in saves if isinstance(save, Mapping)] if isinstance(saves, list) else []
-    save = next((save for save in reversed(found) if save.get("step") == step and _is_number(save.get("at"))), None)
-    rows = [row for row in restarts if _is_number(row.get("began")) and _is_number(row.get("ended"))]
+    seconds = dict(info.get("seconds") or {})
+    save = next((one for one in reversed(info.get("saves") or ()) if one["step"] == step), None)
     # A run that begins anew has lost all that was done; one whose save is not known any more counts all as it was.
-    since = save["at"] if save is not None else rows[0]["began"] if rows and not info else None
-    rows = [row for row in rows if since is not None and since < row["ended"] <= began_at]
+    since = save["at"] if save is not None else restarts[0]["began"] if restarts and not info else None
+    rows = [row for row in restarts if since is not None and since < row["ended"] <= began_at]
     lost, gap = 0.0, 0.0
     if rows:
         nexts = [*(row["began"] for row in rows[1:]), began_at]
         lost = sum(row["ended"] - max(row["began"], since) for row in rows)
         gap = sum(max(0.0, following - row["ended"]) for row, following in zip(rows, nexts, strict=True))
-        seconds = _numbers(save["seconds"]) if save is not None else seconds
+        seconds = dict(save["seconds"]) if save is not None else seconds
     elif save is not None and info.get("status") == "running" and last_sign is not None:
         # Killed, and nobody saw when: at its last sign of life or later.
-        lost, seconds = max(0.0, last_sign - save["at"]), _numbers(save["seconds"])
+        lost, seconds = max(0.0, last_sign - save["at"]), dict(save["seconds"])
     elif save is not None:
-        before = _numbers(save["seconds"])
         for part in _DONE_AGAIN:
-            again = seconds.get(part, 0.0) - before.get(part, 0.0)
-            if again > 0:
-                seconds[part] -= again
-                lost += again
+            again = max(0.0, seconds.get(part, 0.0) - save["seconds"].get(part, 0.0))
+            seconds[part] = seconds.get(part, 0.0) - again
+            lost += again
     more = {"lost steps": lost, "restarting": gap}
     return {**seconds, **{part: round(seconds.get(part, 0.0) + added, 3) for part, added in more.items() if added}}
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `restarts.jsonl`; lines that are no rows are left out.
+    """The rows of a run's `restarts.jsonl`; a line that was torn is left out.
 
     Where each of several processes has a supervisor of its own, each writes a row of one end: the first counts.
     """
@@ -208,22 +166,6 @@ def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
         for line in (run_dir / RESTARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):
                 row = json.loads(line)
-                if isinstance(row, dict) and not (rows and _is_same_end(rows[-1], row)):
+                if not (rows and row.get("began", 0) < rows[-1].get("ended", 0)):
                     rows.append(row)
     return rows
-
-
-def _is_same_end(row: Mapping[str, Any], following: Mapping[str, Any]) -> bool:
-    """Whether two rows are of processes that ran at the same time; one supervisor starts them one after another."""
-    ended, began = row.get("ended"), following.get("began")
-    return isinstance(ended, int | float) and isinstance(began, int | float) and began < ended
-
-
-def _numbers(found: object) -> dict[str, float]:
-    if not isinstance(found, Mapping):
-        return {}
-    return {str(part): float(seconds) for part, seconds in found.items() if _is_number(seconds)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

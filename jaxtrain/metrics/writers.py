@@ -1,21 +1,55 @@
-"""Where metrics are written: one small protocol, a file that is always written, and TensorBoard events by choice."""
+"""Where metrics are written: a file that is always written, and TensorBoard events by choice."""
 
+import base64
+import contextlib
+import errno
+import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.config.local_path import local_path
 from jaxtrain.config.schema import LoggingConfig
-from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.event_files import TensorBoardWriter
-from jaxtrain.metrics.row_file import RowFile
-from jaxtrain.runtime.files import is_number, plain_number, put_aside, write_lines_atomic
+from jaxtrain.errors import ConfigError, StorageError
+from jaxtrain.metrics.history import read_rows
+from jaxtrain.runtime.files import identity, plain_number, put_aside, write_bytes_atomic, write_lines_atomic
 
 Scalars = Mapping[str, float | int | None]
+
+# Rows that wait while they cannot be written; at a row per second these are three hours.
+MOST_WAITING = 10_000
+# What a kill may cost TensorBoard and the trackers until the run goes on.
+COLLECTED_SECONDS = 1.0
+# Rows that were written later than this many rows before a kill are written to TensorBoard again.
+_ROWS_WRITTEN_AGAIN = 1000
+_END_SECONDS = 30.0
+# Between tries to write to a disk that is full.
+_PAUSE_SECONDS = 60.0
+
+
+class Row(NamedTuple):
+    """What is recorded of one step.
+
+    Attributes:
+        step: number of the step.
+        seconds: when it was recorded, in seconds since 1970.
+        values: name -> number, None (not known), text, or {"counts", "edges"} of a histogram, {"png"} of an image.
+    """
+
+    step: int
+    seconds: float
+    values: Mapping[str, Any]
 
 
 def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,27 +75,6 @@ def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-class Writer(Protocol):
-    """The interface of everything that records the metrics of a run; only one process of a run has a writer."""
-
-    def scalars(self, step: int, values: Scalars) -> None:
-        """Record numbers of one step.
-
-        Args:
-            step: number of the step.
-            values: name -> number; None is a value that is not known.
-        """
-        ...
-
-    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
-        """Record a text, a histogram or an image of one step; see `Text`."""
-        ...
-
-    def close(self) -> None:
-        """Write what is buffered and close the target; a second call does nothing."""
-        ...
-
-
 class JsonlWriter:
     """Writes one strict JSON object per line, with `step` first; NaN and infinities become null.
 
@@ -69,10 +82,7 @@ class JsonlWriter:
     last line.
 
     Args:
-        path: the file of metrics.
-
-    Raises:
-        ConfigError: a path, a step or a value of another type.
+        path: the file of metrics; its folder is made if need be.
 
     Example:
         >>> with jt.JsonlWriter("runs/mine/metrics.jsonl") as writer:
@@ -83,7 +93,7 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self.path = local_path(path, what="file of metrics")
-        self.file = RowFile(self.path)
+        self._file: io.FileIO | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -92,74 +102,206 @@ class JsonlWriter:
         self.close()
 
     def scalars(self, step: int, values: Scalars) -> None:
-        self.file.append(row_of(step, values))
+        """Write the numbers of one step.
+
+        Args:
+            step: number of the step.
+            values: name -> number of Python, NumPy or JAX; None is a value that is not known.
+
+        Raises:
+            TypeError: a value is no number.
+            OSError: the row cannot be written; the file is as it was.
+        """
+        finite = {name: value is not None and math.isfinite(value) for name, value in values.items()}
+        numbers = {name: plain_number(value) if finite[name] else None for name, value in values.items()}
+        self.append({"step": int(step), **numbers})
 
     def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
-        self.file.append(text_row_of(step, name, text))
+        """Write a text, a histogram or an image of one step; see `scalars`."""
+        self.append({"step": int(step), name: text})
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Write a row of JSON values, all of it or nothing; see `scalars`."""
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        file = self._open()
+        size = file.seek(0, os.SEEK_END)
+        try:
+            # A disk that fills up takes the beginning of a line without an error.
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of steps after `step`, and incomplete lines; the file is replaced atomically.
 
         A run that resumes at `step` repeats the later steps, so that rows from before would be in the file twice.
         """
-        step = _checked_step(step)
         self.close()
         put_aside(self.path)
-        if not self.path.exists():
-            return
-        if any(not _is_kept(line, step) for line in self._lines()):
+        if self.path.exists() and any(not _is_kept(line, step) for line in self._lines()):
             write_lines_atomic(self.path, (line for line in self._lines() if _is_kept(line, step)))
 
     def close(self) -> None:
-        self.file.close()
+        """Close the file; the next row opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def is_in_place(self) -> bool:
+        """Whether the file that is open is the one at its path; True where none is open."""
+        if self._file is None:
+            return True
+        found = os.fstat(self._file.fileno())
+        return identity(self.path) == (found.st_dev, found.st_ino)
+
+    def write_again(self) -> str:
+        """Write the file at its path again, with the rows of the open file, whose name is gone; says so."""
+        try:
+            content = b""
+            if self._file is not None:
+                self._file.seek(0)
+                content = self._file.read()
+            self.close()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            put_aside(self.path)
+            write_bytes_atomic(self.path, content)
+            self._open()
+        except OSError as error:
+            return f"{self.path.name} cannot be written again: {error.strerror}"
+        return f"{self.path.name} is written again ({len(content.splitlines())} rows)"
+
+    def _open(self) -> io.FileIO:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            put_aside(self.path)
+            self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
+        return self._file
 
     def _lines(self) -> Iterator[str]:
         with self.path.open(encoding="utf-8", errors="replace") as file:
             yield from file
 
 
-def _is_complex(value: object) -> bool:
-    # Asked of NumPy and jax alone: a tensor of torch that needs a gradient is no array, and `float` takes it.
-    dtype = getattr(value, "dtype", None)
-    return isinstance(value, complex) or (isinstance(dtype, np.dtype) and dtype.kind == "c")
+def _is_kept(line: str, last_step: int) -> bool:
+    """Whether a line is a complete row of a step up to `last_step`."""
+    try:
+        row = json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return False
+    step = row.get("step") if isinstance(row, dict) else None
+    return isinstance(step, int) and step <= last_step
 
 
-def row_of(step: int, values: Scalars) -> Mapping[str, object]:
-    """Return the row of some numbers.
+class LastingWriter(JsonlWriter):
+    """Writes the rows of a run: those that cannot be written, as on a full disk, wait for the next one.
 
     Args:
-        step: number of the step.
-        values: name -> number; None is a value that is not known.
-
-    Raises:
-        ConfigError: a step or a value of another type.
+        path: of metrics.jsonl.
+        report: called with one line when rows begin to wait, and when they are written.
     """
-    step, write = _checked_step(step), "writer.scalars(int(state.step), {'loss': float(metrics['loss'])})"
-    check_kind(values, Mapping, what="JsonlWriter.scalars: values", takes="a dict of numbers", write=write)
-    for name, value in values.items():
-        what = f"JsonlWriter.scalars: {name!r}"
-        if value is not None and np.ndim(value):
-            raise ConfigError(refusal(what, "one number", value, "float(...) of one entry, or a name per entry"))
-        if value is not None and (_is_complex(value) or not is_number(value)):
-            raise ConfigError(refusal(what, "one real number", value, "float(...), or None where it is not known"))
-    return {"step": step} | {name: plain_number(value) for name, value in values.items()}
+
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        super().__init__(path)
+        self._report = report
+        self._waiting: list[Mapping[str, object]] = []
+        self._lost, self._reason = 0, ""
+
+    def append(self, row: Mapping[str, object]) -> None:
+        self._waiting.append(row)
+        if len(self._waiting) > MOST_WAITING:
+            del self._waiting[0]
+            self._lost += 1
+        was_waiting, self._reason = self._reason, ""
+        try:
+            while self._waiting:
+                super().append(self._waiting[0])
+                del self._waiting[0]
+        except OSError as error:
+            self._reason = error.strerror or str(error)
+        if self._reason and not was_waiting:
+            self._report(f"{self.path} cannot be written: {self._reason}; training goes on, and rows wait in memory")
+        elif was_waiting and not self._reason:
+            self._report(f"metrics are written to {self.path} again, with the rows that waited")
+
+    def close(self) -> None:
+        """Write the rows that wait, and close the file.
+
+        Raises:
+            StorageError: rows are lost, or still cannot be written.
+        """
+        if self._waiting:
+            self.append(self._waiting.pop())
+        super().close()
+        if missing := len(self._waiting) + self._lost:
+            raise StorageError(
+                f"{missing} rows of metrics could not be written to {self.path}: {self._reason or 'for too long'}; "
+                "free space, and train the steps again for them"
+            )
 
 
-def text_row_of(step: int, name: str, text: str | Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the row of a text; see `row_of`."""
-    return {"step": _checked_step(step), name: text}
+class Background:
+    """Takes rows into a queue that a daemon thread empties by `_work`: nothing that is slow keeps a step waiting.
+
+    Args:
+        name: of the thread, which starts with the first row.
+        earlier: metrics.jsonl of a run that goes on; what it holds now is in `_earlier_rows`.
+    """
+
+    def __init__(self, name: str, earlier: Path | None) -> None:
+        self._earlier = earlier
+        # What this process appends to the file comes through the queue.
+        self._earlier_bytes = earlier.stat().st_size if earlier is not None and earlier.is_file() else 0
+        self._waiting: deque[Row] = deque()
+        self._dropped = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        self._put(Row(step, time.time(), dict(values)))
+
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
+        self._put(Row(step, time.time(), {name: text}))
+
+    def _put(self, row: Row) -> None:
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(row)
+        else:
+            self._dropped += 1
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Have what waits written; a disk that hangs is left to itself after 30 s."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECONDS)
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+    def _batches(self) -> Iterator[list[Row]]:
+        """The rows that are put, collected for a second at a time, until `_ending` is set."""
+        is_last = False
+        while not is_last:
+            is_last = self._ending.wait(COLLECTED_SECONDS)
+            while rows := [self._waiting.popleft() for _ in range(min(200, len(self._waiting)))]:
+                yield rows
+
+    def _earlier_rows(self) -> Iterator[Row]:
+        """The rows so far; when they were recorded is not known any more."""
+        if self._earlier is not None:
+            for row in read_rows(self._earlier, num_bytes=self._earlier_bytes):
+                yield Row(row.pop("step"), time.time(), row)
 
 
-def _checked_step(step: Any) -> int:
-    return check_whole(step, what="JsonlWriter: step", least=0, write="int(state.step)")
+Writer = JsonlWriter | Background
 
 
 class MultiWriter:
-    """Gives every row to each of several writers.
-
-    Args:
-        writers: in the order in which they get a row.
-    """
+    """Gives every row to each of several writers, in their order."""
 
     def __init__(self, writers: Iterable[Writer]):
         self.writers: Sequence[Writer] = tuple(writers)
@@ -173,44 +315,125 @@ class MultiWriter:
             writer.text(step, name, text)
 
     def close(self) -> None:
-        """Close every writer, even where closing one fails; the first failure is raised at the end."""
-        failures: list[Exception] = []
-        for writer in self.writers:
-            try:
-                writer.close()
-            except Exception as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        """Close every writer, even where closing one fails."""
+        with contextlib.ExitStack() as stack:
+            for writer in reversed(self.writers):
+                stack.callback(writer.close)
 
 
-def open_writers(run_dir: Path, config: LoggingConfig, *, resumed_step: int) -> MultiWriter:
-    """Open the writers of files that a config asks for; rows after the resumed step are dropped first.
+class TensorBoardWriter(Background):
+    """Writes TensorBoard events, nothing for None. Rows that a kill kept from the files are written again.
 
-    Only the process that holds the lock of the run directory should call it.
+    tensorboardX's own writer takes 40 times as long a row, in the thread that trains, and its thread ends at an error
+    of the disk; so its records are used, and its messages.
 
     Args:
-        run_dir: an existing directory; it gets `metrics.jsonl` and `tensorboard/`.
+        directory: of the events.
+        resumed_step: steps done before this process; TensorBoard hides later events of an interrupted run.
+        earlier: metrics.jsonl of a run that goes on; None: nothing is looked for.
+    """
+
+    def __init__(self, directory: Path, *, resumed_step: int = 0, earlier: Path | None = None):
+        super().__init__("tensorboard", earlier)
+        self._directory, self._resumed_step = Path(directory), resumed_step
+
+    def _work(self) -> None:
+        records, rows = None, self._written_again()
+        first = rows[0].step if rows else self._resumed_step + bool(self._resumed_step)
+        for batch in self._batches():
+            rows = [*rows, *batch][-MOST_WAITING:]
+            try:
+                records = records or self._new_file(first)
+                for row in rows:
+                    records.write(_event(row).SerializeToString())
+                records.flush()
+                rows = []
+            except OSError:
+                # Half a record ends what TensorBoard reads of a file: go on in another one, which hides the same steps.
+                first = rows[0].step
+                with contextlib.suppress(OSError):
+                    if records is not None:
+                        records.close()
+                records = None
+                self._ending.wait(_PAUSE_SECONDS)
+        if records is not None:
+            records.close()
+
+    def _new_file(self, first: int) -> Any:
+        """A file of records, in which TensorBoard shows steps instead of the earlier files from a first step on."""
+        from tensorboardX.record_writer import RecordWriter
+
+        messages = import_module("tensorboardX.proto.event_pb2")
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names.
+        seconds = [int(path.name.split(".")[3]) for path in self._directory.glob("events.out.tfevents.*")]
+        second = max([int(time.time()), *(found + 1 for found in seconds)])
+        records = RecordWriter(str(self._directory / f"events.out.tfevents.{second:010d}.{socket.gethostname()}"))
+        start = messages.SessionLog(status=messages.SessionLog.START)
+        for content in ({"file_version": "brain.Event:2"}, {"session_log": start}):
+            records.write(messages.Event(wall_time=time.time(), step=first, **content).SerializeToString())
+        return records
+
+    def _written_again(self) -> list[Row]:
+        """The newest rows so far, which the files may lack; all of them where there are no files."""
+        if not any(self._directory.glob("*tfevents*")):
+            return list(self._earlier_rows())
+        newest = deque((row.step for row in self._earlier_rows()), maxlen=_ROWS_WRITTEN_AGAIN)
+        return [row for row in self._earlier_rows() if row.step >= newest[0]] if newest else []
+
+
+def _event(row: Row) -> Any:
+    """The event of a row; characters that TensorBoard does not take in names become others."""
+    from tensorboardX import summary
+
+    event = import_module("tensorboardX.proto.event_pb2").Event(wall_time=row.seconds, step=row.step)
+    for name, value in row.values.items():
+        if isinstance(value, str):
+            # TensorBoard renders Markdown; four spaces make it show a sample unchanged.
+            found = summary.text(name, "\n".join(f"    {line}" for line in value.splitlines()))
+        elif isinstance(value, Mapping):
+            found = _media(name, value)
+        elif name != "step" and (number := plain_number(value)) is not None:
+            found = summary.scalar(name, number)
+        else:
+            continue
+        event.summary.value.extend(found.value)
+    return event
+
+
+def _media(name: str, value: Mapping[str, Any]) -> Any:
+    from tensorboardX import summary
+
+    if "png" in value:
+        content = base64.b64decode(value["png"])
+        width, height = struct.unpack(">II", content[16:24])  # of the header
+        messages = import_module("tensorboardX.proto.summary_pb2")
+        image = messages.Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
+        return messages.Summary(value=[messages.Summary.Value(tag=name, image=image)])
+    counts, edges = np.array(value["counts"], float), np.array(value["edges"], float)
+    middles = (edges[:-1] + edges[1:]) / 2
+    sums = (counts.sum(), (counts * middles).sum(), (counts * middles**2).sum())
+    return summary.histogram_raw(name, edges[0], edges[-1], *sums, edges[1:].tolist(), counts.tolist())
+
+
+def open_writers(
+    run_dir: Path, config: LoggingConfig, *, resumed_step: int, report: Callable[[str], None] = print
+) -> MultiWriter:
+    """Open the writers of files that a config asks for; rows after the resumed step are dropped first.
+
+    Args:
+        run_dir: an existing directory, whose lock this process holds; it gets `metrics.jsonl` and `tensorboard/`.
         config: says whether there are TensorBoard events besides metrics.jsonl.
         resumed_step: steps done before this process; 0 for a fresh run.
+        report: called with one line where rows cannot be written.
 
     Returns:
-        One writer that gives every row to all of them, that of metrics.jsonl first.
+        One writer that gives every row to all of them, first that of metrics.jsonl, a `LastingWriter`.
     """
-    run_dir = Path(run_dir)
-    jsonl = JsonlWriter(run_dir / "metrics.jsonl")
-    jsonl.truncate_after(resumed_step)
-    writers: list[Writer] = [jsonl]
+    metrics = LastingWriter(run_dir / "metrics.jsonl", report)
+    metrics.truncate_after(resumed_step)
+    writers: list[Writer] = [metrics]
     if config.tensorboard:
-        writers.append(TensorBoardWriter(run_dir / "tensorboard", resumed_step=resumed_step, earlier=jsonl.path))
+        directory = run_dir / "tensorboard"
+        writers.append(TensorBoardWriter(directory, resumed_step=resumed_step, earlier=metrics.path))
     return MultiWriter(writers)
-
-
-def _is_kept(line: str, last_step: int) -> bool:
-    """Return whether a line is a complete row of a step up to `last_step`."""
-    try:
-        row = json.loads(line) if line.endswith("\n") else None
-    except ValueError:
-        return False
-    step = row.get("step") if isinstance(row, dict) else None
-    return isinstance(step, int) and step <= last_step

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.errors import ConfigError, StorageError
-from jaxtrain.metrics.lasting import LastingWriter
+from jaxtrain.metrics.writers import LastingWriter
 from jaxtrain.run.lock import LOCK_NAME, InUseError, RunLock
 from jaxtrain.runtime.files import identity
 

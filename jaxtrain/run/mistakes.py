@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data import Batches
 from jaxtrain.data.evaluated import evaluated_numbers
-from jaxtrain.metrics.picture import thumbnail
+from jaxtrain.metrics.media import thumbnail
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.compared import most_evaluated
 from jaxtrain.runtime.distributed import is_main_process

@@ -12,13 +12,12 @@ from jaxtrain.config import Loaded
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import ConfigError, StorageError
-from jaxtrain.metrics.lasting import LastingWriter
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import EVALUATED_ROWS, finished_info, read_run_info
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
-from jaxtrain.metrics.trackers.opened import Trackers, check_trackers, open_trackers
-from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, Scalars, open_writers
+from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
+from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, open_writers
 from jaxtrain.run.described import described
 from jaxtrain.run.in_place import InPlace
 from jaxtrain.run.kept_tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
@@ -29,7 +28,7 @@ from jaxtrain.run.restarted import seconds_before
 from jaxtrain.run.roll_back import RECORD
 from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
-from jaxtrain.runtime.files import put_aside, strict_json, write_text_atomic
+from jaxtrain.runtime.files import put_aside, strict_json, write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.assemble import Run
 
@@ -387,10 +386,10 @@ def _opened(
     run_dir: Path, loaded: Loaded, report: Callable[[str], None], step: int
 ) -> tuple[MultiWriter, LastingWriter]:
     """The writers of a run that goes on from a step, and the one of its rows."""
-    jsonl, *others = open_writers(run_dir, loaded.config.logging, resumed_step=step).writers
-    assert isinstance(jsonl, JsonlWriter)
-    metrics = LastingWriter(jsonl, report)
-    return MultiWriter([metrics, *others]), metrics
+    writers = open_writers(run_dir, loaded.config.logging, resumed_step=step, report=report)
+    metrics = writers.writers[0]
+    assert isinstance(metrics, LastingWriter)
+    return writers, metrics
 
 
 def _resumes(before: Mapping[str, Any], start: int) -> list[int]:

@@ -12,7 +12,7 @@ from jaxtrain.config.notices import NoticesConfig
 from jaxtrain.config.watchdog import limits
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.trackers.opened import check_trackers
+from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.run.callbacks import Callback, sorted_callbacks
 from jaxtrain.run.early_stopping import EarlyStopping
 from jaxtrain.run.folder import folder_of

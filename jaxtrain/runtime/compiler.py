@@ -128,7 +128,7 @@ OPTIONS = (
         "it too",
         "jax 0.10.2, 2 cores: 29 MB of parameters, SGD with momentum: 5 copies and 23 ms of processor time without it, "
         "none and 11 ms with it (medians of nine, one after the other, busy machine); AdamW and 53 M parameters of "
-        "experts: 160 MB of temporaries less, copies of both moments less (scripts/bench_experts.py)",
+        "experts: 160 MB of temporaries less, copies of both moments less",
         several_devices=False,
         updates=True,
     ),

@@ -1,17 +1,24 @@
 """The command that every process of a job runs, checked before a scheduler sees it. No jax here."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.secrets import redacted_words
+from jaxtrain.config import Loaded, find_config, load_config
+from jaxtrain.config.saved_run import is_run, read_run
+from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, redacted_words
 from jaxtrain.config.shipped import is_shipped
+from jaxtrain.config.yaml_file import read_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
 from jaxtrain.parallel.division import check_rows, step_microbatches
-from jaxtrain.run.folder import folder_of
+from jaxtrain.plan.cost.spot import young_interval
+from jaxtrain.run.folder import folder_of, run_folder
+
+# Where the pods find the file of a config.
+CONFIG_FOLDER = "/etc/jaxtrain"
 
 
 @dataclass(frozen=True)
@@ -20,24 +27,21 @@ class Training:
 
     Attributes:
         words: `train` and what follows it; the same for every process and at every start.
-        loaded: the config.
-        run_dir: directory of the run, absolute: the same at every start, so that a start goes on from the last.
+        name: of the run.
+        run_dir: directory of the run: the same at every start, so that a start goes on from the last.
+        config_file: name and text of the config, for pods; None: a shipped one, or no pods.
     """
 
     words: tuple[str, ...]
-    loaded: Loaded
-    run_dir: Path
+    name: str
+    run_dir: str
+    config_file: tuple[str, str] | None = None
 
 
-def checked_training(
-    config: str,
-    overrides: Sequence[str],
-    *,
-    run_dir: str | None = None,
-    emulate: int | None = None,
-    num_devices: int | None = None,
+def job_training(
+    config: str, overrides: Sequence[str], *, run_dir: str | None, emulate: int | None, num_devices: int | None
 ) -> Training:
-    """Check a config for the devices that a job will have.
+    """Check a training whose processes see the files of this machine.
 
     Args:
         config: a shipped name, a YAML file or the directory of a run.
@@ -47,51 +51,101 @@ def checked_training(
         num_devices: devices of all processes together; None: not known, and degrees are not compared with it.
 
     Returns:
-        The command, with absolute paths in place of relative ones for config and run directory. Paths inside the config
-        stay as they are: they are relative to the folder in which the command runs.
+        The command, with absolute paths in place of relative ones for config and run directory.
 
     Raises:
         ConfigError: the config is wrong, its degrees or its batch do not fit the devices, or a setting holds a secret.
     """
-    loaded = load_config(config, overrides=overrides, weights=False)
-    hidden = next((word for word in overrides if redacted_words([word]) != [word]), None)
-    if hidden is not None:
-        raise ConfigError(
-            f"{hidden.partition('=')[0]} holds a secret, which the script would show; put it into the environment, or "
-            "into the config file"
-        )
-    if num_devices is not None:
-        check_devices(loaded, num_devices)
+    loaded = _checked(config, overrides, num_devices)
     folder = folder_of(loaded, run_dir).absolute()
     place = config if is_shipped(config) else os.path.abspath(config)
     options = [] if emulate is None else ["--emulate", str(emulate)]
-    return Training(("train", place, *overrides, *options, "--run-dir", str(folder)), loaded, folder)
+    return Training(("train", place, *overrides, *options, "--run-dir", str(folder)), loaded.name, str(folder))
 
 
-def check_devices(loaded: Loaded, num_devices: int) -> None:
-    """Raise where the degrees or the batch of a config do not fit the devices of all processes.
+def pod_training(
+    config: str, overrides: Sequence[str], *, run_dir: str | None, folder: str, num_devices: int
+) -> Training:
+    """Check a training whose processes see the files of an image and of volumes.
 
     Args:
-        loaded: the config.
-        num_devices: devices of all processes together.
+        config: a shipped name or a YAML file; the pods get the file.
+        overrides: `key=value` settings that replace those of the config.
+        run_dir: directory of the run in the pods; None: a folder of the config's name.
+        folder: where that folder lies.
+        num_devices: devices of all pods together.
 
     Raises:
-        ConfigError: the line that `train` would end with.
+        ConfigError: the config is wrong, does not fit the devices, is the directory of a run, or holds a secret.
     """
-    config = loaded.config
-    if config.parallel.auto:
-        return
-    degrees = resolve_degrees(config_degrees(config.parallel), num_devices)
-    microbatches = step_microbatches(config.parallel, degrees["pipe"], config.train.accumulation_steps)
-    name = "accumulation_steps" if degrees["pipe"] == 1 else "microbatches"
-    check_rows(config.train.global_batch_size, degrees, {name: microbatches})
+    loaded = _checked(config, overrides, num_devices)
+    if loaded.run_dir is not None:
+        raise ConfigError(f"CONFIG {config} is a run on this machine; name a shipped config or a YAML file")
+    run_folder(run_dir, loaded.name)
+    place, file = config, None
+    if not is_shipped(config):
+        path = find_config(config)
+        text = path.read_text(encoding="utf-8")
+        # The pods get the whole file, with its comments and with what the command line replaces.
+        if redacted_text(text) != text or redacted_keys(redacted(read_yaml(path)[0])):
+            raise ConfigError(_secret(config))
+        # Keys of a ConfigMap take no other characters.
+        file = re.sub(r"[^-._a-zA-Z0-9]", "-", path.name), text
+        place = f"{CONFIG_FOLDER}/{file[0]}"
+    directory = run_dir or f"{folder}/{loaded.name}"
+    return Training(("train", place, *overrides, "--run-dir", directory), loaded.name, directory, file)
 
 
-def check_text(text: str | None, *, option: str) -> None:
-    """Check a value that stands on one line of a script.
+def _checked(config: str, overrides: Sequence[str], num_devices: int | None) -> Loaded:
+    loaded = load_config(config, overrides=overrides, weights=False)
+    for word in overrides:
+        if redacted_words([word]) != [word]:
+            raise ConfigError(_secret(word.partition("=")[0]))
+    parallel, train = loaded.config.parallel, loaded.config.train
+    if num_devices is not None and not parallel.auto:
+        degrees = resolve_degrees(config_degrees(parallel), num_devices)
+        microbatches = step_microbatches(parallel, degrees["pipe"], train.accumulation_steps)
+        name = "accumulation_steps" if degrees["pipe"] == 1 else "microbatches"
+        check_rows(train.global_batch_size, degrees, {name: microbatches})
+    return loaded
+
+
+def _secret(place: str) -> str:
+    return f"{place} holds a secret, which would be shown; read it from the environment (on Kubernetes: --secret NAME)"
+
+
+def save_interval(
+    config: str, overrides: Sequence[str], *, run_dir: str | None, save_seconds: float | None, mtbf_hours: float
+) -> tuple[float, str]:
+    """The time between two saves of a job whose hardware fails now and then, by Young's formula.
+
+    Args:
+        config, overrides, run_dir: as for `job_training`.
+        save_seconds: time that a save keeps the devices from computing; None: as the run in the run directory measured.
+        mtbf_hours: mean time between failures of the whole job.
+
+    Returns:
+        Minutes, as `checkpoint.every_minutes` takes them, rounded to a tenth; and what they follow from, in words.
 
     Raises:
-        ConfigError: it is empty, or holds a line break or another control character.
+        ConfigError: no save was measured, or saves take longer than passes between failures.
     """
-    if text is not None and (not text.strip() or not text.isprintable()):
-        raise ConfigError(f"{option} {text!r} is empty or holds a line break; write it on one line, or leave it out")
+    source = "given by --save-seconds"
+    if save_seconds is None:
+        folder = folder_of(load_config(config, overrides=overrides, weights=False), run_dir)
+        save_seconds, source = _measured_save_seconds(folder), f"measured in {folder}"
+        if save_seconds is None:
+            raise ConfigError(f"{folder} holds no run with two saves or more; add --save-seconds, as in 30")
+    if not 0 < save_seconds < mtbf_hours * 3600:
+        raise ConfigError(f"saves of {save_seconds:g} s do not fit between failures every {mtbf_hours:g} h")
+    minutes = young_interval(save_seconds, mtbf_hours * 3600) / 60
+    # At most a week, as the config takes it.
+    return min(max(round(minutes, 1), 0.1), 10_080.0), f"{save_seconds:.3g} s per save ({source})"
+
+
+def _measured_save_seconds(run_dir: Path) -> float | None:
+    """The mean time that a save kept the devices from computing, over the newest saves that `run.json` lists."""
+    saves = read_run(run_dir).get("saves", []) if is_run(run_dir) else []
+    if len(saves) < 2:
+        return None
+    return (saves[-1]["seconds"]["saving"] - saves[0]["seconds"]["saving"]) / (len(saves) - 1)

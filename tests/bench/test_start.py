@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from jaxtrain.bench import start
-from jaxtrain.bench.start import NoStepError, cold_and_warm, start_seconds
+from jaxtrain.bench import measure
+from jaxtrain.bench.measure import NoStepError, start_seconds
 from jaxtrain.config import load_config
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.config.spikes import check_roll_back
@@ -21,13 +21,14 @@ TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num
 
 
 @pytest.mark.long
-def test_a_warm_start_reads_what_the_cold_one_compiled():
-    cold, warm = cold_and_warm("bench_cpu", [*TINY_RUN, "compilation_cache=null"], emulate=1)
-    assert any("cached next time" in line for line in cold.said)
-    assert any("from cache" in line for line in warm.said)
-    for one in (cold, warm):
-        assert one.seconds > 0
-        assert math.isfinite(one.seconds)
+def test_a_warm_start_reads_what_the_cold_one_compiled(tmp_path):
+    words = [*TINY_RUN, "compilation_cache=null"]
+    cold, warm = (start_seconds("bench_cpu", words, tmp_path, emulate=1) for _ in range(2))
+    assert any("cached next time" in line for line in cold[1])
+    assert any("from cache" in line for line in warm[1])
+    for seconds, _ in (cold, warm):
+        assert seconds > 0
+        assert math.isfinite(seconds)
 
 
 # Settings that write outside of the directory of the run, or ask a service.
@@ -57,7 +58,7 @@ def test_a_timed_start_leaves_nothing_but_its_folder(tmp_path, monkeypatch):
         def wait(self):
             pass
 
-    monkeypatch.setattr(start.subprocess, "Popen", Run)
+    monkeypatch.setattr(measure.subprocess, "Popen", Run)
     with pytest.raises(NoStepError, match="it ended with 0"):
         start_seconds("digits_mlp", LOUD, tmp_path / "a cache")
     words = commands[0][commands[0].index("digits_mlp") + 1 : commands[0].index("--run-dir")]
@@ -65,7 +66,7 @@ def test_a_timed_start_leaves_nothing_but_its_folder(tmp_path, monkeypatch):
     check_roll_back(config.spikes, config.checkpoint)
     assert [name for name, value in config.logging if value is True] == []
     assert (config.checkpoint.directory, config.checkpoint.mirror, config.checkpoint.every) == (None, None, None)
-    assert config.checkpoint.every_minutes == start._NEVER_MINUTES
+    assert config.checkpoint.every_minutes == measure._NEVER_MINUTES
     assert config.profile.start_step is None
     assert config.notices is not None
     assert config.notices.metadata is False

@@ -8,13 +8,11 @@ import sys
 import pytest
 import yaml
 
-from jaxtrain.submit.tpu_slices import KINDS, tpu_slice
+from jaxtrain.submit.tpu import KINDS, tpu_slice
 
 IMAGE = ("--image", "example.com/jaxtrain:0.1.0")
 RUNS = ("--volume", "runs:/runs")
 COMMON = (*IMAGE, *RUNS)
-# What a stand-in for kubectl says of objects that are asked for: they are there.
-THERE = "if sys.argv[1] == 'get': sys.exit()\n"
 
 
 @pytest.fixture
@@ -164,29 +162,27 @@ def test_a_secret_of_the_file_is_not_handed_to_the_cluster(cli, tmp_path):
     file.write_text("train: {steps: 3}\n# token of Ann: hf_abcdefghijklmnopqrstuvwxyz\n")
     answer = cli("submit", "job", str(file), *COMMON)
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err.startswith(f"jaxtrain: {file} holds a secret, which a manifest would show")
+    assert answer.err.startswith(f"jaxtrain: {file} holds a secret, which would be shown")
 
 
 # id: (words after `submit job quickstart`, line)
 REFUSED = {
     "no image": ((), "--image is missing"),
-    "hosts of another slice": ((*COMMON, "--tpu", "v5e/4x4", "--hosts", "2"), "16 chips are 4 hosts of 4 chips"),
+    "hosts of another slice": ((*COMMON, "--tpu", "v5e/4x4", "--hosts", "2"), "v5e/4x4 are 4 hosts"),
     "gpus and tpus": ((*COMMON, "--tpu", "v5e/4x4", "--gpus", "8"), "not allowed with argument --tpu"),
-    "no such tpu": ((*COMMON, "--tpu", "v9/4x4"), "--tpu takes TYPE/TOPOLOGY with a type of v4, v5e, v5p, v6e, v7x"),
-    "name": ((*COMMON, "--name", "My_Run"), "not 'My_Run'; write --name my-run"),
-    "name too long": ((*COMMON, "--hosts", "16", "--name", "a" * 60), "at most 54 leave room for the numbers"),
+    "no such tpu": ((*COMMON, "--tpu", "v9/4x4"), "no such slice; write one of v4, v5e, v5p, v6e, v7x"),
     "volume without path": ((*IMAGE, "--volume", "runs"), "--volume takes CLAIM:PATH, not 'runs'"),
-    "volume over another": ((*COMMON, "--volume", "more:/runs/"), "/runs is mounted already"),
-    "secret in a variable": ((*COMMON, "--env", "WANDB_API_KEY=abc"), "write --secret NAME-OF-THE-SECRET"),
+    "secret in a variable": ((*COMMON, "--env", "WANDB_API_KEY=abc"), "make a Secret and write --secret NAME"),
     "run directory in a store": ((*IMAGE, "--run-dir", "gs://bucket/run"), "is not a path on this machine"),
-    "memory without a unit": ((*COMMON, "--memory", "64"), "not '64'; write --memory 64Gi"),
-    "secret in a setting": ((*COMMON, "data.path=https://u:pw@host/x"), "the cluster, write --secret with its name"),
+    "secret in a setting": ((*COMMON, "data.path=https://u:pw@host/x"), "data.path holds a secret"),
     "degrees": ((*COMMON, "--hosts", "2", "--gpus", "8", "parallel.tensor=3"), "does not divide the number of devices"),
+    "no kubectl": ((*COMMON, "--run"), "kubectl apply -f run.yaml"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "line"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_one_line(cli, words, line):
+def test_a_mistake_is_one_line(cli, words, line, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
     answer = cli("submit", "job", "quickstart", *words)
     assert (answer.code, answer.out) == (2, "")
     assert line in answer.err
@@ -212,7 +208,7 @@ def kubectl(tmp_path, monkeypatch):
 def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
     printed = submit("job", *COMMON, "--hosts", "2")
     given = tmp_path / "given.yaml"
-    kubectl(f"{THERE}assert sys.argv[1:] == ['apply', '-f', '-']; open({str(given)!r}, 'w').write(sys.stdin.read())")
+    kubectl(f"assert sys.argv[1:] == ['apply', '-f', '-']; open({str(given)!r}, 'w').write(sys.stdin.read())")
     out = tmp_path / "run.yaml"
     answer = cli("submit", "job", "quickstart", *COMMON, "--hosts", "2", "-o", str(out), "--run")
     assert (answer.code, answer.out, answer.err) == (0, "", "")
@@ -220,52 +216,20 @@ def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
     assert {one["kind"]: one for one in yaml.safe_load_all(given.read_text())} == printed
 
 
-# id: (what kubectl does, kind, exit code, line)
-FAILS = {
-    "no cluster": (f"{THERE}sys.exit('The connection was refused')", "job", 1, "kubectl apply failed: The connection"),
-    "name is taken": (
-        f"{THERE}sys.exit('spec.template: x: field is immutable')",
-        "job",
-        1,
-        "this name is taken; delete",
-    ),
-    "no claim": (
-        "sys.exit('Error from server (NotFound)' if 'persistentvolumeclaim' in sys.argv else 0)",
-        *("job", 2, "--volume runs: Error from server (NotFound)"),
-    ),
-    "has failed": ("if sys.argv[2] == 'job': print(' Failed', end='')", "job", 2, "quickstart is there and has ended"),
-    "is done": (
-        "if sys.argv[2] == 'jobset': print(' Completed', end='')",
-        "jobset",
-        2,
-        "kubectl delete jobset quickstart",
-    ),
-}
-
-
-@pytest.mark.parametrize(("body", "kind", "code", "line"), FAILS.values(), ids=FAILS)
-def test_a_cluster_that_refuses_is_one_line(cli, kubectl, body, kind, code, line):
-    kubectl(body)
-    answer = cli("submit", kind, "quickstart", *COMMON, "--run")
-    assert (answer.code, answer.err.count("\n")) == (code, 1)
-    assert line in answer.err
+def test_a_cluster_that_refuses_is_one_line(cli, kubectl):
+    kubectl("sys.exit('The connection was refused')")
+    answer = cli("submit", "job", "quickstart", *COMMON, "--run")
+    assert (answer.code, answer.err) == (1, "jaxtrain: kubectl apply failed: The connection was refused\n")
 
 
 def test_hosts_of_a_topology():
-    """(hosts, chips per host, devices), as in the sources of tpu_slices.py."""
+    """(hosts, chips per host, devices), as in the sources of tpu.py."""
     rows = {"v4/2x2x2": (2, 4, 8), "v5e/2x4": (1, 8, 8), "v5p/8x8x8": (128, 4, 512), "v7x/4x4x4": (16, 4, 128)}
     for text, found in rows.items():
         one = tpu_slice(text)
         assert (one.hosts, one.chips_per_host, one.num_devices) == found, text
-        assert one.accelerator == KINDS[text.partition("/")[0]].label
+        assert one.accelerator == KINDS[text.partition("/")[0]][0]
     assert tpu_slice("v5e/2x4", hosts=2).chips_per_host == 4
-
-
-def test_without_kubectl_one_line_says_what_works(cli, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    answer = cli("submit", "job", "quickstart", *COMMON, "--run")
-    assert answer.code == 2
-    assert "kubectl apply -f run.yaml" in answer.err
 
 
 # Against the schemas of Kubernetes (kubernetes-validate) and the models of JobSet (kubeflow-trainer-api): both find

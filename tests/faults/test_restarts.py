@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.commands.children import how_ended
+from jaxtrain.commands.launch import how_ended
 from jaxtrain.run.supervise import Policy, is_restarted, keeps_old_run, read_position, resumed_words, supervise
 
 KILLED = 128 + signal.SIGKILL
@@ -207,7 +207,7 @@ USAGE = {
 
 @pytest.mark.parametrize(("words", "line"), USAGE.values(), ids=USAGE)
 def test_mistakes_start_nothing(monkeypatch, capsys, words, line):
-    monkeypatch.setattr("jaxtrain.commands.children.start_child", None)
+    monkeypatch.setattr("jaxtrain.commands.launch.start_child", None)
     assert main(words.split()) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1

@@ -1,8 +1,4 @@
-"""Folders that bitsandbytes quantized to nf4: read as floats, read as they are, written as they were.
-
-That transformers and bitsandbytes read what is written, and that bitsandbytes quantizes floats to the same bytes, is
-checked with the program `scripts/check_nf4_folders.py`.
-"""
+"""Folders that bitsandbytes quantized to nf4: read as floats, read as they are, written as they were."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What people see: plain lines, the live view, numbers as text, and the remaining time."""
+"""What people see: plain lines, the live view, a notebook, numbers as text."""
 
 import io
 import math
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxtrain.metrics.eta import RemainingTime
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration, sparkline
 from jaxtrain.metrics.progress import Progress, describe
 from jaxtrain.runtime.terminal import print_remark
@@ -152,22 +151,6 @@ def test_live_only_where_it_can_be_seen(monkeypatch, variables, is_terminal, liv
     with Progress() as progress:
         progress.start(2, 0)
     assert ("\x1b[" in errors.getvalue()) == live
-
-
-@pytest.mark.parametrize(
-    ("updates", "expected"),
-    [
-        pytest.param([], None, id="no-step"),
-        pytest.param([(11, 50.0)], None, id="first-step-may-compile"),
-        pytest.param([(11, 50.0), (12, 52.0)], 2.0 * 88, id="from-the-second-step"),
-        pytest.param([(20, 50.0), (30, 60.0)], 70.0, id="logged-rows-only"),
-    ],
-)
-def test_remaining_time(updates, expected):
-    remaining = RemainingTime(100, 10)
-    for step, now in updates:
-        remaining.update(step, now)
-    assert remaining.seconds() == expected
 
 
 @pytest.mark.parametrize(

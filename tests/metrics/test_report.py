@@ -1,4 +1,4 @@
-"""The report: self-contained, escaped, small whatever the run logged, and tolerant of what is missing."""
+"""The report of a run: self-contained, escaped, small whatever was logged, tolerant of what is missing; its words."""
 
 import json
 import re
@@ -7,9 +7,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from jaxtrain.metrics.report.curves import MAX_POINTS, piece_starts, read_series, smoothed, thin
+from jaxtrain.metrics.history import read_series
 from jaxtrain.metrics.report.page import write_report
-from jaxtrain.metrics.report.script import SCRIPT
+from jaxtrain.metrics.report.plots import nice_ticks, smoothed, thin
+from jaxtrain.metrics.time_spent import PARTS, TimeSpent
 from jaxtrain.runtime.files import write_json_atomic
 
 _RUN = {
@@ -25,7 +26,7 @@ _RUN = {
     "git_dirty": True,
     "model": {"name": "transformer", "num_parameters": 124439808},
     "data": {"description": ["first line", "second <line>"], "fingerprint": "f00d"},
-    "final": {"loss": 1.25, "eval_loss": 1.5},
+    "final": {"loss": 1.25, "eval_loss": 1.5, "wall_seconds": 120.0},
 }
 
 
@@ -101,9 +102,8 @@ def test_page_is_self_contained_and_its_ids_do_not_collide(tmp_path):
     assert "://" not in html
     assert "@import" not in html
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
-    # The page's own script, which holds nothing of the run; without it titles give the values.
-    assert page.tags.count("script") == 1
-    assert f"<script>{SCRIPT}</script>" in html
+    # No script: titles give the values where the pointer is.
+    assert "script" not in page.tags
     assert "step 40: train 0.25, held-out 1.5" in page.text
     assert page.tags.count("svg") == 5
     assert len(page.ids) == len(set(page.ids))
@@ -130,7 +130,7 @@ def test_everything_is_escaped(tmp_path):
         "versions": {"<script>4</script>": "5"},
     }
     html = _write(tmp_path, run=run, metrics=_METRICS, sample="</pre><script>6</script> & \x00\x1b[31m é")
-    page = _Page(html.replace(f"<script>{SCRIPT}</script>", "").replace("<b>from an earlier end of this run</b>", ""))
+    page = _Page(html.replace("<b>an earlier end of this run</b>", ""))
     assert not {"script", "b", "i"} & set(page.tags)
     assert "</pre><script>6</script> & \ufffd\ufffd[31m é" in page.text
     assert "quick <b>start</b>" in page.text
@@ -163,17 +163,15 @@ def test_long_runs_give_a_page_below_200_kb(tmp_path):
     html = _write(tmp_path, metrics="".join(row(step) for step in range(1, 5001)), sample="word " * 100)
     page = _Page(html)
     assert page.tags.count("figure") == 12
-    assert "Bands show the smallest and largest value of neighbouring rows." in page.text
     assert "Without a picture: own_g, own_h." in page.text
     assert len(html.encode()) < 200_000
 
 
-@pytest.mark.parametrize("count", [MAX_POINTS, MAX_POINTS + 1, 12_345])
+@pytest.mark.parametrize("count", [200, 201, 12_345])
 def test_thinning_keeps_mean_extremes_and_order(count):
     steps, values = np.arange(count, dtype=float), np.random.default_rng(0).normal(size=count)
     curve = thin(steps, values)
-    assert len(curve.steps) == min(count, MAX_POINTS)
-    assert curve.is_thinned == (count > MAX_POINTS)
+    assert len(curve.steps) == 200
     assert (np.diff(curve.steps) > 0).all()
     assert curve.low.min() == values.min()
     assert curve.high.max() == values.max()
@@ -183,28 +181,199 @@ def test_thinning_keeps_mean_extremes_and_order(count):
 
 def test_series_are_ordered_and_leave_out_what_is_no_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(_row(2, loss=None) + _row(1) + '{"step": 3, "sample": "text", "loss": 4.0}\n')
-    series, gaps = read_series(path)
-    assert series["loss"][0].tolist() == [1, 3]
+    path.write_text(_row(2, loss=None) + _row(1) + '{"step": 3, "sample": "text", "loss": 4.0}\n' + _row(1, loss=5.0))
+    series = read_series(path)
+    np.testing.assert_equal(series["loss"], ([1, 2, 3], [5.0, np.nan, 4.0]))
     assert "sample" not in series
-    assert gaps["loss"].tolist() == [2]
 
 
-def test_no_line_crosses_a_gap_and_no_mean_reaches_over_it(tmp_path):
-    """Values fall from 3 to 2 before the gap, and from 1 to 0 behind it: all means stay within either."""
-    count, third = 3000, 1000
-    values = [*np.linspace(3, 2, third), *[None] * third, *np.linspace(1, 0, count - 2 * third)]
+def test_no_line_crosses_a_gap(tmp_path):
+    """Values fall from 3 to 2 before the gap, and from 1 to 0 behind it."""
+    third = 1000
+    values = [*np.linspace(3, 2, third), *[None] * third, *np.linspace(1, 0, third)]
     html = _write(tmp_path, metrics="".join(_row(step + 1, loss=loss) for step, loss in enumerate(values)))
-    assert "Where a line is interrupted, its values were not finite, or not known." in _Page(html).text
-    (steps, values), gaps = (found["loss"] for found in read_series(tmp_path / "metrics.jsonl"))
-    starts = piece_starts(steps, gaps)
-    assert steps[starts].tolist() == [2 * third + 1]
-    even = smoothed(values, starts)
-    assert even is not None
-    np.testing.assert_allclose(even, values, atol=1e-12)
-    curve = thin(steps, even, starts=starts, max_points=50)
-    assert [curve.low[: curve.starts[0]].min(), curve.high[curve.starts[0] :].max()] == pytest.approx([2, 1])
-    # The strong line of the training loss and, of a thinned curve, its band: a piece on either side.
+    curve = thin(*read_series(tmp_path / "metrics.jsonl")["loss"])
+    known = np.flatnonzero(np.isfinite(curve.values))
+    assert np.flatnonzero(np.diff(known) > 1).tolist() == [66]
+    # The strong line of the training loss and its band: a piece on either side.
     loss = re.findall(r'<path d="([^"]*)"', html.partition('aria-label="Loss over steps"')[2].partition("</svg>")[0])
     lines = [path for path in loss if path.count("M") == 2 and "h0" not in path and len(path) > 100]
     assert len(lines) == 2
+
+
+@pytest.mark.parametrize("count", [23, 200])
+def test_smoothing_does_not_move_a_straight_line(count):
+    values = np.linspace(5.0, 3.0, count)
+    # Sums over up to 200 values of order 1, in float64.
+    np.testing.assert_allclose(smoothed(values), values, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "options"),
+    [
+        pytest.param(0.0, 400.0, {"is_whole": True}, id="steps"),
+        pytest.param(-1e30, 1e30, {}, id="huge"),
+        pytest.param(1e-9, 1e9, {"is_log": True}, id="logarithmic"),
+        pytest.param(12_345.0, 12_349.0, {}, id="narrow"),
+    ],
+)
+def test_axes_have_few_round_ticks(low, high, options):
+    ticks = nice_ticks(low, high, **options)
+    assert 3 <= len(ticks) <= 8
+    assert low <= min(ticks)
+    assert max(ticks) <= high
+
+
+def _words(run_dir, run, train=(), held_out=(), *, sample=None, extra=()):
+    """The page as text: tags, style and pictures taken out."""
+    rows = [{"step": step, "loss": loss} for step, loss in train]
+    rows += [{"step": step, "eval_loss": loss} for step, loss in held_out]
+    rows += list(extra)
+    metrics = "".join(json.dumps(row) + "\n" for row in rows)
+    page = _write(run_dir, run={"name": "run", "status": "done", **run}, metrics=metrics, sample=sample)
+    page = re.sub(r"<(style|svg).*?</\1>", "", page, flags=re.DOTALL).replace("<wbr>", "")
+    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
+
+
+_LANGUAGE = {"task": "language_modeling", "data": {"vocab_size": 2048}}
+_FALLING = [(step, 5.0 - step / 200) for step in range(100, 801, 100)]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "words"),
+    [
+        pytest.param(
+            _FALLING, [(200, 4.0), (600, 3.83), (800, 3.94)],
+            "best at step 600 (3.83) and has risen by 0.11 since; training loss still falls: the model overfits",
+            id="overfits",
+        ),
+        pytest.param(
+            _FALLING, [(200, 4.0), (600, 3.830), (800, 3.835)],
+            "best at step 600 (3.83) and has stayed there since (3.835 at step 800)", id="stays-at-its-best",
+        ),
+        pytest.param(
+            _FALLING, [(400, 4.0), (800, 3.8)],
+            "best at step 800 (3.8), its last evaluation: more steps may lower it further", id="still-falls",
+        ),
+        pytest.param(_FALLING, [], "No held-out rows were evaluated", id="no-held-out-rows"),
+        pytest.param(
+            [(1, 7.7)], [], "Training loss (7.7) is no better than a uniform guess over 2,048 tokens (7.625)",
+            id="no-better-than-a-guess",
+        ),
+    ],
+)  # fmt: skip
+def test_curves_are_said_in_words(tmp_path, train, held_out, words):
+    assert words in _words(tmp_path, _LANGUAGE, train, held_out)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"status": "running"}, "has not ended: it still trains, or was killed. Its last row is of step 8 of 20"),
+        ({"status": "diverged"}, "The run diverged: gradients were not finite"),
+        ({"final": {"skipped_steps": 1}}, "Skipped steps: 1; gradients were not finite"),
+        ({"seconds": {"steps": 6.0, "waiting for data": 4.0}}, "40 % of the time of the steps was spent waiting"),
+        (
+            {"task": "regression", "data": {"reading": {"target_deviation": [1.0, 3.0]}}},
+            "Training loss is 2; the mean of the targets gives 5.",
+        ),
+    ],
+    ids=["running", "diverged", "skipped", "waiting", "regression"],
+)
+def test_how_a_run_ended_is_said(tmp_path, run, words):
+    assert words in _words(tmp_path, {"config": {"train": {"steps": 20}}, **run}, [(8, 2.0)])
+
+
+def test_a_loss_that_is_not_finite_is_not_the_one_before(tmp_path):
+    train = [(step, 1.5 if step <= 50 else None) for step in range(10, 101, 10)]
+    text = _words(tmp_path, {"status": "running"}, train, [(50, 1.5), (100, None)])
+    assert "not finite final loss" in text
+    assert "not finite held-out loss" in text
+    assert "Training loss is not finite" in text
+    assert "Held-out loss is not finite; it was best at step 50 (1.5)" in text
+
+
+def test_the_prompt_is_told_apart_and_the_sample_has_its_step(tmp_path):
+    run = {"config": {"evaluation": {"sample_prompt": "Once"}, "train": {"steps": 10}}}
+    extra = [{"step": 10, "sample": "Once more"}]
+    text = _words(tmp_path, run, [(10, 1.0)], sample="Once more", extra=extra)
+    assert "after step 10 Once more" in text
+    assert '<b class="prompt">Once</b><span class="sample"> more</span>' in (tmp_path / "report.html").read_text()
+    text = _words(tmp_path, run | {"status": "preempted"}, [(10, 1.0), (15, 1.0)], sample="Once more", extra=extra)
+    assert "after step 10, an earlier end of this run , which has since gone on to step 15" in text
+
+
+def test_where_the_time_went_adds_up_over_resumes(tmp_path):
+    first = TimeSpent()
+    first.add("steps", 3.0)
+    with first.measure("saving"):
+        pass
+    second = TimeSpent()
+    second.add("steps", 2.0)
+    second.after(first.seconds())
+    seconds = second.seconds()
+    assert set(seconds) == {*PARTS, "other"}
+    # Rounded to milliseconds in each of the two.
+    assert seconds["steps"] == pytest.approx(5.0, abs=2e-3)
+    run = {"seconds": {"steps": 45.0, "compiling": 15.0}, "resumed_after": [40]}
+    text = _words(tmp_path, run, [(80, 1.0)])
+    assert "1:00 in all, over 2 starts of the run. steps: 45.0 s (75.0 %) compiling: 15.0 s (25.0 %)" in text
+    assert "resumed after step 40" in text
+
+
+def test_settings_that_differ_come_first_and_the_rest_is_folded(tmp_path):
+    config = {
+        "task": "classification",
+        "model": {"kind": "mlp", "hidden_dims": [8, 8]},
+        "data": {"kind": "digits"},
+        "optimizer": {"kind": "adamw", "learning_rate": 0.002},
+    }
+    text = _words(tmp_path, {"config": config}, [(1, 2.0)])
+    changed, _, others = text[text.index("Settings that differ") :].partition("other")
+    assert "optimizer.learning_rate 0.002 0.001" in changed
+    assert "model.hidden_dims [8, 8] [256, 256]" in changed
+    assert "data.kind digits" in changed
+    assert "learning_rate" not in others.partition("Versions")[0]
+
+
+def test_parameters_have_shape_share_and_sharding_and_many_are_folded(tmp_path):
+    found = {"head/kernel": "float32[8,10] fsdp,-", "head/bias": "float32[10]", "odd": "?"}
+    text = _words(tmp_path, {"parameters": found, "mesh": {"data": 2, "fsdp": 4, "pipe": 1}}, [(1, 2.0)])
+    assert "90 numbers (90) in 2 arrays. Mesh: data 2, fsdp 4." in text
+    assert "head/kernel 8 x 10 float32 80 88.9 % fsdp, -" in text
+    assert "head/bias 10 float32 10 11.1 % replicated" in text
+    assert "<details><summary>head" not in (tmp_path / "report.html").read_text()
+    found = {f"blocks_{i // 20}/layer_{i}/kernel": "float32[160,448] fsdp,-" for i in range(2000)}
+    text = _words(tmp_path, {"parameters": found}, [(1, 2.0)])
+    assert "blocks_0: 1,433,600 (1.0 %) in 20 arrays" in text
+    assert "and 20 more" in text
+    # 400 rows of about 180 bytes, 100 groups and the style.
+    assert len((tmp_path / "report.html").read_text()) < 200_000
+
+
+_HELD_OUT = {
+    "task": "classification", "step": 10, "rows": 10, "of_rows": 10, "right": 7, "num_classes": 3,
+    "classes": ["cat", "<b>dog</b>", "owl"], "matrix": [[0, 0, 4], [0, 1, 2], [1, 1, 3], [2, 0, 1]],
+    "confusions": [[0, 1, 2], [2, 0, 1]],
+    "mistakes": [{"row": 7, "target": 0, "predicted": 1, "loss": 3.25, "confidence": 0.9, "picture": "aGVsbG8="}],
+}  # fmt: skip
+
+
+def test_mistakes_are_a_matrix_pictures_and_words(tmp_path):
+    write_json_atomic(tmp_path / "held_out.json", _HELD_OUT)
+    text = _words(tmp_path, {}, [(10, 1.0)])
+    html = (tmp_path / "report.html").read_text()
+    assert "7 of 10 held-out rows were classified correctly after step 10." in text
+    # Long names stand in the rows only, with the numbers that the columns have.
+    assert "0 1 2 0 cat 4 2 · 1 &lt;b&gt;dog&lt;/b&gt; · 3 · 2 owl 1 · ·" in text
+    assert 'title="cat taken for &lt;b&gt;dog&lt;/b&gt;: 2 of 6"' in html
+    assert "cat taken for &lt;b&gt;dog&lt;/b&gt; , 90 % sure row 7, loss 3.25" in text
+    assert 'src="data:image/png;base64,aGVsbG8="' in html
+    many = {"num_classes": 1000, "classes": None, "matrix": None, "of_rows": 50_000}
+    picture = _HELD_OUT["mistakes"][0] | {"picture": '"><script>alert(1)</script>'}
+    write_json_atomic(tmp_path / "held_out.json", _HELD_OUT | many | {"mistakes": [picture]})
+    text = _words(tmp_path, {}, [(10, 1.0)])
+    assert "7 of 10 held-out rows (spread over 50,000) were classified" in text
+    assert "0 taken for 1: 2 times 2 taken for 0: 1 time" in text
+    assert "Confusion matrix" not in text
+    assert "alert(1)" not in (tmp_path / "report.html").read_text()

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.metrics.runinfo import finished_info, git_state, run_info, write_json_atomic
+from jaxtrain.metrics.runinfo import finished_info, git_state, run_info
 from jaxtrain.metrics.throughput import Meter
 from jaxtrain.runtime import files
+from jaxtrain.runtime.files import write_json_atomic
 
 
 def test_run_info_is_strict_json_without_the_environment(tmp_path, monkeypatch):

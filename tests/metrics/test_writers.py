@@ -1,24 +1,30 @@
-"""Metric files: strict JSON lines, what a resume drops, what a full disk keeps waiting, the last metrics of a run."""
+"""Metric files and TensorBoard events: strict lines, resumes, full disks, the last metrics of a run, thumbnails."""
 
 import errno
+import io
 import json
 import math
 import os
 import re
+import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import image
+from tensorboard_events import read_events
+from tensorboardX.record_writer import RecordWriter
 
 import jaxtrain as jt
 from jaxtrain.config.schema import LoggingConfig
-from jaxtrain.errors import ConfigError, StorageError
-from jaxtrain.metrics import lasting
+from jaxtrain.errors import StorageError
+from jaxtrain.metrics import writers
 from jaxtrain.metrics.history import last_evaluation, last_metrics
-from jaxtrain.metrics.lasting import LastingWriter
-from jaxtrain.metrics.writers import JsonlWriter, MultiWriter, open_writers, row_of
+from jaxtrain.metrics.media import thumbnail
+from jaxtrain.metrics.writers import JsonlWriter, LastingWriter, MultiWriter, TensorBoardWriter, open_writers
 
 
 def _refuse(constant):
@@ -49,10 +55,9 @@ def test_jsonl_writes_strict_json(tmp_path, value, written):
     writer.close()
 
 
-@pytest.mark.parametrize("value", ["2.5", 1 + 2j], ids=repr)
-def test_jsonl_refuses_what_is_no_real_number(tmp_path, value):
-    with pytest.raises(ConfigError, match=r"scalars: 'loss' takes one real number, not .*; write float"):
-        JsonlWriter(tmp_path / "metrics.jsonl").scalars(1, {"loss": value})
+def test_jsonl_takes_numbers_alone(tmp_path):
+    with pytest.raises(TypeError):
+        JsonlWriter(tmp_path / "metrics.jsonl").scalars(1, {"loss": "2.5"})  # pyright: ignore
 
 
 def test_jsonl_keeps_text(tmp_path):
@@ -113,38 +118,122 @@ def test_every_writer_is_closed_although_one_fails():
     assert closed == ["a", "b"]
 
 
-def test_a_tensor_that_is_no_array_is_a_number(tmp_path):
-    """As one of torch that needs a gradient: `float` takes it, and NumPy does not."""
+def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "MOST_WAITING", 2)
+    lines: list[str] = []
+    writer = LastingWriter(tmp_path / "metrics.jsonl", lines.append)
 
-    class Tensor:
-        dtype, shape, ndim = "torch.float32", (), 0
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def __float__(self):
-            return 2.5
+    def full(*steps: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(JsonlWriter, "append", refuse)
+            for step in steps:
+                writer.scalars(step, {"loss": 1.0})
 
-        def __array__(self, *arguments, **more):
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
-
-    assert row_of(1, {"loss": Tensor()}) == {"step": 1, "loss": 2.5}
-
-
-def refuse(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_rows_that_waited_too_long_are_missed_although_there_is_space_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lasting, "_MOST_WAITING", 2)
-    writer = LastingWriter(JsonlWriter(tmp_path / "metrics.jsonl"), lambda line: None)
-    with monkeypatch.context() as full:
-        full.setattr("jaxtrain.metrics.row_file.RowFile.append", refuse)
-        for step in (1, 2, 3):
-            writer.scalars(step, {"loss": 1.0})
-    writer.scalars(4, {"loss": 1.0})
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    with pytest.raises(StorageError, match="rows of metrics are missing in "):
+    full(1, 2)
+    writer.scalars(3, {"loss": 1.0})
+    assert [row["step"] for row in _rows(writer.path)] == [2, 3]
+    assert [line.rpartition("; ")[2] for line in lines[:1]] == ["training goes on, and rows wait in memory"]
+    assert len(lines) == 2
+    with pytest.raises(StorageError, match="1 rows of metrics could not be written"):
         writer.close()
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """step -> the loss that TensorBoard shows: a start hides later steps before it; each is there once."""
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    found: list[tuple[int, float]] = []
+    for event in read_events(run_dir / "tensorboard"):
+        if event.session_log.status == SessionLog.START:
+            found = [one for one in found if one[0] < event.step]
+        found += [(event.step, value.simple_value) for value in event.summary.value if value.tag == "loss"]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def write(run_dir: Path, steps: range, *, resumed_step: int = 0, loss: float = 1.0, tensorboard: bool = True) -> None:
+    writer = open_writers(run_dir, LoggingConfig(tensorboard=tensorboard), resumed_step=resumed_step)
+    for step in steps:
+        writer.scalars(step, {"step": step, "loss": loss})
+    writer.close()
+
+
+@pytest.mark.parametrize("most", [3, 1000], ids=["the newest", "all"])
+def test_a_resumed_run_writes_what_a_kill_kept_from_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(writers, "_ROWS_WRITTEN_AGAIN", most)
+    write(tmp_path, range(1, 10), tensorboard=False)
+    writer = TensorBoardWriter(tmp_path / "tensorboard")
+    for step in range(1, 5):
+        writer.scalars(step, {"loss": 1.0, "model_flops_utilization": None, "grad_norm": math.nan})
+    writer.close()
+    [path] = (tmp_path / "tensorboard").iterdir()
+    path.write_bytes(path.read_bytes() + b"\xff" * 40)  # torn by the kill: read up to there
+    write(tmp_path, range(7, 13), resumed_step=6, loss=2.0)
+    assert losses(tmp_path) == dict.fromkeys(range(1, 7), 1.0) | dict.fromkeys(range(7, 13), 2.0)
+
+
+def test_tensorboard_gets_all_rows_of_a_run_that_began_without(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 6), tensorboard=False)
+    write(tmp_path, range(6, 8), resumed_step=5)
+    assert losses(tmp_path) == dict.fromkeys(range(1, 8), 1.0)
+
+
+def test_tensorboard_goes_on_in_another_file_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "COLLECTED_SECONDS", 0.01)
+    monkeypatch.setattr(writers, "_PAUSE_SECONDS", 0.01)
+    refused, flush = threading.Event(), RecordWriter.flush
+
+    def full(self: RecordWriter) -> None:
+        if not refused.is_set():
+            refused.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(self)
+
+    monkeypatch.setattr(RecordWriter, "flush", full)
+    writer = TensorBoardWriter(tmp_path / "tensorboard")
+    writer.scalars(1, {"loss": 1.0})
+    assert refused.wait(20)
+    writer.scalars(2, {"loss": 1.0})
+    writer.close()
+    assert losses(tmp_path) == {1: 1.0, 2: 1.0}
+
+
+def test_a_disk_that_hangs_keeps_no_step_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = threading.Event()
+    monkeypatch.setattr(writers, "COLLECTED_SECONDS", 0.01)
+    monkeypatch.setattr(writers, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(RecordWriter, "flush", lambda self: blocks.wait())
+    writer = TensorBoardWriter(tmp_path)
+    started = time.monotonic()
+    for step in range(100):
+        writer.scalars(step, {"loss": 1.0})
+    writer.close()
+    assert time.monotonic() - started < 20
+    blocks.set()
+    writer._thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "size"),
+    [((8, 6), np.float32, (8, 6)), ((100, 60, 3), np.uint8, (32, 19))],
+    ids=["grey", "colour-averaged"],
+)
+def test_thumbnails_are_pictures_that_others_read(shape: tuple[int, ...], dtype: type, size: tuple[int, int]) -> None:
+    values = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+    content = thumbnail(values)
+    assert content is not None
+    drawn = image.imread(io.BytesIO(content), format="png")
+    assert drawn.shape[:2] == size
+    if dtype is np.float32:
+        # The smallest value is black and the largest white; PNG rounds to 1/255.
+        np.testing.assert_allclose(drawn, (values - values.min()) / np.ptp(values), atol=0.5 / 255 + 1e-6)
+    assert thumbnail(np.zeros(5)) is None
+    assert thumbnail(np.full((4, 4), np.nan)) is None
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> Path:

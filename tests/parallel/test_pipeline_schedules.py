@@ -1,15 +1,12 @@
 """Pipeline schedules: order, bubble and live inputs are those stated, and the runner's slots hold what it reads."""
 
-import importlib.util
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.parallel.schedules import SCHEDULES, Schedule, make_schedule
 
-SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "show_schedule.py"
 # Stages, microbatches, chunks per stage.
 PLAIN = [(p, m, 1) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 16)]
 CHUNKED = [(p, p * g, v) for p in (1, 2, 3, 4, 8) for g in (1, 2, 4) for v in (2, 3)]
@@ -123,25 +120,3 @@ def test_wrong_counts_are_one_line_with_a_way_out(arguments, message):
     with pytest.raises(ConfigError, match=message) as caught:
         make_schedule(*arguments)
     assert "\n" not in str(caught.value)
-
-
-def test_script(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("show_schedule", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    path = tmp_path / "schedule.png"
-    assert module.main(["1f1b", "--stages", "2", "--microbatches", "3", "--picture", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[:7] == [
-        "1f1b: 2 stages, 3 microbatches, 5 ticks; bubble 25.0%; peak live inputs 3 (by stage 3, 1)",
-        "",
-        "tick      0 1 2 3 4",
-        "stage 0 F 0 1 2 . .",
-        "        B . . 0 1 2",
-        "stage 1 F . 0 1 2 .",
-        "        B . 0 1 2 .",
-    ]
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert module.main(["1f1b", "--stages", "4", "--microbatches", "0"]) == 2
-    assert "parallel.microbatches=0" in capsys.readouterr().err

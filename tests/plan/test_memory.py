@@ -6,9 +6,7 @@ compiled after the constants were set: they hold the claim for configs that the 
 to be changed for them; a row that a constant is fitted to moves to the others.
 """
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,37 +56,6 @@ def test_a_stack_of_blocks_adds_its_gradients_layer_by_layer(config: str) -> Non
     # The float32 sums and the gradient of one layer, or of one parameter outside the stack; all of them in the compute
     # dtype and in float32 would be 2.2 to 2.5 times the sums.
     assert parts["gradients"] < 1.5 * parts["parameters"]
-
-
-@pytest.fixture
-def frontier(monkeypatch):
-    """The script of remat policies, as a module."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    yield importlib.import_module("remat_frontier")
-    sys.modules.pop("remat_frontier")
-
-
-def test_the_frontier_names_what_is_dominated(frontier):
-    sizes = ("num_layers=8", "embed_dim=1024", "mlp_dim=8192", "num_heads=8", "vocab_size=512")
-    batch = ("train.global_batch_size=8", "train.accumulation_steps=1", "parallel.data=1", "precision.policy=bf16")
-    config = load_config("gpt2_124m", overrides=[*batch, *(f"model.{size}" for size in sizes)]).config
-    points = frontier.remat_frontier(config, parse_targets("h100")[0], lambda estimate: estimate)
-    by_name = {point.name: point for point in points}
-    full, sqrt = by_name["remat.policy=full"], by_name["remat.policy=sqrt"]
-    moved = by_name["remat.policy=full remat.offload=[block_input]"]
-    assert [point.peak_bytes for point in points] == sorted((one.peak_bytes for one in points), reverse=True)
-    assert sqrt.peak_bytes < full.peak_bytes < by_name["remat.policy=none"].peak_bytes
-    assert sqrt.extra_compute == pytest.approx(2 * full.extra_compute)
-    assert moved.peak_bytes < full.peak_bytes
-    assert moved.extra_compute == full.extra_compute
-    # Six of eight inputs of 16 MiB less than full, and all eight.
-    assert full.peak_bytes - sqrt.peak_bytes == 2 * moved.host_bytes / 8
-    # The least memory there is takes the host's, and is beaten by nothing.
-    assert points[-1] is moved
-    assert not moved.dominated
-    # It keeps the results of all weight matmuls, and recomputes as little.
-    assert by_name["remat.policy=none"].dominated
-    assert "[dominated]" in frontier.frontier_table(points)
 
 
 def test_advice_offers_to_offload_state_that_does_not_fit():

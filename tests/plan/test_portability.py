@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -66,13 +67,28 @@ ACTIVATIONS = {
 }
 
 
+def fp8_products(program: str) -> dict[str, tuple[int, int]]:
+    """Products of the scopes of `ops/fp8.py` that multiply 8-bit numbers, and that multiply wider ones."""
+    counts = {name: [0, 0] for name in ("fp8_forward", "fp8_input_gradient", "fp8_kernel_gradient")}
+    types: dict[str, str] = {}
+    for line in program.splitlines():
+        types |= dict(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = (\w+)\[", line))
+        scope = next((name for name in counts if f"/{name}/" in line), None)
+        call = re.search(r'custom_call_target="(__cublas[^"]*)"', line)
+        dot = re.search(r"= .*? (?:dot|convolution)\(%?([\w.-]+), %?([\w.-]+)", line)
+        if scope is not None and (call or dot):
+            operands = dot.groups() if dot else ()
+            native = call[1].endswith("$f8") if call else all(types.get(one, "").startswith("f8") for one in operands)
+            counts[scope][not native] += 1
+    return {name: (native, wider) for name, (native, wider) in counts.items()}
+
+
 def compile_row(name: str) -> dict[str, Any]:
     """Compile the step of a row; what stands in its program."""
     import jax
     import numpy as np
     import optax
 
-    from jaxtrain.bench.fp8_program import fp8_products
     from jaxtrain.config.models import TransformerConfig
     from jaxtrain.layout.mesh import crossing_axes, make_mesh
     from jaxtrain.models.shipped.build import build_model
@@ -131,7 +147,7 @@ def compile_row(name: str) -> dict[str, Any]:
         "permutes_in_branches": [one.line for one in found if one.kind == "collective-permute" and one.in_branch],
         "choices": choices,
         "kernel_calls": text.count("tpu_custom_call"),
-        "fp8_products": {name: [found.native, found.emulated] for name, found in fp8_products(text).items()},
+        "fp8_products": fp8_products(text),
     }
 
 

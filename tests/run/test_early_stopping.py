@@ -14,7 +14,7 @@ from training_runs import losses, rows
 
 import jaxtrain as jt
 from jaxtrain.config.early_stopping import EarlyStoppingConfig, is_higher_better
-from jaxtrain.metrics.report.files import read_files
+from jaxtrain.metrics.report.run_files import read_files
 from jaxtrain.run.early_stopping import judge, recorded_evaluations
 
 VERDICTS = {

@@ -12,11 +12,11 @@ import numpy as np
 import optax
 import pytest
 from PIL import Image
+from tensorboard_events import read_events
 from test_fit import digests, fit
 from training_runs import losses, rows
 
 import jaxtrain as jt
-from jaxtrain.metrics.event_files import event_files, read_events
 
 DIGITS = {
     "task": "classification",
@@ -190,7 +190,7 @@ def test_what_a_callback_logs_is_in_the_metrics_the_events_and_the_report(tmp_pa
         np.testing.assert_allclose((one["edges"][0], one["edges"][-1]), (gradients.min(), gradients.max()), rtol=1e-4)
     picture = next(row["picture"] for row in logged if "picture" in row)
     assert np.asarray(Image.open(io.BytesIO(base64.b64decode(picture["png"])))).shape == (8, 8)
-    events = [event for path in event_files(tmp_path / "tensorboard") for event in read_events(path)]
+    events = list(read_events(tmp_path / "tensorboard"))
     kinds = {(event.step, one.tag): one.WhichOneof("value") for event in events for one in event.summary.value}
     assert {kinds[4, name] for name in ("gradients/w", "errors")} == {"histo"}
     assert (kinds[2, "rate"], kinds[4, "picture"]) == ("simple_value", "image")

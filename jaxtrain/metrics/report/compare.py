@@ -1,53 +1,82 @@
-"""Several runs on one page: their curves over one another, their numbers, and the settings in which they differ."""
+"""Several runs on one page, as of a sweep: the best first, what differs between them, their curves together."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.metrics.format import format_bytes, format_count
-from jaxtrain.metrics.report.curves import Curve, smoothed, thin
-from jaxtrain.metrics.report.files import RunFiles, read_files
-from jaxtrain.metrics.report.headline import UNITS, status_kind, usual_rate, wall_time
-from jaxtrain.metrics.report.html import Markup, grid, mapping, page, rounded, section, text
-from jaxtrain.metrics.report.plots import DASHES, Plot, Reference, draw_svg
-from jaxtrain.metrics.report.rank import other_losses, winner
-from jaxtrain.metrics.report.tables import flat
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.format import format_bytes, format_count, format_duration
+from jaxtrain.metrics.history import flat
+from jaxtrain.metrics.report.html import Markup, grid, mapping, number, page, rounded, section, soft, text, word_list
+from jaxtrain.metrics.report.page import usual_rate
+from jaxtrain.metrics.report.plots import Plot, figure
+from jaxtrain.metrics.report.run_files import RunFiles, read_files, read_json
 from jaxtrain.runtime.files import write_text_atomic
 
-# Curves beyond these cannot be told apart; the tables have no such limit.
-MOST_RUNS = 8
-_MOST_OWN_PLOTS = 6
-_POINTS = 160
-_STANDARD = ("loss", "eval_loss", "accuracy", "eval_accuracy", "learning_rate", "grad_norm")
+# The record of a trial of a sweep, beside run.json: its settings, and the exit code of its process.
+TRIAL_FILE = "trial.json"
+# Curves beyond these cannot be told apart, and settings beyond these are named only.
+_MOST_CURVES, _MOST_SETTINGS, _MOST_OWN_PLOTS = 8, 12, 6
+_STANDARD = ("eval_loss", "eval_accuracy")
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the directories of runs right below a folder, in the order of their names; trials may have left no run."""
+    found = [path for path in sorted(folder.iterdir()) if path.is_dir()] if folder.is_dir() else []
+    return [path for path in found if any((path / name).is_file() for name in ("run.json", TRIAL_FILE))]
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write one page that compares runs; it is replaced atomically.
+    """Write one page about runs, sorted by their lowest held-out loss, or the end of training loss where none has one.
+
+    Runs whose losses cannot be compared keep their order; those that diverged or failed come last.
 
     Args:
-        run_dirs: two to eight run directories; a run may still be running.
-        path: of the page.
-
-    Returns:
-        Path of the page.
+        run_dirs: directories of runs; one may be broken, still train, or hold the record of a trial alone.
+        path: of the page, which is replaced atomically, and returned.
     """
-    runs = [read_files(Path(run_dir)) for run_dir in run_dirs]
-    names = names_of(runs)
-    title = f"{len(runs)} runs: {', '.join(names)}"
-    sections = [
-        f"<header><h1>Comparison of {len(runs)} runs</h1></header>",
-        listed(runs, names),
-        _remarks(runs, names),
-        curves_of(runs, names),
-        _numbers(runs, names),
-        _settings(runs, names),
+    found = [_read(Path(run_dir)) for run_dir in run_dirs]
+    metric = "eval_loss" if any("eval_loss" in run.series for run in found) else "loss"
+    differing = _differing_losses([run for run in found if metric in run.series and run.kind != "bad"], metric)
+
+    def order(run: RunFiles) -> tuple[bool, bool, float]:
+        score = _score(run, metric)
+        return run.kind == "bad" or metric not in run.series, score is None, 0 if differing or not score else score[1]
+
+    found.sort(key=order)
+    runs = dict(zip(_names(found), found, strict=True))
+    scored = {name: run for name, run in runs.items() if run.series}
+    shown = dict(list(scored.items())[:_MOST_CURVES])
+    note = f"The curves are of the first {len(shown)} runs of the table." if len(shown) < len(runs) else ""
+    parts = [
+        f"<header><h1>{len(runs)} runs</h1></header>",
+        word_list(_words(runs, metric, differing)),
+        _table(runs, metric, is_ranked=not differing),
+        soft(note) + _curves(shown) if shown else "",
     ]
-    write_text_atomic(path, page(title, sections))
+    write_text_atomic(path, page(f"{len(runs)} runs", parts))
     return path
 
 
-def names_of(runs: Sequence[RunFiles]) -> list[str]:
+def _read(run_dir: Path) -> RunFiles:
+    """The files of a run; what its run.json does not say of its end, the record of the trial does."""
+    try:
+        run = read_files(run_dir)
+    except ConfigError:
+        return RunFiles(run_dir, run_dir.resolve().name, {}, {})
+    trial = read_json(run_dir / TRIAL_FILE)
+    code = trial.get("exit_code")
+    # A process that was killed left a run that is running.
+    if run.info and (run.status != "running" or code is None):
+        return run
+    status = "broken" if not trial else "not started" if code is None else f"failed (exit code {code})"
+    words = [str(word).partition("=") for word in trial.get("settings") or ()]
+    given = run.config or {key: value for key, _, value in words}
+    return RunFiles(run_dir, run.name, {**run.info, "status": status, "config": given}, run.series)
+
+
+def _names(runs: Sequence[RunFiles]) -> list[str]:
     """The names of the directories, with as many of the folders above them as tell them apart."""
     paths = [run.run_dir.resolve().parts for run in runs]
     depth = 1
@@ -56,187 +85,145 @@ def names_of(runs: Sequence[RunFiles]) -> list[str]:
     return ["/".join(path[-depth:]) for path in paths]
 
 
-def listed(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Make the legend: colour and dash of each run, its name, status and model."""
-    items = []
-    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
-        dash = f";stroke-dasharray:{DASHES[place]}" if DASHES[place] else ""
-        line = (
-            '<svg class="swatch" viewBox="0 0 40 10" aria-hidden="true">'
-            f'<path d="M0 5h40" style="stroke:var(--series-{place + 1});stroke-width:3{dash}"/></svg>'
-        )
-        model = mapping(run.info.get("model"))
-        facts = [str(model.get("name") or ""), _count(model.get("num_parameters"), "parameters"), run.task]
-        items.append(
-            f'<li>{line}<b>{text(name)}</b> <span class="status {status_kind(run.status)}">{text(run.status)}</span> '
-            f'<span class="soft">{text(" · ".join(fact for fact in facts if fact))}</span></li>'
-        )
-    return f'<ul class="runs">{"".join(items)}</ul>'
+def _score(run: RunFiles, metric: str) -> tuple[int, float] | None:
+    """What runs are ranked by: the lowest held-out loss, or the end of the training loss; with its step."""
+    if metric == "eval_loss":
+        return run.best()
+    end = run.end(metric)
+    return None if end is None else (int(run.series[metric][0][-1]), end)
 
 
-def _count(value: object, noun: str) -> str:
-    return f"{format_count(value)} {noun}" if isinstance(value, int) else ""
+def _differing_losses(runs: Sequence[RunFiles], metric: str) -> list[str]:
+    """What keeps the losses of runs from being compared."""
+    names = ("task", "settings of the loss", "data", "number of held-out rows")
+    keys = [_of_the_loss(run, metric) for run in runs]
+    return [name for name, *parts in zip(names, *keys, strict=True) if len({*parts}) > 1] if len(runs) > 1 else []
 
 
-def _remarks(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Say what cannot be compared: other tasks, other held-out rows, other tokens; and which run did best."""
-    lines = [("", line) for line in _differences(runs, names)]
-    won = winner(runs)
-    best = None if won is None else runs[won].best()
-    if won is not None and best is not None:
-        step, loss = best
-        lines.insert(0, ("good", f"{names[won]} has the lowest held-out loss: {rounded(loss)}, at step {step:,}."))
-    items = "".join(f'<li class="{kind}">{text(line)}</li>' for kind, line in lines)
-    return f'<ul class="words">{items}</ul>' if items else ""
+def _of_the_loss(run: RunFiles, metric: str) -> tuple[str, str, str, str]:
+    """What identifies the task of a run, the settings of its loss, its data, and how many rows it evaluates."""
+    data, loss = mapping(run.info.get("data")), mapping(run.config.get("loss"))
+    # Other terms of the loss (`z_loss`) are added in training alone.
+    kept = {"dpo": ("beta", "label_smoothing"), "classification": ("label_smoothing",)}.get(run.task, ())
+    settings = [run.config.get("task"), mapping(run.info.get("called")).get("task"), *(loss.get(key) for key in kept)]
+    rows = mapping(data.get("fingerprint")).get("validation") or data.get("fingerprint")
+    batches = number(mapping(run.config.get("evaluation")).get("max_batches"))
+    most = (batches or 0) * (number(mapping(run.config.get("train")).get("global_batch_size")) or 0)
+    held_out = number(mapping(data.get("fingerprint")).get("num_validation_rows")) or data.get("num_validation_rows")
+    count = most if most and not (held_out and most >= held_out) else "all"
+    if metric == "loss":
+        settings, rows, count = [*settings, dict(loss)], data.get("fingerprint"), ""
+    return run.task, json.dumps(settings, sort_keys=True), json.dumps(rows, sort_keys=True), str(count)
 
 
-def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
-    yield from other_losses(runs, names)
-    for run, name in zip(runs, names, strict=True):
-        if not run.series:
-            yield f"{name} has logged no metrics."
-        elif "eval_loss" not in run.series and any("eval_loss" in other.series for other in runs):
-            yield f"{name} has no held-out loss: it evaluated no held-out rows."
-        elif run.status != "done":
-            yield f"{name} is {run.status}: its last row is of step {run.last_step or 0:,}."
+def _words(runs: Mapping[str, RunFiles], metric: str, differing: Sequence[str]) -> Iterator[tuple[str, str]]:
+    name, first = next(iter(runs.items()), ("", None))
+    best = None if first is None or first.kind == "bad" else _score(first, metric)
+    if best is not None and not differing:
+        yield "good", f"{name} has the lowest {_label(metric)}: {rounded(best[1])}, at step {best[0]:,}."
+    if metric == "loss" and best is not None:
+        yield "", "No run evaluated held-out rows; training losses are means over the last tenth of the logged rows."
+    if differing:
+        yield "", f"The runs are not ranked: their losses differ in the {' and the '.join(differing)}."
+    for status in dict.fromkeys(run.status for run in runs.values()):
+        which = [name for name, run in runs.items() if run.status == status]
+        kind = runs[which[0]].kind
+        if kind != "good":
+            more = f" and {len(which) - 10} more" if len(which) > 10 else ""
+            yield kind.replace("plain", ""), f"{status}: {', '.join(which[:10])}{more}."
 
 
-def curves_of(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    own = [
-        name
-        for name in dict.fromkeys(name for run in runs for name in run.series)
-        if name.startswith("eval_") and name not in _STANDARD and sum(name in run.series for run in runs) > 1
-    ]
-    plots = [
-        _plot(runs, names, "Held-out loss", "eval_loss", may_be_log=True, with_guess=True),
-        _plot(runs, names, "Training loss", "loss", may_be_log=True, is_smoothed=True),
-        _plot(runs, names, "Held-out accuracy", "eval_accuracy", from_zero=True),
-        _plot(runs, names, "Training accuracy", "accuracy", from_zero=True, is_smoothed=True),
-        *(
-            _plot(runs, names, name.removeprefix("eval_").replace("_", " ") + ", held-out", name)
-            for name in own[:_MOST_OWN_PLOTS]
-        ),
-        _plot(runs, names, "Learning rate", "learning_rate"),
-        _plot(runs, names, "Gradient norm", "grad_norm", may_be_log=True, is_smoothed=True),
-        *(_plot(runs, names, f"Throughput, {unit}/s", f"{unit}_per_second", from_zero=True) for unit, _ in UNITS),
-    ]
-    figures = "\n".join(
-        f"<figure><figcaption>{text(plot.title)}</figcaption>{draw_svg(plot, prefix=f'plot{index}')}</figure>"
-        for index, plot in enumerate(plots)
-        if plot is not None
-    )
-    return section("Curves", f'<div class="plots">{figures}</div>' if figures else "<p>No metrics were logged.</p>")
+def _label(metric: str) -> str:
+    return "held-out loss" if metric == "eval_loss" else "training loss at its end"
 
 
-def _plot(
-    runs: Sequence[RunFiles],
-    names: Sequence[str],
-    title: str,
-    metric: str,
-    *,
-    may_be_log: bool = False,
-    from_zero: bool = False,
-    is_smoothed: bool = False,
-    with_guess: bool = False,
-) -> Plot | None:
-    """The curves of a metric of all runs that logged it; None where none did."""
-    curves = []
-    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
-        if metric in run.series:
-            curves.append((name, place, plain_line(run, metric, is_smoothed=is_smoothed)))
-    if not curves:
-        return None
-    if is_smoothed and any(smoothed(run.series[metric][1]) is not None for run in runs if metric in run.series):
-        title += ", smoothed"
-    is_language = all(run.is_language for run in runs)
-    guesses = {guess for run in runs if (guess := run.baseline()) is not None} if with_guess else set()
-    references: Sequence[Reference] = tuple(guesses) if len(guesses) == 1 else ()
-    return Plot(
-        title,
-        "nats per token" if "loss" in metric and is_language else metric.removeprefix("eval_").replace("_", " "),
-        [(name, line) for name, _, line in curves],
-        may_be_log=may_be_log,
-        from_zero=from_zero,
-        references=references,
-        with_dashes=True,
-        looks=[number for _, number, _ in curves],
-    )
+def _table(runs: Mapping[str, RunFiles], metric: str, *, is_ranked: bool) -> str:
+    """One row per run: status, the last and the best figures, and the settings that differ."""
+    settings = {name: _settings(run) for name, run in runs.items()}
+    keys = _differing([settings[name] for name, run in runs.items() if run.info])
+    # Many settings of few runs have a table of their own, with a column per run.
+    is_wide = len(keys) > _MOST_SETTINGS and len(runs) <= _MOST_CURVES
+    columns: dict[str, list[object]] = {"run": list(runs)}
 
+    def add(name: str, *cells: object) -> None:
+        columns[name] = ["-" if cell in (None, "") else cell for cell in cells]
 
-def plain_line(run: RunFiles, metric: str, *, is_smoothed: bool) -> Curve:
-    """One line per run, without bands: several over one another would hide each other."""
-    (steps, values), starts = run.series[metric], run.starts(metric)
-    even = smoothed(values, starts) if is_smoothed else None
-    line = thin(steps, values if even is None else even, starts=starts, max_points=_POINTS)
-    return Curve(line.steps, line.values, line.values, line.values, False, line.starts)
-
-
-def _numbers(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Make the table of results, one row per run; the best of a column is bold."""
-    scores = sorted(
-        {name for run in runs for name in run.series if name.startswith("eval_") and name != "eval_loss"},
-        key=lambda name: (name != "eval_accuracy", name),
-    )[:4]
-    header = [
-        *("run", "steps", "training loss", "held-out loss", "best held-out loss"),
-        *(name.replace("eval_", "held-out ").replace("_", " ") for name in scores),
-        *("rate", "wall time", "memory", "devices"),
-    ]
-    best, won = [run.best() for run in runs], winner(runs)
-    rows = []
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        lowest = best[index]
-        at = "-" if lowest is None else f"{rounded(lowest[1])} (step {lowest[0]:,})"
-        rates = [f"{format_count(rate)} {label}" for unit, label in UNITS if (rate := usual_rate(run, unit))]
-        memory = run.series.get("device_memory_bytes")
-        devices = mapping(run.info.get("devices"))
-        rows.append(
-            [
-                name,
-                "-" if run.last_step is None else f"{run.last_step:,}",
-                run.shown("loss") or "-",
-                run.shown("eval_loss") or "-",
-                Markup(f"<b>{text(at)}</b>") if index == won else at,
-                *(run.shown(score) or "-" for score in scores),
-                ", ".join(rates) or "-",
-                wall_time(run) or "-",
-                "-" if memory is None else format_bytes(float(memory[1].max())),
-                f"{devices.get('count', '?')} x {devices['kind']}" if devices.get("kind") else "-",
-            ]
-        )
+    every, scores = runs.values(), [_score(run, metric) for run in runs.values()]
+    add("status", *(Markup(f'<span class="status {run.kind}">{text(run.status)}</span>') for run in every))
+    best = [None if score is None else text(rounded(score[1])) for score in scores]
+    if is_ranked and best and best[0] is not None and next(iter(every)).kind != "bad":
+        best[0] = Markup(f"<b>{best[0]}</b>")
+    add("best held-out loss" if metric == "eval_loss" else "training loss at the end", *best)
+    add("at step", *(None if score is None else f"{score[0]:,}" for score in scores))
+    for name in dict.fromkeys(("eval_loss", *(name for run in every for name in run.series))):
+        if name in ("eval_loss", "eval_accuracy") or (name.startswith("eval_") and len(columns) < 9):
+            add(name.replace("eval_", "held-out ").replace("_", " "), *(run.shown(name) for run in every))
+    add("training loss" if metric == "eval_loss" else "last training loss", *(run.shown("loss") for run in every))
+    add("steps", *(run.last_step and f"{run.last_step:,}" for run in every))
+    for unit in ("tokens", "examples"):
+        rates = [usual_rate(run, unit) for run in every]
+        add(f"{unit}/s", *(None if rate is None else format_count(rate) for rate in rates))
+    add("wall time", *(format_duration(run.wall_seconds()) for run in every))
+    memory = [run.finite("device_memory_bytes") for run in every]
+    add("memory", *(format_bytes(float(one.max())) if len(one) else None for one in memory))
+    numbers = {*columns} - {"run", "status"}
+    for key in keys[: 0 if is_wide else _MOST_SETTINGS]:
+        add(key, *(_shown(settings[name].get(key)) for name in runs))
     # A column in which no run has a value says nothing.
-    kept = [column for column in range(len(header)) if any(row[column] != "-" for row in rows)]
-    numbers = [place for place, column in enumerate(kept) if 1 <= column < 5 + len(scores)]
-    table = grid(
-        [header[column] for column in kept], [[row[column] for column in kept] for row in rows], numbers=numbers
-    )
-    return section("Results", table)
+    kept = [name for name in columns if name in ("run", "status") or any(cell != "-" for cell in columns[name])]
+    rows = zip(*(columns[name] for name in kept), strict=True) if runs else ()
+    table = grid(kept, list(rows), numbers=[place for place, name in enumerate(kept) if name in numbers])
+    if is_wide:
+        differing = [[key, *(_shown(found.get(key)) for found in settings.values())] for key in keys]
+        table += f"<h3>Settings that differ</h3>{grid(('setting', *runs), differing)}"
+    elif len(keys) > _MOST_SETTINGS:
+        table += soft(f"Not shown: {', '.join(keys[_MOST_SETTINGS:])}, which differ too.")
+    return section(f"Sorted by {_label(metric)}" if is_ranked else "Results", table)
 
 
-def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Make the table of the settings and parts in which the runs differ."""
-    tables = [comparable(run) for run in runs]
-    keys = dict.fromkeys(key for table in tables for key in table)
-    rows = [
-        [key, *(shown_value(table.get(key)) for table in tables)]
-        for key in keys
-        if len({shown_value(table.get(key)) for table in tables}) > 1
-    ]
-    if not rows:
-        return section("Settings that differ", '<p class="soft">All settings are the same.</p>')
-    return section("Settings that differ", grid(("setting", *names), rows))
+def _settings(run: RunFiles) -> dict[str, Any]:
+    found = {key: value for key, value in flat(run.config).items() if key != "name"}
+    found |= {f"{part} (from Python)": given for part, given in mapping(run.info.get("from_python")).items() if given}
+    found |= {f"version of {name}": version for name, version in mapping(run.info.get("versions")).items()}
+    return found | ({"git commit": run.info["git_commit"]} if run.info.get("git_commit") else {})
 
 
-def comparable(run: RunFiles) -> Mapping[str, Any]:
-    found = dict(flat(run.config))
-    for part, given in mapping(run.info.get("from_python")).items():
-        if given is not None:
-            found[f"{part} (from Python)"] = given
-    versions = mapping(run.info.get("versions"))
-    found |= {f"version of {package}": version for package, version in versions.items()}
-    found["git commit"] = run.info.get("git_commit")
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys with different values, but for those that only follow from another kind of model, optimizer and so on."""
+    found = []
+    for key in dict.fromkeys(key for one in settings for key in one):
+        if len({_shown(one.get(key)) for one in settings}) > 1:
+            kinds = {_shown(one.get(f"{key.rpartition('.')[0]}.kind")) for one in settings}
+            given = {_shown(one[key]) for one in settings if key in one}
+            if len(given) > 1 or len(kinds) == 1:
+                found.append(key)
     return found
 
 
-def shown_value(value: object) -> str:
+def _shown(value: object) -> str:
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _curves(runs: Mapping[str, RunFiles]) -> str:
+    logged = dict.fromkeys(name for run in runs.values() for name in run.series if name.startswith("eval_"))
+    own = [name for name in logged if name not in _STANDARD and sum(name in run.series for run in runs.values()) > 1]
+    guesses = {run.baseline() for run in runs.values()}
+    looks = {name: place for place, name in enumerate(runs)}
+
+    def drawn(title: str, metric: str, **options: Any) -> str:
+        lines = {name: run.series[metric] for name, run in runs.items() if metric in run.series}
+        unit = metric.removeprefix("eval_").replace("_", " ")
+        return figure(Plot(title, unit, lines, looks=looks, **options)) if lines else ""
+
+    every = tuple(runs)
+    figures = [
+        drawn("Held-out loss", "eval_loss", may_be_log=True, reference=guesses.pop() if len(guesses) == 1 else None),
+        drawn("Training loss, smoothed", "loss", may_be_log=True, smooth=every),
+        drawn("Held-out accuracy", "eval_accuracy", from_zero=True),
+        drawn("Training accuracy, smoothed", "accuracy", from_zero=True, smooth=every),
+        *(drawn(f"Held-out {name.removeprefix('eval_')}", name) for name in own[:_MOST_OWN_PLOTS]),
+        drawn("Learning rate", "learning_rate"),
+        drawn("Gradient norm, smoothed", "grad_norm", may_be_log=True, smooth=every),
+        *(drawn(f"Throughput, {unit}/s", f"{unit}_per_second", from_zero=True) for unit in ("tokens", "examples")),
+    ]
+    return section("Curves", f'<div class="plots">{"".join(figures)}</div>')

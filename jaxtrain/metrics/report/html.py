@@ -8,24 +8,22 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from jaxtrain.metrics.report.script import SCRIPT
 from jaxtrain.metrics.report.style import REPORT_STYLE, STYLE
 
 
-def page(title: str, sections: Iterable[str]) -> str:
-    """Make a complete page.
+class Markup(str):
+    """Text that is HTML already."""
 
-    Args:
-        title: of the window, not escaped.
-        sections: HTML in its order; empty ones are left out.
-    """
+
+def page(title: str, sections: Iterable[str]) -> str:
+    """Make a complete page: the title of its window, not escaped, and HTML in its order."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{text(title)} - jaxtrain</title>\n<style>{STYLE}{REPORT_STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(section for section in sections if section)
-        + f"\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        + "\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -34,54 +32,46 @@ def section(title: str, body: str) -> str:
     return f"<section><h2>{text(title)}</h2>{body}</section>" if body else ""
 
 
+def soft(words: str) -> str:
+    """A paragraph in a soft colour; nothing without words."""
+    return f'<p class="soft">{text(words)}</p>' if words else ""
+
+
+def word_list(lines: Iterable[tuple[str, str]]) -> str:
+    """Sentences below one another, each (good, bad or empty, sentence)."""
+    items = "".join(f'<li class="{kind}">{text(line)}</li>' for kind, line in lines)
+    return f'<ul class="words">{items}</ul>' if items else ""
+
+
 def folded(summary: str, body: str) -> str:
     """Fold a part of the page under one line; a reader opens it."""
     return f"<details><summary>{text(summary)}</summary>{body}</details>"
 
 
-def facts(rows: Mapping[str, Any], *, keep_empty: bool = False) -> str:
-    """Make a table of keys and values; a list of texts has one line per text.
-
-    Args:
-        rows: key -> value, not escaped.
-        keep_empty: whether rows without a value are shown.
-    """
+def facts(rows: Mapping[str, Any]) -> str:
+    """Make a table of keys and values; rows without a value are left out, a list of texts has one line per text."""
     cells = []
     for key, value in rows.items():
-        if value in (None, "") and not keep_empty:
+        if value in (None, "", [], ()):
             continue
-        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            shown = "<br>".join(text(item) for item in value)
-        else:
-            shown = text(value if isinstance(value, str) else json.dumps(value, default=str))
+        lines = value if isinstance(value, list) and all(isinstance(item, str) for item in value) else [value]
+        shown = "<br>".join(text(one if isinstance(one, str) else json.dumps(one, default=str)) for one in lines)
         cells.append(f'<tr><th scope="row">{breakable(key)}</th><td>{shown}</td></tr>')
     return f'<table class="facts">{"".join(cells)}</table>' if cells else ""
 
 
 def grid(header: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[int] = ()) -> str:
-    """Make a table with a header, which scrolls on its own where the page is narrow.
+    """Make a table, which scrolls on its own where the page is narrow; a cell that is a `Markup` is HTML.
 
-    Args:
-        header: names of the columns, not escaped.
-        rows: cells of each row, not escaped; a cell that is a `Markup` is HTML.
-        numbers: columns that are aligned to the right.
+    The columns `numbers` are aligned to the right.
     """
     kinds = [' class="n"' if column in numbers else "" for column in range(len(header))]
     top = "".join(f'<th scope="col"{kind}>{text(name)}</th>' for kind, name in zip(kinds, header, strict=True))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td{kind}>{cell if isinstance(cell, Markup) else breakable(cell)}</td>"
-            for kind, cell in zip(kinds, row, strict=True)
-        )
-        + "</tr>"
-        for row in rows
-    )
+    body = ""
+    for row in rows:
+        cells = (cell if isinstance(cell, Markup) else breakable(cell) for cell in row)
+        body += f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, cells, strict=True))}</tr>"
     return f'<div class="wide"><table class="grid"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-class Markup(str):
-    """Text that is HTML already."""
 
 
 def text(value: object) -> str:
@@ -92,11 +82,17 @@ def text(value: object) -> str:
 
 def breakable(value: object) -> str:
     """Escape a text whose lines may break after the `/`, `.` and `_` of a path, which has no spaces."""
-    return re.sub(r"([/._])(?=\w)", r"\1<wbr>", text(value)) if not _is_number(str(value)) else text(value)
+    if re.fullmatch(r"[-+]?[\d,.]+(e[-+]?\d+)?( \S+)?", str(value)):
+        return text(value)
+    return re.sub(r"([/._])(?=\w)", r"\1<wbr>", text(value))
 
 
-def _is_number(shown: str) -> bool:
-    return re.fullmatch(r"[-+]?[\d,.]+(e[-+]?\d+)?( \S+)?", shown) is not None
+def picture(encoded: object, said: str) -> str:
+    """A PNG in base64 as an image, which `said` describes; nothing where it is none."""
+    # Only what base64 is made of: nothing else can end the attribute.
+    if not isinstance(encoded, str) or re.fullmatch(r"[A-Za-z0-9+/]+={0,2}", encoded) is None:
+        return ""
+    return f'<img alt="{text(said)}" src="data:image/png;base64,{encoded}">'
 
 
 def rounded(value: float | None) -> str | None:
@@ -118,13 +114,7 @@ def number(value: object) -> float | int | None:
 
 def moment(value: object) -> str:
     """A time of `run.json` as people read it; empty where it is none."""
-    found = parse_moment(value)
-    return "" if found is None else found.strftime("%Y-%m-%d %H:%M:%S %Z").strip()
-
-
-def parse_moment(value: object) -> datetime | None:
-    """A time of `run.json`; None where it is none."""
     try:
-        return datetime.fromisoformat(value) if isinstance(value, str) else None
+        return datetime.fromisoformat(str(value)).strftime("%Y-%m-%d %H:%M:%S %Z").strip()
     except ValueError:
-        return None
+        return ""

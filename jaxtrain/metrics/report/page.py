@@ -1,24 +1,28 @@
 """`report.html`: one page about a run that needs no network and no other file."""
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.metrics.report import chats, classes, headline, logged, tables
-from jaxtrain.metrics.report.curves import MAX_POINTS, Curve, last_text, piece_starts, smoothed, thin
-from jaxtrain.metrics.report.files import RunFiles, read_files
-from jaxtrain.metrics.report.html import mapping, page, section, text
-from jaxtrain.metrics.report.plots import Plot, draw_svg
-from jaxtrain.metrics.report.time_bar import time_bar
+from jaxtrain.metrics.format import format_bytes, format_count, format_duration
+from jaxtrain.metrics.history import read_rows
+from jaxtrain.metrics.report import sections
+from jaxtrain.metrics.report.html import mapping, moment, number, page, rounded, section, soft, text, word_list
+from jaxtrain.metrics.report.plots import Line, Plot, figure
+from jaxtrain.metrics.report.run_files import OF_MEAN, RunFiles, read_files
 from jaxtrain.runtime.files import write_text_atomic
 
 _MOST_SAMPLE_CHARACTERS = 20_000
 _MOST_OWN_PLOTS = 6
-# Fewer than in the standard pictures, so that a page with all of them stays below 200 kB.
-_OWN_POINTS = 100
+_UNITS = ("tokens", "examples")
+# A held-out loss that is higher by less than this share of the best is as good as the best.
+_AS_GOOD = 0.005
+# Share of the time of steps that is worth a word where it is spent waiting for data.
+_LONG_WAIT = 0.1
 # What has a picture of its own or a number at the top, and what every row carries.
 _STANDARD = {
     *("loss", "accuracy", "perplexity", "learning_rate", "grad_norm", "step_seconds", "data_wait_seconds"),
@@ -30,36 +34,156 @@ _STANDARD = {
 def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
     """Write the page of a run from the files of its directory; the page is replaced atomically.
 
-    The files are `run.json`, `metrics.jsonl`, `sample.txt`, `held_out.json`, `rows.json` and the records of
-    checkpoints.
+    The run may still be running. The page omits the parts whose files are missing.
 
     Args:
-        run_dir: a run directory; the run may still be running. The page omits the parts whose files are missing.
-        path: of the page; None: `report.html` in the directory.
-
-    Returns:
-        Path of the page.
+        run_dir: a run directory.
+        path: of the page, which is returned; None: `report.html` in the directory.
     """
     run = read_files(Path(run_dir))
-    sections = [
-        headline.header(run),
-        headline.cards(run),
-        headline.words(run),
+    parts = [
+        _header(run),
+        _cards(run),
+        word_list(_words(run)),
         _sample(run),
         _curves(run),
-        logged.logged(run),
-        classes.mistakes(run),
-        chats.chats(run),
-        time_bar(run),
-        tables.checkpoints(run),
-        tables.settings(run),
-        tables.parameters(run),
-        tables.about(run),
-        tables.versions(run),
+        sections.logged(run),
+        sections.mistakes(run),
+        sections.chats(run),
+        sections.time_bar(run),
+        sections.checkpoints(run),
+        sections.settings(run),
+        sections.parameters(run),
+        sections.about(run),
     ]
     path = run.run_dir / "report.html" if path is None else Path(path)
-    write_text_atomic(path, page(run.name, sections))
+    write_text_atomic(path, page(run.name, parts))
     return path
+
+
+def _header(run: RunFiles) -> str:
+    """The name of the run, its status and one line of facts."""
+    model, devices = mapping(run.info.get("model")), mapping(run.info.get("devices"))
+    count = model.get("num_parameters")
+    facts = [
+        str(model.get("name") or ""),
+        "" if count is None else f"{count:,} parameters",
+        f"{devices.get('count', 1)} x {devices['kind']}" if devices.get("kind") else "",
+        moment(run.info.get("created")),
+    ]
+    line = " · ".join(text(fact) for fact in facts if fact)
+    status = f'<span class="status {run.kind}">{text(run.status)}</span>'
+    return f"<header><h1>{text(run.name)} {status}</h1><p>{line}</p></header>"
+
+
+def _cards(run: RunFiles) -> str:
+    """The row of the most important numbers."""
+    perplexity, eval_loss, accuracy = map(run.last, ("eval_perplexity", "eval_loss", "eval_accuracy"))
+    if perplexity is None and eval_loss is not None and run.task == "language_modeling" and eval_loss < 50:
+        perplexity = math.exp(eval_loss)
+    utilization, memory = run.finite("model_flops_utilization"), run.finite("device_memory_bytes")
+    seconds, skipped = run.wall_seconds(), run.last("skipped_steps")
+    values = {
+        "final loss": run.shown("loss"),
+        "held-out loss": run.shown("eval_loss"),
+        "held-out perplexity": rounded(perplexity),
+        "held-out accuracy": None if accuracy is None else f"{100 * accuracy:.2f} %",
+        # Medians: the last window may include a save or an evaluation.
+        **{f"{unit}/s": format_count(rate) for unit in _UNITS if (rate := usual_rate(run, unit)) is not None},
+        "model FLOPs utilization": f"{100 * np.median(utilization):.1f} %" if len(utilization) else None,
+        "wall time": None if seconds is None else format_duration(seconds),
+        "peak device memory": format_bytes(float(memory.max())) if len(memory) else None,
+        **{f"{unit} seen": format_count(run.finite(unit)[-1]) for unit in _UNITS if len(run.finite(unit))},
+        "steps": None if run.last_step is None else f"{run.last_step:,}",
+        "skipped steps": f"{skipped:.0f}" if skipped else None,
+    }
+    items = "".join(f"<div><dd>{text(value)}</dd><dt>{label}</dt></div>" for label, value in values.items() if value)
+    return f'<dl class="cards">{items}</dl>' if items else ""
+
+
+def usual_rate(run: RunFiles, unit: str) -> float | None:
+    """The median rate of a run."""
+    rates = run.finite(f"{unit}_per_second")
+    return float(np.median(rates)) if len(rates) else None
+
+
+def _words(run: RunFiles) -> Iterator[tuple[str, str]]:
+    """Say in sentences what the numbers mean: how the run ended, overfitting, the uniform guess, lost time."""
+    planned = number(mapping(run.config.get("train")).get("steps"))
+    reached = f"step {run.last_step or 0:,}" + ("" if planned is None else f" of {planned:,}")
+    ends = {
+        "running": ("", f"The run has not ended: it still trains, or was killed. Its last row is of {reached}."),
+        "diverged": (
+            "bad",
+            f"The run diverged: gradients were not finite in too many steps in a row. Its last row is of {reached}. A "
+            "lower optimizer.learning_rate, more warmup_steps or a lower optimizer.clip_norm may help.",
+        ),
+        "failed": ("bad", f"The run failed after {reached}; the same command goes on from its newest checkpoint."),
+    }
+    stopped = ("", f"The run was {run.status} at {reached}; the same command goes on from its newest checkpoint.")
+    ends |= dict.fromkeys(("preempted", "stopped"), stopped)
+    if run.status in ends:
+        yield ends[run.status]
+    if run.shown("loss") == "not finite" and run.status != "diverged":
+        yield "bad", "Training loss is not finite at the end."
+    yield from _held_out(run)
+    guess, name = run.baseline(), "Held-out loss" if run.last("eval_loss") is not None else "Training loss"
+    loss = run.last("loss") if run.last("eval_loss") is None else run.last("eval_loss")
+    if guess is not None and loss is not None and math.isfinite(loss):
+        label = guess[0] if guess[0] == OF_MEAN else f"a {guess[0].replace(',', ' over', 1)}"
+        if loss >= 0.98 * guess[1]:
+            yield "bad", f"{name} ({rounded(loss)}) is no better than {label} ({rounded(guess[1])})."
+        else:
+            yield "", f"{name} is {rounded(loss)}; {label} gives {rounded(guess[1])}."
+    spikes = run.last("spikes") or 0
+    if skipped := (run.last("skipped_steps") or 0) - spikes:
+        yield (
+            "bad",
+            f"Skipped steps: {skipped:,.0f}; gradients were not finite, or no target of the batch had a weight.",
+        )
+    if spikes:
+        yield "bad", f"Skipped steps: {spikes:,.0f}, as spikes of the loss or the gradient norm."
+    seconds = mapping(run.info.get("seconds"))
+    waited, stepped = seconds.get("waiting for data") or 0, seconds.get("steps") or 0
+    if waited > _LONG_WAIT * (waited + stepped):
+        share = f"{100 * waited / (waited + stepped):.0f} % of the time of the steps was spent waiting for data"
+        yield "bad", f"{share}; a larger train.workers or train.prefetch, or smaller rows, may help."
+
+
+def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
+    best = run.best()
+    if best is None:
+        if "loss" in run.series and "eval_loss" not in run.series:
+            yield "", "No held-out rows were evaluated: how the model does on rows that it has not seen is not known."
+        return
+    steps, values = run.series["eval_loss"]
+    last_step, last, (step, lowest) = int(steps[-1]), float(values[-1]), best
+    rise, said = last - lowest, f"Held-out loss was best at step {step:,} ({rounded(lowest)})"
+    if run.shown("eval_loss") == "not finite":
+        yield "bad", f"Held-out loss is not finite; it was best at step {step:,} ({rounded(lowest)})."
+    elif len(values) < 2:
+        yield "good", f"{said}."
+    elif step == last_step:
+        yield "good", f"{said}, its last evaluation: more steps may lower it further."
+    elif rise <= _AS_GOOD * abs(lowest):
+        yield "good", f"{said} and has stayed there since ({rounded(last)} at step {last_step:,})."
+    elif (np.diff(values[steps >= step]) < 0).any():
+        yield "", f"{said} and has risen by {rise:.2g} since, up and down: the model may overfit."
+    elif _training_fell_since(run, step):
+        yield (
+            "bad",
+            f"{said} and has risen by {rise:.2g} since; training loss still falls: the model overfits. Fewer "
+            "steps, more rows, dropout or weight decay help; checkpoint.keep_best=true keeps the best step.",
+        )
+    else:
+        yield "bad", f"{said} and has risen by {rise:.2g} since, as training loss has: try a lower learning rate."
+
+
+def _training_fell_since(run: RunFiles, step: int) -> bool:
+    """Whether the training loss at the end is below that around a step."""
+    end, (steps, values) = run.end("loss"), run.series.get("loss", (np.zeros(1), np.zeros(1)))
+    place, width = int(np.abs(steps - step).argmin()), max(1, len(values) // 30)
+    return end is not None and end < float(np.nanmean(values[max(0, place - width) : place + width]))
 
 
 def _sample(run: RunFiles) -> str:
@@ -68,143 +192,80 @@ def _sample(run: RunFiles) -> str:
         sample = (run.run_dir / "sample.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    if len(sample) > _MOST_SAMPLE_CHARACTERS:
-        sample = sample[:_MOST_SAMPLE_CHARACTERS] + "\n[...]"
     prompt = mapping(run.config.get("evaluation")).get("sample_prompt")
     given = prompt if isinstance(prompt, str) and sample.startswith(prompt) else ""
     said = ['<span class="prompt">the prompt</span> and what the model wrote'] if given else []
-    logged = last_text(run.run_dir / "metrics.jsonl", "sample")
-    if logged is not None and run.last_step is not None and (logged[1] == sample or run.last_step > logged[0]):
-        step = logged[0]
+    rows = read_rows(run.run_dir / "metrics.jsonl")
+    step = max((row["step"] for row in rows if row.get("sample") == sample), default=None)
+    if step is not None:
         said.append(f"after step {step:,}")
-        if run.last_step > step:
-            later = "" if run.status == "done" else "; a sample is generated when the run ends"
-            said.append(f"<b>an earlier end of this run</b>, which has since gone on to step {run.last_step:,}{later}")
-    elif run.status not in ("done", "early stopped"):
-        # It is written before the status is done, so that a run without one has gone on since.
-        said.append("<b>from an earlier end of this run</b>: a sample is generated when the run ends")
-    note = f'<p class="key">{", ".join(said)}</p>' if said else ""
+    if step is not None and run.last_step is not None and run.last_step > step:
+        said.append(f"<b>an earlier end of this run</b>, which has since gone on to step {run.last_step:,}")
+    rest = sample[len(given) : _MOST_SAMPLE_CHARACTERS]
     shown = f'<b class="prompt">{text(given)}</b>' if given else ""
-    return section("Sample", f'{note}<pre>{shown}<span class="sample">{text(sample[len(given) :])}</span></pre>')
+    body = f'<p class="key">{", ".join(said)}</p><pre>{shown}<span class="sample">{text(rest)}</span></pre>'
+    return section("Sample", body)
 
 
 def _curves(run: RunFiles) -> str:
-    plots = _plots(run)
-    if not plots:
+    figures = [figure(replace(plot, resumed=run.resumed_steps)) for plot in _plots(run)]
+    if not any(figures):
         return section("Curves", "<p>No metrics were logged yet.</p>")
-    own, left_out = _own_plots(run)
-    plots += own
-    figures = "\n".join(
-        f"<figure><figcaption>{text(plot.title)}</figcaption>{draw_svg(plot, prefix=f'plot{index}')}</figure>"
-        for index, plot in enumerate(plots)
-    )
-    notes = []
-    if any(plot.smoothed for plot in plots):
-        notes.append("Strong lines are means over neighbouring rows; the logged values are drawn faintly behind them.")
-    if any(line.is_thinned for plot in plots for _, line in plot.curves):
-        notes.append("Bands show the smallest and largest value of neighbouring rows.")
-    if any(len(line.starts) for plot in plots for _, line in plot.curves):
-        notes.append("Where a line is interrupted, its values were not finite, or not known.")
-    resumed = headline.resumed_steps(run.info)
-    if any(0 < step < (run.last_step or 0) for step in resumed):
+    notes = ["Strong lines are means over neighbouring rows; logged values, or their range, are drawn faintly behind."]
+    if any(0 < step < (run.last_step or 0) for step in run.resumed_steps):
         notes.append("Short ticks on the step axis: the run was resumed there.")
+    left_out = _own_metrics(run)[_MOST_OWN_PLOTS:]
     if left_out:
         notes.append(f"Without a picture: {', '.join(left_out)}.")
-    note = f'<p class="soft">{text(" ".join(notes))}</p>' if notes else ""
-    return section("Curves", f'{note}<div class="plots">{figures}</div>')
+    return section("Curves", f'{soft(" ".join(notes))}<div class="plots">{"".join(figures)}</div>')
 
 
 def _plots(run: RunFiles) -> list[Plot]:
-    """Choose the pictures for the metrics that were logged."""
-    series = run.series
-    rate_unit = next((label for unit, label in headline.UNITS if f"{unit}_per_second" in series), "")
-    rates = {"tokens": "tokens_per_second", "examples": "examples_per_second"}
-    guess = run.baseline()
-    resumed = tuple(headline.resumed_steps(run.info))
-    loss = Plot(
-        "Loss",
-        "nats per token" if run.is_language else "loss",
-        _lines(run, {"train": "loss", "held-out": "eval_loss"}),
-        may_be_log=True,
-        smoothed=_smoothed(run, {"train": "loss"}),
-        references=() if guess is None else (guess,),
-        best=run.best() if len(series.get("eval_loss", ((),))[0]) > 1 else None,
-    )
-    plots = [
-        loss,
+    """The pictures for the metrics that were logged, then those of the metrics that the task reports."""
+
+    def lines(*labels: tuple[str, str]) -> dict[str, Line]:
+        return {label: run.series[name] for label, name in labels if name in run.series}
+
+    def both(name: str) -> dict[str, Line]:
+        return lines(("train", name), ("held-out", f"eval_{name}"))
+
+    unit = next((f"{unit}/s" for unit in _UNITS if f"{unit}_per_second" in run.series), "")
+    unit_of_loss, best = "nats per token" if run.task == "language_modeling" else "loss", run.best()
+    rates = lines(*((unit, f"{unit}_per_second") for unit in _UNITS))
+    return [
         Plot(
-            "Accuracy",
-            "share correct",
-            _lines(run, {"train": "accuracy", "held-out": "eval_accuracy"}),
-            from_zero=True,
-            smoothed=_smoothed(run, {"train": "accuracy"}),
-        ),
-        Plot("Learning rate", "learning rate", _lines(run, {"learning rate": "learning_rate"})),
-        Plot("Throughput", rate_unit, _lines(run, rates), from_zero=True, smoothed=_smoothed(run, rates)),
-        Plot(
-            "Gradient norm",
-            "global norm before clipping",
-            _lines(run, {"gradient norm": "grad_norm"}),
+            "Loss",
+            unit_of_loss,
+            both("loss"),
+            smooth=("train",),
             may_be_log=True,
-            smoothed=_smoothed(run, {"gradient norm": "grad_norm"}),
+            reference=run.baseline(),
+            best=best if best is not None and len(run.finite("eval_loss")) > 1 else None,
         ),
-        _time_plot(run, resumed),
+        Plot("Accuracy", "share correct", both("accuracy"), smooth=("train",), from_zero=True),
+        Plot("Learning rate", "learning rate", lines(("rate", "learning_rate"))),
+        Plot("Throughput", unit, rates, smooth=_UNITS, from_zero=True),
+        Plot("Gradient norm", "global norm before clipping", lines(("norm", "grad_norm")), ("norm",), may_be_log=True),
+        _time_plot(run, lines(("step", "step_seconds"), ("data wait", "data_wait_seconds"))),
+        *(Plot(name.replace("_", " "), name, both(name), ("train",)) for name in _own_metrics(run)[:_MOST_OWN_PLOTS]),
     ]
-    return [replace(plot, resumed=resumed) for plot in plots if plot.curves]
 
 
-def _own_plots(run: RunFiles) -> tuple[list[Plot], list[str]]:
-    """Pictures of the metrics that the task reports, train and held-out together; and the names left out."""
+def _own_metrics(run: RunFiles) -> list[str]:
+    """The metrics that the task reports; entries of a vector (`name_0`, `name_1`, ...) are many, and come last."""
     names = dict.fromkeys(name.removeprefix("eval_") for name in run.series)
     own = [name for name in names if name not in _STANDARD]
-    # Entries of a vector (`name_0`, `name_1`, ...) are many: they are left out first.
-    own.sort(key=lambda name: re.search(r"_\d+$", name) is not None)
-    plots = []
-    for name in own[:_MOST_OWN_PLOTS]:
-        logged = {"train": name, "held-out": f"eval_{name}"}
-        lines = _lines(run, logged, max_points=_OWN_POINTS)
-        even = _smoothed(run, {"train": name}, max_points=_OWN_POINTS)
-        plots.append(Plot(name.replace("_", " "), name, lines, smoothed=even))
-    return plots, own[_MOST_OWN_PLOTS:]
+    return sorted(own, key=lambda name: re.search(r"_\d+$", name) is not None)
 
 
-def _lines(run: RunFiles, names: Mapping[str, str], *, max_points: int = MAX_POINTS) -> list[tuple[str, Curve]]:
-    return [
-        (label, thin(*run.series[name], starts=run.starts(name), max_points=max_points))
-        for label, name in names.items()
-        if name in run.series
-    ]
-
-
-def _smoothed(run: RunFiles, names: Mapping[str, str], *, max_points: int = MAX_POINTS) -> list[tuple[str, Curve]]:
-    found = []
-    for label, name in names.items():
-        if name in run.series:
-            (steps, values), starts = run.series[name], run.starts(name)
-            even = smoothed(values, starts)
-            if even is not None:
-                found.append((label, thin(steps, even, starts=starts, max_points=max_points)))
-    return found
-
-
-def _time_plot(run: RunFiles, resumed: Sequence[int]) -> Plot:
-    names = {"step": "step_seconds", "data wait": "data_wait_seconds"}
-    times = {label: run.series[name] for label, name in names.items() if name in run.series}
-    # The first step of a process warms everything up; several times slower, it would press the others against the axis.
-    first = [0, *resumed]
-    for label, (steps, values) in times.items():
-        is_warm = np.ones(len(steps), bool)
-        for start in first:
-            is_warm[np.searchsorted(steps, start, side="right") :][:1] = False
-        if is_warm.sum() > 1:
-            times[label] = (steps[is_warm], values[is_warm])
-    in_milliseconds = max((float(values.max()) for _, values in times.values()), default=0.0) < 1
-    factor, unit = (1e3, "milliseconds") if in_milliseconds else (1.0, "seconds")
-    lines, over = [], []
-    for label, (steps, values) in times.items():
-        starts = piece_starts(steps, run.gaps.get(names[label]))
-        even = smoothed(values, starts)
-        lines.append((label, thin(steps, factor * values, starts=starts)))
-        if even is not None:
-            over.append((label, thin(steps, factor * even, starts=starts)))
-    return Plot("Step time and data wait", unit, lines, from_zero=True, smoothed=over)
+def _time_plot(run: RunFiles, lines: dict[str, Line]) -> Plot:
+    """Times of steps, without the first of each process: slower by far, it would press the others against the axis."""
+    longest = max((np.nanmax(values, initial=0.0) for _, values in lines.values()), default=0.0)
+    factor, unit = (1e3, "milliseconds") if longest < 1 else (1.0, "seconds")
+    shown = {}
+    for label, (steps, values) in lines.items():
+        first = {int(np.searchsorted(steps, start, side="right")) for start in (0, *run.resumed_steps)}
+        warm = [place not in first for place in range(len(steps))]
+        warm = warm if sum(warm) > 1 else [True] * len(steps)
+        shown[label] = (steps[warm], factor * values[warm])
+    return Plot("Step time and data wait", unit, shown, smooth=tuple(shown), from_zero=True)

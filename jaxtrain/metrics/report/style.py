@@ -8,7 +8,7 @@ STYLE = """
   --series-5: #8a6a00; --series-6: #b0306a; --series-7: #007c91; --series-8: #5b6472;
   --good: #1f7a45; --bad: #b3261e;
 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root {
     --page: #14171c; --panel: #1d2229; --ink: #e4e8ee; --soft: #9aa4b2; --line: #343b46;
     --series-1: #6ea8ff; --series-2: #ffa366; --series-3: #6fd19c; --series-4: #c99bea;
@@ -58,7 +58,7 @@ REPORT_STYLE = """
 .facts th { width: 50%; } section > .facts th, details > .facts th { width: 11rem; }
 @media (max-width: 30rem) { section > .facts th, details > .facts th { width: 38%; } }
 .cards { grid-template-columns: repeat(auto-fill, minmax(8.4rem, 1fr)); }
-.soft { color: var(--soft); } p { margin: .3rem 0 .7rem; max-width: 62rem; }
+.soft { color: var(--soft); fill: var(--soft); } p { margin: .3rem 0 .7rem; max-width: 62rem; }
 .words { margin: 1.1rem 0 0; padding: 0; list-style: none; }
 .words li { margin: .35rem 0; padding-left: .8rem; border-left: 3px solid var(--line); max-width: 62rem; }
 .words .good { border-color: var(--good); color: inherit; } .words .bad { border-color: var(--bad); color: inherit; }
@@ -73,16 +73,7 @@ details { margin: .6rem 0; } summary { cursor: pointer; padding: .2rem 0; color:
 .trained { color: var(--good); font-weight: 600; } .untrained { color: var(--soft); }
 .key { font-size: .85rem; color: var(--soft); } .key b { font-weight: 600; }
 svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-svg[data-plot] { touch-action: pan-y; cursor: crosshair; }
-.mark { pointer-events: none; } .mark line { stroke: var(--soft); stroke-width: 1; }
-.mark circle { stroke: var(--page); stroke-width: 1.2; }
-.tip {
-  position: absolute; z-index: 2; pointer-events: none; background: var(--page); color: var(--ink);
-  border: 1px solid var(--line); border-radius: .4rem; padding: .35rem .6rem; font-size: .82rem;
-  box-shadow: 0 2px 8px rgba(0, 0, 0, .18); max-width: 20rem; font-variant-numeric: tabular-nums;
-}
-.tip[hidden] { display: none; }
-.tip i { display: inline-block; width: .7rem; height: .7rem; border-radius: .15rem; margin-right: .4rem; }
+.hits rect { fill: transparent; } .hits rect:hover { fill: var(--ink); opacity: .08; }
 .bar { display: flex; height: 1.7rem; border-radius: .35rem; overflow: hidden; margin: .4rem 0 .6rem; }
 .bar span { min-width: 1px; border-right: 1px solid var(--page); }
 .bar-key { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 15rem), 1fr)); gap: .15rem 1.2rem;
@@ -94,25 +85,17 @@ svg[data-plot] { touch-action: pan-y; cursor: crosshair; }
 .matrix th[scope="row"] { text-align: right; }
 .matrix td { border: 0; border-radius: .2rem; min-width: 2.1rem; padding: .25rem .3rem; text-align: center;
   white-space: nowrap; }
-@media (max-width: 30rem) { .matrix { font-size: .72rem; } .matrix td { min-width: 1.5rem; padding: .2rem .1rem; }
-  .matrix th { padding: .1rem .15rem; } }
 .mistakes { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); gap: .7rem; margin: 0;
   padding: 0; list-style: none; font-size: .86rem; }
 .mistakes li { background: var(--panel); border-radius: .5rem; padding: .6rem; overflow-wrap: anywhere; }
 .mistakes img { width: 5rem; height: 5rem; object-fit: contain; image-rendering: pixelated; display: block;
   margin-bottom: .4rem; border-radius: .2rem; background: #000; }
-.runs { list-style: none; margin: 1rem 0 0; padding: 0; } .runs li { margin: .4rem 0; overflow-wrap: anywhere; }
-.swatch { display: inline-block; width: 2.6rem; height: .65rem; margin-right: .6rem; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.4rem; }
 .beside > div { min-width: 0; }
 @media print {
-  :root { --page: #ffffff; --panel: #f5f6f8; --ink: #1d2430; --soft: #5b6472; --line: #d9dde3;
-    --series-1: #1f5fbf; --series-2: #c8500a; --series-3: #1d7f4e; --series-4: #8a4fb0;
-    --series-5: #8a6a00; --series-6: #b0306a; --series-7: #007c91; --series-8: #5b6472;
-    --good: #1f7a45; --bad: #b3261e; }
   body { font-size: 11pt; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   main { max-width: none; padding: 0; } pre { max-height: none; } h2 { break-after: avoid; }
-  figure, tr, .cards, .mistakes li, .bar { break-inside: avoid; } .tip { display: none; }
+  figure, tr, .cards, .mistakes li, .bar { break-inside: avoid; }
   .plots { grid-template-columns: 1fr 1fr; }
 }
 """

@@ -1,12 +1,11 @@
-"""The page of any number of runs: its order, what differs, and runs that are broken or have not ended."""
+"""The page of several runs: its order, what differs, what is not ranked, runs that are broken or have not ended."""
 
 import json
 import re
 
 import pytest
 
-from jaxtrain.metrics.report.compare import MOST_RUNS
-from jaxtrain.metrics.report.many import runs_below, write_many
+from jaxtrain.metrics.report.compare import runs_below, write_comparison
 
 
 def run(folder, *, losses=(2.0, 1.0), held_out=None, status="done", **config):
@@ -38,12 +37,12 @@ def test_the_best_comes_first_with_what_differs(tmp_path):
         run(tmp_path / "001", held_out=0.5, optimizer={"learning_rate": 0.2, "kind": "adamw"}, seed=0),
         run(tmp_path / "002", held_out=0.7, optimizer={"learning_rate": 0.3, "kind": "adamw"}, seed=0),
     ]
-    page = write_many(runs, tmp_path / "page.html")
+    page = write_comparison(runs, tmp_path / "page.html")
     header, *rows = table(page)
-    figures = ["best held-out loss", "at step", "held-out loss", "training loss", "steps", "wall time"]
+    figures = ["best held-out loss", "at step", "held-out loss", "training loss", "steps"]
     assert header == ["run", "status", *figures, "optimizer.learning_rate"]
     assert [row[0] for row in rows] == ["001", "002", "000"]
-    assert rows[0][1:] == ["done", "0.5", "2", "0.5", "1", "2", "-", "0.2"]
+    assert rows[0][1:] == ["done", "0.5", "2", "0.5", "1", "2", "0.2"]
     assert "001 has the lowest held-out loss: 0.5, at step 2." in words(page)
     assert page.read_text().count("<figure>") == 2
 
@@ -64,7 +63,7 @@ def test_runs_that_are_broken_or_have_not_ended_are_shown_as_such(tmp_path):
     (tmp_path / "notes").mkdir()
     folders = runs_below(tmp_path)
     assert folders[:3] == [good, diverged, running]
-    page = write_many(folders, tmp_path / "page.html")
+    page = write_comparison(folders, tmp_path / "page.html")
     header, *rows = table(page)
     shown = {row[0]: (row[1], row[header.index("seed")]) for row in rows}
     assert shown == {
@@ -86,23 +85,59 @@ def test_any_number_of_runs_fits_a_page(tmp_path, count):
     runs = [
         run(tmp_path / f"{number:03d}", losses=(number + 1.0, number + 0.5), seed=number) for number in range(count)
     ]
-    page = write_many(runs, tmp_path / "page.html")
+    page = write_comparison(runs, tmp_path / "page.html")
     assert len(table(page)) == count + 1
-    assert page.read_text().count("swatch") >= min(count, MOST_RUNS)
+    assert page.read_text().count("stroke-dasharray") >= (7 if count else 0)
     assert len(page.read_text()) < 100_000
 
 
-def test_losses_of_other_rows_are_said(tmp_path):
+def _data(**fingerprint):
+    return {"data": {"fingerprint": fingerprint, "num_validation_rows": 20}}
+
+
+def _dpo(beta):
+    return {"task": "dpo", "config": {"task": "dpo", "loss": {"beta": beta}}}
+
+
+def _evaluated(most):
+    return {"config": {"evaluation": {"max_batches": most}, "train": {"global_batch_size": 8}}}
+
+
+# What two runs say of themselves, and why they are not ranked; None: they are.
+_COMPARED = {
+    "tasks": ({"task": "regression"}, {}, "task"),
+    "other rows": (_data(sha256="a"), _data(sha256="b"), "data"),
+    "the same rows": (_data(validation={"sha256": "a"}, seed=0), _data(validation={"sha256": "a"}, seed=1), None),
+    "fewer rows": (_evaluated(50) | _data(), _evaluated(1) | _data(), "number of held-out rows"),
+    "another beta": (_dpo(0.1), _dpo(0.5), "settings of the loss"),
+    "another argument": (*({"config": {"task": {"call": "a", "args": [p]}}} for p in (1, 2)), "settings of the loss"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "why"), _COMPARED.values(), ids=_COMPARED)
+def test_only_losses_of_the_same_rows_and_settings_are_ranked(tmp_path, first, second, why):
     runs = [run(tmp_path / "000", held_out=0.9), run(tmp_path / "001", held_out=0.5)]
-    info = json.loads((runs[0] / "run.json").read_text())
-    info["data"]["fingerprint"]["sha256"] = "b"
-    (runs[0] / "run.json").write_text(json.dumps(info))
-    page = write_many(runs, tmp_path / "page.html")
-    assert "Held-out losses are of different rows" in words(page)
-    # Nothing is ranked: no run is the best, and the order is the one that was given.
-    assert "the lowest" not in words(page)
-    assert [row[0] for row in table(page)[1:]] == ["000", "001"]
-    assert "Sorted by" not in page.read_text()
+    for folder, more in zip(runs, (first, second), strict=True):
+        info = json.loads((folder / "run.json").read_text()) | more
+        (folder / "run.json").write_text(json.dumps(info))
+    page = write_comparison(runs, tmp_path / "page.html")
+    is_ranked = why is None
+    assert ("the lowest" in words(page), "Sorted by" in page.read_text()) == (is_ranked, is_ranked)
+    # What is not ranked stays in the order that was given.
+    assert [row[0] for row in table(page)[1:]] == (["001", "000"] if is_ranked else ["000", "001"])
+    assert is_ranked or f"their losses differ in the {why}" in words(page)
+
+
+def test_many_settings_of_few_runs_have_a_table_of_their_own(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    runs = [run(tmp_path / f"{folder}/run", model={f"key{i}": [i, folder] for i in range(20)}) for folder in ("x", "y")]
+    page = write_comparison(runs, tmp_path / "page.html").read_text()
+    # Runs of one name are told apart by their folders, and their curves by dashes.
+    assert '<th scope="col">setting</th><th scope="col">x/run</th><th scope="col">y/run</th>' in page
+    assert "model.<wbr>key19" in page
+    assert "stroke-dasharray:6 3" in page
+    assert "://" not in page
 
 
 def test_the_end_of_the_training_loss_ranks_and_not_its_luckiest_batch(tmp_path):
@@ -113,7 +148,7 @@ def test_the_end_of_the_training_loss_ranks_and_not_its_luckiest_batch(tmp_path)
         run(tmp_path / "large", losses=[1.8 + one / 9 for one in noise]),
         run(tmp_path / "lost", losses=[1.0] * 100 + [None] * 100, status="running"),
     ]
-    page = write_many(runs, tmp_path / "page.html")
+    page = write_comparison(runs, tmp_path / "page.html")
     header, *rows = table(page)
     assert header[2] == "training loss at the end"
     assert [row[0] for row in rows] == ["large", "small", "lost"]

@@ -1,4 +1,4 @@
-"""Measurements of the complete step of a config: its time, the time of the host besides it, memory and energy."""
+"""Measurements of the complete step of a config: its time, the time of the host besides it, and memory."""
 
 import resource
 import statistics
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.bench.power import measured_energy
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
@@ -26,13 +25,12 @@ from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 
-_MOST_STEPS, _LEAST_STEPS, _BUDGET_SECONDS = 50, 3, 10.0
-_HOST_STEPS = 300
+_MOST_STEPS, _LEAST_STEPS, _HOST_STEPS, _BUDGET_SECONDS = 50, 3, 300, 10.0
 
 
 @dataclass(frozen=True)
 class WholeStep:
-    """Time, memory and energy of a step.
+    """Time and memory of a step.
 
     Attributes:
         seconds: median time of a step, including the wait for the device.
@@ -45,8 +43,6 @@ class WholeStep:
         device_peak_bytes: peak memory of the first device since the process began; None where the backend does not
             report it.
         process_peak_bytes: peak resident memory of this process since it began, compilers included.
-        joules: energy of all local devices per step; None where it is not known.
-        joules_reason: why the energy is not known; None where it is.
     """
 
     seconds: float
@@ -57,8 +53,6 @@ class WholeStep:
     planned_bytes: int | None
     device_peak_bytes: int | None
     process_peak_bytes: int
-    joules: float | None
-    joules_reason: str | None
 
 
 def workload_step(config: Config, workload: Workload) -> tuple[TrainStep, BatchSource]:
@@ -75,11 +69,7 @@ def workload_step(config: Config, workload: Workload) -> tuple[TrainStep, BatchS
 
 
 class RandomBatches:
-    """Random rows in the shapes of a workload, drawn on the host for each step.
-
-    Args:
-        workload: gives the shapes, the vocabulary and the number of outputs.
-    """
+    """Random rows in the shapes of a workload, drawn on the host for each step."""
 
     def __init__(self, workload: Workload):
         self._spec = batch_shapes(workload)
@@ -88,7 +78,7 @@ class RandomBatches:
         self._most = {**ids, "targets": workload.num_outputs or workload.vocab_size}
 
     def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Return the global shapes of a batch."""
+        """The global shapes of a batch."""
         return self._spec
 
     def load(
@@ -98,13 +88,7 @@ class RandomBatches:
         *,
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, jax.Array]:
-        """Put a batch on the mesh.
-
-        Args:
-            k: number of the batch, which seeds its rows.
-            shardings: sharding of each entry.
-            check: not called, because the ids are within the vocabulary.
-        """
+        """Put batch k, which seeds its rows, on the mesh; there is nothing to check."""
         generator = np.random.default_rng(k)
 
         def make(name: str, shape: Any) -> Any:
@@ -119,14 +103,13 @@ class RandomBatches:
         return {name: jax.device_put(make(name, shape), shardings[name]) for name, shape in self._spec.items()}
 
 
-def measure_step(step: TrainStep, batches: BatchSource, *, seed: int, most_steps: int = _MOST_STEPS) -> WholeStep:
+def measure_step(step: TrainStep, batches: BatchSource, *, seed: int) -> WholeStep:
     """Compile and run a step, then run the loop with a program that computes nothing.
 
     Args:
         step: the step, not compiled yet.
         batches: the source of batches.
         seed: of the state.
-        most_steps: the most steps that are measured.
     """
     began = time.perf_counter()
     compiled = step.compile(batches.spec())
@@ -135,17 +118,17 @@ def measure_step(step: TrainStep, batches: BatchSource, *, seed: int, most_steps
     state, batch = step.init(seed), load(0)
     state, _ = jax.block_until_ready(step(state, batch))
     seconds: list[float] = []
-    with measured_energy(jax.local_devices()) as energy:
-        while len(seconds) < _LEAST_STEPS or (sum(seconds) < _BUDGET_SECONDS and len(seconds) < most_steps):
-            began = time.perf_counter()
-            state, _ = jax.block_until_ready(step(state, batch))
-            seconds.append(time.perf_counter() - began)
-    host, waited = host_seconds(step, load, state, compiled)
+    while len(seconds) < _LEAST_STEPS or (sum(seconds) < _BUDGET_SECONDS and len(seconds) < _MOST_STEPS):
+        began = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch))
+        seconds.append(time.perf_counter() - began)
+    host, waited = _host_seconds(step, load, state, compiled)
     memory = compiled.memory_analysis()
     planned = None
     if memory is not None:
         planned = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         planned -= memory.alias_size_in_bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return WholeStep(
         seconds=statistics.median(seconds),
         num_steps=len(seconds),
@@ -154,28 +137,17 @@ def measure_step(step: TrainStep, batches: BatchSource, *, seed: int, most_steps
         data_wait_seconds=waited,
         planned_bytes=planned,
         device_peak_bytes=device_memory_bytes(),
-        process_peak_bytes=process_peak_bytes(),
-        joules=None if energy.joules is None else energy.joules / len(seconds),
-        joules_reason=energy.reason,
+        process_peak_bytes=peak if sys.platform == "darwin" else peak * 1024,
     )
 
 
-def host_seconds(
+def _host_seconds(
     step: TrainStep, load: Callable[[int], dict[str, jax.Array]], state: TrainState, compiled: jax.stages.Compiled
 ) -> tuple[float, float]:
-    """Measure the loop with a step that computes nothing.
+    """The median seconds per step of the loop around a step that computes nothing, and its mean wait for data.
 
     The program has the arguments and results of the step's own program, so that the same arrays are dispatched; it
-    returns the state unchanged. Afterwards the step uses its own program again.
-
-    Args:
-        step: the step, compiled.
-        load: the result of `step.loader`.
-        state: the state, which is donated.
-        compiled: the step's program.
-
-    Returns:
-        The median seconds per step without the wait for data, and the mean wait for data.
+    returns the state unchanged. Afterwards the step uses its own program again. The state is donated.
     """
     metrics = compiled.out_info[1]
 
@@ -208,9 +180,3 @@ def host_seconds(
         statistics.median(max(seconds - waited, 0.0) for seconds, waited in rows[1:]),
         statistics.fmean(waited for _, waited in rows[1:]),
     )
-
-
-def process_peak_bytes() -> int:
-    """Return the peak resident memory of this process, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
