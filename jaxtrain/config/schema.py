@@ -1,5 +1,6 @@
 """The complete config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
+from html import escape
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
@@ -20,6 +21,7 @@ from jaxtrain.config.run_name import check_run_name
 from jaxtrain.config.spikes import ChecksConfig, SpikesConfig
 from jaxtrain.config.transformer import TransformerConfig
 from jaxtrain.config.watchdog import WatchdogConfig
+from jaxtrain.config.yaml_file import to_yaml
 from jaxtrain.errors import ConfigError
 
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
@@ -309,3 +311,7 @@ class Config(Group):
         return f"Config({named}{kinds}, steps={self.train.steps}, global_batch_size={self.train.global_batch_size})"
 
     __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        changed = escape(to_yaml(self.model_dump(mode="json", exclude_defaults=True)))
+        return f"<p><strong>{escape(repr(self))}</strong></p><p>What differs from the defaults:</p><pre>{changed}</pre>"
