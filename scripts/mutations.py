@@ -121,8 +121,8 @@ MUTATIONS = [
     ),
     ("models/merge.py", "+ kernel.scale * product", "+ product", "finetune interop models"),
     # checkpoint and data
-    ("checkpoint/arrays.py", "or values[name] != info.digests.get(name)]", "]", "checkpoint"),
-    ("checkpoint/directory.py", "sorted(losses)[-keep_last:]", "sorted(losses)[-keep_last - 1:]", "checkpoint"),
+    ("checkpoint/storage.py", "values.get(name, ()) != info.digests.get(name)", "name not in values", "checkpoint"),
+    ("checkpoint/upkeep.py", "set(steps[-self.keep_last :])", "set(steps[-self.keep_last - 1 :])", "checkpoint"),
     ("data/batches.py", "self._read(numbers + positions // num_rows * num_rows)", "self._read(numbers)", "data"),
     ("data/batches.py", "np.where(by_row, own, 0)", "own", "data train run"),
     ("data/permutation.py", "keys = keys + _INCREMENT\n        low", "low", "data"),

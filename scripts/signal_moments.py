@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.where import checkpoint_folder
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 
 STORE = "JAXTRAIN_MOMENTS_STORE"  # the address that the starts read
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

@@ -1,19 +1,17 @@
 """The checkpoints of a run: saved in the background, restored on any mesh, every array verified."""
 
 import contextlib
-import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint import arrays, checks, directory, places, tree
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
-from jaxtrain.checkpoint.failures import save_error, store_failure, store_failures
-from jaxtrain.checkpoint.line import StepLine
-from jaxtrain.checkpoint.places import Place, RemotePath
-from jaxtrain.checkpoint.space import SaveError, check_space
-from jaxtrain.checkpoint.storage import Storage
-from jaxtrain.checkpoint.upkeep import Upkeep
+from jaxtrain.checkpoint import digest, directory, places, storage, tree
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, SaveError
+from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.places import Place, RemotePath, SeenComplete, place_at
+from jaxtrain.checkpoint.storage import Storage, everyone, from_process_0, is_process_0
+from jaxtrain.checkpoint.upkeep import Retention, Upkeep
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.terminal import print_remark
 
@@ -30,7 +28,7 @@ class Checkpointer:
 
     Args:
         directory: folder of the steps, created by the first save; or gs://bucket/name, s3://bucket/name.
-        keep_last: number of the newest steps that are kept.
+        keep_last: number of the newest steps that are kept, at least 1.
         keep_every: steps at multiples of this are never deleted; None: no such rule.
         keep_best: whether the step with the lowest score, or eval_loss where there are none, is kept.
         read_only: whether this object never writes, renames or deletes.
@@ -38,8 +36,7 @@ class Checkpointer:
         report: called with one line when a damaged step is skipped, or steps are abandoned.
 
     Raises:
-        ConfigError: the directory is a file, `keep_last` or `keep_every` is not an integer of at least 1, or the mirror
-            holds the copies of another directory.
+        ConfigError: the directory is no path and no such address, or the mirror holds the copies of another one.
 
     Example:
         >>> with jt.Checkpointer("runs/mine/checkpoints", keep_last=2) as checkpointer:
@@ -60,14 +57,20 @@ class Checkpointer:
         mirror: str | Path | RemotePath | None = None,
         report: Callable[[str], None] = print_remark,
     ) -> None:
-        self.directory = checks.checked_directory(directory)
-        last, every = checks.checked_counts(keep_last=keep_last, keep_every=keep_every)
-        self._line = StepLine(self.directory, keep_last=last, keep_every=every, keep_best=keep_best, report=report)
-        self._read_only, self._is_begun, self._is_closed = read_only, False, False
+        self.directory = place_at(directory, what="checkpoint directory")
+        self._report, self._read_only = report, read_only
+        self._is_begun = self._is_closed = self._is_cleared = False
         self._storage: Storage | None = None
         self._saving: Place | None = None
-        second = None if mirror is None or read_only else places.absolute_place(mirror, what="checkpoint mirror")
-        self._upkeep = Upkeep(self.directory, self._line, mirror=second, report=report)
+        self._position: int | None = None  # the step that the caller's training stands at, where it is known
+        self._seen = SeenComplete()
+        self._retention = Retention(keep_last, keep_every, keep_best)
+        self._mirror: Mirror | None = None
+        if mirror is not None and not read_only:
+            self._mirror = Mirror(place_at(mirror, what="checkpoint mirror"), self.directory)
+            with contextlib.suppress(OSError):  # each copy tries to reach it
+                self._mirror.check_owner()
+        self._upkeep = Upkeep(self.directory, self._retention, self._mirror, report)
 
     def __enter__(self) -> Self:
         self._is_closed = False
@@ -78,40 +81,37 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the numbers of the saved steps in ascending order, without one that is still being written."""
-        steps = self._line.steps()
-        if not steps and not self._read_only and self._saving is None and arrays.is_process_0():
+        steps = directory.live_steps(self.directory)
+        if not steps and not self._read_only and self._saving is None and is_process_0():
             # A kill while the only step was being replaced left that step in the directory of abandoned ones.
-            self._line.settle()
-            if not self._line.steps() and not self._is_begun:
+            directory.settle(self.directory, self._report)
+            if not directory.live_steps(self.directory) and not self._is_begun:
                 self._upkeep.recover()
-            steps = self._line.steps()
+            steps = directory.live_steps(self.directory)
         return steps
 
     def begin_anew(self) -> None:
         """Begin a line of steps that the mirror knows nothing of: the copies that it holds are moved aside there."""
         self._is_begun = True
-        if arrays.is_process_0():
-            self._upkeep.set_mirror_aside()
+        if is_process_0() and self._mirror is not None:
+            with contextlib.suppress(OSError):  # the copy of the next step says what is wrong with the folder
+                self._mirror.set_aside()
 
     def latest_step(self) -> int | None:
         """Return the newest saved step, or None."""
         return max(self.steps(), default=None)
 
     def info(self, step: int) -> CheckpointInfo:
-        """Return the record of a step without reading its arrays.
-
-        Raises:
-            CheckpointError: there is no such step, or its record is damaged.
-        """
-        if step not in self.steps():
-            raise CheckpointError(
-                f"no checkpoint of step {step!r} in {self.directory}: it holds {self._line.listing()}"
-            )
+        """Return the record of a step without its arrays; a CheckpointError where there is none, or a damaged one."""
+        steps = self.steps()
+        if step not in steps:
+            listed = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: it holds {listed}")
         return directory.read_info(self.directory, step)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """Return the metadata of a step, as given to `save`; None means the newest step whose record is intact."""
-        return self._line.newest_metadata(self._candidates()) if step is None else self.info(step).metadata
+        return (self._newest_info() if step is None else self.info(step)).metadata
 
     def save(
         self,
@@ -139,47 +139,46 @@ class Checkpointer:
 
         Raises:
             SaveError: this save or the one before failed; steps that are already saved are kept.
-            CheckpointError: an argument has a wrong type, an array of the state is deleted, or `close` was called.
+            CheckpointError: the metadata is not JSON, this object is read only, or `close` was called.
         """
-        step, metadata = checks.checked_step(step), checks.checked_metadata(metadata)
-        eval_loss, score = checks.checked_loss(eval_loss), checks.checked_loss(score, name="score")
-        checks.check_writable(self.directory, read_only=self._read_only, is_closed=self._is_closed)
+        if self._read_only or self._is_closed:
+            why = "were opened for reading only" if self._read_only else "are closed: save before close()"
+            raise CheckpointError(f"checkpoints in {self.directory} {why}")
         self.settle()
         self._is_begun = True
-        path = directory.step_path(self.directory, step)
+        step = int(step)
+        path = self.directory / str(step)
         flat = tree.flatten(state).leaves
-        checks.check_not_empty(state, flat)
-        checks.check_deleted(path, flat)
-        record = arrays.step_record(step, flat, metadata=metadata, eval_loss=eval_loss, score=score)
+        record = {
+            "format_version": directory.FORMAT_VERSION,
+            "step": step,
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": storage.versions(),
+            "metadata": dict(metadata),
+            "eval_loss": None if eval_loss is None else float(eval_loss),
+            "score": None if score is None else float(score),
+            "leaves": {name: tree.describe(leaf, name) for name, leaf in flat.items()},
+            "key_implementations": tree.key_implementations(flat),
+        }
         directory.seal(record)  # metadata that is not JSON fails before any work on the device
-        stored = arrays.storable(flat)
-        if arrays.decided(path, lambda: step in self.steps()):
-            record["digests"] = arrays.digests(stored)
-            if arrays.decided(path, lambda: self._line.holds(step, record)):
-                self._line.position = step
-                return False
-        try:
-            self._prepare(path, sum(array.nbytes for array in stored.values()))
-            record["digests"] = record.get("digests") or arrays.digests(stored)
+        stored = storage.storable(flat)
+        record["digests"] = digest.digests(stored)
+        if not self._decided(path, lambda: not self._holds(step, record) and self._make_room(step)):
+            self._position = step
+            return False
+        with self._failing(path):
             self._open().write(path, stored, directory.seal(record))
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise self._failed(path, error) from None
-        self._saving = path
+        self._saving, self._seen = path, SeenComplete()
         return True
 
     def add_eval_loss(self, step: int, eval_loss: float, *, score: float | None = None) -> None:
-        """Record the eval_loss (and score) of a step that was saved before it was evaluated, for `keep_best`.
-
-        Raises:
-            CheckpointError: the loss is no number, or there is no such step.
-        """
-        found = checks.checked_loss(eval_loss)
+        """Record the eval_loss (and score) of a step that was saved before it was evaluated, for `keep_best`."""
         self.wait()
         self.info(step)
-        if arrays.is_process_0():
-            self._line.note_loss(step, math.nan if found is None else found, None if score is None else float(score))
+        if is_process_0():
+            marks = float(eval_loss), None if score is None else float(score)
+            directory.write_eval_loss(self.directory, step, *marks)
+            self._retention.marks[step] = marks
 
     def score_again(self, scores: Mapping[int, float | None], *, after: int = 0) -> None:
         """Compare steps saved earlier by these scores (lower is better) for `keep_best`, not by those in their records.
@@ -187,21 +186,18 @@ class Checkpointer:
         Args:
             scores: step -> score; a step without one has only its eval_loss, which counts where no step has a score.
             after: steps up to this one, evaluated on other rows, are compared only until a later one has a loss.
-
-        Raises:
-            CheckpointError: the scores are no dict of numbers.
         """
         self.wait()
-        self._line.score_again(checks.checked_scores(scores), after=checks.checked_step(after))
+        self._retention.compared_after = after
+        self._retention.score_again(self.directory, scores)
 
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
 
         Names, shapes and dtypes are compared with the record before anything is read, and every array is compared with
         its digest afterwards. If the newest step is damaged and `step` is None, its directory is renamed and its copy
-        or the step before it is used. After a complete state was restored, the next save starts a new line from it:
-        once that save is complete, later steps are moved aside. To read an earlier step during training, use a second
-        Checkpointer with `read_only=True`.
+        or the step before it is used. After a complete state was restored, the next save starts a new line from it.
+        To read an earlier step during training, use a second Checkpointer with `read_only=True`.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays whose shape, dtype and sharding to use.
@@ -217,29 +213,36 @@ class Checkpointer:
         self.wait()
         prefix = None if prefix is None else tree.stored_name(prefix)
         wanted = tree.flatten(target, prefix=prefix)
-        checks.check_target(target)
         candidates = [step] if step is not None else list(reversed(self._candidates()))
-        damaged: list[tuple[int, str]] = []  # not the errors, which hold the arrays that were read
+        damaged: dict[int, str] = {}  # not the errors, which hold the arrays that were read
         for candidate in candidates:
             try:
                 restored = self._read(candidate, wanted.leaves, prefix=prefix)
             except DamagedError as error:
                 if step is not None:
                     raise
-                damaged.append((candidate, str(error)))
+                damaged[candidate] = str(error)
                 if not self._read_only and candidate == candidates[-1]:
-                    other = arrays.from_process_0(lambda: self._upkeep.recover(damaged=dict(damaged)))
+                    other = from_process_0(lambda: self._upkeep.recover(damaged=damaged))
                     candidates += [other] if other >= 0 else []
                 continue
             # Only once an intact step is found: with all steps renamed, the next run would start at step 0.
-            if arrays.is_process_0():
-                self._line.pass_over(damaged, instead=candidate, rename=not self._read_only)
-            arrays.barrier("jaxtrain_set_aside")
+            for other, reason in damaged.items() if is_process_0() else ():
+                if not self._read_only:
+                    moved = directory.set_aside(self.directory, other, reason="corrupt")
+                    reason = f"{reason} (renamed to {moved.name})"
+                self._report(f"{reason}; step {candidate} is used instead")
+            everyone(True)  # what is renamed is so for all of them
             if prefix is None:
-                self._line.stand_at(candidate)
-                self._upkeep.restored(candidate)
+                self._position = candidate
+                # What is saved from here on is compared, also under a number that an abandoned step had.
+                self._retention.compared_after = min(self._retention.compared_after, candidate)
+                self._upkeep.verified.add(candidate)
             return wanted.rebuild(restored)
-        raise checks.none_left(self.directory, damaged)
+        raise CheckpointError(
+            f"no intact checkpoint is left in {self.directory} ({len(damaged)} damaged): {next(iter(damaged.values()))}"
+            "; restore the files from a copy, or start again in another run directory"
+        )
 
     def read(self, leaves: Mapping[str, Any], *, step: int) -> dict[str, Any]:
         """Read single arrays of a step, each directly into its sharding, and compare each with its digest.
@@ -248,76 +251,48 @@ class Checkpointer:
             leaves: path ("params/head/kernel") -> `jax.ShapeDtypeStruct` with a sharding, as in `info(step).leaves`.
             step: number of the step.
 
-        Returns:
-            Path -> array.
-
         Raises:
-            DamagedError: a file is missing, or an array differs from what was saved.
-            CheckpointError: no dict of arrays, or there is no such step, or no such array in it.
+            CheckpointError: there is no such step, or no such array in it, or it is damaged (DamagedError).
         """
         self.wait()
         info = self.info(step)
-        names = {path: tree.name_among(info.leaves, path) for path in leaves}
-        checks.check_leaves(info, wanted := {names[path]: leaf for path, leaf in leaves.items()})
-        read = arrays.read_verified(self._open(), info, wanted)
+        # Parts of a stored name may hold `/`, as labels do.
+        names = {path: path if path in info.leaves else tree.stored_name(path) for path in leaves}
+        wanted = {names[path]: leaf for path, leaf in leaves.items()}
+        self._check_like(info, wanted, names.values())
+        read = storage.read_verified(self._open(), info, wanted)
         return {path: read[name] for path, name in names.items()}
 
     def check_like(self, target: Any) -> None:
-        """Compare names, shapes and dtypes with the newest intact record, as `restore` does, without reading arrays.
-
-        Args:
-            target: tree of `jax.ShapeDtypeStruct` or arrays.
-
-        Raises:
-            CheckpointError: there is no step, or it belongs to another model or optimizer.
-        """
+        """Compare a tree with the newest intact record, as `restore` does, without reading arrays."""
         self.wait()
-        for candidate in reversed(self._candidates()):
-            with contextlib.suppress(DamagedError):  # `restore` reports it, and takes the step before
-                checks.check_like(self.info(candidate), tree.flatten(target).leaves, None)
-                return
+        info = self._newest_info()
+        self._check_like(info, tree.flatten(target).leaves, info.leaves)
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
-        """Read every array of a step, one at a time, and compare it with its digest.
-
-        Args:
-            step: number of the step; None: the newest step.
-
-        Returns:
-            The record of the step.
-
-        Raises:
-            DamagedError: an array differs from what was saved; the message names the first one.
-            CheckpointError: there is no such step.
-        """
+        """Read every array of a step (None: the newest), compare it with its digest, and return the record."""
         self.wait()
         info = self.info(self._candidates()[-1] if step is None else step)
-        for name, entry in info.leaves.items():
-            arrays.read_verified(self._open(), info, {name: arrays.on_one_device(entry, info, name)})
-        self._upkeep.restored(info.step)
+        storage.verify_on_host(info)
+        self._upkeep.verified.add(info.step)
         return info
 
     def wait(self) -> None:
-        """Wait until the last save is complete, verified and copied, then delete the steps that the rules do not keep.
-
-        Raises:
-            SaveError: that save failed, or reads otherwise than it was written.
-        """
+        """Wait until the last save is complete, verified and copied, and older steps are deleted, or raise why not."""
         self.settle()
-        if not self._read_only and arrays.is_process_0():
-            self._upkeep.finish()
+        self._upkeep.finish()
 
     def check(self) -> None:
         """Raise a SaveError if a save in the background has failed; cheap enough to call at every step."""
         if self._storage is None or self._saving is None:
             return
-        try:
+        path = self._saving
+        with self._failing(path):
             self._storage.check()
-        except Exception as error:
-            path, self._saving = self._saving, None
-            raise self._failed(path, error) from None
-        if arrays.is_process_0():
-            self._upkeep.watch(self._saving)
+        if is_process_0():
+            if self._seen(path):
+                self._upkeep.begin(int(path.name))
+            self._upkeep.look()
 
     def close(self) -> None:
         """Wait for the last save (see `wait`), then release the threads; `save` is refused afterwards."""
@@ -329,6 +304,7 @@ class Checkpointer:
 
     def release(self) -> None:
         """Release the threads of a Checkpointer whose saves are complete."""
+        self._upkeep.release()
         opened, self._storage = self._storage, None
         if opened is not None:
             opened.close()
@@ -338,16 +314,13 @@ class Checkpointer:
         path, self._saving = self._saving, None
         if self._storage is None or path is None:
             return
-        try:
+        with self._failing(path):
             self._storage.wait()
-        except Exception as error:
-            raise self._failed(path, error) from None
-        self._line.position = int(path.name)
-        if arrays.is_process_0():
-            with store_failures(path):
-                self._line.settle()
+        self._position = int(path.name)
+        if is_process_0():
+            with self._failing(path):
+                directory.settle(self.directory, self._report)
                 self._upkeep.begin(int(path.name))
-                self._upkeep.prune()
 
     def _open(self) -> Storage:
         self._storage = self._storage or Storage(self.directory)
@@ -355,43 +328,104 @@ class Checkpointer:
 
     def _candidates(self) -> list[int]:
         steps = self.steps()
-        newest = arrays.from_process_0(lambda: max(steps, default=-1))
+        newest = from_process_0(lambda: max(steps, default=-1))
         if newest < 0:
             raise CheckpointError(f"no checkpoint in {self.directory}: check the path, or start with --resume auto")
         return [step for step in steps if step <= newest]
 
-    def _prepare(self, path: Place, array_bytes: int) -> None:
-        failure: Exception | None = None
-        if arrays.is_process_0():
-            try:
-                self._upkeep.forget(int(path.name))
-                self._line.make_room(int(path.name), before_moving=self._upkeep.pause)
-                check_space(self.directory, array_bytes, what=f"cannot save checkpoint {path}")
-            except (OSError, CheckpointError) as error:
-                failure = store_failure(path, error)
-        # Otherwise the other processes would wait in the save for one that has failed.
-        if not arrays.everyone(failure is None):
-            raise failure or SaveError(f"cannot save checkpoint {path}: process 0 cannot write there")
+    def _newest_info(self) -> CheckpointInfo:
+        candidates = self._candidates()
+        for step in reversed(candidates):
+            with contextlib.suppress(DamagedError):  # `restore` reports it, and takes the step before
+                return self.info(step)
+        return self.info(candidates[-1])  # says what is wrong with it
 
-    def _failed(self, path: Place, error: BaseException) -> CheckpointError:
-        # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
-        self._storage = None
-        if arrays.is_process_0():
-            self._line.clear()
-        return save_error(path, error)
+    def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
+        """Whether a saved step has the arrays of this record: the same leaves with the same digests."""
+        with contextlib.suppress(DamagedError):
+            info = directory.read_info(self.directory, step) if step in self.steps() else None
+            return info is not None and (info.leaves, info.digests) == (record["leaves"], record["digests"])
+        return False
+
+    def _decided(self, path: Place, decide: Callable[[], bool]) -> bool:
+        """Return what process 0 decides before a save; every process raises a SaveError where it cannot."""
+        failure: SaveError | None = None
+
+        def look() -> int:
+            nonlocal failure
+            try:
+                with self._failing(path):
+                    return decide()
+            except SaveError as error:
+                failure = error
+                return -1
+
+        found = from_process_0(look if is_process_0() else lambda: 0)
+        if found < 0:
+            raise failure or SaveError(f"cannot save checkpoint {path}: process 0 cannot")
+        return bool(found)
+
+    @contextlib.contextmanager
+    def _failing(self, path: Place) -> Iterator[None]:
+        """Turn whatever a save raises into a SaveError of one line, and make the directory ready for the next one."""
+        try:
+            yield
+        except Exception as error:
+            # Orbax's object keeps the unfinished work of the failed save, so the next save makes another object.
+            self._saving = self._storage = None
+            self._is_cleared = False
+            failure = error
+            if not isinstance(error, SaveError):
+                failure = SaveError(f"cannot save checkpoint {path}: {storage.free(error)}")
+            if is_process_0():
+                with contextlib.suppress(OSError, CheckpointError):  # the next save begins with it
+                    directory.clear_leftovers(self.directory)
+                    directory.settle(self.directory, self._report)
+            raise failure from None
+
+    def _make_room(self, step: int) -> bool:
+        """Make the directory ready for a save of `step`; process 0 alone."""
+        path = self.directory / str(step)
+        self._upkeep.forget(step)
+        places.make_folder(self.directory)
+        if not self._is_cleared:
+            directory.clear_leftovers(self.directory)
+            self._is_cleared = True
+        directory.settle(self.directory, self._report)
+        after = step - 1 if self._position is None else min(self._position, step - 1)
+        if any(other > after for other in self.steps()):
+            self._upkeep.finish()  # no step may be read in the background while it is renamed
+            directory.go_back(self.directory, after=after, step=step)
+        if path.exists():
+            moved = directory.set_aside(self.directory, step, reason="foreign")
+            self._report(f"{path} is not a checkpoint of jaxtrain: it is renamed to {moved.name}")
+        return True
 
     def _read(self, step: int, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:
         """Read a step, from its copy where it is damaged."""
 
         def read() -> dict[str, Any]:
             info = self.info(step)
-            checks.check_like(info, wanted, prefix)
-            return arrays.read_verified(self._open(), info, wanted)
+            self._check_like(info, wanted, [name for name in info.leaves if tree.is_inside(name, prefix)])
+            return storage.read_verified(self._open(), info, wanted)
 
         try:
             return read()
         except DamagedError as error:
             reason = str(error)
-            if self._read_only or not arrays.from_process_0(lambda: self._upkeep.replace(step, reason)):
+            if self._read_only or not from_process_0(lambda: self._upkeep.replace(step, reason)):
                 raise
         return read()
+
+    def _check_like(self, info: CheckpointInfo, wanted: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Raise where the named leaves in the record of a step are not those that are wanted."""
+        parts, phrase = tree.difference(
+            {name: info.leaves[name] for name in names if name in info.leaves},
+            {name: tree.describe(leaf, name) for name, leaf in wanted.items()},
+        )
+        if not parts:
+            return
+        what = "model" if parts & {"params", "model_state"} else "optimizer" if "optimizer_state" in parts else "kind"
+        if parts <= {"ema", "ema_model_state"}:
+            what = "moving average"
+        raise CheckpointError(f"checkpoint {info.path} is of another {what}: {phrase}")

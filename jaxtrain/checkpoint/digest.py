@@ -1,12 +1,9 @@
 """A digest of an array that is the same on every mesh, because Orbax does not detect a flipped bit.
 
-The bits of each element are mixed with its position in the global array, and the results are summed modulo 2^32.
-Integer addition is associative, so the order in which shards are summed does not matter. For a fixed position the
-mixing is a bijection of the bits, so a change of one element always changes the first sum.
-
-The same arithmetic runs in two places. Arrays in host memory are summed by NumPy, at about 2 ns per element; a compiled
-program costs 50 ms per shape before it sums anything. Arrays on an accelerator, or sharded over several processes, are
-summed on their devices.
+The bits of each element are mixed with its position in the global array, and the results are summed modulo 2^32, in
+any order of shards. For a fixed position the mixing is a bijection of the bits, so a change of one element always
+changes the first sum. Arrays in host memory are summed by NumPy, at about 2 ns per element (a compiled program costs
+50 ms per shape); those on an accelerator, or sharded over several processes, on their devices.
 """
 
 import functools
@@ -32,16 +29,10 @@ _SMALL_BYTES = 1 << 20
 
 
 def digests(arrays: "Mapping[str, jax.Array | np.ndarray]") -> dict[str, Digest]:
-    """Digest each array (jax or numpy, any dtype, any sharding); with several processes all of them call this.
+    """Give two sums below 2^32 for each array, of any dtype and in any sharding; all processes call this together.
 
     Each result is awaited before the next begins, because dozens of concurrent all-reduces deadlock on emulated CPU
     devices.
-
-    Args:
-        arrays: path -> jax or NumPy array of any dtype, in any sharding.
-
-    Returns:
-        Path -> two sums below 2^32.
     """
     import jax
 

@@ -1,36 +1,43 @@
-"""The content of a checkpoint directory, handled without jax or Orbax: steps, their records, what is kept or renamed.
+"""The content of a checkpoint directory, handled without jax or Orbax: steps, their records, removal, going back.
 
 A step is a directory (not a link) whose name is its number and which holds our item `jaxtrain`; everything else is
 ignored. Orbax writes into a directory with another name and renames it at the end, so a directory with the name of a
 step is complete. In an object store it writes a marker at the end; `places` has what differs there.
+
+Going back to an earlier step begins a new line of steps. The order of operations makes a kill harmless: first a note is
+written, then the new step, and only then are the abandoned steps moved away. Until the new step is complete, the steps
+of the old line are the valid ones; after that those of the new line are, whatever was already moved.
 """
 
-import errno
+import contextlib
 import hashlib
 import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import places
-from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.places import COPYING, RECORD_ITEM, TRASH, Place
 from jaxtrain.errors import CheckpointError
 
 FORMAT_VERSION = 1
-RECORD_ITEM = "jaxtrain"
-ARRAYS_ITEM = "state"
+NOTE = "going_back.json"
+_ABANDONED = "abandoned-"
 _TEMPORARY = ".orbax-checkpoint-tmp"
-_TRASH = ".pruned"
-COPYING = ".copying"
 # Errors of opening a file which say that it is not there, or not a file.
-_IS_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_IS_DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedError(CheckpointError):
     """A step cannot be read, or does not hold what was saved; an older step may be used instead."""
+
+
+class SaveError(CheckpointError):
+    """A step could not be saved, because of the disk or of what is in its place; the steps before it are kept."""
 
 
 @dataclass(frozen=True)
@@ -69,46 +76,32 @@ class CheckpointInfo:
     def bytes_of(self, name: str) -> int:
         """The bytes of one array in memory."""
         shape, dtype = self.leaves[name]
-        return math.prod(shape) * _itemsize(dtype)
-
-
-def _itemsize(dtype: str) -> int:
-    if dtype.startswith("key<"):
-        return 8  # threefry; keys of other generators differ by a few bytes
-    bits = re.search(r"\d+", dtype)
-    # Numbers narrower than a byte take one byte each outside an accelerator.
-    return max(1, int(bits.group()) // 8) if bits else 1
-
-
-def step_path(directory: Place, step: int) -> Place:
-    """Return the directory of a step, which need not exist."""
-    return directory / str(step)
+        bits = re.search(r"\d+", dtype)
+        # Keys of threefry have 8 bytes; numbers narrower than a byte take one each outside an accelerator.
+        size = 8 if dtype.startswith("key<") else max(1, int(bits.group()) // 8) if bits else 1
+        return math.prod(shape) * size
 
 
 def list_steps(directory: Place) -> list[int]:
-    """Return the numbers of the saved steps in ascending order; a directory that does not exist has none.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
-    try:
+    """Return the numbers of the saved steps in ascending order; a directory that does not exist has none."""
+    with failing(f"cannot read {directory}"):
         names = [name for name in places.names(directory) if name.isdecimal()]
         steps = sorted(int(name) for name in names if name == str(int(name)))
-        return [step for step in steps if places.is_complete(step_path(directory, step), item=RECORD_ITEM)]
+        return [step for step in steps if places.is_complete(directory / str(step))]
+
+
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that begins with `what`."""
+    try:
+        yield
     except OSError as error:
-        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
+        raise CheckpointError(f"{what}: {error.strerror or error}") from error
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record as it is stored: JSON values with a checksum.
-
-    Raises:
-        CheckpointError: the metadata cannot be written as JSON.
-    """
-    try:
-        plain = json.loads(json.dumps(content))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"metadata of a checkpoint must be JSON: {error}") from error
+    """Return the record as it is stored: JSON values with a checksum."""
+    plain = json.loads(json.dumps(content))
     return {"sha256": _checksum(plain), "content": plain}
 
 
@@ -117,84 +110,30 @@ def _checksum(content: Any) -> str:
 
 
 def read_info(directory: Place, step: int) -> CheckpointInfo:
-    """Read the record of a step.
-
-    Raises:
-        DamagedError: the record is missing, unreadable or altered.
-        CheckpointError: a newer jaxtrain wrote it, or this user may not read it.
-    """
-    path = step_path(directory, step)
+    """Read the record of a step; a DamagedError where it is missing or altered, another where it may be whole."""
+    path = directory / str(step)
+    content: Any = None
     try:
-        sealed = json.loads(places.read_bytes(path / RECORD_ITEM / "metadata"))
-        content = sealed["content"]
-        intact = sealed["sha256"] == _checksum(content)
-    except OSError as error:
         # What could not be opened for another reason (no permission, a stale handle, too many open files) may be whole.
-        if error.errno not in _IS_DAMAGE:
-            raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
-        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read") from error
-    if not intact:
-        raise DamagedError(f"checkpoint {path} is damaged: its record was altered")
-    if content["format_version"] > FORMAT_VERSION:
-        writer = content["versions"].get("jaxtrain", "?")
-        raise CheckpointError(
-            f"checkpoint {path} has format {content['format_version']}, written by jaxtrain {writer}; this one reads "
-            f"up to {FORMAT_VERSION}: install that version or a later one"
-        )
-    return CheckpointInfo(
-        step=step,
-        path=path,
-        metadata=content["metadata"],
-        leaves={name: (tuple(shape), dtype) for name, (shape, dtype) in content["leaves"].items()},
-        digests={name: (first, second) for name, (first, second) in content["digests"].items()},
-        key_implementations=content["key_implementations"],
-        eval_loss=content["eval_loss"],
-        versions=content["versions"],
-        saved_at=content["saved_at"],
-        score=content.get("score"),
-    )
+        with failing(f"cannot read checkpoint {path}"), contextlib.suppress(*_IS_DAMAGE):
+            sealed = json.loads((path / RECORD_ITEM / "metadata").read_bytes())
+            content = sealed["content"] if sealed["sha256"] == _checksum(sealed["content"]) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    if content is None:
+        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read")
+    known = {item.name: content[item.name] for item in fields(CheckpointInfo) if item.name not in ("step", "path")}
+    known["leaves"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in content["leaves"].items()}
+    known["digests"] = {name: (first, second) for name, (first, second) in content["digests"].items()}
+    return CheckpointInfo(step=step, path=path, **known)
 
 
 def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float | None) -> None:
-    """Write the eval_loss and the score of a saved step into its record, which is replaced atomically.
-
-    Raises:
-        CheckpointError: the record is damaged or cannot be written.
-    """
+    """Write the eval_loss and the score of a saved step into its record, which is replaced atomically."""
     path = read_info(directory, step).path / RECORD_ITEM / "metadata"
-    try:
-        content = json.loads(places.read_bytes(path))["content"]
-        places.write_bytes(path, json.dumps(seal({**content, "eval_loss": eval_loss, "score": score})).encode())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-
-
-def steps_to_keep(
-    losses: Mapping[int, float | None], *, keep_last: int, keep_every: int | None, keep_best: bool
-) -> set[int]:
-    """Return the steps that are kept.
-
-    Args:
-        losses: step -> eval_loss (or score) of every saved step; None where it was not evaluated.
-        keep_last: number of the newest steps that are kept.
-        keep_every: steps at multiples of this are kept; None: no such rule.
-        keep_best: whether the step with the lowest finite loss is kept (of equal losses the earliest).
-    """
-    kept = set(sorted(losses)[-keep_last:])
-    if keep_every is not None:
-        kept |= {step for step in losses if step % keep_every == 0}
-    scored = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
-    if keep_best and scored:
-        kept.add(min(scored)[1])
-    return kept
-
-
-def remove(directory: Place, steps: Iterable[int]) -> None:
-    """Delete steps, so that a kill leaves no incomplete directory under the name of a step."""
-    for step in steps:
-        places.remove_step(step_path(directory, step), trash=f"{step}{_TRASH}")
+    with failing(f"cannot write {path}"):
+        content = {**json.loads(path.read_bytes())["content"], "eval_loss": eval_loss, "score": score}
+        places.write_bytes(path, json.dumps(seal(content)).encode())
 
 
 def clear_leftovers(directory: Place) -> None:
@@ -202,24 +141,105 @@ def clear_leftovers(directory: Place) -> None:
     places.finish_moves(directory)
     for name in places.names(directory):
         number, dot, suffix = name.partition(".")
-        if not number.isdecimal():
-            continue
-        is_temporary = f"{dot}{suffix}".startswith((_TEMPORARY, _TRASH, COPYING))
-        entry = directory / name
-        if places.is_leftover(entry, is_temporary=is_temporary, items=(RECORD_ITEM, ARRAYS_ITEM)):
-            places.remove_tree(entry)
+        is_temporary = f"{dot}{suffix}".startswith((_TEMPORARY, TRASH, COPYING))
+        if number.isdecimal() and (is_temporary or places.is_incomplete(directory / name)):
+            places.remove_tree(directory / name)
 
 
 def set_aside(directory: Place, step: int, *, reason: str) -> Place:
-    """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that.
-
-    Raises:
-        CheckpointError: it cannot be renamed.
-    """
-    source = step_path(directory, step)
-    target = directory / f"{step}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
-    try:
+    """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that."""
+    source, target = directory / str(step), directory / f"{step}.{reason}-{moment()}"
+    with failing(f"cannot rename {source} to {target.name}"):
         places.move(source, target)
-    except OSError as error:
-        raise CheckpointError(f"cannot rename {source} to {target.name}: {error.strerror}") from error
     return target
+
+
+def moment() -> str:
+    """This moment as a part of a name that no other one has."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
+
+
+@dataclass(frozen=True)
+class _GoingBack:
+    """A save that begins a new line of steps."""
+
+    after: int  # steps above this number are abandoned
+    step: int  # the saved one, the first of the new line
+    folder: str  # beside the steps, to which abandoned ones are moved
+    replaces: bool  # whether the old line has a step of the same number
+
+    def is_complete(self, directory: Place, steps: Iterable[int]) -> bool:
+        """Whether the new step is: where the old line had one of that number, that one was moved away before."""
+        return self.step in steps and (
+            not self.replaces or places.is_complete(directory / self.folder / str(self.step))
+        )
+
+
+def live_steps(directory: Place) -> list[int]:
+    """Return the steps of the valid line in ascending order, without those that a new line has abandoned."""
+    # The note first: a listing that is older than the note would show both lines.
+    noted = _read_note(directory)
+    steps = list_steps(directory)
+    with failing(f"cannot read {directory}"):
+        if noted is None or not noted.is_complete(directory, steps):
+            return steps
+    return [step for step in steps if step <= noted.after or step == noted.step]
+
+
+def go_back(directory: Place, *, after: int, step: int) -> None:
+    """Write the note that the save of `step` abandons every step above `after`, and move away a step of that number."""
+    noted = _GoingBack(after, step, f"{_ABANDONED}{moment()}", step in list_steps(directory))
+    with failing(f"cannot go back to step {after} in {directory}"):
+        places.write_json(directory / NOTE, asdict(noted))
+        if noted.replaces:
+            move_steps(directory, [step], directory / noted.folder)
+
+
+def settle(directory: Place, report: Callable[[str], None]) -> None:
+    """Carry out a note: move the abandoned steps away, and say so, where the new step is complete, else undo it."""
+    noted = _read_note(directory)
+    if noted is None:
+        return
+    folder = directory / noted.folder
+    with failing(f"cannot move abandoned steps to {folder}"):
+        places.finish_moves(directory)
+        places.finish_moves(folder)  # of a step on its way back
+        steps = list_steps(directory)
+        if not noted.is_complete(directory, steps):
+            old, place = folder / str(noted.step), directory / str(noted.step)
+            if places.is_incomplete(place):
+                places.remove_tree(place)
+            if noted.replaces and places.is_complete(old) and not place.exists():
+                places.move(old, place)
+            if isinstance(folder, Path):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            (directory / NOTE).unlink(missing_ok=True)
+            return
+        move_steps(directory, [step for step in steps if step > noted.after and step != noted.step], folder)
+        abandoned = list_steps(folder)
+        (directory / NOTE).unlink(missing_ok=True)
+    report(
+        f"step {noted.step} was saved after going back: the abandoned {', '.join(map(str, abandoned))} of "
+        f"{directory} moved to {folder.name}, which is kept until you delete it"
+    )
+
+
+def abandoned_folders(directory: Place) -> list[Place]:
+    """Return the directories of abandoned steps, oldest first; each can be opened as a checkpoint directory."""
+    with failing(f"cannot read {directory}"):
+        return [directory / name for name in sorted(places.names(directory)) if name.startswith(_ABANDONED)]
+
+
+def move_steps(directory: Place, steps: Iterable[int], target: Place | None = None) -> None:
+    """Move steps to another directory; None: to a new one, as those of a line that is given up."""
+    target = target or directory / f"{_ABANDONED}{moment()}"
+    for step in steps:
+        places.make_folder(target)
+        places.move(directory / str(step), target / str(step))
+
+
+def _read_note(directory: Place) -> _GoingBack | None:
+    with failing(f"cannot read {directory / NOTE}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return _GoingBack(**json.loads((directory / NOTE).read_bytes()))
+    return None

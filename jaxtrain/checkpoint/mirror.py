@@ -1,60 +1,46 @@
-"""A second copy of checkpoints in another folder: made file by file, compared by digests, then renamed. No jax here.
+"""A second copy of checkpoints in another folder: made file by file, compared by digests, then renamed. No jax here."""
 
-Nothing here runs in the way of training: who copies does so in the background, and an `OSError` means that the copy is
-made after a later save.
-"""
-
+import contextlib
+import hashlib
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.checkpoint import directory, places
-from jaxtrain.checkpoint.copies import copy_step
 from jaxtrain.checkpoint.directory import DamagedError
-from jaxtrain.checkpoint.line import Marks, recorded_marks
-from jaxtrain.checkpoint.places import Place, place_at
-from jaxtrain.errors import ConfigError
+from jaxtrain.checkpoint.places import COMMIT_FILE, COPYING, Place, RemotePath, place_at
+from jaxtrain.errors import CheckpointError, ConfigError
 
 _OWNER = "mirror_of.json"
+_CHUNK_BYTES = 4 * 2**20
 
 
 def mirror_folder(mirror: str | None, run_dir: Path) -> Place | None:
     """Where the second copies of a run's checkpoints are: a folder named as the run in `checkpoint.mirror`."""
-    if mirror is None:
-        return None
-    place = place_at(mirror, what="checkpoint.mirror")
-    return (place.expanduser().absolute() if isinstance(place, Path) else place) / run_dir.absolute().name
+    return None if mirror is None else place_at(mirror, what="checkpoint.mirror") / run_dir.absolute().name
 
 
 class Mirror:
-    """The second folder of the steps of one checkpoint directory; process 0 alone has one.
+    """The second folder of the steps of the checkpoint directory `source`; process 0 alone writes there.
 
-    Args:
-        folder: where the copies are; made with the first one.
-        source: the checkpoint directory.
-
-    Attributes:
-        copied_bytes: grows while a copy is made, so that a copy that stands still is noticed.
+    `copied_bytes` grows while a copy is made, so that a copy that stands still is noticed.
     """
 
     def __init__(self, folder: Place, source: Place) -> None:
         self.folder, self._source = folder, source
         self.copied_bytes = 0
+        place, here = (str(one.resolve() if isinstance(one, Path) else one) for one in (folder, source))
+        # The second is that of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
+        if f"{place}/".startswith(f"{here}/") or place == str(source.parent):
+            raise ConfigError(f"checkpoint.mirror: {folder} is where {source} is; name a folder on another disk")
 
     def check_owner(self) -> None:
-        """Raise where the folder holds the copies of another run.
-
-        Raises:
-            ConfigError: it does; names that run.
-            OSError: it cannot be read.
-        """
+        """Raise a ConfigError where the folder holds the copies of another run."""
         try:
-            owner = json.loads(places.read_bytes(self.folder / _OWNER)).get("checkpoints")
+            owner = json.loads((self.folder / _OWNER).read_bytes())["checkpoints"]
         except FileNotFoundError:
             return
-        except (ValueError, AttributeError):
-            owner = "a run that its damaged note does not name"
         if owner != str(self._source):
             raise ConfigError(
                 f"checkpoint.mirror: {self.folder} holds the copies of {owner}, not of {self._source}; name another "
@@ -63,34 +49,23 @@ class Mirror:
 
     def steps(self) -> list[int]:
         """Return the steps that have a copy, in ascending order; none where the folder cannot be read."""
-        try:
+        with contextlib.suppress(CheckpointError):
             return directory.list_steps(self.folder)
-        except (directory.CheckpointError, OSError):
-            return []
+        return []
 
     def is_same(self, step: int) -> bool:
         """Whether the copy of a step is of the step which is there; true where that one is gone or damaged."""
         try:
             here = directory.read_info(self._source, step)
         except DamagedError:
-            return True  # gone or damaged there: this copy is all that is left of it
-        try:
+            return True  # this copy is all that is left of it
+        with contextlib.suppress(DamagedError):
             there = directory.read_info(self.folder, step)
-        except DamagedError:
-            return False
-        return (here.digests, here.leaves) == (there.digests, there.leaves)
+            return (here.digests, here.leaves) == (there.digests, there.leaves)
+        return False
 
-    def copy(self, step: int, *, keep: Callable[[Marks], set[int]]) -> None:
-        """Copy a complete step, then delete and set aside what the copies hold beside the line of steps.
-
-        Args:
-            step: the newest step.
-            keep: of the steps that have a copy, with their marks, those that stay.
-
-        Raises:
-            OSError: the folder cannot be reached or written, or a copy is not what was read.
-            ConfigError: another run has made copies there.
-        """
+    def copy(self, step: int, *, keep: Callable[[Place, Iterable[int]], set[int]]) -> None:
+        """Copy the newest step, complete; delete the copies that `keep` does not name, and set abandoned ones aside."""
         places.make_folder(self.folder)
         if not (self.folder / _OWNER).exists():
             places.write_json(self.folder / _OWNER, {"checkpoints": str(self._source)})
@@ -98,36 +73,55 @@ class Mirror:
         self.check_owner()
         directory.clear_leftovers(self.folder)
         # A step of a line that was given up is kept beside the copies, as it is beside the steps.
-        self._abandon([other for other in self.steps() if other > step or not self.is_same(other)])
+        directory.move_steps(self.folder, [other for other in self.steps() if other > step or not self.is_same(other)])
         if step not in self.steps():
-            copy_step(self._source, self.folder, step, advance=self._advance)
-        copies = {other: recorded_marks(self.folder, other) for other in self.steps()}
-        directory.remove(self.folder, set(copies) - keep(copies) - {step})
+            self._copy(self._source, self.folder, step)
+        steps = self.steps()
+        places.remove_steps(self.folder, set(steps) - keep(self.folder, steps) - {step})
 
     def bring_back(self, step: int) -> None:
-        """Copy a step from the mirror to its place, where nothing of that name may be.
-
-        Raises:
-            OSError: it cannot be read or written.
-        """
+        """Copy a step from the mirror to its place, where nothing of that name may be."""
+        self.check_owner()
+        directory.read_info(self.folder, step)
         places.make_folder(self._source)
-        copy_step(self.folder, self._source, step, advance=self._advance)
+        self._copy(self.folder, self._source, step)
 
     def set_aside(self) -> None:
-        """Move all copies to a folder `abandoned-<time>`: a run that starts anew makes copies of its own.
+        """Move all copies to a folder `abandoned-<time>`: a run that starts anew makes copies of its own."""
+        directory.move_steps(self.folder, self.steps())
 
-        Raises:
-            OSError: they cannot be moved.
-        """
-        self._abandon(self.steps())
+    def _copy(self, source: Place, target: Place, step: int) -> None:
+        """Copy the directory of a step, compare what was written, and only then make it a step."""
+        origin, place = source / str(step), target / str(step)
+        partial = place if isinstance(place, RemotePath) else place.with_name(f"{step}{COPYING}")
+        places.remove_tree(partial)
+        places.make_folder(partial)
+        digests = {}
+        for name in _files(origin):
+            places.make_folder((partial / name).parent)
+            with (origin / name).open("rb") as read, (partial / name).open("wb") as written:
+                digests[name] = self._digest(read, written.write)
+        for name, digest in digests.items():
+            with (partial / name).open("rb") as read:
+                if self._digest(read, len) != digest:
+                    raise OSError(f"{partial / name} reads other than it was written")
+        if isinstance(place, RemotePath):
+            (place / COMMIT_FILE).write_bytes(b"copied by jaxtrain")
+        else:
+            places.move(partial, place)
+            places.sync_folder(place)
 
-    def _abandon(self, steps: list[int]) -> None:
-        if not steps:
-            return
-        folder = self.folder / f"abandoned-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
-        places.make_folder(folder)
-        for step in steps:
-            places.move(directory.step_path(self.folder, step), folder / str(step))
+    def _digest(self, file: Any, take: Callable[[bytes], object]) -> str:
+        digest = hashlib.sha256()
+        while part := file.read(_CHUNK_BYTES):
+            digest.update(part)
+            take(part)
+            self.copied_bytes += len(part)
+        return digest.hexdigest()
 
-    def _advance(self, count: int) -> None:
-        self.copied_bytes += count
+
+def _files(step: Place) -> list[str]:
+    """The names of the files of a step, relative to it, without the marker of stores."""
+    if isinstance(step, RemotePath):
+        return [name for name in step.files() if name != COMMIT_FILE]
+    return [path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file()]

@@ -5,32 +5,23 @@ tensorstore, which writes the arrays, speaks S3 itself. Upstream: orbax issue 35
 is replaced decides only three things: which addresses are those of a store (where a step is complete once its
 `commit_success.txt` is written, since a store cannot rename), which driver of tensorstore an address gets, and that
 the two slashes of an address are kept. gs:// and local paths get what they got before.
-
-A version of Orbax that lacks a name, or has another kind of thing under it, is refused before anything is written.
 """
 
 import functools
+import importlib
 import os
 from typing import Any
-
-from jaxtrain.errors import CheckpointError
 
 _PREFIX = "s3://"
 
 
 @functools.cache
 def enable() -> None:
-    """Make Orbax write to s3:// in this process; further calls do nothing.
-
-    Raises:
-        CheckpointError: this version of Orbax lacks a name that is replaced.
-    """
-    stores, tensorstore = _modules()
-    plain_spec, plain_driver, plain_path = (
-        stores.get_kvstore_for_gcs,
-        tensorstore._use_gcs_driver,
-        tensorstore._normalize_path,
-    )
+    """Make Orbax write to s3:// in this process; further calls do nothing."""
+    stores: Any = importlib.import_module("orbax.checkpoint._src.path.gcs_utils")
+    tensorstore: Any = importlib.import_module("orbax.checkpoint._src.serialization.tensorstore_utils")
+    plain_spec, plain_driver = stores.get_kvstore_for_gcs, tensorstore._use_gcs_driver
+    plain_path = tensorstore._normalize_path
 
     def spec(path: Any) -> dict[str, Any]:
         return s3_spec(str(path)) if str(path).startswith(_PREFIX) else plain_spec(path)
@@ -45,40 +36,8 @@ def enable() -> None:
     tensorstore._normalize_path = normal
 
 
-def _modules() -> tuple[Any, Any]:
-    """The two modules of Orbax whose names are replaced, once all four are there."""
-    import importlib
-
-    try:
-        stores: Any = importlib.import_module("orbax.checkpoint._src.path.gcs_utils")
-        tensorstore: Any = importlib.import_module("orbax.checkpoint._src.serialization.tensorstore_utils")
-        fits = (
-            "gs://" in tuple(stores._GCS_PATH_PREFIX)
-            and stores.get_kvstore_for_gcs("gs://b/k")["bucket"] == "b"
-            and tensorstore._use_gcs_driver("gs://b/k") is True
-            and tensorstore._normalize_path("gs://b/k/") == "gs://b/k"
-            and tensorstore.gcs_utils is stores
-        )
-    except (ImportError, AttributeError, TypeError, KeyError, ValueError):
-        fits = False
-    if not fits:
-        from importlib.metadata import version
-
-        raise CheckpointError(
-            f"checkpoints on s3:// do not work with orbax-checkpoint {version('orbax-checkpoint')}, whose inner names "
-            "are others: pip install 'orbax-checkpoint==0.12.8', or use gs:// or a local path"
-        )
-    return stores, tensorstore
-
-
 def s3_spec(address: str) -> dict[str, Any]:
-    """Return what tensorstore takes for an address.
-
-    Its driver reads credentials where every AWS tool does, but not the two variables that name another endpoint.
-
-    Args:
-        address: s3://bucket/key.
-    """
+    """Return what tensorstore takes for an address, whose driver does not read the variables of another endpoint."""
     bucket, _, key = address.removeprefix(_PREFIX).partition("/")
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key.rstrip("/")}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")

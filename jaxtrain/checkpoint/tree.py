@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.tree import part_name
 
@@ -29,15 +31,7 @@ class FlatTree:
 
 
 def flatten(tree: Any, *, prefix: str | None = None) -> FlatTree:
-    """Name every leaf of a tree by its field names, dictionary keys and indices, joined by dots.
-
-    Args:
-        tree: any pytree; empty nodes and None have no leaves and so no path.
-        prefix: path of this tree inside a larger one.
-
-    Raises:
-        CheckpointError: two leaves get the same path.
-    """
+    """Name every leaf of a tree by its field names, dictionary keys and indices, joined by dots, after a prefix."""
     import jax
 
     entries, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -60,16 +54,6 @@ def stored_name(shown: str) -> str:
     return shown.replace("/", ".")
 
 
-def name_among(leaves: Leaves, path: str) -> str:
-    """The stored name of a path as people write it, or of a stored name: its parts may hold `/`, as labels do."""
-    return path if path in leaves else stored_name(path)
-
-
-def part_of(stored: str) -> str:
-    """The top-level part of the state that a stored name belongs to: `params`."""
-    return stored.partition(".")[0]
-
-
 def is_inside(stored: str, prefix: str | None) -> bool:
     """Whether a stored name is that of a leaf below a prefix; None: of any leaf."""
     return not prefix or stored == prefix or stored.startswith(f"{prefix}.")
@@ -84,45 +68,38 @@ def is_key(leaf: Any) -> bool:
     return known and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
-    """Return the shape and the name of the dtype of a leaf, without its byte order.
-
-    Raises:
-        CheckpointError: the leaf is neither a number nor an array.
-    """
+def key_implementations(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Return path -> name of the generator for each random key, which cannot be read from its numbers."""
     import jax
-    import numpy
 
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | numpy.ndarray | numpy.generic):
-        foreign = isinstance(leaf.dtype, numpy.dtype) and not leaf.dtype.isnative
-        return tuple(leaf.shape), str(leaf.dtype.newbyteorder("=") if foreign else leaf.dtype)
-    array = numpy.asarray(leaf)
-    if array.dtype.kind not in "biufc":
+    return {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_key(leaf)}
+
+
+def native(array: Any) -> Any:
+    """A NumPy array in this machine's byte order: Orbax writes other orders and cannot read them back."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def describe(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
+    """Return the shape and the name of the dtype of a leaf, without its byte order; an error where it has none."""
+    import jax
+
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return tuple(leaf.shape), str(leaf.dtype)
+    array = native(numpy.asarray(leaf))
+    if not isinstance(leaf, numpy.ndarray | numpy.generic) and array.dtype.kind not in "biufc":
         raise CheckpointError(
             f"{shown_name(path)} of the state is a {type(leaf).__name__}: only arrays and numbers can be saved"
         )
     return array.shape, str(array.dtype)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The difference of two tables.
+def difference(saved: Leaves, wanted: Leaves) -> tuple[set[str], str]:
+    """Compare the shapes and dtypes of a checkpoint ("there") and of a target ("here").
 
-    Attributes:
-        names: paths of all leaves that differ.
-        phrase: their number and the first two, for a message.
-    """
-
-    names: tuple[str, ...]
-    phrase: str
-
-
-def difference(saved: Leaves, wanted: Leaves) -> Difference | None:
-    """Compare two tables of shapes and dtypes; return None if they are equal.
-
-    Args:
-        saved: table of the checkpoint, called "there" in the phrase.
-        wanted: table of the target, called "here" in the phrase.
+    Returns:
+        The top-level parts in which leaves differ (`params`), empty where the tables are equal, and a phrase with the
+        number of leaves that differ and the first two.
     """
     found: dict[str, str] = {}
     for path in [*wanted, *(path for path in saved if path not in wanted)]:
@@ -132,11 +109,9 @@ def difference(saved: Leaves, wanted: Leaves) -> Difference | None:
             found[path] = f"{shown_name(path)} is {_text(saved[path])} there and not here"
         elif (tuple(saved[path][0]), saved[path][1]) != (tuple(wanted[path][0]), wanted[path][1]):
             found[path] = f"{shown_name(path)} is {_text(saved[path])} there, {_text(wanted[path])} here"
-    if not found:
-        return None
     total = len(set(saved) | set(wanted))
     phrase = f"{len(found)} of {total} arrays differ, first {'; '.join(list(found.values())[:2])}"
-    return Difference(tuple(found), phrase)
+    return {path.partition(".")[0] for path in found}, phrase
 
 
 def _text(entry: tuple[tuple[int, ...], str]) -> str:

@@ -1,149 +1,216 @@
-"""What becomes of complete steps: verified, copied to a mirror, deleted by the rules, brought back from the mirror.
+"""What follows a complete save, in the background of training: it is read back, old steps are deleted, a copy is made.
 
-Only the deciding process (process 0) calls what is here.
+A step counts as verified once every array of it was read from the disk and has the digest that it had in memory. Only
+then are older steps deleted, so that a verified one is there at any time.
 """
 
-from collections.abc import Callable, Collection
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from time import monotonic
 
 from jaxtrain.checkpoint import directory, places
-from jaxtrain.checkpoint.aftercare import Aftercare
-from jaxtrain.checkpoint.failures import store_failures
-from jaxtrain.checkpoint.line import StepLine
+from jaxtrain.checkpoint.directory import DamagedError, SaveError
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.places import Place
-from jaxtrain.checkpoint.space import SaveError
+from jaxtrain.checkpoint.storage import verify_on_host
 from jaxtrain.errors import CheckpointError, ConfigError
+
+# What stands still for this long is left behind when a run ends: a network file system may never answer.
+_PATIENCE_SECONDS = 60.0
+_LEAVING_SECONDS = 10.0  # for a read of at most 64 MiB, at the end of a run that is in a hurry
+
+
+class Retention:
+    """Which steps of a checkpoint directory stay: see the arguments of `Checkpointer`.
+
+    Attributes:
+        compared_after: steps up to this one are compared only until a later one has a loss or a score.
+        marks: step -> eval_loss and score, where they are others than in its record.
+    """
+
+    def __init__(self, keep_last: int, keep_every: int | None, keep_best: bool) -> None:
+        self.keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
+        self.compared_after = 0
+        self.marks: dict[int, tuple[float | None, float | None]] = {}
+
+    def kept(self, folder: Place, steps: Iterable[int]) -> set[int]:
+        """Return which of the steps of a folder stay."""
+        steps = sorted(steps)
+        kept = set(steps[-self.keep_last :])
+        if self._keep_every is not None:
+            kept |= {step for step in steps if step % self._keep_every == 0}
+        if self._keep_best:
+            kept |= self._best({step: self.marks.get(step) or _recorded(folder, step) for step in steps})
+        return kept
+
+    def _best(self, marks: Mapping[int, tuple[float | None, float | None]]) -> set[int]:
+        """The best step, by the scores where there are any, else by the losses."""
+        after = self.compared_after
+        if after and any(step > after and mark != (None, None) for step, mark in marks.items()):
+            marks = {step: mark for step, mark in marks.items() if step > after}
+        by_score = any(score is not None for _, score in marks.values())
+        losses = {step: score if by_score else loss for step, (loss, score) in marks.items()}
+        scored = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
+        return {min(scored)[1]} if scored else set()
+
+    def score_again(self, folder: Place, scores: Mapping[int, float | None]) -> None:
+        """Compare the steps of a folder by these scores in place of the recorded ones; those without one by none."""
+        for step in directory.live_steps(folder):
+            self.marks[step] = (_recorded(folder, step)[0], scores.get(step))
+
+
+def _recorded(folder: Place, step: int) -> tuple[float | None, float | None]:
+    with contextlib.suppress(CheckpointError):
+        info = directory.read_info(folder, step)
+        return info.eval_loss, info.score
+    return None, None
 
 
 class Upkeep:
-    """Looks after the complete steps of a checkpoint directory.
+    """Looks after the complete steps of a checkpoint directory; process 0 alone has work for it.
 
-    Args:
-        folder: the checkpoint directory.
-        line: its steps.
-        mirror: folder of the second copies; None: none are made.
-        report: called with one line for people.
-
-    Raises:
-        ConfigError: the mirror is the directory itself or the one that it is in, or holds the copies of another one.
+    One thread works on one step at a time; of steps that wait only the newest is taken. It never raises: what it finds
+    is told by `look`, which the thread of the training calls. `verified` holds the steps that are known to be intact.
     """
 
-    def __init__(self, folder: Place, line: StepLine, *, mirror: Place | None, report: Callable[[str], None]) -> None:
-        self._folder, self._line, self._report = folder, line, report
-        self._mirror = None if mirror is None else Mirror(mirror, folder)
-        self._care = Aftercare(folder, self._mirror)
-        self._seen = places.SeenComplete()
+    def __init__(
+        self, folder: Place, retention: Retention, mirror: Mirror | None, report: Callable[[str], None]
+    ) -> None:
+        self.verified: set[int] = set()
+        self._folder, self._retention, self._mirror, self._report = folder, retention, mirror, report
+        self._condition = threading.Condition()
+        self._reading = threading.Lock()
+        self._waiting: int | None = None
+        self._busy = self._is_over = self._is_left = self._mirror_fails = False
         self._began: int | None = None
-        self._has_begun = False
-        if mirror is not None and folder.resolve() in (mirror.resolve(), *mirror.resolve().parents):
-            raise ConfigError(f"checkpoint.mirror: {mirror} is inside {folder}; name a folder on another disk")
-        # As of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
-        if mirror is not None and mirror.resolve() == folder.resolve().parent:
-            raise ConfigError(f"checkpoint.mirror: {mirror} is where {folder} is; name a folder on another disk")
-        if self._mirror is not None:
-            try:
-                self._mirror.check_owner()
-            except OSError as error:
-                report(f"checkpoint.mirror: {mirror} cannot be read: {error.strerror}; each save tries to reach it")
+        self._read_bytes = 0
+        self._lines: list[str] = []
+        self._damaged: dict[int, str] = {}
 
     def begin(self, step: int) -> None:
         """Begin to look after a step that is complete; a second call does nothing."""
-        if self._began != step:
-            self._began, self._has_begun = step, True
-            self._care.begin(step, verify=self._line.needs_verified(self._care.verified), keep=self._line.rule())
+        if self._began == step:
+            return
+        self._began = self._waiting = step
+        with self._condition:
+            if not self._busy:
+                self._busy = True
+                # A daemon, because a file system that never answers must not keep the process from ending.
+                threading.Thread(target=self._work, name="jaxtrain-checkpoints", daemon=True).start()
 
-    def prune(self) -> None:
-        """Delete the steps that the rules do not keep, unless a verified one would be the price."""
-        self._line.prune(self._care.verified)
-
-    def watch(self, path: Place) -> None:
-        """Begin to look after a step that is being written as soon as it is complete, and report; see `look`."""
-        if self._began != int(path.name) and self._seen(path, item=directory.RECORD_ITEM):
-            self.begin(int(path.name))
-        self.look()
+    def forget(self, step: int) -> None:
+        """Note that a step is written (again) under its number."""
+        self.verified.discard(step)
+        self._retention.marks.pop(step, None)
+        self._began, self._is_over = None, False
 
     def look(self) -> None:
-        """Report what was done in the background since the last call.
-
-        Raises:
-            SaveError: a step does not read as it was saved; it is renamed, and those before it are kept.
-        """
-        for line in self._care.lines():
-            self._report(line)
-        for step, reason in self._care.damaged().items():
-            with store_failures(directory.step_path(self._folder, step)):
-                moved = directory.set_aside(self._folder, step, reason="corrupt")
+        """Report what was done in the background; a SaveError where a step does not read as it was saved."""
+        while self._lines:
+            self._report(self._lines.pop(0))
+        while self._damaged:
+            step, reason = self._damaged.popitem()
+            moved = directory.set_aside(self._folder, step, reason="corrupt")
             raise SaveError(f"{reason}, read back after the save (renamed to {moved.name})")
 
     def finish(self) -> None:
-        """Wait for what is done in the background, then delete by the rules.
+        """Wait until nothing is left to do, or what is done has stood still for a minute; then `look`."""
+        done, moved_at = self._done(), monotonic()
+        while not self._is_left and not self._is_idle():
+            if self._done() != done:
+                done, moved_at = self._done(), monotonic()
+            elif monotonic() - moved_at > _PATIENCE_SECONDS:
+                self._is_left = True
+                self._lines.append(f"a checkpoint of {self._folder} is left unverified or without a copy: no progress")
+        self.look()
 
-        Raises:
-            SaveError: see `look`.
-        """
-        if self._has_begun:
-            self._care.finish()
-            self.look()
-            with store_failures(self._folder):
-                self.prune()
+    def release(self) -> None:
+        """Let no further read begin, and wait for the one under way: Orbax may not read while jax shuts down."""
+        self._is_over = True
+        if self._reading.acquire(timeout=_LEAVING_SECONDS):
+            self._reading.release()
 
-    def pause(self) -> None:
-        """Wait until no step is read in the background: steps are about to be renamed."""
-        self._care.finish()
+    def _is_idle(self) -> bool:
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._busy, timeout=0.5)
 
-    def restored(self, step: int) -> None:
-        """Note that all of a step was read and is intact."""
-        self._care.verified.add(step)
+    def _done(self) -> int:
+        return self._read_bytes + (self._mirror.copied_bytes if self._mirror else 0)
 
-    def forget(self, step: int) -> None:
-        """Note that a step is written again under its number."""
-        self._care.verified.discard(step)
-        self._seen = places.SeenComplete()
-        self._began = None
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                step, self._waiting = self._waiting, None
+                self._busy = step is not None
+                if step is None:
+                    self._condition.notify_all()
+                    return
+            try:
+                self._care_for(step)
+            except DamagedError as error:
+                if places.is_complete(self._folder / str(step)):  # it was not deleted meanwhile
+                    self._damaged[step] = str(error)
+            except Exception as error:  # the step stays unverified, and older ones stay
+                self._lines.append(f"step {step} cannot be looked after: {error}")
+
+    def _care_for(self, step: int) -> None:
+        places.sync_folder(self._folder / str(step))
+        steps = directory.live_steps(self._folder)
+        superfluous = set(steps) - self._retention.kept(self._folder, steps)
+        newest = steps[-self._retention.keep_last :]
+        is_copied = self._mirror is not None and step not in self.verified
+        if is_copied or (superfluous and not self.verified & set(newest)):
+            with self._reading:
+                verify_on_host(directory.read_info(self._folder, step), self._advance)
+            self.verified.add(step)
+        if self.verified & set(newest):
+            places.remove_steps(self._folder, superfluous)
+        if self._mirror is not None:
+            self._copy(self._mirror, step)
+
+    def _advance(self, num_bytes: int) -> None:
+        self._read_bytes += num_bytes
+        if self._is_over:
+            raise CheckpointError("the run ends")
+
+    def _copy(self, mirror: Mirror, step: int) -> None:
+        try:
+            mirror.copy(step, keep=self._retention.kept)
+            failed, line = False, f"step {step} has a copy in {mirror.folder}: it can be written again"
+        except (OSError, CheckpointError, ConfigError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            failed = True
+            line = f"step {step} has no copy in {mirror.folder}: {reason}; training goes on, the next save tries again"
+        if failed != self._mirror_fails:
+            self._lines.append(line)
+        self._mirror_fails = failed
 
     def recover(self, *, damaged: Collection[int] = ()) -> int:
-        """Bring the newest copy back where no step is left, and say so; returns its number, -1 where there is none.
-
-        Args:
-            damaged: steps that are left and cannot be used; copies of them were tried.
-        """
-        copies = [] if self._mirror is None else self._mirror.steps()
+        """Bring the newest copy back, but none of the damaged steps, and say so; its number, -1 where there is none."""
         reason = f"no {'intact ' if damaged else ''}checkpoint is left in {self._folder}"
-        others = (step for step in reversed(copies) if step not in damaged)
-        return next((step for step in others if self._bring_back(step, reason)), -1)
+        for step in reversed(self._mirror.steps() if self._mirror else []):
+            if self._mirror and step not in damaged and self._bring_back(self._mirror, step, reason):
+                return step
+        return -1
 
     def replace(self, step: int, reason: str) -> bool:
-        """Rename a damaged step and bring its copy back, and say so; False where there is no copy.
-
-        Args:
-            step: the damaged one.
-            reason: what is wrong with it.
-        """
+        """Rename a damaged step and bring its copy back, and say so; False where there is no copy."""
         # A copy with other arrays is of a line of steps that was given up.
         if self._mirror is None or step not in self._mirror.steps() or not self._mirror.is_same(step):
             return False
         moved = directory.set_aside(self._folder, step, reason="corrupt")
-        if self._bring_back(step, f"{reason} (renamed to {moved.name})"):
+        if self._bring_back(self._mirror, step, f"{reason} (renamed to {moved.name})"):
             return True
-        places.move(moved, directory.step_path(self._folder, step))
+        places.move(moved, self._folder / str(step))
         return False
 
-    def set_mirror_aside(self) -> None:
-        """Move the copies of an earlier run away, which a new one in the same directory would add to."""
-        if self._mirror is not None and self._mirror.steps():
-            try:
-                self._mirror.set_aside()
-            except OSError as error:
-                self._report(f"the copies of an earlier run in {self._mirror.folder} cannot be moved: {error.strerror}")
-
-    def _bring_back(self, step: int, reason: str) -> bool:
-        assert self._mirror is not None
+    def _bring_back(self, mirror: Mirror, step: int, reason: str) -> bool:
         try:
-            self._mirror.check_owner()
-            directory.read_info(self._mirror.folder, step)
-            self._mirror.bring_back(step)
+            mirror.bring_back(step)
         except (OSError, CheckpointError, ConfigError) as error:
-            self._report(f"{reason}, and its copy in {self._mirror.folder} cannot be used: {error}")
+            self._report(f"{reason}, and its copy in {mirror.folder} cannot be used: {error}")
             return False
-        self._report(f"{reason}: step {step} was copied back from {self._mirror.folder}")
+        self._report(f"{reason}: step {step} was copied back from {mirror.folder}")
         return True

@@ -1,15 +1,12 @@
 """`jaxtrain ckpt`: lists the checkpoints of a run and shows the content of one. Only `--verify` starts jax."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
-from jaxtrain.checkpoint.directory import DamagedError
-from jaxtrain.checkpoint.going_back import abandoned_folders, live_steps
-from jaxtrain.checkpoint.owner import other_run_line
+from jaxtrain.checkpoint.directory import DamagedError, abandoned_folders, live_steps
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import shown_name
-from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.commands.output import print_json, print_table, print_text
 from jaxtrain.config.saved_run import read_run
 from jaxtrain.errors import CheckpointError
@@ -25,9 +22,6 @@ _LOOKS = 3
 def _open(run_dir: str) -> Checkpointer:
     mend_run(run_dir)
     read_run(run_dir)
-    line = other_run_line(Path(run_dir))
-    if line is not None:
-        print_remark(line)
     return Checkpointer(checkpoint_folder(run_dir), read_only=True)
 
 

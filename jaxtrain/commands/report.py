@@ -5,13 +5,11 @@ import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.commands.output import print_text
 from jaxtrain.config.local_path import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.open_run import read_run
-from jaxtrain.runtime.terminal import print_remark
 
 
 def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
@@ -51,10 +49,6 @@ def run_report(run_dirs: Sequence[str], *, output: str | None) -> int:
     path = _page_path(output) or (folders[0] / "report.html" if len(folders) == 1 else Path("compare.html"))
     with _said_of_a_page(path):
         if len(folders) == 1:
-            # Of several runs no checkpoints are shown.
-            line = other_run_line(folders[0])
-            if line is not None:
-                print_remark(line)
             write_report(folders[0], path=path)
         else:
             write_comparison(folders, path)

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.spikes import SpikesConfig
 from jaxtrain.data.row_names import row_name
 from jaxtrain.data.stream import BatchStream

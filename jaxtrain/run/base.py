@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError, read_info
-from jaxtrain.checkpoint.find import find_checkpoint
 from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.config.published import published_from
 from jaxtrain.config.store_address import is_store_address
 from jaxtrain.interop.fresh import fresh_parts

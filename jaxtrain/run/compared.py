@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.schema import Config
 from jaxtrain.metrics.runinfo import EVALUATED_ROWS, compared_after
 from jaxtrain.train.assemble import Run

@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from jaxtrain.checkpoint.going_back import live_steps
-from jaxtrain.checkpoint.where import checkpoint_folder
+from jaxtrain.checkpoint.directory import live_steps
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config import Loaded
 from jaxtrain.config.schema import ParallelConfig
 from jaxtrain.errors import CheckpointError, ConfigError

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.going_back import live_steps
-from jaxtrain.checkpoint.owner import Owner, take
+from jaxtrain.checkpoint.directory import live_steps
 from jaxtrain.checkpoint.places import Place
-from jaxtrain.checkpoint.where import NOTE, checkpoint_folder, configured_folder, set_steps_aside
+from jaxtrain.checkpoint.run_folder import NOTE, Owner, checkpoint_folder, configured_folder, set_steps_aside, take
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.agreement import together

@@ -41,7 +41,7 @@ def numbered_folder(name: str) -> Path:
     Args:
         name: of a model; characters that a folder's name may lack become dashes.
     """
-    from jaxtrain.checkpoint.arrays import from_process_0, is_process_0
+    from jaxtrain.checkpoint.storage import from_process_0, is_process_0
 
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60] or "run"
     # Every process decides, and what process 0 decided holds: the others make no directory.

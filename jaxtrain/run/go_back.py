@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.directory import DamagedError
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.models.model import Params
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.changed_state import as_kept, as_saved

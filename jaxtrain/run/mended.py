@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.directory import DamagedError, read_info
-from jaxtrain.checkpoint.going_back import live_steps
-from jaxtrain.checkpoint.where import checkpoint_folder
+from jaxtrain.checkpoint.directory import DamagedError, live_steps, read_info
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config.saved_run import RUN_FILE
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.files import put_aside, write_json_atomic

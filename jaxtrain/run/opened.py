@@ -98,7 +98,7 @@ class OpenedRun(RunPath):
     def checkpoints(self) -> list[int]:
         """The steps of the saved checkpoints, in ascending order."""
         from jaxtrain.checkpoint.directory import list_steps
-        from jaxtrain.checkpoint.where import checkpoint_folder
+        from jaxtrain.checkpoint.run_folder import checkpoint_folder
 
         return list_steps(checkpoint_folder(self.run_dir))
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.arrays import from_process_0, storable
 from jaxtrain.checkpoint.digest import digests
+from jaxtrain.checkpoint.storage import from_process_0, storable
 from jaxtrain.data import Data
 from jaxtrain.data.entries import with_entry
 from jaxtrain.errors import CheckpointError, DataError, UserError

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import DamagedError, list_steps
-from jaxtrain.checkpoint.going_back import live_steps
+from jaxtrain.checkpoint.directory import DamagedError, list_steps, live_steps
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.mirror import Mirror, mirror_folder
-from jaxtrain.checkpoint.owner import other_run_line
 from jaxtrain.checkpoint.places import Place
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import is_inside, stored_name
-from jaxtrain.checkpoint.where import checkpoint_folder
 from jaxtrain.config.saved_run import is_run, read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.tree import path_name
@@ -92,9 +90,6 @@ def restore_for_evaluation(
 def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
     """The checkpoints of a run, or their second copies where there are none."""
     folder = checkpoint_folder(run_dir)
-    line = other_run_line(run_dir)
-    if line is not None:
-        report(line)
     copies = None if live_steps(folder) else _copies(run_dir)
     if copies is None or not list_steps(copies):
         return folder

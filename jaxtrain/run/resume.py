@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.arrays import from_process_0
 from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.checkpoint.tree import flatten, is_inside
 from jaxtrain.config.saved_run import recorded_parts
 from jaxtrain.config.secrets import redacted

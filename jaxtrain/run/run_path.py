@@ -18,6 +18,6 @@ class RunPath:
         step = self._wanted_step
         if step is None:
             return str(self.run_dir)
-        from jaxtrain.checkpoint.where import checkpoint_folder
+        from jaxtrain.checkpoint.run_folder import checkpoint_folder
 
         return str(checkpoint_folder(self.run_dir) / str(step))

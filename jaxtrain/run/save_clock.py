@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.storage import from_process_0
 
 # The most steps until the processes ask again: time per step may change, and an answer costs little.
 _MOST_STEPS = 1000

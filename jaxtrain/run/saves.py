@@ -8,11 +8,10 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.arrays import everyone
-from jaxtrain.checkpoint.directory import RECORD_ITEM
-from jaxtrain.checkpoint.owner import Owner
+from jaxtrain.checkpoint.directory import RECORD_ITEM, SaveError
 from jaxtrain.checkpoint.places import SeenComplete, is_remote
-from jaxtrain.checkpoint.space import SaveError
+from jaxtrain.checkpoint.run_folder import Owner
+from jaxtrain.checkpoint.storage import everyone
 from jaxtrain.config.checkpoint import CheckpointConfig
 from jaxtrain.errors import CheckpointError, StorageError
 from jaxtrain.run.loop import is_due

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.errors import PreemptedError, StorageError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.activity import Activity

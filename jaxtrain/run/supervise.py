@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jaxtrain.checkpoint.going_back import live_steps
-from jaxtrain.checkpoint.where import checkpoint_folder, identity_of_steps
+from jaxtrain.checkpoint.directory import live_steps
+from jaxtrain.checkpoint.run_folder import checkpoint_folder, identity_of_steps
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.runtime.terminal import print_remark

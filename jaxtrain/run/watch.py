@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.arrays import from_process_0
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.early_stopping import EarlyStoppingConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.runinfo import read_run_info

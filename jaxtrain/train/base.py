@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.digest import digests
-from jaxtrain.checkpoint.find import find_checkpoint
+from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.errors import CheckpointError
 from jaxtrain.models.model import Model, Params
 from jaxtrain.precision.low_rank import LowRankKernel

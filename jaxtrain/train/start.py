@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError
-from jaxtrain.checkpoint.find import find_checkpoint
+from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.config.store_address import is_store_address
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.peft import OpenedAdapter, open_adapter

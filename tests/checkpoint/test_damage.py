@@ -13,13 +13,7 @@ from checkpoint_states import abstract, assert_same, make_state
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.checkpoint.tree import flatten
-from jaxtrain.errors import CheckpointError, ConfigError
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    """Reads that fail print as they end; here they fail by the dozen and are waited for once."""
-    monkeypatch.setattr("jaxtrain.checkpoint.failures._PENDING_READS_SECONDS", 0.02)
+from jaxtrain.errors import CheckpointError
 
 
 @pytest.fixture
@@ -139,7 +133,6 @@ OTHER_MODELS = [
     (lambda: _replaced(step=_shape(())), "kind", r"1 of \d+ arrays differ, first step is \(\) int32 there"),
     (lambda: abstract(make_state(width=64)), "model", r"first params/mlp/bias is \(32,\) bfloat16 there, \(64,\) bf"),
     (lambda: _replaced(ema={"kernel": _shape((2,))}), "moving average", r"first ema/kernel is not there"),
-    (lambda: _replaced(params={}), "model", r"4 of \d+ arrays differ, first params/blocks/0 is .* and not here"),
     (lambda: abstract(make_state(optimizer="adafactor")), "optimizer", r"arrays differ, first optimizer_state"),
     (lambda: _replaced(key=jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))), "kind", r"key<fry> there, .*rbg"),
 ]
@@ -163,17 +156,15 @@ def test_another_model_is_refused_before_reading(saved, monkeypatch):
 
 def test_foreign_entries_are_ignored_and_renamed_where_they_are_in_the_way(saved, lines):
     root = saved.directory
-    (root / "77").mkdir()
+    for name in ("77", "007", "3"):
+        (root / name).mkdir()
     (root / "88").symlink_to(root / "1")
-    (root / "99").write_text("a file")
-    (root / "007").mkdir()
-    (root / "3").mkdir()
     assert saved.steps() == [1, 2]
     assert_same(saved.restore(abstract(make_state())), make_state(seed=2))
     assert saved.save(3, make_state(seed=3), metadata={})
     saved.wait()
     assert saved.steps() == [2, 3]
-    assert {"77", "88", "99", "007", "2", "3"} <= {path.name for path in root.iterdir()}
+    assert {"77", "88", "007", "2", "3"} <= {path.name for path in root.iterdir()}
     assert len(list(root.glob("3.foreign-*"))) == 1
     assert "not a checkpoint of jaxtrain" in lines[0]
 
@@ -187,9 +178,6 @@ def test_nothing_to_restore(tmp_path):
         with pytest.raises(CheckpointError, match="no checkpoint of step 5"):
             checkpointer.info(5)
     assert not (tmp_path / "none").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
-        Checkpointer(tmp_path / "file")
 
 
 def flipped(position):

@@ -173,7 +173,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "pattern of nothing": (dict(params=ours(HEAD), skip=["hed/*"]), r"skip: 'hed/\*' matches no parameter; there are"),
     "skip alone": (dict(skip=["head/*"]), "without anything to skip it in; give params="),
-    "no folder": (dict(params="runs/nothing"), r"no folder at runs/nothing; give a run \(runs/<name>\)"),
+    "no folder": (dict(params="runs/nothing"), r"no checkpoint at runs/nothing; give a run \(runs/<name>\)"),
 }
 
 

@@ -217,9 +217,8 @@ def _restarts(run: RunFiles) -> str:
 
 def checkpoints(run: RunFiles) -> str:
     """List the checkpoints of a run: step, size, held-out loss, and why each is kept."""
-    from jaxtrain.checkpoint.directory import read_info
-    from jaxtrain.checkpoint.going_back import live_steps
-    from jaxtrain.checkpoint.where import checkpoint_folder
+    from jaxtrain.checkpoint.directory import live_steps, read_info
+    from jaxtrain.checkpoint.run_folder import checkpoint_folder
 
     try:
         folder = checkpoint_folder(run.run_dir)
