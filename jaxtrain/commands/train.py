@@ -13,8 +13,7 @@ from jaxtrain.metrics.time_spent import counted_from
 from jaxtrain.run.folder import folder_of
 from jaxtrain.run.mended import mend_run
 from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
-from jaxtrain.runtime.agreement import announced
-from jaxtrain.runtime.attempt import ATTEMPT
+from jaxtrain.runtime.host import ATTEMPT
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,9 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
         from jaxtrain.commands.shared import own_code
         from jaxtrain.run.trainer import run_config
 
-        with announced(emulate=arguments.emulate):
-            mend_run(arguments.config)
-            loaded = load_config(arguments.config, overrides=arguments.overrides)
+        mend_run(arguments.config)
+        loaded = load_config(arguments.config, overrides=arguments.overrides)
         with own_code(loaded.config):
             run_config(loaded, run_dir=arguments.run_dir, resume=arguments.resume, emulate=arguments.emulate)
     return 0
@@ -36,10 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_restarted(arguments: argparse.Namespace) -> int:
     """Train in a process of its own, and start it again after failures; the exit code of the last start."""
     config, overrides, run_dir = arguments.config, arguments.overrides, arguments.run_dir
-    # One of several processes has a supervisor of its own: the others wait for it, and must hear of a mistake.
-    with announced(emulate=arguments.emulate):
-        mend_run(config)
-        folder = folder_of(load_config(config, overrides=overrides), run_dir)
+    mend_run(config)
+    folder = folder_of(load_config(config, overrides=overrides), run_dir)
     options = [] if run_dir is None else ["--run-dir", run_dir]
     options += [] if arguments.emulate is None else ["--emulate", str(arguments.emulate)]
     options += ["--debug"] if "--debug" in sys.argv else []

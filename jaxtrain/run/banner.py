@@ -17,9 +17,8 @@ from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.run.base import trained_leaves
 from jaxtrain.run.compared import limit_note, most_evaluated
 from jaxtrain.run.own_parts import OwnParts
-from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
-from jaxtrain.runtime.compilation_cache import cache_folder
-from jaxtrain.runtime.compiler_options import option_notes
+from jaxtrain.runtime.compiler import cache_folder, option_notes
+from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.parallelism import pipeline_notes

@@ -10,7 +10,7 @@ from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.runinfo import EVALUATED_ROWS, run_info
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.run.roll_back import RECORD
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
 
 

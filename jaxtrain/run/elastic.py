@@ -9,7 +9,7 @@ from jaxtrain.config import Loaded
 from jaxtrain.config.schema import ParallelConfig
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
-from jaxtrain.runtime.attempt import attempt
+from jaxtrain.runtime.host import attempt
 
 
 def with_fitting_layout(loaded: Loaded, run_dir: Path) -> Loaded:

@@ -17,7 +17,7 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, Sums, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.runtime.agreement import compiled_by_all
-from jaxtrain.runtime.compiler_options import Value, choose_options
+from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.checks import check_task
 from jaxtrain.train.given_state import InitialState, check_batch_not_deleted, check_consistent, check_not_donated
@@ -37,7 +37,7 @@ class Evaluator:
         step: a train step, or a sharded model.
         task: what outputs are compared with; None: that of the step.
         parallelism: schedule of the pipeline of a sharded model, as for `make_train_step`; None: the defaults.
-        compiler_options: for a sharded model, over those of `jaxtrain/runtime/compiler_options.py`.
+        compiler_options: for a sharded model, over those of `jaxtrain/runtime/compiler.py`.
 
     Attributes:
         feed: how batches reach the mesh.

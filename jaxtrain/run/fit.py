@@ -21,7 +21,7 @@ from jaxtrain.run.own_parts import FIT
 from jaxtrain.run.result import Result
 from jaxtrain.run.trainer import train_loaded
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.attempt import attempt
+from jaxtrain.runtime.host import attempt
 
 if TYPE_CHECKING:
     import optax

@@ -14,9 +14,8 @@ from typing import Self
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.cluster import environment_number, in_pod
-from jaxtrain.runtime.forks import drop_in_children
-from jaxtrain.runtime.notebook import in_notebook
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.host import drop_in_children
+from jaxtrain.runtime.terminal import in_notebook, print_remark
 
 LOCK_NAME = "lock"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}

@@ -12,7 +12,7 @@ from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config.files import RUN_FILE
 from jaxtrain.errors import CheckpointError
 from jaxtrain.runtime.files import put_aside, write_json_atomic
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 # What a checkpoint keeps of run.json beside what it needs itself.
 _KEPT = (

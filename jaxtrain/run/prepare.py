@@ -55,10 +55,8 @@ from jaxtrain.run.saves import RunSaves
 from jaxtrain.run.session import Session
 from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.run.watch import Watch
-from jaxtrain.runtime.agreement import together, told
-from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
-from jaxtrain.runtime.tried_options import Attempt, settle, try_options
+from jaxtrain.runtime.agreement import together
+from jaxtrain.runtime.compiler import Taken, compile_lowered, record_choices
 from jaxtrain.train.assemble import Run, assemble, length_notes, open_run_data
 from jaxtrain.train.base import BaseRecord, base_of, with_base, without_base
 from jaxtrain.train.option_checks import check_jit
@@ -323,8 +321,7 @@ def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -
     """Compile the step for the shapes of its batches, and show whether the program came from the cache.
 
     Another thread creates the state meanwhile. Of several processes, none goes on before both are done, because
-    collectives of the two threads could meet in another order in another process; and all take the same program, so
-    that each says whether its compiler gave up with the options that are tried before one of them runs a step.
+    collectives of the two threads could meet in another order in another process.
     """
     seen: set[str] = set()
     chosen: list[str] = []
@@ -334,31 +331,25 @@ def _compile(created: Future[TrainState] | None, run: Run, progress: Progress) -
 
     with contextlib.ExitStack() as ends:
 
-        def attempt() -> tuple[Attempt, Phase]:
+        def attempt() -> tuple[Taken, Phase]:
             try:
                 lowered = _lowered(run, progress, chosen)
                 phase = ends.enter_context(progress.phase("compiling"))
                 jax.monitoring.register_event_listener(listen)
                 ends.callback(jax.monitoring.unregister_event_listener, listen)
-                return try_options(lowered, run.step.compiler_options, run.step.mesh), phase
+                taken = compile_lowered(lowered, run.step.compiler_options.tried)
+                run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
+                return taken, phase
             finally:
                 if created is not None and jax.process_count() > 1:
                     wait([created])
 
-        (tried, phase), everyone = told(attempt, tells=lambda result: result[0].told)
-
-        def settled() -> Sequence[str]:
-            taken = settle(tried, everyone, run.step.compiler_options)
-            run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
-            return taken.lines
-
-        lines = together(settled)
-        folder = cache_folder(run.config.compilation_cache)
-        kept = folder is not None and why_not_writable(folder) is None
+        taken, phase = together(attempt)
+        kept = run.config.compilation_cache is not None
         # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
         found = "cache_hits" in seen and "cache_misses" not in seen
         cached = "from cache" if found else "cached next time" if kept else ""
-        phase.note("; ".join([*([cached] if cached else []), *lines]))
+        phase.note("; ".join([*([cached] if cached else []), *taken.lines]))
 
 
 def _lowered(run: Run, progress: Progress, chosen: list[str]) -> jax.stages.Lowered:

@@ -29,7 +29,7 @@ from jaxtrain.run.roll_back import RECORD
 from jaxtrain.run.shown_chats import shown_chats
 from jaxtrain.run.watch import EARLY_STOPPED
 from jaxtrain.runtime.files import put_aside, strict_json, write_json_atomic, write_text_atomic
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.assemble import Run
 
 

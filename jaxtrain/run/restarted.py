@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.metrics.time_spent import earlier_seconds, read_restarts
-from jaxtrain.runtime.attempt import attempt
+from jaxtrain.runtime.host import attempt
 
 
 def seconds_before(run_dir: Path, before: Mapping[str, Any], *, start: int, began_at: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.config.files import is_run, read_run
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 if TYPE_CHECKING:
     from jaxtrain.checkpoint.directory import CheckpointInfo

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtrain.metrics.run_card import run_card, run_text
+from jaxtrain.metrics.run_card import run_text
 from jaxtrain.run.run_path import RunPath
 
 if TYPE_CHECKING:
@@ -37,6 +37,3 @@ class Result(RunPath):
 
     def __repr__(self) -> str:
         return f"Result of {run_text(self.run_dir)}"
-
-    def _repr_html_(self) -> str:
-        return run_card(f"Result of {self.run_dir}", self.run_dir, facts={"step": f"{self.step:,}"})

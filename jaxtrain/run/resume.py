@@ -22,7 +22,7 @@ from jaxtrain.run.called_sources import called_sources
 from jaxtrain.run.changed_state import saved_leaves
 from jaxtrain.run.kept_tokenizer import COPY_FILE
 from jaxtrain.run.own_parts import OwnParts, check_given_again, part_changes
-from jaxtrain.runtime.attempt import attempt
+from jaxtrain.runtime.host import attempt
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT
 from jaxtrain.train.state import TrainState

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxtrain.checkpoint.tree import Leaves, stored_name
 from jaxtrain.models.model import Params
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 
 def with_saved_floats(wanted: Params, saved: Leaves) -> Params:

@@ -12,7 +12,7 @@ from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.writers import Scalars, flat_scalars
 from jaxtrain.run.flops import step_flops
 from jaxtrain.run.record import RunRecord
-from jaxtrain.runtime.peaks import peak_flops
+from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.train.assemble import Run
 
 

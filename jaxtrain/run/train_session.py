@@ -1,6 +1,6 @@
 """The training of a session: its steps, what happens between them, and how it ends."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -8,8 +8,8 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.models.model import Params
+from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps
-from jaxtrain.run.checked_step import checked_step
 from jaxtrain.run.compared import gone_back
 from jaxtrain.run.go_back import frozen_params, restored_before
 from jaxtrain.run.held_out import shown_metrics
@@ -31,8 +31,10 @@ from jaxtrain.run.session import (
     saving_on_failure,
     stop_run,
 )
-from jaxtrain.runtime import collector
+from jaxtrain.runtime import host
+from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
+from jaxtrain.train.update import Metrics
 
 
 def train_session(session: Session) -> Result:
@@ -163,7 +165,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
     fed = session.activity.fed(session.interrupt.until_asked(batches), first=start + 1)
     try:
         return train_loop(
-            checked_step(run.step, run.config.checks, start=start),
+            _checked(run, start),
             state,
             session.watch.following(bad_steps.following(fed, start + 1), start + 1),
             first=start + 1,
@@ -184,17 +186,27 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         session.profile.stop()
 
 
+def _checked(run: Run, start: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step itself where nothing is compared, else one that also compares."""
+    checks = run.config.checks
+    if checks is None or (checks.replay_every is None and checks.replicas_every is None):
+        return run.step
+    from jaxtrain.run.replicas import CheckedStep
+
+    return CheckedStep(run.step, checks, start=start)
+
+
 def _hooks(session: Session, bad_steps: BadSteps) -> Hooks:
     """What happens around the steps."""
     evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> float:
-        session.activity.finished(number, seconds, waited)
+        session.activity.finished(number, seconds)
         session.profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.note(metrics)
         looked = bad_steps.note(number, metrics)
-        collector.resume()  # beside the next step, which is under way
+        host.resume_collector()  # beside the next step, which is under way
         return looked
 
     def wants_pause(number: int) -> bool:

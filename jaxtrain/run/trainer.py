@@ -168,7 +168,7 @@ def train_loaded(
             files_for_the_group(),
             shown,
             distributed.on_main_process(lock),
-            watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
+            watched(limits(loaded.config.watchdog), folder) as activity,
         ):
             from jaxtrain.run.prepare import closing_on_failure, prepare_session
             from jaxtrain.run.session import close_session
