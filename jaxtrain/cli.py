@@ -17,11 +17,9 @@ from typing import NoReturn
 
 from jaxtrain.commands.table import COMMANDS, Parser
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
-from jaxtrain.runtime import collector
-from jaxtrain.runtime.accelerators import has_accelerator
-from jaxtrain.runtime.allocator import restart
-from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.runtime.streams import drop_unwritten, has_unwritten, open_closed_streams, own_output, write_error
+from jaxtrain.runtime import host
+from jaxtrain.runtime.devices import has_accelerator
+from jaxtrain.runtime.terminal import drop_unwritten, own_output, print_remark
 
 INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
@@ -194,14 +192,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stopped and saved, 130 Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    open_closed_streams()
     if arguments is None and words[:1] in (["train"], ["bench"]):
-        restart(accelerator=has_accelerator())
+        host.restart(accelerator=has_accelerator())
     if arguments is None and words[:1] == ["train"]:
-        collector.pause()
-        from jaxtrain.runtime.early_signals import end_at_signals
-
-        end_at_signals()
+        host.pause_collector()
+        host.end_at_signals()
     # What stands behind "--" is for a command that is run by this one.
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]
@@ -219,20 +214,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except Exception as error:
         return _report_error(error, debug=debug)
-    finally:
-        if has_unwritten(sys.stderr):
-            drop_unwritten(sys.stderr)
 
 
 def _report_error(error: Exception, *, debug: bool) -> int:
     """Prints the line of an error, and ends the cluster's other processes where they would wait for this one."""
     if debug:
         print_remark(traceback.format_exc().rstrip("\n"))
-    unwritten = write_error(sys.stdout) if isinstance(error, OSError) else None
-    if unwritten is not None:
-        drop_unwritten(sys.stdout)
-        print_remark(f"jaxtrain: standard output cannot be written: {unwritten.strerror}; write it elsewhere")
-        return INTERNAL_ERROR
     line, code = _explain(error)
     print_remark(line)
     met_by_all = isinstance(error, ConfigError | PreemptedError)
@@ -245,15 +232,8 @@ def _report_error(error: Exception, *, debug: bool) -> int:
 
 def run_program() -> NoReturn:
     """Be the program `jaxtrain`: run the command of this process, and end with its exit code whatever threads do."""
-    from jaxtrain.runtime import exit_code
-
-    # A program that runs `python -m jaxtrain` inside itself (`runpy`) may go on after it, and has its own code.
-    if sys._getframe(1).f_globals is sys.modules["__main__"].__dict__:
-        exit_code.keep()
-        own_output()
-    code = main()
-    exit_code.set_code(code)
-    sys.exit(code)
+    own_output()
+    host.end_process(main())
 
 
 if __name__ == "__main__":

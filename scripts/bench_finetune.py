@@ -201,7 +201,7 @@ def measured(name: str, python: str, arguments: argparse.Namespace, folder: Path
     words = [word for key, value in sizes for word in (f"--{key}", str(value))]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if name == "jaxtrain":
-        from jaxtrain.runtime.allocator import SETTINGS
+        from jaxtrain.runtime.host import SETTINGS
 
         # What `jaxtrain train` gives its own process.
         environment |= {"JAX_PLATFORMS": "cpu"} | {key: str(value) for key, value in SETTINGS.items()}

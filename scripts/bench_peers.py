@@ -31,7 +31,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from jaxtrain.config.model import ResNetConfig, TransformerConfig  # noqa: E402  (the checkout's, not an installed one)
 from jaxtrain.metrics.flops import model_flops_per_row  # noqa: E402
-from jaxtrain.runtime.allocator import SETTINGS  # noqa: E402
+from jaxtrain.runtime.host import SETTINGS  # noqa: E402
 
 # A small constant rate, at which a net of fifty layers learns these rows from its first steps; at 0.1 its loss jumps,
 # and rounding alone makes two peers differ.

@@ -31,7 +31,7 @@ from jaxtrain.plan.work.block import BlockWork, DeviceBatch
 from jaxtrain.plan.work.blocks import step_blocks
 from jaxtrain.plan.work.experts import least_experts
 from jaxtrain.plan.workload.record import Workload
-from jaxtrain.runtime.peaks import FORMATS
+from jaxtrain.runtime.devices import FORMATS
 from jaxtrain.train.state import select_leaves
 from jaxtrain.train.step import TrainStep
 

@@ -13,7 +13,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtrain.runtime.device_speed import memory_bytes_per_second
+from jaxtrain.runtime.devices import memory_bytes_per_second
 
 # A round must be much longer than a dispatch, about 0.1 ms, and than the resolution of the clock.
 _ROUND_SECONDS = 0.02

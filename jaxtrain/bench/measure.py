@@ -24,10 +24,9 @@ from jaxtrain.plan.search.own_step import own_functions
 from jaxtrain.plan.workload.describe import describe_workload
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.allocator import SETTINGS
 from jaxtrain.runtime.cluster import detect_cluster
-from jaxtrain.runtime.cores import usable_cores
-from jaxtrain.runtime.peaks import FORMATS, peak_flops
+from jaxtrain.runtime.devices import FORMATS, peak_flops, usable_cores
+from jaxtrain.runtime.host import SETTINGS
 
 PARTS = ("start", "limits", "blocks", "step")
 _START_LIMIT_SECONDS = 600.0

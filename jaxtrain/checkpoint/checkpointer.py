@@ -13,7 +13,7 @@ from jaxtrain.checkpoint.places import Place, RemotePath, SeenComplete, place_at
 from jaxtrain.checkpoint.storage import Storage, everyone, from_process_0, is_process_0
 from jaxtrain.checkpoint.upkeep import Retention, Upkeep
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 class Checkpointer:

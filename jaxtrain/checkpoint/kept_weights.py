@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint.checkpointer import Checkpointer
 from jaxtrain.checkpoint.tree import Leaves, is_inside, stored_name
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 KEPT_WEIGHTS = "kept_weights"
 """Key of the metadata of a run's checkpoint: where its optimizer keeps weights for evaluation."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 
 from jaxtrain.errors import CheckpointError
-from jaxtrain.runtime.tree_path import part_name
+from jaxtrain.runtime.tree import part_name
 
 Leaves = Mapping[str, tuple[tuple[int, ...], str]]
 

@@ -12,7 +12,7 @@ from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import strict_json
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 def run_bench(arguments: argparse.Namespace) -> int:

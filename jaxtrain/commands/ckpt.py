@@ -12,7 +12,7 @@ from jaxtrain.commands.shared import print_json, print_table, print_text
 from jaxtrain.config.files import read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 def _open(run_dir: str) -> Checkpointer:

@@ -11,7 +11,7 @@ from jaxtrain.config.files import find_config, shipped_configs, to_yaml
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.load import DescribedKey, describe, nearest_key
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 def run(arguments: argparse.Namespace) -> int:

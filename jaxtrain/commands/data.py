@@ -11,7 +11,7 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.files import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark, printable
+from jaxtrain.runtime.terminal import print_remark, printable
 
 if TYPE_CHECKING:
     from jaxtrain.data.shown import ShownRow

@@ -9,8 +9,8 @@ from typing import Any
 from jaxtrain.commands.shared import print_json, print_table, print_text
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.runinfo import PACKAGES, package_versions
-from jaxtrain.runtime import accelerators, distributed
-from jaxtrain.runtime.compilation_cache import cache_folder
+from jaxtrain.runtime import distributed
+from jaxtrain.runtime.compiler import cache_folder
 
 _LITTLE_DISK = 2 * 2**30
 
@@ -83,7 +83,7 @@ def _devices(problems: list[dict[str, Any]], emulate: int | None) -> dict[str, o
         what = f"jax finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}): {_first_line(error)}"
         problems.append(_problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True))
         return {}
-    from jaxtrain.runtime.device_speed import matmul_flops_per_second, sums_over_devices
+    from jaxtrain.runtime.devices import matmul_flops_per_second, sums_over_devices, unused_accelerator
 
     found = {
         "platform": devices[0].platform,
@@ -94,7 +94,7 @@ def _devices(problems: list[dict[str, Any]], emulate: int | None) -> dict[str, o
         "cpu_cores": os.cpu_count(),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
-    unused = accelerators.unused_accelerator(devices[0].platform)
+    unused = unused_accelerator(devices[0].platform)
     if unused is not None and emulate is None:
         what, _, mend = unused.partition(": ")
         problems.append(_problem(what, mend))

@@ -23,9 +23,9 @@ from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, PreemptedError
 from jaxtrain.run.directory import folder_of
 from jaxtrain.run.supervise import Policy, keeps_old_run, resumed_words, supervise
-from jaxtrain.runtime.attempt import ATTEMPT
-from jaxtrain.runtime.machine_gpus import gpu_shares, visible_gpus
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.devices import gpu_shares, visible_gpus
+from jaxtrain.runtime.host import ATTEMPT
+from jaxtrain.runtime.terminal import print_remark
 
 JAXTRAIN = (sys.executable, "-m", "jaxtrain")
 # Ctrl-C, a request to end, a closed terminal (which means "save and exit" as well), and the warnings that Slurm sends

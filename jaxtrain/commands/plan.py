@@ -26,7 +26,7 @@ from jaxtrain.plan.search.make import analytic_plan, fitted_plan, how_to_check, 
 from jaxtrain.plan.search.own_step import check_can_estimate, own_functions
 from jaxtrain.plan.search.run_length import with_length
 from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 # Layouts of a search that are compiled and shown.
 _TOP = 3

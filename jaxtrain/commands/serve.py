@@ -8,7 +8,7 @@ from jaxtrain.commands.shared import print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.server.address import address_of, bind, listen, read_api_key
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 _PACKAGES = ("starlette", "uvicorn")
 

@@ -12,7 +12,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.call import user_place
 from jaxtrain.runtime.files import strict_json
-from jaxtrain.runtime.remarks import print_remark, printable
+from jaxtrain.runtime.terminal import print_remark, printable
 
 
 def print_text(text: str, *, end: str = "\n", flush: bool = False, is_content: bool = False) -> None:

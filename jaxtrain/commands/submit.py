@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtrain.commands.arguments import add_shared, count, process_count, step_number
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, ask_sbatch, num_gpus, slurm_script
 
 

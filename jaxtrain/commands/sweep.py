@@ -20,7 +20,7 @@ from jaxtrain.metrics.report.compare import TRIAL_FILE, write_comparison
 from jaxtrain.metrics.report.run_files import read_json
 from jaxtrain.run.directory import RunLock, run_folder
 from jaxtrain.runtime.files import write_json_atomic
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 # Another start would end in the same way; not so after a missing file or package, which may be there by then.
 _FINAL = (0, DivergedError.exit_code)

@@ -12,8 +12,7 @@ from jaxtrain.config import load_config
 from jaxtrain.metrics.time_spent import counted_from
 from jaxtrain.run.directory import folder_of, mend_run
 from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
-from jaxtrain.runtime.agreement import announced
-from jaxtrain.runtime.attempt import ATTEMPT
+from jaxtrain.runtime.host import ATTEMPT
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,9 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
         from jaxtrain.commands.shared import own_code
         from jaxtrain.run.run import run_config
 
-        with announced(emulate=arguments.emulate):
-            mend_run(arguments.config)
-            loaded = load_config(arguments.config, overrides=arguments.overrides)
+        mend_run(arguments.config)
+        loaded = load_config(arguments.config, overrides=arguments.overrides)
         with own_code(loaded.config):
             run_config(loaded, run_dir=arguments.run_dir, resume=arguments.resume, emulate=arguments.emulate)
     return 0
@@ -35,10 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_restarted(arguments: argparse.Namespace) -> int:
     """Train in a process of its own, and start it again after failures; the exit code of the last start."""
     config, overrides, run_dir = arguments.config, arguments.overrides, arguments.run_dir
-    # One of several processes has a supervisor of its own: the others wait for it, and must hear of a mistake.
-    with announced(emulate=arguments.emulate):
-        mend_run(config)
-        folder = folder_of(load_config(config, overrides=overrides), run_dir)
+    mend_run(config)
+    folder = folder_of(load_config(config, overrides=overrides), run_dir)
     options = [] if run_dir is None else ["--run-dir", run_dir]
     options += [] if arguments.emulate is None else ["--emulate", str(arguments.emulate)]
     options += ["--debug"] if "--debug" in sys.argv else []

@@ -311,8 +311,6 @@ class WatchdogConfig(Group):
     """Limit for a save, also for what is written in the background."""
     lost_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
     """Silence after which another process counts as lost; twice as long while it starts or reads data."""
-    slow_fraction: Annotated[float, Field(gt=0, le=10)] = 0.2
-    """Name a process that delays each step by more than this fraction of it, 3 windows in a row."""
 
 
 def limits(watchdog: WatchdogConfig | None) -> WatchdogConfig | None:

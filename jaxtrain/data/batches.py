@@ -11,9 +11,8 @@ import numpy as np
 from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.data.masked import check_unmasked
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.runtime.card import card
-from jaxtrain.runtime.cores import usable_cores
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.devices import usable_cores
+from jaxtrain.runtime.tree import path_name
 
 if TYPE_CHECKING:
     import grain
@@ -84,11 +83,6 @@ class Batches:
     def __repr__(self) -> str:
         kind = "held-out order" if self._order is None else "shuffled"
         return f"Batches of {self._size:,} of {len(self._rows):,} rows, {kind}: {', '.join(self._entries())}"
-
-    def _repr_html_(self) -> str:
-        order = "as the rows are" if self._order is None else "shuffled, without end"
-        rows = f"{self._size:,} of {len(self._rows):,} rows"
-        return card("Batches", {"batch": rows, "order": order, "entries": ", ".join(self._entries())})
 
     def _entries(self) -> list[str]:
         leaves = jax.tree_util.tree_leaves_with_path(self.spec())

@@ -19,7 +19,7 @@ from jaxtrain.config.data import ChatData, Stored
 from jaxtrain.config.secrets import redacted_text
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import write_json_atomic
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 # Scheme -> the package that reads it; None: Python itself does.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "http": None, "https": None}

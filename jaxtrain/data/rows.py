@@ -18,7 +18,7 @@ from jaxtrain.config.arguments import check_kind, shown
 from jaxtrain.data.masked import check_unmasked
 from jaxtrain.data.permutation import permuted
 from jaxtrain.errors import DataError
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 # Entry -> array, or a nested dict of arrays.
 Row = dict[str, Any]

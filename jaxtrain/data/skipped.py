@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from jaxtrain.errors import DataError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 # So many are named; the others are counted alone, so that a file of a billion bad lines costs no memory.
 NAMED = 20

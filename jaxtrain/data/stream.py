@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.data.batches import Batch, in_dtypes
 from jaxtrain.data.masked import check_unmasked
 from jaxtrain.errors import DataError
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 # id -> iterator that batches were read from, as long as it lives. Those of zip, map and lists take no weak reference.
 _READ_FROM: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

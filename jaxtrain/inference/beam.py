@@ -22,7 +22,7 @@ from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
-from jaxtrain.runtime.decoding_options import decoding_options
+from jaxtrain.runtime.compiler import decoding_options
 
 
 @dataclass(frozen=True)

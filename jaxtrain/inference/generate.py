@@ -26,7 +26,7 @@ from jaxtrain.inference.text_stream import TextStream, checked_stops
 from jaxtrain.models.model import Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, get_policy
-from jaxtrain.runtime.decoding_options import decoding_options
+from jaxtrain.runtime.compiler import decoding_options
 from jaxtrain.train.given_state import check_not_donated
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep

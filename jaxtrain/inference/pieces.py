@@ -28,7 +28,7 @@ from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
-from jaxtrain.runtime.decoding_options import decoding_options
+from jaxtrain.runtime.compiler import decoding_options
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 # Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.

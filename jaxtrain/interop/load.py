@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.published.entries import positions
 from jaxtrain.published.parts import part_of
-from jaxtrain.runtime.cores import usable_cores
+from jaxtrain.runtime.devices import usable_cores
 
 # Numbers of a row and of a column that are copied together.
 _TILE = 32

@@ -33,7 +33,7 @@ from jaxtrain.published.folder import INDEX
 from jaxtrain.published.safetensors import read_header, write_safetensors
 from jaxtrain.runtime.distributed import is_main_process, on_main_process
 from jaxtrain.runtime.files import write_json_atomic
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 _TEXTS_OF_THE_ORIGIN = Texts()
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -32,7 +32,7 @@ from jaxtrain.layout.rules import (
     parameter_entries,
 )
 from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 # A nested dict of arrays, shapes or shardings, one per parameter.
 Params = Any

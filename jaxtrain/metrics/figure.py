@@ -1,10 +1,8 @@
 """Curves of a run as a matplotlib figure, for notebooks and scripts. No jax here."""
 
-import base64
 import io
 from collections.abc import Mapping, Sequence
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -27,16 +25,6 @@ class CurveFigure(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=110)
         return buffer.getvalue()
-
-
-def figure_html(figure: Figure) -> str:
-    """A figure as an `<img>` that holds its SVG: several on one page cannot share ids, and need no file."""
-    buffer = io.BytesIO()
-    # Text stays text, which is small; the date would make every picture another one.
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    encoded = base64.b64encode(buffer.getvalue()).decode("ascii")
-    return f'<img alt="curves over steps" style="max-width:100%" src="data:image/svg+xml;base64,{encoded}">'
 
 
 def draw_history(history: Mapping[str, np.ndarray], names: Sequence[str], *, title: str) -> CurveFigure:

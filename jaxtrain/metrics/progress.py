@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxtrain.config.secrets import redacted_text
 from jaxtrain.metrics.format import format_clock, format_count, format_duration, format_loss, sparkline
-from jaxtrain.runtime.notebook import in_notebook
-from jaxtrain.runtime.remarks import printable
+from jaxtrain.runtime.terminal import in_notebook, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

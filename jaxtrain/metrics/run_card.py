@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.metrics.format import format_duration
-from jaxtrain.metrics.history import last_metrics, read_history
+from jaxtrain.metrics.history import last_metrics
 from jaxtrain.metrics.runinfo import read_run_info
-from jaxtrain.runtime.card import card, table
 
 
 def run_text(run_dir: Path) -> str:
@@ -16,25 +14,6 @@ def run_text(run_dir: Path) -> str:
     info = read_run_info(run_dir)
     metrics = ", ".join(f"{name} {value:.5g}" for name, value in _last_metrics(run_dir).items())
     return "\n  ".join(line for line in (f"{run_dir}: {_state(info)}", _model(info), metrics) if line)
-
-
-def run_card(title: str, run_dir: Path, *, facts: Mapping[str, object]) -> str:
-    """A run as HTML: its title, facts (name -> value, before those of the run), last metrics, curves."""
-    from jaxtrain.metrics.figure import draw_history, figure_html
-
-    info, history = read_run_info(run_dir), read_history(run_dir / "metrics.jsonl")
-    devices, seconds = info.get("devices") or {}, (info.get("final") or {}).get("wall_seconds")
-    shown = {
-        **facts,
-        "state": _state(info),
-        "model": _model(info),
-        "data": "; ".join((info.get("data") or {}).get("description") or ()),
-        "devices": f"{devices['count']} x {devices['kind']}" if devices else None,
-        "wall time": None if seconds is None else format_duration(seconds),
-    }
-    rows = [(name, f"{value:.5g}") for name, value in _last_metrics(run_dir).items()]
-    curves = figure_html(draw_history(history, (), title="")) if len(history["step"]) else ""
-    return card(title, shown, body=table(("metric", "last value"), rows) + curves)
 
 
 def _state(info: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import row_numbers
 from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 # (module, inputs, state or None, key or None) -> outputs, or (outputs, state) where the module has a state.
 EquinoxCall = Callable[[Any, Any, Any, jax.Array | None], Any]

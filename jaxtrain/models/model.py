@@ -9,7 +9,7 @@ import jax
 from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.described import parameters_table, parameters_text
+from jaxtrain.layout.described import parameters_text
 from jaxtrain.layout.gather import gather_after
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.scatter import without_parts
@@ -18,7 +18,6 @@ from jaxtrain.layout.stack_sums import hide_stack_sums
 from jaxtrain.models.decoder import Decoder as Decoder
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat
-from jaxtrain.runtime.card import card
 
 LOW_RANK = ("lora_a", "lora_b")
 """Last parts of the paths of adapters."""
@@ -188,16 +187,6 @@ class Model:
 
     def __repr__(self) -> str:
         return f"Model {self.name!r}: {parameters_text(_drawn(self)[0])}"
-
-    def _repr_html_(self) -> str:
-        params, model_state = _drawn(self)
-        facts = {
-            "parameters": parameters_text(params),
-            "model_state": f"{len(jax.tree.leaves(model_state))} arrays" if model_state else None,
-            "pipeline": None if self.parts is None else f"{self.parts.num_layers} layers in {self.parts.stack}",
-            "generates": None if self.decoder is None else f"up to {self.decoder.max_length:,} tokens",
-        }
-        return card(repr(self).partition(":")[0], facts, body=parameters_table(params, axes=self.axes))
 
 
 @dataclass(frozen=True)

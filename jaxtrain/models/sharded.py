@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import refusal, shown
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.described import mesh_text, parameters_table, parameters_text
+from jaxtrain.layout.described import mesh_text, parameters_text
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.layout.rules import FamilyTable, check_replicated_share, check_tensor_used, entry_axes
 from jaxtrain.layout.scatter import attach_parts, has_parts, waiting_paths
@@ -29,7 +29,6 @@ from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params
 from jaxtrain.precision.kernels import is_quantized
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.precision.sums import check_sums
-from jaxtrain.runtime.card import card
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,18 +66,11 @@ class ShardedModel:
     def __repr__(self) -> str:
         return f"ShardedModel {self.model.name!r}: {self.summary}"
 
-    def _repr_html_(self) -> str:
-        return card(f"ShardedModel {self.model.name!r}", {"": self.summary}, body=self.parameters_html())
-
     @property
     def summary(self) -> str:
         """Parameters, mesh and number formats in words."""
         parameters = parameters_text(self.abstract_params)
         return f"{parameters}, {mesh_text(self.mesh)}, {self.policy.name}"
-
-    def parameters_html(self) -> str:
-        """A table of the parameters, with the mesh axes that each is sharded over."""
-        return parameters_table(self.abstract_params, layout=self.layout)
 
     @property
     def mesh(self) -> Mesh:

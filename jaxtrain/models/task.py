@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
-from jaxtrain.runtime.card import card
 
 if TYPE_CHECKING:
     from jaxtrain.models.model_call import ModelCall
@@ -181,10 +180,6 @@ class Task:
 
     def __repr__(self) -> str:
         return f"Task {self.name!r}"
-
-    def _repr_html_(self) -> str:
-        axes = {name: ", ".join(map(str, row)) for name, row in self.batch_axes.items()}
-        return card(repr(self), axes)
 
     @property
     def evaluation(self) -> Loss:

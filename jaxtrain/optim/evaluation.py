@@ -9,8 +9,7 @@ from jax.core import Tracer
 
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.optim.lookahead import LookaheadState
-from jaxtrain.runtime.donation import first_deleted
-from jaxtrain.runtime.tree_path import part_name
+from jaxtrain.runtime.tree import first_deleted, part_name
 
 _KEEPERS = (LookaheadState, optax.contrib.ScheduleFreeState)
 _FIELDS = {LookaheadState: "slow", optax.contrib.ScheduleFreeState: "z"}

@@ -27,7 +27,7 @@ from jaxtrain.layout.sharding import (
 from jaxtrain.optim import update_slices
 from jaxtrain.optim.elementwise import ElementwiseTransformation
 from jaxtrain.optim.update_slices import num_slices
-from jaxtrain.runtime.choices import note_choice
+from jaxtrain.runtime.compiler import note_choice
 
 HOST_MEMORY = "pinned_host"
 

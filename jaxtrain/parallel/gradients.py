@@ -23,7 +23,7 @@ from jaxtrain.parallel.divisors import as_means, loss_constant, loss_divisor
 from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
 from jaxtrain.parallel.reduction import DataReduction, sum_dtype
 from jaxtrain.parallel.traced import calls_back, traced
-from jaxtrain.runtime.choices import note_choice
+from jaxtrain.runtime.compiler import note_choice
 
 # What the loss of a microbatch gives besides the number to differentiate, which is the loss sum over the `loss_divisor`
 # of the weight, times the loss scale: loss sum, weight, model_state, metric sums.

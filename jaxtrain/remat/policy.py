@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.schema import BLOCK_INPUT, RematConfig
 from jaxtrain.layout.sharding import platform
 from jaxtrain.remat.segments import segment_layers
-from jaxtrain.runtime.choices import note_choice
+from jaxtrain.runtime.compiler import note_choice
 
 # What a fused attention's backward pass needs besides queries, keys and values: its result and the statistics of its
 # softmax. Kept (or offloaded) where the attention output is, and under "dots", which would otherwise attend again.

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtrain.checkpoint.places import Place
@@ -34,22 +34,6 @@ class Moment:
     since: float
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the steps of this process.
-
-    Attributes:
-        steps: number of steps that are done.
-        step_seconds: their wall time.
-        own_seconds: the part of it in which the other processes wait for this one: its wait for data and its work
-            between the steps. The wait for the device, which ends for all at once, is not in it.
-    """
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    own_seconds: float = 0.0
-
-
 class Activity:
     """Follows what the main thread does; the watchdog's thread reads it.
 
@@ -60,7 +44,6 @@ class Activity:
 
     Attributes:
         moment: what the process is doing.
-        totals: of the steps that are done.
         writing: the checkpoint that is written in the background and when that began; None: there is none.
         failure: the error that this process ends with, while it closes its files; None: there is none.
     """
@@ -68,22 +51,19 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.moment = Moment("start", 0, 0, clock())
-        self.totals = Totals()
         self.writing: tuple[Place, float] | None = None
         self.failure: BaseException | None = None
         self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
-        self._settled: float | None = None
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Mark a block as a phase; afterwards the phase before it begins anew."""
         before = self.moment.phase
-        self._enter(phase)
-        self._settled = None
+        self._now(phase=phase)
         try:
             yield
         finally:
-            self._enter(before)
+            self._now(phase=before)
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -96,48 +76,30 @@ class Activity:
             self.failure = error
             raise
 
-    def progressed(self) -> None:
-        """Take note that the phase, such as an evaluation of many batches, has made progress."""
-        self._enter(self.moment.phase)
-
     def fed(self, batches: Iterator[Any], *, first: int) -> Iterator[Any]:
         """The batches of the steps from `first` on; taking one marks the wait for data and then the step."""
-        return _Fed(self, batches, first)
+        return _Followed(batches, first, self.waits, self.computes)
 
     def ticking(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of an evaluation; taking one counts as progress."""
-        return _Ticking(self, batches)
+        return _Followed(batches, 0, lambda number: None, lambda number: self._now())
 
     def waits(self, step: int) -> None:
         """Take note that the batch of a step is waited for."""
-        now = self._clock()
-        if self._settled is not None:
-            self._add_own(now - self._settled)
-            self._settled = None
-        self.moment = Moment(WAITING_FOR_DATA, step, self.moment.done, now)
+        self._now(phase=WAITING_FOR_DATA, step=step)
 
     def computes(self, step: int) -> None:
         """Take note that a step is dispatched, and that the step before it is waited for."""
-        self.moment = Moment(IN_STEP, step, self.moment.done, self._clock())
+        self._now(phase=IN_STEP, step=step)
 
-    def finished(self, step: int, seconds: float, waited: float) -> None:
-        """Take note that a step is done.
-
-        Args:
-            step: its number.
-            seconds: its wall time.
-            waited: seconds of it that its batch was waited for.
-        """
-        now = self._clock()
+    def finished(self, step: int, seconds: float) -> None:
+        """Take note that a step is done, and of its wall time."""
         self._seconds.append(seconds)
-        before = self.totals
-        self.totals = Totals(before.steps + 1, before.step_seconds + seconds, before.own_seconds + waited)
-        self._settled = now
-        self.moment = Moment(self.moment.phase, max(step, self.moment.step), step, now)
+        self._now(step=max(step, self.moment.step), done=step)
 
     def begins_at(self, step: int) -> None:
         """Take note of the steps that were done before this process."""
-        self.moment = Moment(self.moment.phase, step, step, self._clock())
+        self._now(step=step, done=step)
 
     def writes(self, path: Place | None) -> None:
         """Take note of a checkpoint that is being written in the background; None: nothing is."""
@@ -145,55 +107,33 @@ class Activity:
 
     def median_seconds(self) -> float | None:
         """The median of the latest steps of this process; None before one is done."""
-        seconds = list(self._seconds)
+        seconds = list(self._seconds)  # a copy: the other thread may add to it
         return statistics.median(seconds) if seconds else None
 
     def status(self) -> dict[str, Any]:
         """What the other processes are told, as JSON values."""
-        moment, totals = self.moment, self.totals
-        return {
-            "phase": moment.phase,
-            "step": moment.step,
-            "done": moment.done,
-            "seconds": round(self._clock() - moment.since, 3),
-            "totals": [totals.steps, round(totals.step_seconds, 6), round(totals.own_seconds, 6)],
-        }
+        moment = self.moment
+        seconds = round(self._clock() - moment.since, 3)
+        return {"phase": moment.phase, "step": moment.step, "done": moment.done, "seconds": seconds}
 
-    def _enter(self, phase: str) -> None:
-        self.moment = Moment(phase, self.moment.step, self.moment.done, self._clock())
-
-    def _add_own(self, seconds: float) -> None:
-        before = self.totals
-        self.totals = Totals(before.steps, before.step_seconds, before.own_seconds + seconds)
+    def _now(self, **changes: Any) -> None:
+        self.moment = replace(self.moment, since=self._clock(), **changes)
 
 
-class _Fed:
-    """Iterates over the batches of training; it holds none of them, because a batch may be gigabytes."""
+class _Followed:
+    """An iterator whose reads are noted; it holds no batch, because one may be gigabytes."""
 
-    def __init__(self, activity: Activity, batches: Iterator[Any], first: int) -> None:
-        self._activity, self._batches, self._next = activity, batches, first
+    def __init__(
+        self, batches: Iterator[Any], number: int, asks: Callable[[int], None], has: Callable[[int], None]
+    ) -> None:
+        self._batches, self._number, self._asks, self._has = batches, number, asks, has
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        self._activity.waits(self._next)
+        self._asks(self._number)
         batch = next(self._batches)
-        self._activity.computes(self._next)
-        self._next += 1
-        return batch
-
-
-class _Ticking:
-    """Iterates over the batches of an evaluation."""
-
-    def __init__(self, activity: Activity, batches: Iterator[Any]) -> None:
-        self._activity, self._batches = activity, batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._activity.progressed()
+        self._has(self._number)
+        self._number += 1
         return batch

@@ -20,12 +20,10 @@ from jaxtrain.config.files import RUN_FILE
 from jaxtrain.config.schema import check_run_name
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.metrics.time_spent import earlier_seconds, read_restarts
-from jaxtrain.runtime.attempt import attempt
 from jaxtrain.runtime.cluster import environment_number, in_pod
 from jaxtrain.runtime.files import write_json_atomic
-from jaxtrain.runtime.forks import drop_in_children
-from jaxtrain.runtime.notebook import in_notebook
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.host import attempt, drop_in_children
+from jaxtrain.runtime.terminal import in_notebook, print_remark
 
 LOCK_NAME = "lock"
 _JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"

@@ -24,7 +24,7 @@ from jaxtrain.models.task import Batch, Sums, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.parallel.division import batch_shards, step_microbatches
 from jaxtrain.runtime.agreement import compiled_by_all
-from jaxtrain.runtime.compiler_options import Value, choose_options
+from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.checks import check_task

@@ -31,7 +31,7 @@ from jaxtrain.run.published import base_of_adapters, origin_of
 from jaxtrain.run.texts import exported_texts
 from jaxtrain.run.tokenizer import tokenizer_file
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 # Rows on which merged weights are compared.
 _ROWS, _TOKENS = 4, 32

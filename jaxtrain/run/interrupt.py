@@ -20,26 +20,18 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
 
 from jaxtrain.config.schema import NoticesConfig
 from jaxtrain.errors import DataError, PreemptedError
-from jaxtrain.runtime.early_signals import end_at_signal
-from jaxtrain.runtime.forks import drop_in_children
-from jaxtrain.runtime.notebook import in_notebook
-from jaxtrain.runtime.notices import watch_metadata
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.cluster import watch_metadata
+from jaxtrain.runtime.host import drop_in_children, end_at_signal
+from jaxtrain.runtime.terminal import in_notebook, print_remark
 
-_NAMES = {
-    signal.SIGINT: "Ctrl-C",
-    signal.SIGTERM: "SIGTERM",
-    signal.SIGUSR1: "SIGUSR1",
-    signal.SIGUSR2: "SIGUSR2",
-    signal.SIGHUP: "SIGHUP",
-}
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # Slurm warns by USR1 or USR2 (--signal), and a terminal that is lost by HUP. A program may use them for something else,
 # and nohup ignores HUP: only where they would kill the process are they heard.
 _ONLY_WHERE_DEADLY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -62,20 +54,12 @@ class StoppedWaiting(DataError):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the main thread is, as far as stopping goes.
+    """Where the main thread is, as far as stopping goes."""
 
-    Attributes:
-        raises: whether a signal raises `StopNow` in the main thread.
-        save: saves what there is and closes the run, on any thread; None: only the main thread can.
-        patience: seconds that the main thread gets to come back before `save` is called.
-        says: what is done at a signal, for people.
-        since: when it came there, by `time.monotonic()`.
-    """
-
-    raises: bool
-    save: Callable[[], str] | None
-    patience: float
-    says: str
+    raises: bool  # a signal raises `StopNow` there
+    save: Callable[[], str] | None  # saves and closes the run, on any thread; None: only the main thread can
+    patience: float  # seconds to come back in, before `save` is called
+    says: str  # what is done at a signal
     since: float
 
 
@@ -90,55 +74,35 @@ class Interrupt:
 
     def __init__(self, settings: NoticesConfig | None = None) -> None:
         self._settings = settings or NoticesConfig(metadata=False)
-        self._several = False
-        self._wanted = False
-        self._presses = 0
-        self._points = 0
-        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._several = self._wanted = False
+        self._presses = self._points = 0
+        self._previous: dict[int, Any] = {}
         self._place: _Place | None = None
         self._saving = threading.Lock()
-        self._notice = ""
-        self._reason = ""
+        self._notice = self._reason = ""
         self._since: float | None = None
-        self._is_told = False
         self._insisted: float | None = None
-        self._watcher: threading.Thread | None = None
-        self._threads: list[threading.Thread] = []
-        self._wakeup = (-1, -1, -1)
-        self._keep_in_children: Callable[[], None] = lambda: None
-        self._stop_metadata: Callable[[], None] = lambda: None
+        self._is_told = False
+        self._ends = contextlib.ExitStack()
+        self._threads = threading.enumerate()
 
     def __enter__(self) -> Self:
         import jax
 
         # Asking for the process count of an undistributed run would start the backend.
         self._several = jax.distributed.is_initialized() and jax.process_count() > 1
-        self._threads = threading.enumerate()
         if threading.current_thread() is threading.main_thread():
             self._listen()
-        self._stop_metadata = watch_metadata(self._settings.metadata, self._announce)
+        self._ends.callback(watch_metadata(self._settings.metadata, self._announce))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        self._stop_metadata()
-        if self._watcher is not None:
-            previous, read, write = self._wakeup
-            signal.set_wakeup_fd(previous)
-            # The watcher reads what is left, then the end: a byte, since a child that C code forked may hold the pipe.
-            with contextlib.suppress(OSError):
-                os.write(write, _END)
-            os.close(write)
-            self._watcher.join(_LEAVING_SECONDS)
-            if not self._watcher.is_alive():
-                os.close(read)
-            self._watcher = None
-        self._keep_in_children()
-        self._set_back()
-        readers = [thread for thread in threading.enumerate() if thread not in self._threads]
-        if readers and (self._wanted or self._presses > 1) and not _is_interactive():
-            code = _STOPPED_AT_ONCE if self._presses > 1 else PreemptedError.exit_code
-            arguments = (readers, code)
-            threading.Thread(target=_end_after_main, args=arguments, name="jaxtrain-end", daemon=True).start()
+        self._ends.close()
+        if self._wanted and not (in_notebook() or hasattr(sys, "ps1")):
+            left = [thread for thread in threading.enumerate() if thread not in self._threads]
+            ends = threading.Thread(target=self._end_if_stuck, args=(left,), name="jaxtrain-end", daemon=True)
+            # As the interpreter begins to end, before it waits for threads; only there does it have a hook.
+            threading._register_atexit(ends.start)  # pyright: ignore[reportAttributeAccessIssue]
         if kind is StopNow:  # raised as a block that it may leave was just over
             raise self._left() from None
 
@@ -178,16 +142,14 @@ class Interrupt:
         except StopNow:
             raise self._left() from None
 
-    @contextlib.contextmanager
-    def holding(self, save: Callable[[], str]) -> Iterator[None]:
+    def holding(self, save: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
         """A block in which the state is whole and no step is under way: the block asks `requested` where it can stop.
 
         Args:
             save: saves the state, closes the run and returns the line that says so; called on another thread where the
                 block goes on for `notices.patience_seconds` after a signal.
         """
-        with self._at(raises=False, save=save, patience=self._settings.patience_seconds, says="saving"):
-            yield
+        return self._at(raises=False, save=save, patience=self._settings.patience_seconds, says="saving")
 
     def until_asked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, until the run is to stop; a signal also ends the wait for one that does not come.
@@ -197,8 +159,7 @@ class Interrupt:
         """
         while True:
             try:
-                if self.requested():
-                    raise StopNow
+                self.check()
                 with self._at(raises=True, save=None, patience=0.0, says="saving"):
                     if self._wanted:
                         raise StopNow
@@ -230,35 +191,51 @@ class Interrupt:
 
     def _listen(self) -> None:
         """Set the handlers, and start the thread that hears signals whatever the main thread does."""
-        for number in _NAMES:
+        for number in _HEARD:
             handler = signal.getsignal(number)
             is_jax = self._several and number == signal.SIGTERM
             if not is_jax and (number not in _ONLY_WHERE_DEADLY or handler in (signal.SIG_DFL, end_at_signal)):
                 self._previous[number] = signal.signal(number, self._handle)
         read, write = os.pipe()
         os.set_blocking(write, False)
-        self._wakeup = (signal.set_wakeup_fd(write, warn_on_full_buffer=False), read, write)
-        self._watcher = threading.Thread(target=self._watch, name="jaxtrain-signals", daemon=True)
-        self._watcher.start()
-        self._keep_in_children = drop_in_children(self._forget)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=self._watch, args=(read, before), name="jaxtrain-signals", daemon=True)
+        watcher.start()
 
-    def _set_back(self) -> None:
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not set from Python and cannot be set back from it.
-            if handler is not None:
-                signal.signal(number, handler)
-        self._previous.clear()
+        def put_back() -> None:
+            signal.set_wakeup_fd(before)
+            for number, handler in self._previous.items():
+                # None stands for a handler that was not set from Python and cannot be set back from it.
+                if handler is not None:
+                    signal.signal(number, handler)
+            self._previous.clear()
 
-    def _forget(self) -> None:
-        """In a forked child, whose signals are not those of the run."""
-        previous, read, write = self._wakeup
-        signal.set_wakeup_fd(previous)
-        os.close(read)
-        os.close(write)
-        self._watcher, self._keep_in_children = None, lambda: None
-        self._set_back()
-        if self._several:  # jax's own handler would keep a worker from being ended by SIGTERM
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        def end() -> None:
+            signal.set_wakeup_fd(before)
+            # A byte, since a child that C code forked may hold the pipe.
+            with contextlib.suppress(OSError):
+                os.write(write, _END)
+            os.close(write)
+            watcher.join(_LEAVING_SECONDS)
+            if not watcher.is_alive():
+                os.close(read)
+            put_back()
+
+        def forget() -> None:
+            """In a forked child, whose signals are not those of the run."""
+            put_back()
+            self._ends.pop_all()
+            if self._several:  # jax's own handler would keep a worker from being ended by SIGTERM
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+        self._ends.callback(drop_in_children(forget))
+        self._ends.callback(end)
+
+    def _end_if_stuck(self, left: list[threading.Thread]) -> None:
+        """End a program that was asked to stop, whose interpreter waits for threads whose data does not come."""
+        time.sleep(_LEAVING_SECONDS)
+        if any(thread.is_alive() for thread in left):
+            _end(_STOPPED_AT_ONCE if self._presses > 1 else PreemptedError.exit_code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, once it is in Python again."""
@@ -271,7 +248,7 @@ class Interrupt:
             return
         is_first, self._wanted = not self._wanted, True
         if self._since is None:  # this thread may be quicker than the one that watches
-            self._reason, self._since = self._notice or _NAMES[signal.Signals(number)], time.monotonic()
+            self._reason, self._since = self._notice or _name(number), time.monotonic()
         if is_first and self._place is not None and self._place.raises:
             raise StopNow
 
@@ -285,40 +262,35 @@ class Interrupt:
         if signal.SIGTERM not in self._previous:
             self._note(text)
 
-    def _watch(self) -> None:
-        previous, descriptor, _ = self._wakeup
+    def _watch(self, descriptor: int, previous: int) -> None:
         presses = 0
         while True:
             is_quiet = self._since is None and presses == 0
             ready, _, _ = select.select([descriptor], [], [], None if is_quiet else _TICK_SECONDS)
-            if ready:
-                heard = os.read(descriptor, 64)
-                if previous != -1:
-                    with contextlib.suppress(OSError):
-                        os.write(previous, heard)
-                for number in heard:
-                    presses += number == signal.SIGINT
-                    if number in self._previous:
-                        self._hear(signal.Signals(number))
-                if not heard or _END in heard:
-                    return
-                if presses > 1 and self._insisted is None:
-                    self._insisted = time.monotonic()
-            self._lose_patience()
-
-    def _hear(self, number: signal.Signals) -> None:
-        if number == signal.SIGHUP:
-            _forget_lost_terminal()
-        if not self._is_told:
-            is_notice = number == signal.SIGTERM and self._notice
-            self._note(self._notice if is_notice else _NAMES[number], more=number == signal.SIGINT)
+            heard = os.read(descriptor, 64) if ready else b""
+            if heard and previous != -1:
+                with contextlib.suppress(OSError):
+                    os.write(previous, heard)
+            for number in heard:
+                presses += number == signal.SIGINT
+                if number in self._previous:
+                    if number == signal.SIGHUP:
+                        _forget_lost_terminal()
+                    if not self._is_told:
+                        is_notice = number == signal.SIGTERM and self._notice
+                        self._note(self._notice if is_notice else _name(number), more=number == signal.SIGINT)
+            if _END in heard:
+                return
+            if presses > 1 and self._insisted is None:
+                self._insisted = time.monotonic()
+            if not (in_notebook() or hasattr(sys, "ps1")):  # where somebody goes on typing, the process is not ours
+                self._lose_patience()
 
     def _note(self, reason: str, *, more: bool = False) -> None:
         self._is_told = True
         if self._since is None:
             self._reason, self._since = reason, time.monotonic()
-        place = self._place
-        does = "finishing the step, saving" if place is None else place.says
+        does = "finishing the step, saving" if self._place is None else self._place.says
         ending = "; press again to stop at once" if more else ""
         # Not print: the main thread may be in the middle of another write to the same buffer.
         with contextlib.suppress(OSError):
@@ -326,8 +298,6 @@ class Interrupt:
 
     def _lose_patience(self) -> None:
         """Do what the main thread would have to do, where it does not come back."""
-        if _is_interactive():
-            return
         clock = time.monotonic()
         if self._insisted is not None:
             # Where the main thread heard it, it is closing the run; elsewhere it is stuck and hears nothing.
@@ -353,29 +323,8 @@ class Interrupt:
             _end(PreemptedError.exit_code)
 
 
-def _is_interactive() -> bool:
-    """Whether somebody goes on typing in this process, which is not ours to end."""
-    return in_notebook() or getattr(sys, "ps1", None) is not None
-
-
-def _end_after_main(readers: Sequence[threading.Thread], code: int) -> None:
-    """End a process that was asked to stop, where the interpreter waits for threads whose data does not come.
-
-    Args:
-        readers: the threads that the run left behind.
-        code: exit code.
-    """
-    was_ending = False
-    while any(thread.is_alive() for thread in readers):
-        time.sleep(_LEAVING_SECONDS / 2)
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        while frame is not None and frame.f_back is not None:
-            frame = frame.f_back
-        # As the interpreter ends, it waits for threads in this function, which nothing else calls.
-        ends = frame is None or (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "_shutdown")
-        if ends and was_ending and any(thread.is_alive() for thread in readers):
-            _end(code)
-        was_ending = ends
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _end(code: int) -> None:

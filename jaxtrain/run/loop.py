@@ -10,8 +10,8 @@ import jax
 from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
+from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps
-from jaxtrain.run.checked_step import checked_step
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.mistakes import held_out_details
 from jaxtrain.run.restore import frozen_params, state_before
@@ -31,7 +31,8 @@ from jaxtrain.run.session import (
 )
 from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.step_log import ProfileWindow
-from jaxtrain.runtime import collector
+from jaxtrain.runtime import host
+from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 
@@ -236,7 +237,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
     fed = session.activity.fed(session.interrupt.until_asked(batches), first=start + 1)
     try:
         return train_loop(
-            checked_step(run.step, run.config.checks, start=start),
+            _checked(run, start),
             state,
             session.watch.following(bad_steps.following(fed, start + 1), start + 1),
             first=start + 1,
@@ -256,17 +257,27 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         profile.stop()
 
 
+def _checked(run: Run, start: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step itself where nothing is compared, else one that also compares."""
+    checks = run.config.checks
+    if checks is None or (checks.replay_every is None and checks.replicas_every is None):
+        return run.step
+    from jaxtrain.run.replicas import CheckedStep
+
+    return CheckedStep(run.step, checks, start=start)
+
+
 def _hooks(session: Session, bad_steps: BadSteps, profile: ProfileWindow) -> Hooks:
     """What happens around the steps of a run."""
     evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
 
     def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> float:
-        session.activity.finished(number, seconds, waited)
+        session.activity.finished(number, seconds)
         profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.metrics = metrics
         looked = bad_steps.note(number, metrics)
-        collector.resume()  # beside the next step, which is under way
+        host.resume_collector()  # beside the next step, which is under way
         return looked
 
     def wants_pause(number: int) -> bool:

@@ -16,11 +16,11 @@ from jaxtrain.config.files import read_run
 from jaxtrain.config.model import published_from
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.history import last_evaluation, read_history
-from jaxtrain.metrics.run_card import run_card, run_text
+from jaxtrain.metrics.run_card import run_text
 from jaxtrain.run.directory import mend_run
 from jaxtrain.run.own_parts import check_evaluable
 from jaxtrain.run.tokenizer import read_tokenizer, tokenizer_file
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
     import grain
@@ -172,9 +172,6 @@ class OpenedRun:
 
     def __repr__(self) -> str:
         return f"Run {run_text(self.run_dir)}\n  checkpoints: {self._checkpoints_text()}"
-
-    def _repr_html_(self) -> str:
-        return run_card(f"Run {self.run_dir}", self.run_dir, facts={"checkpoints": self._checkpoints_text()})
 
     def _checkpoints_text(self) -> str:
         return ", ".join(map(str, self.checkpoints[-5:])) or "none"

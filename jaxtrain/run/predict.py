@@ -42,7 +42,7 @@ from jaxtrain.published.hub import published_place
 from jaxtrain.published.image_processor import PROCESSOR_FILE, ImageProcessing, read_image_processing
 from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.published import FOLDER
-from jaxtrain.runtime.compiler_options import Value, choose_options
+from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.batch import batch_shardings
 from jaxtrain.train.checks import check_ids
 from jaxtrain.train.parallelism import shard_model

@@ -44,13 +44,10 @@ from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
 from jaxtrain.run.session import Session
 from jaxtrain.run.spikes import RECORD
 from jaxtrain.run.step_log import StepLog, run_meter
-from jaxtrain.runtime.accelerators import describe_devices, unused_accelerator
-from jaxtrain.runtime.agreement import Facts, together, told
-from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compilation_cache import cache_folder, why_not_writable
-from jaxtrain.runtime.compiler_options import option_notes
+from jaxtrain.runtime.agreement import Facts, together
+from jaxtrain.runtime.compiler import Taken, cache_folder, compile_lowered, option_notes, record_choices
+from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 from jaxtrain.runtime.distributed import is_main_process
-from jaxtrain.runtime.tried_options import Attempt, settle, try_options
 from jaxtrain.train.assemble import Run, assemble, open_run_data
 from jaxtrain.train.base import BaseRecord, without_base
 from jaxtrain.train.option_checks import check_jit
@@ -281,8 +278,7 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
     """Compile the step for the shapes of its batches, and show whether the program came from the cache.
 
     Another thread creates the state meanwhile. Of several processes, none goes on before both are done, because
-    collectives of the two threads could meet in another order in another process; and all take the same program, so
-    that each says whether its compiler gave up with the options that are tried before one of them runs a step.
+    collectives of the two threads could meet in another order in another process.
     """
     seen: set[str] = set()
     chosen: list[str] = []
@@ -292,7 +288,7 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
 
     with contextlib.ExitStack() as ends:
 
-        def attempt() -> tuple[Attempt, Phase]:
+        def attempt() -> tuple[Taken, Phase]:
             try:
                 with progress.phase("tracing") as tracing, record_choices() as choices:
                     lowered = run.step.trace(run.batches.spec()).lower()
@@ -301,22 +297,16 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
                 phase = ends.enter_context(progress.phase("compiling"))
                 jax.monitoring.register_event_listener(listen)
                 ends.callback(jax.monitoring.unregister_event_listener, listen)
-                return try_options(lowered, run.step.compiler_options, run.step.mesh), phase
+                taken = compile_lowered(lowered, run.step.compiler_options.tried)
+                run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
+                return taken, phase
             finally:
                 if created is not None and jax.process_count() > 1:
                     wait([created])
 
-        (tried, phase), everyone = told(attempt, tells=lambda result: result[0].told)
-
-        def settled() -> Sequence[str]:
-            taken = settle(tried, everyone, run.step.compiler_options)
-            run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
-            return taken.lines
-
-        lines = together(settled)
-        folder = cache_folder(run.config.compilation_cache)
-        kept = folder is not None and why_not_writable(folder) is None
+        taken, phase = together(attempt)
+        kept = run.config.compilation_cache is not None
         # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
         found = "cache_hits" in seen and "cache_misses" not in seen
         cached = "from cache" if found else "cached next time" if kept else ""
-        phase.note("; ".join([*([cached] if cached else []), *lines]))
+        phase.note("; ".join([*([cached] if cached else []), *taken.lines]))

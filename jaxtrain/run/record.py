@@ -26,8 +26,8 @@ from jaxtrain.run.spikes import RECORD
 from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import identity, strict_json, write_json_atomic, write_text_atomic
-from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.terminal import print_remark
+from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
 
 

@@ -21,7 +21,7 @@ from jaxtrain.data.entries import with_entry
 from jaxtrain.errors import CheckpointError, DataError, UserError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import write_bytes_atomic
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run, reading_threads, training_batches
 from jaxtrain.train.reference import ENTRY, compute_reference, lacks_reference, with_reference
 

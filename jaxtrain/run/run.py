@@ -10,7 +10,7 @@ from jaxtrain.config.schema import EarlyStoppingConfig, NoticesConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.run_card import run_card, run_text
+from jaxtrain.metrics.run_card import run_text
 from jaxtrain.metrics.runinfo import package_versions
 from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.run.callbacks import Callback, EarlyStopping, sorted_callbacks
@@ -65,9 +65,6 @@ class Result:
 
     def __repr__(self) -> str:
         return f"Result of {run_text(self.run_dir)}"
-
-    def _repr_html_(self) -> str:
-        return run_card(f"Result of {self.run_dir}", self.run_dir, facts={"step": f"{self.step:,}"})
 
 
 def run_config(
@@ -184,7 +181,7 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
             files_for_the_group(),
             shown,
             distributed.on_main_process(RunLock(folder)),
-            watched(limits(loaded.config.watchdog), folder, shown.message) as activity,
+            watched(limits(loaded.config.watchdog), folder) as activity,
         ):
             from jaxtrain.run.loop import train
             from jaxtrain.run.prepare import closing_on_failure, prepare_session

@@ -37,7 +37,7 @@ from jaxtrain.run.open_run import OpenedRun, open_run
 from jaxtrain.run.restore import quantized_params
 from jaxtrain.run.texts import format_of_run, special_of_folder, special_of_run, texts_beside
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.assemble import build_sharded_model
 from jaxtrain.train.start import accept_start
 

@@ -17,7 +17,7 @@ from jaxtrain.metrics.writers import Scalars, flat_scalars
 from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.run.record import RunRecord
-from jaxtrain.runtime.peaks import peak_flops
+from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.train.assemble import Run
 
 

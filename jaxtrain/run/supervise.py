@@ -14,32 +14,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from jaxtrain.checkpoint.directory import live_steps
 from jaxtrain.checkpoint.run_folder import checkpoint_folder, identity_of_steps
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 _LONGEST_WAIT_SECONDS = 60
 # What is read of the end of metrics.jsonl: many rows.
 _TAIL_BYTES = 1 << 16
-# Times of files are kept in ticks, and a process needs longer than this to write its first row.
-_CLOCK_SECONDS = 0.2
 # An end that would come again (a mistake in the config, data that is wrong, the same numbers from the same batches), or
 # that somebody asked for: saved on a signal, Ctrl-C, a reader that left.
-_NEVER = frozenset(
-    {
-        0,
-        ConfigError.exit_code,
-        DataError.exit_code,
-        DivergedError.exit_code,
-        PreemptedError.exit_code,
-        *(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)),
-        *(128 + number for number in (signal.SIGUSR1, signal.SIGUSR2)),
-    }
-)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
+_NEVER = {
+    *(0, ConfigError.exit_code, DataError.exit_code, DivergedError.exit_code, PreemptedError.exit_code),
+    *(128 + number for number in _SIGNALS),
+}
 
 
 @dataclass(frozen=True)
@@ -55,27 +46,23 @@ class Position:
     saved: int = 0
 
 
-def read_position(run_dir: Path) -> Position:
+def read_position(run_dir: Path | None) -> Position:
     """How far the run of a directory is; damaged or missing files count as nothing done."""
-    saved = 0
+    if run_dir is None:
+        return Position()
+    saved, row = 0, 0
     with contextlib.suppress(CheckpointError):
         saved = max(live_steps(checkpoint_folder(run_dir)), default=0)
-    return Position(max(_last_row(run_dir / "metrics.jsonl"), saved), saved)
+    with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        row = _last_step(file.read().splitlines())
+    return Position(max(row, saved), saved)
 
 
-def _last_row(path: Path) -> int:
-    """The step of the last complete row of metrics; 0 where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
+def _last_step(lines: Sequence[bytes]) -> int:
     for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                return row["step"]
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line may be half of one
+            return int(json.loads(line)["step"])
     return 0
 
 
@@ -90,14 +77,7 @@ def is_restarted(code: int, *, has_trained: bool) -> bool:
         code: as a shell gives it.
         has_trained: whether the process did at least one step.
     """
-    if code == CheckpointError.exit_code:
-        return has_trained
-    return code not in _NEVER
-
-
-def wait_seconds(failures: int) -> int:
-    """The wait before the next start: 1, 2, 4 ... 60 s after so many failures in a row without a new checkpoint."""
-    return min(2 ** min(failures - 1, 10), _LONGEST_WAIT_SECONDS)
+    return has_trained if code == CheckpointError.exit_code else code not in _NEVER
 
 
 @dataclass(frozen=True)
@@ -122,6 +102,8 @@ class Policy:
 def supervise(start: Callable[[int], int], policy: Policy) -> int:
     """Start a run, and start it again after each failure that another start may get over.
 
+    It waits 1, 2, 4 ... 60 s, and 1 s again after a new checkpoint.
+
     Args:
         start: runs the processes until they have ended; receives the number of restarts before, gives the exit code.
         policy: when to go on.
@@ -129,40 +111,31 @@ def supervise(start: Callable[[int], int], policy: Policy) -> int:
     Returns:
         The exit code of the last end; 75 where a signal came while nothing ran.
     """
-    number, in_a_row, last_failure = 0, 0, None
+    number, in_a_row, last_failure, run_dir = 0, 0, None, policy.run_dir
     while True:
-        before, written = _position(policy), _last_written(policy)
-        began = time.time()
+        before, began = read_position(run_dir), time.time()
         code = start(number)
-        ended = time.time()
-        reached = _position(policy)
-        # Rows after the newest checkpoint may be those of the process before.
-        has_rows = not _last_written(policy) == written < began - _CLOCK_SECONDS
-        trained = (reached.step > before.saved and has_rows) or reached.saved > before.saved
+        ended, reached = time.time(), read_position(run_dir)
+        trained = reached.step > before.step or reached.saved > before.saved
         if policy.asked.is_set() or not is_restarted(code, has_trained=trained):
             return code
         in_a_row = 1 if reached.saved > before.saved else in_a_row + 1
-        failure = (code, reached.step)
-        what = f"the run {policy.how_ended(code)}" + (f" at step {reached.step}" if policy.run_dir else "")
-        less = None
-        if policy.run_dir is not None and failure == last_failure:
+        failure, less = (code, reached.step), None
+        what = f"jaxtrain: the run {policy.how_ended(code)}" + (f" at step {reached.step}" if run_dir else "")
+        if run_dir is not None and failure == last_failure:
             less = policy.with_less()
             if less is None:
-                print_remark(f"jaxtrain: {what}, twice in a row: it would fail there again, so it is not restarted")
+                print_remark(f"{what}, twice in a row: it would fail there again, so it is not restarted")
                 return code
         if number == policy.restarts:
-            print_remark(f"jaxtrain: {what} after {_counted(number)}, which is what --restarts allows")
+            print_remark(f"{what} after {number} restart{'s' * (number != 1)}, which is what --restarts allows")
             return code
         number, last_failure = number + 1, None if less else failure
-        wait = wait_seconds(in_a_row)
-        lost = reached.step - reached.saved
-        again = f" from step {reached.saved}" if policy.run_dir else ""
-        again += f" ({lost} {'step is' if lost == 1 else 'steps are'} done again)" if lost else ""
-        print_remark(
-            f"jaxtrain: {what}; restart {number} of {policy.restarts} in {wait} s{again}{f', {less}' if less else ''}"
-        )
-        if policy.run_dir is not None:
-            _record(policy.run_dir, code=code, began=began, ended=ended, reached=reached, number=number)
+        wait = min(2 ** min(in_a_row - 1, 10), _LONGEST_WAIT_SECONDS)
+        again = f" from step {reached.saved} (of {reached.step})" if run_dir else ""
+        print_remark(f"{what}; restart {number} of {policy.restarts} in {wait} s{again}{f', {less}' if less else ''}")
+        if run_dir is not None:
+            _record(run_dir, code=code, began=began, ended=ended, reached=reached, number=number)
         if policy.asked.wait(wait):
             return PreemptedError.exit_code
 
@@ -194,28 +167,13 @@ def keeps_old_run(run_dir: Path | None) -> Callable[[], bool]:
     return lambda: first is not None and identity() == first
 
 
-def _position(policy: Policy) -> Position:
-    return Position() if policy.run_dir is None else read_position(policy.run_dir)
-
-
-def _last_written(policy: Policy) -> float:
-    """When a row of metrics was last written or dropped, in seconds since 1970; 0: never."""
-    with contextlib.suppress(OSError):
-        return 0.0 if policy.run_dir is None else (policy.run_dir / "metrics.jsonl").stat().st_mtime
-    return 0.0
-
-
-def _counted(number: int) -> str:
-    return "1 restart" if number == 1 else f"{number} restarts"
-
-
 def _record(run_dir: Path, *, code: int, began: float, ended: float, reached: Position, number: int) -> None:
     """Append a restart to the run's file; a disk that takes no line does not keep the run from going on."""
-    row: dict[str, Any] = {
+    row = {
         "time": datetime.fromtimestamp(ended, UTC).isoformat(timespec="seconds"),
         "restart": number,
         "exit_code": code,
-        "signal": None,
+        "signal": signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else None,
         "step": reached.step,
         "saved_step": reached.saved,
         "lost_steps": reached.step - reached.saved,
@@ -223,8 +181,6 @@ def _record(run_dir: Path, *, code: int, began: float, ended: float, reached: Po
         "began": round(began, 3),
         "ended": round(ended, 3),
     }
-    with contextlib.suppress(ValueError):
-        row["signal"] = signal.Signals(code - 128).name if code > 128 else None
     with contextlib.suppress(OSError):
         run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
         descriptor = os.open(run_dir / RESTARTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)

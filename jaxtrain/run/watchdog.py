@@ -5,25 +5,22 @@ A thread looks every second at what the main thread does (`activity`) and at wha
 file system hears nothing.
 """
 
+import faulthandler
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxtrain.checkpoint.places import Place, is_written
 from jaxtrain.config.schema import WatchdogConfig
 from jaxtrain.errors import PreemptedError, UserError
-from jaxtrain.run.activity import Activity
-from jaxtrain.run.stalls import behind, budget, describe_processes, patience, place, stall_path, write_stacks
-from jaxtrain.run.stragglers import Stragglers
-from jaxtrain.runtime.exchange import open_exchange
-from jaxtrain.runtime.heartbeats import LOST, Exchange, News
-from jaxtrain.runtime.notebook import in_notebook
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.run.activity import IN_STEP, WAITING_FOR_DATA, Activity, Moment
+from jaxtrain.runtime.heartbeats import LOST, Exchange, News, Peer, open_exchange
+from jaxtrain.runtime.terminal import in_notebook, print_remark
 
 _INTERRUPTED = 130
 _TICK_SECONDS = 1.0
@@ -41,6 +38,54 @@ _CLOSE_SECONDS = 60.0
 _END_SECONDS = 10.0
 _WRITE_SECONDS = 2.0
 _STAT_SECONDS = 5.0
+# A step, or the wait for its batch, may take this many times the median.
+_TIMES_MEDIAN = 10
+# While a process starts, one call into C code can keep its other threads from running for a minute.
+_PATIENCE_AT_START = 2
+_LIMITS = {
+    "start": "start_seconds",
+    "reading data": "start_seconds",
+    "compiling": "compile_seconds",
+    "creating state": "restore_seconds",
+    IN_STEP: "step_seconds",
+    WAITING_FOR_DATA: "data_seconds",
+    "saving": "save_seconds",
+}
+
+
+def budget(config: WatchdogConfig, moment: Moment, *, median: float | None) -> tuple[float, str]:
+    """How long a phase may take without progress.
+
+    Args:
+        config: the limits.
+        moment: what the process is doing.
+        median: seconds of a usual step; None before the first step of this process is done.
+
+    Returns:
+        Seconds, and the key that sets them.
+    """
+    key = _LIMITS.get(moment.phase, "evaluation_seconds")
+    limit: float = getattr(config, key)
+    if moment.phase in (IN_STEP, WAITING_FOR_DATA) and median is not None:
+        limit = max(limit, _TIMES_MEDIAN * median)
+    elif moment.phase == IN_STEP:
+        # The first step may load libraries, or choose among kernels.
+        limit, key = max(limit, config.compile_seconds), "compile_seconds"
+    return limit, f"watchdog.{key}"
+
+
+def patience(config: WatchdogConfig, status: Mapping[str, Any]) -> float:
+    """Seconds of silence after which the process with this status counts as lost."""
+    is_starting = _LIMITS.get(status.get("phase", "start")) == "start_seconds"
+    return config.lost_seconds * (_PATIENCE_AT_START if is_starting else 1)
+
+
+def is_behind(own: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
+    """Whether this process waits in its step for another one, which is not there yet."""
+    if own["phase"] != IN_STEP:
+        return False
+    known = [(peer.status["step"], peer.status["phase"]) for peer in peers if "step" in peer.status]
+    return any(step < own["step"] or (step == own["step"] and phase != IN_STEP) for step, phase in known)
 
 
 class Watchdog:
@@ -53,9 +98,6 @@ class Watchdog:
         run_dir: stacks are written below it.
         process: index of this process.
         num_processes: of the run.
-        report: called with one line that names a slow process, on process 0.
-        clock: gives seconds.
-        exits: ends this process with an exit code.
     """
 
     def __init__(
@@ -67,25 +109,18 @@ class Watchdog:
         *,
         process: int,
         num_processes: int,
-        report: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-        exits: Callable[[int], NoReturn] = os._exit,
     ) -> None:
         self._config, self._activity, self._exchange = config, activity, exchange
-        self._run_dir = run_dir.absolute()  # a script may change the working directory
-        self._shown_dir = run_dir
-        self._process, self._num_processes, self._report = process, num_processes, report
-        self._clock, self._exits = clock, exits
-        self._host = socket.gethostname()
-        self._stragglers = Stragglers(config.slow_fraction)
+        self._run_dir, self._shown_dir = run_dir.absolute(), run_dir  # a script may change the working directory
+        self._process, self._num_processes = process, num_processes
+        limits = [value for key, value in config.model_dump().items() if key.endswith("_seconds")]
         tick = min(_LONGEST_TICK_SECONDS, max(_TICK_SECONDS, num_processes / _PROCESSES_PER_SECOND))
-        self._tick = min(tick, *(seconds / 4 for seconds in _limits(config)))
-        self._not_running: list[tuple[float, float]] = []
+        self._tick = min(tick, min(limits) / 4)
+        self._paused: list[tuple[float, float]] = []
         self._left: tuple[float, News] | None = None
         self._farewell: tuple[int, str] | None = None
         self._has_left = threading.Event()
-        self._has_told = False
-        self._has_said_farewell = False
+        self._has_told = self._has_said_farewell = False
         self._failed_at: float | None = None
         self._thread = threading.Thread(target=self._watch, name="jaxtrain-watchdog", daemon=True)
 
@@ -127,13 +162,13 @@ class Watchdog:
             self._exchange.close()
 
     def _round(self) -> None:
-        began = self._clock()
+        began = time.monotonic()
         news = self._listen()
-        now = self._clock()
+        now = time.monotonic()
         late = now - began - self._tick
         if late > max(2.0, 2 * self._tick):
             # The machine slept, or this process was stopped: nobody stood still for that long.
-            self._not_running.append((now, late))
+            self._paused.append((now, late))
             self._exchange.forgive()
             news = [one for one in news if not (one.kind == "lost" and one.text.startswith("silent"))]
         if self._farewell is not None:
@@ -146,14 +181,9 @@ class Watchdog:
             left = self._left[1]
             self._end(f"{self._named(left.process)} ended with exit code {left.code}: {left.text}", left.code)
         self._check(now)
-        self._look_for_stragglers()
 
     def _has_failed(self, error: BaseException, now: float) -> bool:
-        """Tell the others that this process ends by itself, before it closes its files; that has a limit too.
-
-        Returns:
-            False while another process may be the reason.
-        """
+        """Tell the others that this process ends by itself, unless another one may be the reason."""
         self._failed_at = self._failed_at or now
         if _may_follow(error) and now - self._failed_at < _REASON_SECONDS:
             return False
@@ -169,110 +199,102 @@ class Watchdog:
             self._exchange.leave(code, text)
 
     def _listen(self) -> list[News]:
-        status = self._activity.status()
-        return self._exchange.round(status, self._tick, lambda said: patience(self._config, said))
+        return self._exchange.round(self._activity.status(), self._tick, lambda said: patience(self._config, said))
 
     def _hear(self, one: News, late: float) -> None:
         if one.kind == "end":
             self._end(one.text, LOST)
         if one.kind == "left":
-            self._left = self._left or (self._clock(), one)
+            self._left = self._left or (time.monotonic(), one)
             return
         if late > self._config.lost_seconds / 2:
             self._end(f"this process was not running for {late:.0f} s, and the others have ended", LOST)
-        self._end(
-            f"{self._named(one.process)} was lost, last heard of {place(self._status_of(one.process))}: {one.text}",
-            LOST,
-        )
+        status = next((peer.status for peer in self._exchange.peers() if peer.process == one.process), {})
+        self._end(f"{self._named(one.process)} was lost, last heard of {_place(status)}: {one.text}", LOST)
 
     def _check(self, now: float) -> None:
-        """End where the phase has lasted longer than it may."""
-        moment = self._activity.moment
-        seconds = now - moment.since - self._not_running_since(moment.since)
+        """End where the phase, or a save in the background, has lasted longer than it may."""
+        moment, status = self._activity.moment, self._activity.status()
+        seconds = self._running_since(moment.since, now)
         limit, key = budget(self._config, moment, median=self._activity.median_seconds())
         if seconds > limit:
             # Who waits for another one is not to blame; that one has a limit of its own.
-            if behind(self._activity.status(), self._exchange.peers()) is None:
-                what = f"no progress for {seconds:.0f} s {place(self._activity.status())}"
-                self._end_stalled(f"{what} (limit: {key}={limit:g})")
-            return
-        if self._activity.writing is not None:
+            if not is_behind(status, self._exchange.peers()):
+                self._end_stalled(f"no progress for {seconds:.0f} s {_place(status)} (limit: {key}={limit:g})")
+        elif self._activity.writing is not None:
             path, began = self._activity.writing
-            seconds = now - began - self._not_running_since(began)
-            if seconds > self._config.save_seconds:
-                if _is_written(path):
-                    self._activity.writes(None)
-                    return
+            seconds, limit = self._running_since(began, now), self._config.save_seconds
+            if seconds > limit and _is_written(path):
+                self._activity.writes(None)
+            elif seconds > limit:
                 self._end_stalled(
                     f"checkpoint {path} is still being written after {seconds:.0f} s, in phase saving "
-                    f"(limit: watchdog.save_seconds={self._config.save_seconds:g})"
+                    f"(limit: watchdog.save_seconds={limit:g})"
                 )
+
+    def _running_since(self, moment: float, now: float) -> float:
+        """Seconds since a moment, without those in which this process was stopped."""
+        return now - moment - sum(min(late, end - moment) for end, late in self._paused if end > moment)
 
     def _end_stalled(self, text: str) -> None:
         text = text if self._num_processes == 1 else f"{self._named(self._process)}: {text}"
-        if in_notebook():
-            # Ending the process would take the user's other work along.
-            if not self._has_told:
-                self._has_told = True
-                path = stall_path(self._run_dir, self._process)
-                write_stacks(path, text, [])
-                print_remark(f"jaxtrain: {text}; interrupt the cell to stop; stacks: {path}")
-            return
-        self._end(text, LOST)
+        if not in_notebook():
+            self._end(text, LOST)
+        if not self._has_told:  # ending the kernel would take the user's other work along
+            self._has_told = True
+            path = self._stacks_path()
+            self._write_stacks(path, text)
+            print_remark(f"jaxtrain: {text}; interrupt the cell to stop; stacks: {path}")
 
     def _end(self, text: str, code: int) -> NoReturn:
         """Say why, write the stacks, tell the others, and end this process."""
-        guard = threading.Timer(_END_SECONDS, self._exits, (code,))
+        guard = threading.Timer(_END_SECONDS, os._exit, (code,))
         guard.daemon = True
         guard.start()
-        own, peers = self._activity.status(), self._exchange.peers()
-        path = stall_path(self._run_dir, self._process)
-        line = f"jaxtrain: {text}; stacks: {self._shown_dir / path.relative_to(self._run_dir)}\n"
+        # Beside this thread: the others must be told although the file system hangs.
+        path = self._stacks_path()
+        writer = threading.Thread(target=self._write_stacks, args=(path, text), daemon=True)
+        shown = self._shown_dir / path.relative_to(self._run_dir)
         # The cursor, which a live bar hides; and no buffer of Python's, whose lock the main thread may hold.
         start = "\n\x1b[?25h" if os.isatty(2) else ""
-        os.write(2, f"{start}{line}".encode(errors="backslashreplace"))
-        table = describe_processes(self._process, self._host, own, peers)
-        # Beside this thread: the others must be told although the file system hangs.
-        writer = threading.Thread(target=write_stacks, args=(path, text, table), daemon=True)
+        os.write(2, f"{start}jaxtrain: {text}; stacks: {shown}\n".encode(errors="backslashreplace"))
         writer.start()
         writer.join(_WRITE_SECONDS)
         self._exchange.end(text)
         writer.join(_WRITE_SECONDS)
         guard.cancel()
-        self._exits(code)
+        os._exit(code)
+
+    def _stacks_path(self) -> Path:
+        return self._run_dir / "stalls" / f"{time.strftime('%Y%m%d-%H%M%S')}-{self._process}.txt"
+
+    def _write_stacks(self, path: Path, text: str) -> None:
+        """Write the reason, what each process was doing, and the stack of every thread of this one."""
+        own = Peer(self._process, socket.gethostname(), self._activity.status(), time.monotonic())
+        known = sorted([own, *self._exchange.peers()], key=lambda peer: peer.process)
+        table = [
+            f"  process {peer.process} (host {peer.host}): {_place(peer.status)} for {peer.status.get('seconds', 0)} "
+            f"s; last step done: {peer.status.get('done')}; heard {time.monotonic() - peer.heard:.0f} s ago"
+            for peer in known
+        ]
+        with suppress(OSError):  # the process ends anyway, and its line is out
+            path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "w", encoding="utf-8") as file:
+                names = [f"  0x{thread.ident:016x} {thread.name}" for thread in threading.enumerate() if thread.ident]
+                parts = [text, "", "processes:", *table, "", "threads of this process:", *names, ""]
+                file.write("\n".join([*parts, "their stacks:", ""]))
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
 
     def _named(self, process: int) -> str:
-        return f"process {process} of {self._num_processes} (host {self._host_of(process)})"
-
-    def _host_of(self, process: int) -> str:
-        if process == self._process:
-            return self._host
-        return next((peer.host for peer in self._exchange.peers() if peer.process == process), "unknown")
-
-    def _status_of(self, process: int) -> dict[str, object]:
-        return next((dict(peer.status) for peer in self._exchange.peers() if peer.process == process), {})
-
-    def _not_running_since(self, moment: float) -> float:
-        return sum(min(late, end - moment) for end, late in self._not_running if end > moment)
-
-    def _look_for_stragglers(self) -> None:
-        if self._process != 0 or self._num_processes == 1:
-            return
-        statuses = {peer.process: peer.status for peer in self._exchange.peers()}
-        if len(statuses) < self._num_processes - 1 or any("totals" not in status for status in statuses.values()):
-            return
-        statuses[0] = self._activity.status()
-        sums = {process: tuple(status["totals"]) for process, status in statuses.items()}
-        for process, delay in self._stragglers.note(sums).items():
-            self._report(
-                f"{self._named(process)} is slow: the others wait {delay.extra_seconds:.2g} s of each step of "
-                f"{delay.step_seconds:.2g} s for its data or its host"
-            )
+        hosts = {peer.process: peer.host for peer in self._exchange.peers()} | {self._process: socket.gethostname()}
+        return f"process {process} of {self._num_processes} (host {hosts.get(process, 'unknown')})"
 
 
-def _limits(config: WatchdogConfig) -> Iterator[float]:
-    yield from (config.start_seconds, config.compile_seconds, config.restore_seconds, config.step_seconds)
-    yield from (config.data_seconds, config.evaluation_seconds, config.save_seconds, config.lost_seconds)
+def _place(status: Mapping[str, Any]) -> str:
+    if "phase" not in status:
+        return "at its start"
+    return f"at step {status.get('step', 0)} in phase {status['phase']}"
 
 
 def _is_written(step: Place) -> bool:
@@ -290,13 +312,12 @@ def _is_written(step: Place) -> bool:
 
 
 @contextmanager
-def watched(config: WatchdogConfig | None, run_dir: Path, report: Callable[[str], None]) -> Iterator[Activity]:
+def watched(config: WatchdogConfig | None, run_dir: Path) -> Iterator[Activity]:
     """Watch a run until the block is left; every process of the run enters it, after `jax.distributed`.
 
     Args:
         config: the limits; None: nothing is watched.
         run_dir: directory of the run.
-        report: called with one line that names a slow process.
 
     Yields:
         What the run is to tell of its phases and steps.
@@ -310,15 +331,8 @@ def watched(config: WatchdogConfig | None, run_dir: Path, report: Callable[[str]
         yield activity
         return
     is_alone = not jax.distributed.is_initialized()
-    watchdog = Watchdog(
-        config,
-        activity,
-        exchange,
-        run_dir,
-        process=0 if is_alone else jax.process_index(),
-        num_processes=1 if is_alone else jax.process_count(),
-        report=report,
-    )
+    process, num_processes = (0, 1) if is_alone else (jax.process_index(), jax.process_count())
+    watchdog = Watchdog(config, activity, exchange, run_dir, process=process, num_processes=num_processes)
     watchdog.start()
     try:
         yield activity

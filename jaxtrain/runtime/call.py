@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -52,8 +52,7 @@ def call_function(
     try:
         return function(**given)
     except Exception as raised:
-        name = call.partition(":")[2]
-        _raise(f"{where}: {name} raised", raised, module, error)
+        _raise(f"{where}: {call.partition(':')[2]} raised", raised, module, error)
 
 
 def source_digest(group: str, call: str) -> dict[str, str | None]:
@@ -91,32 +90,25 @@ def _find(where: str, call: str, error: type[UserError]) -> tuple[ModuleType, Ca
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
             _raise(f"{where}: importing {name} raised", missing, None, error)
-        raise ConfigError(_no_module(where, name, missing.name, here)) from missing
+        parent, _, last = missing.name.rpartition(".")
+        folder = Path(next(iter(getattr(sys.modules.get(parent), "__path__", [])), here))
+        hint = _near(last, (path.stem for path in folder.iterdir())) or "; run the command where it is"
+        raise ConfigError(
+            f"{where}: there is no module {missing.name!r} in {folder} or on Python's path{hint}"
+        ) from missing
     except (Exception, SystemExit) as raised:
         _raise(f"{where}: importing {name} raised", raised, None, error)
     function = getattr(module, attribute, None)
     if callable(function):
         return module, function
-    if function is not None:
-        raise ConfigError(f"{where}: {attribute} is of type {type(function).__name__}, not a function that is called")
     functions = [found for found, value in vars(module).items() if callable(value) and not found.startswith("_")]
-    close = difflib.get_close_matches(attribute, functions, 1)
-    own = [found for found in functions if getattr(getattr(module, found), "__module__", None) == name]
-    hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(own[:8])}" if own else ""
+    hint = _near(attribute, functions)
     raise ConfigError(f"{where}: the module {name} ({_short(module.__file__)}) has no function {attribute!r}{hint}")
 
 
-def _no_module(where: str, name: str, missing: str, here: str) -> str:
-    parent, _, last = missing.rpartition(".")
-    if parent:
-        folders = list(getattr(sys.modules.get(parent), "__path__", []))
-        searched = f"in the package {parent} ({', '.join(map(_short, folders))})" if folders else f"in {parent}"
-    else:
-        folders, searched = [here], f"in the current directory ({here}) or on Python's path"
-    found = {path.stem for folder in map(Path, folders) if folder.is_dir() for path in folder.iterdir()}
-    close = difflib.get_close_matches(last, found, 1)
-    fix = f"did you mean {close[0]!r}?" if close else "run the command where it is, or set PYTHONPATH to its folder"
-    return f"{where}: there is no module {missing!r} {searched}; {fix}"
+def _near(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _bound(
@@ -127,11 +119,7 @@ def _bound(
     offered: Mapping[str, Any],
     must_take: Sequence[str],
 ) -> dict[str, Any]:
-    """The arguments of the call.
-
-    Raises:
-        ConfigError: an argument that the function does not take, or one that is missing.
-    """
+    """The arguments of the call, compared with the signature."""
     name = call.partition(":")[2]
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -139,18 +127,12 @@ def _bound(
         return dict(arguments)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if by_place:
-        raise ConfigError(
-            f"{group}.call={call}: {name} takes {by_place[0]} by its place only; it is called by names, so remove the "
-            "'/' from its signature"
-        )
     takes = f"it takes {', '.join(named)}" if named else "it takes no arguments"
     for key in arguments:
         if key not in named and not takes_any:
-            close = difflib.get_close_matches(key, named, 1)
-            hint = f"; did you mean {group}.args.{close[0]}?" if close else ""
-            raise ConfigError(f"{group}.args.{key}: {name} of {group}.call={call} has no such parameter, {takes}{hint}")
+            raise ConfigError(
+                f"{group}.args.{key}: {name} of {group}.call={call} has no such parameter, {takes}{_near(key, named)}"
+            )
     for key in must_take:
         if key in arguments:
             raise ConfigError(f"{group}.{key} and {group}.args.{key} are both set; leave one of them out")
@@ -171,23 +153,14 @@ def _bound(
 
 
 def _raise(what: str, raised: BaseException, module: ModuleType | None, error: type[UserError]) -> NoReturn:
-    """Raise an error of ours in place of one that the user's code raised, with the line of that code.
-
-    Args:
-        what: what raised it.
-        raised: by the user's code.
-        module: of the function; None: it was being imported.
-        error: type for errors that are not ours.
-    """
+    """Raise an error of ours in place of one that the user's code raised, with the line of that code."""
     place = user_place(raised, file=None if module is None else getattr(module, "__file__", None))
-    lines = [line.strip() for line in str(raised).splitlines() if line.strip()]
+    line = " ".join(str(raised).split())[:300]
     if isinstance(raised, UserError):
-        kind, said = type(raised), f"{what.removesuffix(' raised')}: {' '.join(lines)}"
-    elif isinstance(raised, SyntaxError):
-        kind, said = error, f"{what} {type(raised).__name__}: {raised.msg}"
+        kind, said = type(raised), f"{what.removesuffix(' raised')}: {line}"
     else:
-        shown = lines[0] if lines else ""
-        kind, said = error, f"{what} {type(raised).__name__}" + (f": {shown[:300]}" if shown else "")
+        line = raised.msg if isinstance(raised, SyntaxError) else line
+        kind, said = error, f"{what} {type(raised).__name__}" + (f": {line}" if line else "")
     raise kind(f"{said} ({place}); --debug shows the traceback" if place else said) from raised
 
 
@@ -203,13 +176,13 @@ def user_place(raised: BaseException, *, file: str | None = None) -> str | None:
     """
     if isinstance(raised, SyntaxError) and raised.filename:
         return f"{_short(raised.filename)}:{raised.lineno}"
-    frames = [frame for frame in traceback.extract_tb(raised.__traceback__) if not frame.filename.startswith("<")]
-    libraries = (str(Path(__file__).resolve().parents[1]), os.path.abspath(sysconfig.get_path("stdlib")))
+    libraries = (f"{Path(__file__).resolve().parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}")
     theirs = [
-        one
-        for one in frames
-        if not os.path.abspath(one.filename).startswith(tuple(f"{folder}{os.sep}" for folder in libraries))
-        and not {"site-packages", "dist-packages"} & set(Path(one.filename).parts)
+        frame
+        for frame in traceback.extract_tb(raised.__traceback__)
+        if not frame.filename.startswith("<")
+        and not os.path.abspath(frame.filename).startswith(libraries)
+        and not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
     ]
     own = [one for one in theirs if file is not None and os.path.abspath(one.filename) == os.path.abspath(file)]
     found = next((some[-1] for some in (own, theirs) if some), None)
@@ -221,16 +194,11 @@ def _short(file: str | None) -> str:
     if file is None:
         return "built in"
     path = Path(os.path.abspath(file))
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def described(made: Any) -> str:
     """What a function returned, for the message that says that it is something else."""
     if made is None:
         return "None (a return may be missing)"
-    if isinstance(made, type):
-        return f"the class {made.__name__}"
-    if inspect.isroutine(made):
-        return f"the function {made.__name__}"
-    return f"an object of type {type(made).__name__}"
+    return f"the class {made.__name__}" if isinstance(made, type) else f"an object of type {type(made).__name__}"

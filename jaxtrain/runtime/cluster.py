@@ -1,17 +1,37 @@
-"""The cluster that this process belongs to, read from its environment. Nothing is joined here; no jax here.
+"""What surrounds this process: its cluster, its place on its node, and Google's metadata server. No jax here.
 
-The only reader of cluster environment, with `node_devices`.
+The only reader of cluster environment. Nothing is joined here.
 """
 
 import importlib.util
 import os
+import re
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.accelerators import has_tpu_chips
+from jaxtrain.runtime.devices import has_tpu_chips
+from jaxtrain.runtime.terminal import print_remark
 
 # Google's machines answer at once; elsewhere nobody does.
 _METADATA_SECONDS = 3
+_METADATA_HOST = "metadata.google.internal"
+_PRODUCT = Path("/sys/class/dmi/id/product_name")
+# What ends a VM (https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice and
+# https://cloud.google.com/compute/docs/instances/create-use-preemptible). A VM that migrates while it runs loses
+# nothing and goes on.
+_ENDS = {
+    "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "its host is about to be maintained"),
+    "preempted": ("TRUE", "it is taken back"),
+}
+_CHANGE_SECONDS = 60
+_RETRY_SECONDS = 10.0
+_PAUSE_SECONDS = 0.5
+# The variables with which the runtimes of NVIDIA and AMD, and Slurm through them, list the GPUs of a process.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -57,18 +77,7 @@ def detect_cluster() -> Cluster | None:
     """
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if address:
-        processes, index = environment_number("JAX_NUM_PROCESSES"), environment_number("JAX_PROCESS_ID")
-        if processes is None or index is None:
-            missing = "JAX_NUM_PROCESSES" if processes is None else "JAX_PROCESS_ID"
-            raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address} is set but {missing} is not; set both or neither")
-        if ":" not in address:
-            raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address} (environment) has no port; write host:port")
-        if index >= processes:
-            counted = f"processes count from 0 to {processes - 1}" if processes else "use 1 or more"
-            raise ConfigError(
-                f"JAX_PROCESS_ID is {index} (environment), but JAX_NUM_PROCESSES is {processes}; {counted}"
-            )
-        return Cluster("JAX_COORDINATOR_ADDRESS", address, processes, index)
+        return _at_address(address)
     # Before Slurm, inside whose jobs mpirun works too.
     if (environment_number("OMPI_COMM_WORLD_SIZE") or 1) > 1:
         if "OMPI_MCA_orte_hnp_uri" not in os.environ:
@@ -84,9 +93,8 @@ def detect_cluster() -> Cluster | None:
         # A batch script is no step; the shell that salloc may open is one, of a single task.
         if "SLURM_STEP_NODELIST" not in os.environ or (environment_number("SLURM_STEP_NUM_TASKS") or tasks) < tasks:
             raise ConfigError(
-                f"this Slurm job has {tasks} tasks (SLURM_NTASKS), but srun did not start this process, so the others "
-                "do not run: write 'srun' before the command, as in: srun jaxtrain train CONFIG; or set SLURM_NTASKS=1 "
-                "to run it alone"
+                f"this Slurm job has {tasks} tasks (SLURM_NTASKS), but srun did not start this process: write 'srun' "
+                "before the command, as in: srun jaxtrain train CONFIG; or set SLURM_NTASKS=1 to run it alone"
             )
         return Cluster("Slurm")
     workers = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or _tpu_vm_workers()
@@ -102,20 +110,152 @@ def detect_cluster() -> Cluster | None:
     return None
 
 
+def _at_address(address: str) -> Cluster:
+    processes, index = environment_number("JAX_NUM_PROCESSES"), environment_number("JAX_PROCESS_ID")
+    if processes is None or index is None:
+        missing = "JAX_NUM_PROCESSES" if processes is None else "JAX_PROCESS_ID"
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address} is set but {missing} is not; set both or neither")
+    if ":" not in address:
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address} (environment) has no port; write host:port")
+    if index >= processes:
+        raise ConfigError(f"JAX_PROCESS_ID is {index} (environment), but JAX_NUM_PROCESSES is {processes}")
+    return Cluster("JAX_COORDINATOR_ADDRESS", address, processes, index)
+
+
 def _tpu_vm_workers() -> str:
     """The hosts of the slice that this Cloud TPU VM belongs to, divided by commas; empty anywhere else."""
     if not has_tpu_chips() or "TPU_SKIP_MDS_QUERY" in os.environ:
         return ""
-    # Here, because it imports ssl, http and email, which no other process has a use for.
+    host = os.environ.get("GCE_METADATA_IP", _METADATA_HOST)
+    found = _ask_metadata(host, "attributes/worker-network-endpoints", seconds=_METADATA_SECONDS)
+    return "" if found is None else found[0]
+
+
+def local_device_ids() -> list[int] | None:
+    """The argument `local_device_ids` of `jax.distributed.initialize` for a process of Slurm or Open MPI.
+
+    By itself jax gives every such process one GPU, by the number of the process on the node: correct with one process
+    per GPU, but with one process per node it hides all GPUs except the first.
+
+    Returns:
+        The numbers of this process's GPUs among those that it sees; an empty list: all that it sees; None: those of
+        JAX_LOCAL_DEVICE_IDS or, where the number of processes on the node is not known, those that jax chooses.
+    """
+    # Open MPI comes first, as in jax: under Slurm each of its daemons is a task that starts several processes.
+    index, processes = _whole("OMPI_COMM_WORLD_LOCAL_RANK"), _whole("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if index is None or processes is None:
+        index, processes = _whole("SLURM_LOCALID"), _slurm_tasks_on_node()
+    if os.environ.get("JAX_LOCAL_DEVICE_IDS") or index is None or processes is None:
+        return None
+    if processes == 1:
+        return []
+    shown = next((os.environ[name] for name in _VISIBLE if os.environ.get(name)), None)
+    visible, on_node = None if shown is None else len(shown.split(",")), _whole("SLURM_GPUS_ON_NODE")
+    is_bound = bool(os.environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    if visible is not None and (visible < processes or visible < (on_node or 0) or is_bound):
+        return []  # each process sees only its own GPUs, numbered from 0
+    share = max((visible or on_node or processes) // processes, 1)
+    return list(range(index * share, (index + 1) * share))
+
+
+def _slurm_tasks_on_node() -> int | None:
+    """This node's entry in a Slurm step's counts: "2(x3),1" is 2 tasks on three nodes and 1 on a fourth."""
+    counts: list[int] = []
+    for entry in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _whole("SLURM_NODEID")
+    if len(set(counts)) == 1:
+        return counts[0]
+    return None if node is None or node >= len(counts) else counts[node]
+
+
+def _whole(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else None
+
+
+def watch_metadata(wanted: Literal["auto"] | bool, announce: Callable[[str], None]) -> Callable[[], None]:
+    """Watch Google's metadata server in the background, and announce the end of this VM once.
+
+    A notice that stands when the watching begins is shown and not announced: a process that was started again on the
+    same VM within the hour of a notice would otherwise never get to work. The VM still sends SIGTERM at its end.
+
+    Args:
+        wanted: True; False; or auto, which asks only where GCE_METADATA_HOST is set or the hardware says Google.
+        announce: called on a background thread with the text of the notice.
+
+    Returns:
+        A function that ends the watching; it does not wait.
+    """
+    stopped, once = threading.Event(), threading.Lock()
+    if wanted is False or (wanted == "auto" and not _may_have_server()):
+        return stopped.set
+
+    def announce_once(text: str) -> None:
+        if not stopped.is_set() and once.acquire(blocking=False):
+            announce(text)
+
+    for name in _ENDS:
+        # Daemons: a request that waits for a change must not keep the process alive.
+        arguments = (name, announce_once, stopped, wanted is True)
+        threading.Thread(target=_follow, args=arguments, name=f"jaxtrain-notice-{name}", daemon=True).start()
+    return stopped.set
+
+
+def _may_have_server() -> bool:
+    if os.environ.get("GCE_METADATA_HOST"):
+        return True
+    try:
+        return "Google" in _PRODUCT.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _follow(name: str, announce: Callable[[str], None], stopped: threading.Event, reports: bool) -> None:
+    """Follow one value until it says that the VM ends."""
+    fatal, why = _ENDS[name]
+    host = os.environ.get("GCE_METADATA_HOST") or _METADATA_HOST
+    text = f"metadata server: {name} is {fatal}, {why}"
+    found = _ask_metadata(host, name, seconds=_METADATA_SECONDS)
+    if found is None:
+        if reports and name == "preempted":
+            print_remark(f"notices.metadata=true, but no metadata server answers at {host}")
+        return
+    is_known = found[0] == fatal
+    if is_known:
+        print_remark(f"{text}: this was so when the run began, which goes on until SIGTERM")
+    etag = found[1]
+    while not stopped.is_set():
+        query = f"{name}?wait_for_change=true&timeout_sec={_CHANGE_SECONDS}&last_etag={etag}"
+        found = _ask_metadata(host, query, seconds=_CHANGE_SECONDS + _RETRY_SECONDS)
+        if found is None:
+            stopped.wait(_RETRY_SECONDS)
+            continue
+        value, etag = found
+        if value == fatal and not is_known:
+            announce(text)
+            return
+        is_known = is_known and value == fatal
+        stopped.wait(_PAUSE_SECONDS)  # a server that does not wait for a change must not be asked without pause
+
+
+def _ask_metadata(host: str, query: str, *, seconds: float) -> tuple[str, str] | None:
+    """A value of the metadata server and its tag; None: no answer."""
+    # Here, because it imports ssl, http and email, which a process elsewhere has no use for.
+    import http.client
     import urllib.request
 
-    host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
-    request = urllib.request.Request(
-        f"http://{host}/computeMetadata/v1/instance/attributes/worker-network-endpoints",
-        headers={"Metadata-Flavor": "Google"},
-    )
+    address = f"http://{host}/computeMetadata/v1/instance/{query}"
+    request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
+    # The server is on the link of this machine: a proxy of the environment does not know it.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as answer:
-            return answer.read().decode()
-    except OSError:
-        return ""
+        with opener.open(request, timeout=seconds) as answer:
+            if answer.headers.get("Metadata-Flavor") != "Google":
+                return None
+            return answer.read(65_536).decode("utf-8", errors="replace").strip(), answer.headers.get("ETag") or "0"
+    except (OSError, ValueError, http.client.HTTPException):
+        return None

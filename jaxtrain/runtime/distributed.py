@@ -11,16 +11,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.arguments import check_number, check_whole, refusal
+from jaxtrain.config.arguments import check_whole
 from jaxtrain.errors import ConfigError, UserError
-from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number, in_pod
-from jaxtrain.runtime.compilation_cache import use_cache
+from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number, in_pod, local_device_ids
+from jaxtrain.runtime.compiler import use_cache
 from jaxtrain.runtime.heartbeats import LOST
-from jaxtrain.runtime.node_devices import local_device_ids
 from jaxtrain.runtime.relay import relayed
-from jaxtrain.runtime.remarks import print_remark
-from jaxtrain.runtime.streams import keep_output_apart
+from jaxtrain.runtime.terminal import keep_output_apart, print_remark
 
+JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
+_JOIN_SECONDS = 300
 # A process that is silent for this long counts as failed, and the others end: they cannot continue without it.
 _HEARTBEAT_SECONDS = 30
 # While a process starts, the watchdog bears twice the usual silence.
@@ -33,7 +33,6 @@ GPU_MEMORY_FRACTION = 0.92
 # The error after which this process left its cluster, which jax joins once only; empty: it did not.
 _left_after: list[str] = []
 _USED_BEFORE = "must be called before any JAX calls"
-_LONGEST_REASON = 300
 # What Kubernetes answers where a right is missing: it would at every start.
 _REFUSED = re.compile(r"\b40[13]\b")
 
@@ -47,7 +46,7 @@ class NotMetError(UserError):
 def start(
     *, emulate: int | None = None, compilation_cache: str | None = "auto", lost_seconds: float | None = None
 ) -> None:
-    """Prepares jax: emulated devices, compilation cache and, where a cluster is detected, `jax.distributed`.
+    """Prepare jax: emulated devices, compilation cache and, where a cluster is detected, `jax.distributed`.
 
     Call it at the top of a script of your own, before anything uses a device. `run_config` calls it by itself. A second
     call with the same number of devices does nothing.
@@ -57,12 +56,12 @@ def start(
 
     Args:
         emulate: pretend to have this many CPU devices (in each process); None: the real devices.
-        compilation_cache: see `compilation_cache.cache_folder`.
-        lost_seconds: Silence after which the run itself ends where another process is lost (`watchdog.lost_seconds`);
+        compilation_cache: "auto" (the cache folder of the user), a folder, or None.
+        lost_seconds: silence after which the run itself ends where another process is lost (`watchdog.lost_seconds`);
             jax then waits for longer. None: only jax watches, and aborts after 30 seconds.
 
     Raises:
-        ConfigError: Emulation is asked for after jax has started, the cache folder cannot be made, or the cluster
+        ConfigError: emulation is asked for after jax has started, the cache folder cannot be made, or the cluster
             cannot be joined.
 
     Example:
@@ -74,24 +73,19 @@ def start(
     if emulate is not None:
         # Each is a thread, and more than this many stop the process.
         emulate = check_whole(emulate, what="emulate (number of devices)", least=1, most=4096, write="start(emulate=8)")
-    if lost_seconds is not None:
-        takes, write = "a number of seconds above 0", "start(lost_seconds=25)"
-        check_number(lost_seconds, what="start: lost_seconds", takes=takes, write=write)
-        if lost_seconds <= 0:
-            raise ConfigError(refusal("start: lost_seconds", takes, lost_seconds, write))
     start_alone(emulate=emulate, compilation_cache=compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
         if _left_after:
             raise ConfigError(
-                f"this process left the others after an earlier error ({_left_after[0]}), and jax cannot join them "
-                "again; start the program again"
+                f"this process left the others after an earlier error ({_left_after[0]}), and jax joins once: start "
+                "the program again"
             )
         _join(cluster, lost_seconds)
 
 
 def start_alone(*, emulate: int | None = None, compilation_cache: str | None = "auto") -> None:
-    """Prepares jax as `start` does, but joins no cluster.
+    """Prepare jax as `start` does, but join no cluster.
 
     A process that helps one of several inherits the environment in which that one joined. If it joined as well, jax
     would take it for a second incarnation, and abort all of them.
@@ -100,7 +94,7 @@ def start_alone(*, emulate: int | None = None, compilation_cache: str | None = "
         emulate, compilation_cache: see `start`.
 
     Raises:
-        ConfigError: Emulation is asked for after jax has started, or the cache folder cannot be made.
+        ConfigError: emulation is asked for after jax has started, or the cache folder cannot be made.
     """
     # jax reads it when it first uses a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
@@ -110,7 +104,7 @@ def start_alone(*, emulate: int | None = None, compilation_cache: str | None = "
 
 
 def _emulate(num_devices: int) -> None:
-    """Makes jax use this many CPU devices in this process."""
+    """Make jax use this many CPU devices in this process."""
     import jax
 
     try:
@@ -123,60 +117,34 @@ def _emulate(num_devices: int) -> None:
             return
         raise ConfigError(
             f"{num_devices} devices can be emulated only before jax is first used in a process, and it uses "
-            f"{len(found)} devices ({found[0].platform}) already: call start(emulate={num_devices}) first, at the top "
-            "of the script, or restart the notebook's kernel"
+            f"{len(found)} devices ({found[0].platform}) already: call start(emulate={num_devices}) first, or restart "
+            "the notebook's kernel"
         ) from None
 
 
 def _join(cluster: Cluster, lost_seconds: float | None) -> None:
-    import jax
-
-    timeout = environment_number("JAXTRAIN_JOIN_TIMEOUT_SECONDS") or 300
+    timeout = environment_number(JOIN_TIMEOUT) or _JOIN_SECONDS
     # There the code of a mistake ends the job for good, and a node that comes late is none.
     started_again = cluster.coordinator is None and in_pod()
 
-    def failure(reason: str, waited: str = "") -> str:
-        check = "all processes started, and the address"
-        if cluster.source == "Kubernetes":
-            check = (
-                "all pods started, and that their service account may read pods and jobs ('jaxtrain submit' writes one)"
-            )
-        return f"could not join the cluster found through {cluster.source}{waited}: {reason}; check that {check}"
+    def failure(reason: str) -> str:
+        pods = ", and that their service account may read pods and jobs" if cluster.source == "Kubernetes" else ""
+        return (
+            f"could not join the cluster found through {cluster.source}: {reason}; check that all processes started, "
+            f"and the address{pods}"
+        )
 
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""
         count = f"the {cluster.num_processes}" if cluster.num_processes else "its"
-        line = failure(f"{count} processes did not meet{where}", f" within {timeout} s")
-        print_remark(f"jaxtrain: {line}")
+        print_remark(f"jaxtrain: {failure(f'{count} processes did not meet{where} within {timeout} s')}")
         os._exit(LOST if started_again else ConfigError.exit_code)
 
     timer = threading.Timer(timeout, give_up)
     timer.daemon = True
     timer.start()
-    limits: dict[str, Any] = {
-        "initialization_timeout": timeout + _ABORT_MARGIN_SECONDS,
-        "heartbeat_timeout_seconds": _HEARTBEAT_SECONDS,
-        "local_device_ids": local_device_ids(),
-    }
-    if lost_seconds is not None:
-        limits["heartbeat_timeout_seconds"] = max(_HEARTBEAT_SECONDS, int(_TIMES_LOST * lost_seconds))
     try:
-        if cluster.coordinator is None:
-            jax.distributed.initialize(**limits)
-        else:
-            address = cluster.coordinator
-            if lost_seconds is not None and cluster.process_id != 0:
-                address = relayed(address, timeout=limits["initialization_timeout"], lost=_coordinator_lost)
-            jax.distributed.initialize(
-                address,
-                cluster.num_processes,
-                cluster.process_id,
-                # All is known, and jax's detection inside a Slurm job would hide GPUs.
-                cluster_detection_method="deactivate",
-                # The coordinator has no authentication, so it listens on its own address only.
-                coordinator_bind_address=cluster.coordinator if cluster.process_id == 0 else None,
-                **limits,
-            )
+        _initialize(cluster, timeout, lost_seconds)
     except Exception as error:
         if _USED_BEFORE in str(error):
             raise ConfigError(
@@ -194,23 +162,50 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
         keep_output_apart()
 
 
+def _initialize(cluster: Cluster, timeout: int, lost_seconds: float | None) -> None:
+    import jax
+
+    silence = _HEARTBEAT_SECONDS if lost_seconds is None else max(_HEARTBEAT_SECONDS, int(_TIMES_LOST * lost_seconds))
+    limits: dict[str, Any] = {
+        "initialization_timeout": timeout + _ABORT_MARGIN_SECONDS,
+        "heartbeat_timeout_seconds": silence,
+        "local_device_ids": local_device_ids(),
+    }
+    address = cluster.coordinator
+    if address is None:
+        jax.distributed.initialize(**limits)
+        return
+    if lost_seconds is not None and cluster.process_id != 0:
+        address = relayed(address, timeout=limits["initialization_timeout"], lost=_coordinator_lost)
+    jax.distributed.initialize(
+        address,
+        cluster.num_processes,
+        cluster.process_id,
+        # All is known, and jax's detection inside a Slurm job would hide GPUs.
+        cluster_detection_method="deactivate",
+        # The coordinator has no authentication, so it listens on its own address only.
+        coordinator_bind_address=cluster.coordinator if cluster.process_id == 0 else None,
+        **limits,
+    )
+
+
 def _coordinator_lost() -> None:
-    """Ends this process, whose client of the coordinator waits for an answer that does not come."""
+    """End this process, whose client of the coordinator waits for an answer that does not come."""
     print_remark("jaxtrain: process 0 was lost: the coordinator closed its connection, and this process ends too")
     os._exit(LOST)
 
 
 @contextlib.contextmanager
 def on_main_process(resource: contextlib.AbstractContextManager[Any], *, does: str = "start the run") -> Iterator[None]:
-    """Enters a context on process 0 on behalf of all processes; if that fails, every process raises.
+    """Enter a context on process 0 on behalf of all processes; if that fails, every process raises.
 
     Args:
-        resource: The context, which only process 0 enters and leaves.
-        does: What entering it does, for the message of the other processes.
+        resource: the context, which only process 0 enters and leaves.
+        does: what entering it does, for the message of the other processes.
 
     Raises:
-        UserError: On process 0, the error of the context.
-        ConfigError: On the other processes.
+        UserError: on process 0, the error of the context.
+        ConfigError: on the other processes.
     """
     import jax
 
@@ -234,13 +229,13 @@ def on_main_process(resource: contextlib.AbstractContextManager[Any], *, does: s
 
 
 def leave(code: int) -> None:
-    """Ends this process at once if it is one of several; returns if it is the only one.
+    """End this process at once if it is one of several; return if it is the only one.
 
     An ordinary exit waits for the other processes, and those wait in a collective for the failed one. When it has
     ended, they notice within the heartbeat timeout and end too.
 
     Args:
-        code: Exit code.
+        code: exit code.
     """
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
@@ -250,20 +245,20 @@ def leave(code: int) -> None:
 
 
 def leave_together(reason: str) -> None:
-    """Leaves the cluster, as every process does at this place: none is missed by another one, which would abort.
+    """Leave the cluster, as every process does at this place: none is missed by another one, which would abort.
 
     Args:
-        reason: The error, for the line of what would join later.
+        reason: the error, for the line of what would join later.
     """
     import jax
 
     with contextlib.suppress(RuntimeError):
         jax.distributed.shutdown()
-    _left_after.append(reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}...")
+    _left_after.append(reason[:300])
 
 
 def is_main_process() -> bool:
-    """Returns whether this is process 0, which alone writes files and prints.
+    """Whether this is process 0, which alone writes files and prints.
 
     Example:
         >>> if jt.is_main_process():

@@ -1,4 +1,4 @@
-"""Writes small files atomically: a reader sees the complete old text or the complete new one."""
+"""Small files, written atomically: a reader sees the complete old text or the complete new one."""
 
 import contextlib
 import json
@@ -6,23 +6,16 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.runtime.shared import SharedSetting
 
-
-def files_for_the_group() -> AbstractContextManager[None]:
-    """Lets what is written inside be read by its owner and the group alone: files 0640, folders 0750, or stricter.
+@contextlib.contextmanager
+def files_for_the_group() -> Iterator[None]:
+    """Let what is written inside be read by its owner and the group alone: files 0640, folders 0750, or stricter.
 
     A run holds data, texts and settings of its owner, and libraries write parts of it with the modes of the process.
     """
-    return _for_the_group()
-
-
-@contextlib.contextmanager
-def _group_umask() -> Iterator[None]:
     before = os.umask(0o077)  # which is read by setting it
     os.umask(before | 0o027)
     try:
@@ -31,22 +24,14 @@ def _group_umask() -> Iterator[None]:
         os.umask(before)
 
 
-_for_the_group = SharedSetting(_group_umask)
-
-
 def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines atomically: as UTF-8 to a file beside `path`, which is synced and renamed to `path`.
-
-    Args:
-        path: The file to write or replace.
-        lines: The lines, each with its line end.
-    """
+    """Write lines (each with its end) as UTF-8 to a file beside `path`, which is synced and renamed to `path`."""
     # A lone surrogate (from bytes of a file name, or a sample that ends inside a character) must not be an error.
     _write_atomic(path, (line.encode("utf-8", errors="backslashreplace") for line in lines))
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Writes bytes atomically."""
+    """Write bytes atomically."""
     _write_atomic(path, (content,))
 
 
@@ -65,24 +50,17 @@ def _write_atomic(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Writes a text atomically, as UTF-8."""
+    """Write a text atomically, as UTF-8."""
     write_lines_atomic(path, (text,))
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Writes a value atomically, as indented strict JSON (NaN and infinities become null)."""
+    """Write a value atomically, as indented strict JSON (NaN and infinities become null)."""
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def put_aside(path: Path) -> Path | None:
-    """Renames a folder that stands where a file of ours belongs.
-
-    Args:
-        path: Of the file.
-
-    Returns:
-        Its new path; None where no folder was in the way.
-    """
+    """Rename a folder that stands where a file of ours belongs; returns its new path, None where there is none."""
     if path.is_symlink() or not path.is_dir():
         return None
     target = path.with_name(f"{path.name}.foreign-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}")
@@ -91,14 +69,7 @@ def put_aside(path: Path) -> Path | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Returns what tells a file or folder from another one that comes to its path: device and inode.
-
-    Args:
-        path: Where it should be.
-
-    Returns:
-        The two numbers; None where nothing is there, or it cannot be asked for.
-    """
+    """What tells a file or folder from another one that comes to its path, device and inode; None: there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -107,12 +78,12 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def move_folder(partial: Path, place: Path, *, last: str) -> None:
-    """Gives a folder that is written whole its name.
+    """Give a folder that is written whole its name.
 
     Args:
-        partial: The folder, beside `place`.
-        place: Its name; an empty folder that is there stays the one that it is, because somebody may be in it.
-        last: Name of the file that tells readers that a folder is whole, which comes last.
+        partial: the folder, beside `place`.
+        place: its name; an empty folder that is there stays the one that it is, because somebody may be in it.
+        last: name of the file that tells readers that a folder is whole, which comes last.
     """
     if not place.exists():
         partial.rename(place)
@@ -122,7 +93,7 @@ def move_folder(partial: Path, place: Path, *, last: str) -> None:
 
 
 def strict_json(value: Any) -> Any:
-    """Returns a value in types of strict JSON: NaN and infinities, which JSON does not have, become None.
+    """A value in types of strict JSON: NaN and infinities, which JSON does not have, become None.
 
     Numbers of NumPy and jax become Python numbers, tuples and sets become lists, other objects become their `str`.
     """
@@ -138,7 +109,7 @@ def strict_json(value: Any) -> Any:
 
 
 def plain_number(value: Any) -> float | int | None:
-    """Returns a number of any library as a Python int or float, and None for NaN, infinities and other objects."""
+    """A number of any library as a Python int or float, and None for NaN, infinities and other objects."""
     if isinstance(value, int):
         return int(value)
     if not is_number(value):
@@ -151,7 +122,7 @@ def plain_number(value: Any) -> float | int | None:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is one number of any library that Python's `float` takes; NaN and infinities are."""
+    """Whether a value is one number of any library that Python's `float` takes; NaN and infinities are."""
     if isinstance(value, (str, bytes)):
         return False
     try:

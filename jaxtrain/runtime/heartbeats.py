@@ -1,26 +1,35 @@
-"""What the processes of a run tell each other every second: what they are doing, and how they leave. No jax here.
+"""What the processes of a run tell each other every second: what they are doing, and how they leave.
 
 Process 0 listens; each other process holds one connection to it and sends JSON lines. Process 0 answers with what it
 knows of the others, so that all know which one is behind. A connection that closes without a farewell means that its
-process is lost.
+process is lost. jax's own heartbeats say that some process is gone after 10 s or more and abort all with a stack trace
+of C++ (SIGABRT); they do not see a main thread that stands still, and name neither its phase nor its step.
 """
 
 import contextlib
+import hmac
 import json
+import secrets
+import selectors
 import socket
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from jaxtrain.runtime.forks import drop_in_children
+from jaxtrain.runtime.cluster import detect_cluster
 
 # The exit code of a run that stood still, or whose other processes are lost.
 LOST = 70
-# A process that sends more without a line end is none of ours.
+# A process that sends more without a line end is none of ours; one that reads nothing is found by its silence.
 _MOST_BYTES = 1 << 20
-# What waits for a process that reads nothing; it is silent itself, and found by that.
-_MOST_WAITING = 1 << 20
+# How long it takes until all are told of the end, at most.
+_TELL_SECONDS = 3.0
+# Of many processes, those that are furthest behind are told; all of them would be 150 bytes for each pair.
+_MOST_TOLD = 16
+_CONNECT_SECONDS = 5.0
+_GIVE_UP_SECONDS = 60.0
+_ADDRESS_BYTES = 512
 Status = Mapping[str, Any]
 # Status of a process -> seconds of silence after which it counts as lost.
 Patience = Callable[[Status], float]
@@ -34,13 +43,13 @@ class Peer:
         process: its index.
         host: its host's name.
         status: what it said last, see `Activity.status`.
-        age: seconds since then.
+        heard: `time.monotonic()` when it said so.
     """
 
     process: int
     host: str
     status: Status
-    age: float
+    heard: float
 
 
 @dataclass(frozen=True)
@@ -61,49 +70,7 @@ class News:
     code: int = 0
 
 
-class Exchange(Protocol):
-    """How a process hears of the others. All but `wake` is called by one thread, the watchdog's."""
-
-    def round(self, status: Status, seconds: float, patience: Patience) -> list[News]:
-        """Tell the others the status, listen to them for up to some seconds, and return what happened.
-
-        Args:
-            status: of this process.
-            seconds: how long to listen; less where something happens.
-            patience: how long each process may be silent.
-        """
-        ...
-
-    def peers(self) -> list[Peer]:
-        """What is known of the other processes, in their order."""
-        ...
-
-    def end(self, text: str) -> None:
-        """Tell the others that all end, and why; returns when they have ended, or after 3 seconds."""
-        ...
-
-    def leave(self, code: int, text: str) -> None:
-        """Say farewell: this process ends by itself, with an exit code and, for an error, its line."""
-        ...
-
-    def is_waiting(self) -> bool:
-        """Whether process 0, which jax waits for when a process exits, has not said farewell yet."""
-        ...
-
-    def forgive(self) -> None:
-        """Count the silence of the others from now on: this process was not running itself."""
-        ...
-
-    def wake(self) -> None:
-        """End the round that is under way; called by any thread."""
-        ...
-
-    def close(self) -> None:
-        """Close what is open."""
-        ...
-
-
-class Connection:
+class _Connection:
     """One side of a connection: lines in, lines out, never waiting."""
 
     def __init__(self, opened: socket.socket) -> None:
@@ -111,8 +78,6 @@ class Connection:
         with contextlib.suppress(OSError):
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = opened
-        # A worker that outlives its parent would keep the others from seeing that the parent is lost.
-        self._keep_in_children = drop_in_children(opened.close)
         self._in, self._out = b"", b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
@@ -129,105 +94,296 @@ class Connection:
             is_open = False
         *lines, self._in = self._in.split(b"\n")
         found = []
-        for line in lines:
-            message = _message(line)
-            if message is None:
-                return found, False
-            found.append(message)
+        try:
+            found += [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError, RecursionError):  # none of ours
+            return found, False
         return found, is_open
 
-    def write(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or keep what cannot be sent at once for the next call."""
-        self.send(encoded(message))
-
     def send(self, line: bytes) -> None:
-        """Send what `encoded` gave; see `write`."""
-        if len(self._out) < _MOST_WAITING:
+        """Send a line, or keep what cannot be sent at once for the next call."""
+        if len(self._out) < _MOST_BYTES:
             self._out += line
         with contextlib.suppress(OSError):
             while self._out:
                 self._out = self._out[self.socket.send(self._out) :]
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._keep_in_children()
-        self.socket.close()
 
+class Exchange:
+    """How a process hears of the others; a single process hears of nobody. One thread calls all but `wake`.
 
-def encoded(message: Mapping[str, Any]) -> bytes:
-    """A message as it is sent, for many connections."""
-    return json.dumps(message).encode() + b"\n"
+    Args:
+        process: index of this process.
+    """
 
-
-def _message(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None where it is none of ours."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-class Waker:
-    """A pair of sockets: what is written into one ends a wait for the other."""
-
-    def __init__(self) -> None:
-        self.socket, self._write = socket.socketpair()
-        self.socket.setblocking(False)
-        self._keep_in_children = drop_in_children(self._close)
-
-    def wake(self) -> None:
-        """End the wait; called by any thread."""
-        with contextlib.suppress(OSError):
-            self._write.send(b"x")
-
-    def clear(self) -> None:
-        """Take note that the wait has ended."""
-        with contextlib.suppress(OSError):
-            self.socket.recv(64)
-
-    def close(self) -> None:
-        """Close both ends."""
-        self._keep_in_children()
-        self._close()
-
-    def _close(self) -> None:
-        self.socket.close()
-        self._write.close()
-
-
-class Alone:
-    """The exchange of a single process: it only waits; see `Exchange`."""
-
-    def __init__(self) -> None:
-        self._woken = threading.Event()
+    def __init__(self, process: int = 0) -> None:
+        self._process, self._status = process, {}
+        self._known: dict[int, Peer] = {}
+        self._open: dict[_Connection, int] = {}
+        self._left: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waker = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
 
     def round(self, status: Status, seconds: float, patience: Patience) -> list[News]:
-        """Wait."""
-        self._woken.wait(seconds)
-        self._woken.clear()
-        return []
+        """Tell the others the status, listen to them for up to some seconds, and return what happened.
+
+        Args:
+            status: of this process.
+            seconds: how long to listen; less where something happens.
+            patience: how long each process may be silent.
+        """
+        self._status = status
+        self._speak()
+        news = self._listen(time.monotonic() + seconds)
+        now = time.monotonic()
+        silent = {process: now - self._known[process].heard for process in self._open.values()}
+        return news or [
+            News("lost", process, f"silent for {silence:.0f} s")
+            for process, silence in silent.items()
+            if process not in self._left and silence > patience(self._known[process].status)
+        ]
 
     def peers(self) -> list[Peer]:
-        """There are none."""
-        return []
+        """What is known of the other processes, in their order."""
+        return sorted(self._known.values(), key=lambda peer: peer.process)
 
     def end(self, text: str) -> None:
-        """There is nobody to tell."""
+        """Tell the others that all end, and why; returns when they have ended, or after 3 seconds."""
 
     def leave(self, code: int, text: str) -> None:
-        """There is nobody to tell."""
+        """Say farewell: this process ends by itself, with an exit code and, for an error, its line."""
+        self._tell({"leave": code, "text": text})
 
     def is_waiting(self) -> bool:
-        """There is nobody to wait for."""
-        return False
+        """Whether process 0, which jax waits for when a process exits, has not said farewell yet."""
+        return bool(self._process and self._open) and 0 not in self._left
 
     def forgive(self) -> None:
-        """There is nobody to forgive."""
+        """Count the silence of the others from now on: this process was not running itself."""
+        now = time.monotonic()
+        self._known = {process: replace(peer, heard=now) for process, peer in self._known.items()}
 
     def wake(self) -> None:
-        """End the wait."""
-        self._woken.set()
+        """End the round that is under way; called by any thread."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Close what is open."""
+        for key in list((self._selector.get_map() or {}).values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        self._waker.close()
+
+    def _speak(self) -> None:
+        """Tell the others what this process does."""
+
+    def _listen(self, until: float) -> list[News]:
+        news: list[News] = []
+        while not news and (left := until - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if key.data is None:
+                    self._woken.recv(64)
+                    return news
+                news += key.data()
+        return news
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for connection in self._open:
+            connection.send(line)
+
+    def _add(self, opened: socket.socket) -> _Connection:
+        connection = _Connection(opened)
+        self._selector.register(opened, selectors.EVENT_READ, lambda: self._read(connection))
+        return connection
+
+    def _drop(self, connection: _Connection) -> int | None:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        return self._open.pop(connection, None)
+
+    def _read(self, connection: _Connection) -> list[News]:
+        messages, is_open = connection.read()
+        news: list[News] = []
+        for message in messages:
+            process = self._open.get(connection)
+            if process is not None:
+                news += self._hear(process, message)
+            elif not self._welcome(connection, message):
+                is_open = False
+                break
+        if not is_open:
+            process = self._drop(connection)
+            if process is not None and process not in self._left and not news:
+                news.append(News("lost", process, "its connection closed"))
+        return news
+
+    def _welcome(self, connection: _Connection, message: Mapping[str, Any]) -> bool:
+        """Whether a first message shows that its sender is of this run."""
+        return False
+
+    def _hear(self, process: int, message: Mapping[str, Any]) -> list[News]:
+        now, known = time.monotonic(), self._known[process]
+        self._known[process] = Peer(process, known.host, message.get("status", known.status), now)
+        for other, host, status, age in message.get("peers", ()):
+            if other != self._process:
+                self._known[other] = Peer(other, host, status, now - age)
+        if "end" in message:
+            return [News("end", process, str(message["end"]))]
+        if "leave" in message:
+            self._left.add(process)
+            return [News("left", process, str(message["text"]), message["leave"])] if message["leave"] else []
+        return []
+
+
+class Hub(Exchange):
+    """Process 0's side: it listens, and hands on what each process says.
+
+    Args:
+        num_processes: of the run.
+        token: what a process must show.
+        host: the address to listen on; None: every address of this machine.
+
+    Attributes:
+        port: that it listens on.
+    """
+
+    def __init__(self, num_processes: int, token: str, *, host: str | None) -> None:
+        super().__init__()
+        self._num_processes, self._token = num_processes, token
+        self._listener = _listening(host)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def end(self, text: str) -> None:
+        """Tell all, and wait until they have ended: jax aborts them once this process has."""
+        self._tell({"end": text, "peers": self._told(self._num_processes)})
+        until = time.monotonic() + _TELL_SECONDS
+        while self._open and time.monotonic() < until:
+            self._listen(until)
+
+    def _speak(self) -> None:
+        self._tell({"peers": self._told(_MOST_TOLD)})
+
+    def _told(self, most: int) -> list[list[Any]]:
+        known = [[0, socket.gethostname(), self._status, 0.0]]
+        now = time.monotonic()
+        known += [[peer.process, peer.host, peer.status, now - peer.heard] for peer in self._known.values()]
+        return sorted(known, key=lambda one: one[2].get("step", 0))[:most]
+
+    def _accept(self) -> list[News]:
+        with contextlib.suppress(OSError):
+            self._add(self._listener.accept()[0])
+        return []
+
+    def _welcome(self, connection: _Connection, message: Mapping[str, Any]) -> bool:
+        process = message.get("process")
+        if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
+            return False
+        if not isinstance(process, int) or not 0 < process < self._num_processes or process in self._known:
+            return False
+        self._known[process] = Peer(process, str(message.get("host")), {}, time.monotonic())
+        self._open[connection] = process
+        return True
+
+
+class Spoke(Exchange):
+    """The side of every process but process 0: it tells that one what it does, and hears of the others from it.
+
+    Args:
+        process: index of this process.
+        token: that shows whose it is.
+        hosts: names and addresses of process 0, of which the first that answers is used.
+        port: that it listens on.
+        report: called with one line where none of them answers; the run goes on without heartbeats.
+    """
+
+    def __init__(
+        self, process: int, token: str, *, hosts: Sequence[str], port: int, report: Callable[[str], None]
+    ) -> None:
+        super().__init__(process)
+        self._token, self._hosts, self._port, self._report = token, hosts, port, report
+        self._give_up_at: float | None = time.monotonic() + _GIVE_UP_SECONDS
+        self._has_heard_end = False
+
+    def end(self, text: str) -> None:
+        """Have process 0 tell all, and wait for its answer."""
+        if self._open and not self._has_heard_end:
+            self._tell({"end": text})
+            self._listen(time.monotonic() + _TELL_SECONDS)
+
+    def _speak(self) -> None:
+        if self._give_up_at is not None:
+            self._connect(self._give_up_at)
+        self._tell({"status": self._status})
+
+    def _hear(self, process: int, message: Mapping[str, Any]) -> list[News]:
+        self._has_heard_end = self._has_heard_end or "end" in message
+        return super()._hear(process, message)
+
+    def _connect(self, give_up_at: float) -> None:
+        for host in self._hosts:
+            with contextlib.suppress(OSError):
+                connection = self._add(socket.create_connection((host, self._port), timeout=_CONNECT_SECONDS))
+                self._open[connection], self._known[0] = 0, Peer(0, host, {}, time.monotonic())
+                self._tell({"token": self._token, "process": self._process, "host": socket.gethostname()})
+                self._give_up_at = None
+                return
+        if time.monotonic() > give_up_at:
+            self._give_up_at = None
+            self._report(
+                f"jaxtrain: process {self._process} cannot reach the heartbeats of process 0 at "
+                f"{', '.join(self._hosts)} port {self._port}: open the port between the hosts"
+            )
+
+
+def _listening(host: str | None) -> socket.socket:
+    """A listening socket on a host's address, or on all addresses where that is none of this machine's."""
+    if host is not None:
+        with contextlib.suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(address[:2], family=family, backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def open_exchange(*, wanted: bool, report: Callable[[str], None]) -> Exchange:
+    """The exchange of this process with the others of its cluster; every process calls it.
+
+    Args:
+        wanted: whether process 0 listens; what it decides holds for all.
+        report: called with one line where process 0 cannot be reached.
+
+    Returns:
+        One that hears of nobody for a single process, and where heartbeats are not wanted.
+    """
+    import jax
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return Exchange()
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    hub, message = None, b""
+    if jax.process_index() == 0 and wanted:
+        cluster = detect_cluster()
+        coordinator = None if cluster is None else cluster.coordinator
+        host = None if coordinator is None else coordinator.rpartition(":")[0].strip("[]")
+        token = secrets.token_hex(16)
+        hub = Hub(jax.process_count(), token, host=host)
+        hosts = [name for name in (host, socket.gethostname()) if name]
+        message = json.dumps({"hosts": list(dict.fromkeys(hosts)), "port": hub.port, "token": token}).encode()
+    padded = np.frombuffer(message.ljust(_ADDRESS_BYTES), np.uint8)
+    # Over jax's own collectives, so that no address has to be known before and no secret is on a command line.
+    told = np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes().strip()
+    if hub is not None:
+        return hub
+    if not told:
+        return Exchange(jax.process_index())
+    found = json.loads(told)
+    return Spoke(jax.process_index(), found["token"], hosts=found["hosts"], port=found["port"], report=report)

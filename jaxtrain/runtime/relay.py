@@ -1,13 +1,15 @@
 """A relay between jax's client and the coordinator, so that the end of process 0 is ours to report. No jax here.
 
-jax's C++ client aborts its process, with a stack trace, within 20 ms after the connection to the coordinator closed:
-before any Python code can say which process was lost. Behind the relay the client sees a connection that stays open and
-silent, which it bears for the time of jax's heartbeats.
+jax's C++ client aborts its process (SIGABRT, a stack trace) within 20 ms after the connection to the coordinator
+closed, with `jax_enable_recoverability` too (jax 0.10.2, measured): before any Python code can say which process was
+lost. Behind the relay the client sees a connection that stays open and silent, which it bears for the time of jax's
+heartbeats.
 
 The relay is a process of its own. jax asks whether to stop (`reached_preemption_sync_point`) while it holds Python's
 lock and waits for the coordinator: a thread of the same process, which needs that lock, could never pass the answer on.
 """
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -22,136 +24,91 @@ from collections.abc import Callable
 
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 65_536
+# Whoever watches the run has said more by then, and ended the process.
 _LOST_SECONDS = 5.0
 
 
 def relayed(coordinator: str, *, timeout: float, lost: Callable[[], object]) -> str:
-    """Start a relay to the coordinator.
-
-    It listens on a Unix socket in a folder of this user, so that nothing else can use it.
+    """Start a relay to the coordinator, on a Unix socket in a folder of this user.
 
     Args:
         coordinator: `host:port` of process 0.
         timeout: seconds for which the coordinator is tried; it starts when process 0 does.
-        lost: called where the coordinator has closed its connection for 5 seconds and the client has not: whoever
-            watches the run has said more by then, and ended the process.
+        lost: called where the coordinator has closed its connection for 5 seconds and the client has not.
 
     Returns:
-        The address that jax's client is given in place of the coordinator's; the coordinator's own where this system
-        has no such sockets.
+        The address that jax's client is given in place of the coordinator's.
     """
-    if os.name != "posix":
-        return coordinator
     host, _, port = coordinator.rpartition(":")
     folder = tempfile.mkdtemp(prefix="jaxtrain-")
     path = os.path.join(folder, "coordinator")
-    listener = socket.socket(socket.AF_UNIX)
-    try:
+    with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(4)
-    except OSError:
-        # The path may be too long for a socket.
-        listener.close()
-        shutil.rmtree(folder, ignore_errors=True)
-        return coordinator
-    number = listener.fileno()
-    # Neither the user's settings nor site packages: it starts in some 20 ms. It runs until its input is closed.
-    limits = [str(timeout), str(_LOST_SECONDS)]
-    words = [sys.executable, "-I", "-S", __file__, str(number), folder, host.strip("[]"), str(int(port)), *limits]
-    try:
+        number = listener.fileno()
+        # Neither the user's settings nor site packages: it starts within 0.1 s. It runs until its input is closed.
+        words = [sys.executable, "-I", "-S", __file__, str(number), folder, host.strip("[]"), port, str(timeout)]
         process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[number], start_new_session=True
         )
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        return coordinator
-    finally:
-        listener.close()
-    if process.stdin is not None:
-        # Imported here, because the relay itself runs this file without the package. A worker that outlives its parent
-        # would keep the relay.
-        from jaxtrain.runtime.forks import drop_in_children
 
-        drop_in_children(process.stdin.close)
-    _start(_await_loss, process, lost)
+    def await_loss() -> None:
+        assert process.stdout is not None
+        if process.stdout.read(1):
+            lost()
+        process.wait()
+
+    threading.Thread(target=await_loss, name="jaxtrain-relay", daemon=True).start()
     return f"unix:{path}"
 
 
-def _await_loss(process: "subprocess.Popen[bytes]", lost: Callable[[], object]) -> None:
-    assert process.stdout is not None
-    if process.stdout.read(1):
-        lost()
-    process.wait()
-
-
-def _serve(number: int, folder: str, upstream: tuple[str, int], timeout: float, patience: float) -> None:
-    """Be the relay until the process that started it has ended, or closes this one's input."""
-    # They are for the process that trains, which may need the coordinator while it saves.
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(name, signal.SIG_IGN)
-    _start(_accept, socket.socket(fileno=number), folder, upstream, timeout, patience)
-    while os.read(0, 1):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
-def _start(function: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=function, args=arguments, name="jaxtrain-relay", daemon=True)
-    thread.start()
-    return thread
-
-
-def _accept(listener: socket.socket, folder: str, upstream: tuple[str, int], timeout: float, patience: float) -> None:
-    """Serve connections for as long as the client may still need a first or second one."""
+async def _relay(listener: socket.socket, upstream: tuple[str, int], timeout: float) -> None:
+    """Be the relay until the process that started it has ended."""
     deadline = time.monotonic() + timeout
-    listener.settimeout(timeout)
-    with contextlib.suppress(OSError), listener:
-        while time.monotonic() < deadline:
-            client, _ = listener.accept()
-            _start(_connect, client, upstream, deadline, patience)
-    shutil.rmtree(folder, ignore_errors=True)
 
-
-def _connect(client: socket.socket, upstream: tuple[str, int], deadline: float, patience: float) -> None:
-    while True:
-        try:
-            server = socket.create_connection(upstream, timeout=5)
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                client.close()
-                return
-            time.sleep(_RETRY_SECONDS)
-    with client, server:
-        server.settimeout(None)
-        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        has_ended = threading.Event()
-        answers = _start(_answer, server, client, has_ended, patience)
-        _copy(client, server)
-        # The coordinator may have gone: what the client says is heard until it ends the connection itself.
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while client.recv(_CHUNK_BYTES):
-                pass
-        has_ended.set()
-        with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)
-        answers.join()
+            while data := await source.read(_CHUNK_BYTES):
+                target.write(data)
+                await target.drain()
 
+    async def serve(from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                from_server, to_server = await asyncio.open_connection(*upstream)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    to_client.close()
+                    return
+                await asyncio.sleep(_RETRY_SECONDS)
+        asks = asyncio.create_task(copy(from_client, to_server))
+        answers = asyncio.create_task(copy(from_server, to_client))
+        await asyncio.wait([asks, answers], return_when=asyncio.FIRST_COMPLETED)
+        if answers.done() and not asks.done():
+            # The coordinator may have gone: what the client says is heard until it ends the connection itself.
+            asks.cancel()
+            try:
+                await asyncio.wait_for(from_client.read(), _LOST_SECONDS)
+            except TimeoutError:
+                os.write(1, b"x")
+                await from_client.read()
+        to_server.close()
+        to_client.close()
 
-def _answer(server: socket.socket, client: socket.socket, has_ended: threading.Event, patience: float) -> None:
-    _copy(server, client)
-    if not has_ended.wait(patience):
-        with contextlib.suppress(OSError):
-            os.write(1, b"x")
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy until one side closes; the other one is left open."""
-    with contextlib.suppress(OSError):
-        while data := source.recv(_CHUNK_BYTES):
-            target.sendall(data)
+    server = await asyncio.start_unix_server(serve, sock=listener)
+    parent = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(parent), sys.stdin)
+    await parent.read()
+    server.close()
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2], (sys.argv[3], int(sys.argv[4])), float(sys.argv[5]), float(sys.argv[6]))
+    # Signals are for the process that trains, which may need the coordinator while it saves.
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)
+    number, folder, host, port, seconds = sys.argv[1:]
+    with contextlib.suppress(OSError):
+        asyncio.run(_relay(socket.socket(fileno=int(number)), (host, int(port)), float(seconds)))
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)

@@ -20,7 +20,7 @@ from jaxtrain.interop.load import read_places
 from jaxtrain.interop.quantize import read_kernel
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.runtime.donation import first_deleted
+from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.state import EvaluationState, TrainState
 
 # Moving averages, which evaluation uses, stand in for what they are averages of.

@@ -17,7 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Params
 from jaxtrain.models.task import Batch
-from jaxtrain.runtime.donation import first_deleted
+from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.state import TrainState
 
 _GO_ON = "go on with what the step returns: state, metrics = step(state, batch)"

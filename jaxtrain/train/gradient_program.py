@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.models.task import Batch
 from jaxtrain.parallel.stage import check_branches
-from jaxtrain.runtime.compiler_options import CompilerOptions
+from jaxtrain.runtime.compiler import CompilerOptions
 from jaxtrain.train.given_state import leaf_shapes
 from jaxtrain.train.program import StepProgram, find_gradients
 from jaxtrain.train.state import TrainState, select_leaves

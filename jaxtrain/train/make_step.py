@@ -15,7 +15,7 @@ from jaxtrain.models.tasks import named_task
 from jaxtrain.optim.rate import rate_of
 from jaxtrain.precision.policy import LossScaling, Policy, get_policy
 from jaxtrain.precision.sums import check_sums
-from jaxtrain.runtime.compiler_options import Value, choose_options
+from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.checks import check_options, check_parts
 from jaxtrain.train.model_checks import check_trainable
 from jaxtrain.train.option_checks import check_settings
@@ -67,7 +67,7 @@ def make_train_step(
         rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
             replaces the default.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
-        compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler_options.py`.
+        compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
         spikes: when a finite step leaves the state as it was, as one that is not finite does; None: never.
 

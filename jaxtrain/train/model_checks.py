@@ -15,7 +15,7 @@ from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel, listed
 from jaxtrain.parallel.mixed_rows import mixes_rows
 from jaxtrain.parallel.traced import operations
-from jaxtrain.runtime.choices import note_choice
+from jaxtrain.runtime.compiler import note_choice
 from jaxtrain.train.state import TrainState
 
 # Share of the multiply-adds in float32 from which a low-precision run says so.

@@ -27,7 +27,7 @@ from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.optim.rules import check_patterns
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.adapted_start import as_adapted, original_params, with_adapter
 from jaxtrain.train.base import BaseRecord, base_of, run_of
 from jaxtrain.train.checks import random_key

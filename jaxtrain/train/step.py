@@ -15,11 +15,8 @@ from jaxtrain.models.sharded import with_sharding
 from jaxtrain.models.task import Batch
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import Policy
-from jaxtrain.runtime.card import card
-from jaxtrain.runtime.choices import record_choices
-from jaxtrain.runtime.compiler_options import CompilerOptions, Value
-from jaxtrain.runtime.heap import give_back_free_memory
-from jaxtrain.runtime.tried_options import compile_together
+from jaxtrain.runtime.compiler import CompilerOptions, Value, compile_lowered, record_choices
+from jaxtrain.runtime.host import give_back_free_memory
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource
 from jaxtrain.train.checks import random_key
@@ -108,18 +105,6 @@ class TrainStep:
     def __repr__(self) -> str:
         compiled = "" if self._compiled is None else ", compiled"
         return f"TrainStep of {self.model.name!r} for {self.task.name!r}: {self.sharded_model.summary}{compiled}"
-
-    def _repr_html_(self) -> str:
-        settings = self.program.settings
-        facts = {
-            "model": f"{self.model.name}: {self.sharded_model.summary}",
-            "task": self.task.name,
-            "microbatches": None if settings.accumulation_steps == 1 else settings.accumulation_steps,
-            "pipeline": None if self.pipeline is None else self.pipeline.schedule.name,
-            "moving average": settings.ema_decay,
-            "chosen": "; ".join(self.choices),
-        }
-        return card("TrainStep", facts, body=self.sharded_model.parameters_html())
 
     @property
     def model(self) -> Model:
@@ -251,7 +236,7 @@ class TrainStep:
         """
         with record_choices() as choices:
             lowered = self.lower(batch)
-        taken = compile_together(lowered, self.compiler_options, self.mesh)
+        taken = compile_lowered(lowered, self.compiler_options.tried)
         return self.use(taken.compiled, choices=[*choices, *taken.lines], tried=taken.tried)
 
     def use(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from peer import BATCH, LENGTH, WIDTH, serve
 
-from jaxtrain.runtime.compiler_options import choose_options
+from jaxtrain.runtime.compiler import choose_options
 
 FLOPS = 2 * BATCH * LENGTH * WIDTH * 4 * WIDTH
 REPEATS = 20

@@ -10,7 +10,7 @@ from peer import serve
 
 from jaxtrain.config import load_config
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.allocator import restart
+from jaxtrain.runtime.host import restart
 
 
 def main(name: str | dict[str, Any], overrides: list[str]) -> None:

@@ -28,7 +28,7 @@ from peer import (
     WEIGHT_DECAY,
 )
 
-from jaxtrain.runtime.allocator import restart
+from jaxtrain.runtime.host import restart
 
 _BERT = {
     **BERT, "kind": "transformer", "position": "learned", "norm": "layernorm", "norm_epsilon": 1e-12, "block": "post",

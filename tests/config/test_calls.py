@@ -146,7 +146,7 @@ WRONG_CALLS = [
     (
         "prats:build",
         {},
-        "there is no module 'mine_test.prats' in the package mine_test (mine_test); did you mean 'parts",
+        "mine_test or on Python's path; did you mean 'parts'?",
     ),
     ("parts:biuld", {}, "(mine_test/parts.py) has no function 'biuld'; did you mean 'build'?"),
     ("parts:build", {"widht": 3}, "build has no such parameter, it takes width, input_shape, depth, num_outputs; did"),

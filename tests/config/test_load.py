@@ -5,7 +5,7 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.config.secrets import REDACTED, redacted, redacted_words
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 @pytest.mark.parametrize(

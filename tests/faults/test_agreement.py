@@ -48,7 +48,6 @@ STARTS = {
         "seed: process 0 has 3 (command line), process 1 has 0; "
         "train.steps: process 0 has 4 (tiny.yaml:1), process 1 has 6 (command line)",
     ),
-    "a mistake before joining": ("train.stepz=3", "", 2, "unknown key 'train.stepz' (command line); did you mean"),
     "data of one size": ("data.path=a.txt", "data.path=b.txt", 2, "data (tokens_sha256): process 0 has "),
     "missing data": ("", "data.path=nowhere", 3, "data.path nowhere does not exist"),
 }

@@ -155,24 +155,10 @@ def check_stream(command: str, streams: str, code: int, line: str = "") -> None:
     assert line in text
 
 
-FULL = "jaxtrain: standard output cannot be written: No space left on device"
-
-
-def test_output_on_a_full_disk():
-    check_stream("config quickstart", ">/dev/full", 1, FULL)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("streams", ["2>&-", "<&- >&- 2>&-", "2>/dev/full >/dev/null", "| true"])
-def test_a_command_whose_streams_cannot_be_written(streams):
-    check_stream("config quickstart --yaml", streams, 0)
-
-
-@pytest.mark.long
-def test_a_run_whose_streams_cannot_be_written(tmp_path):
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    check_stream("config quickstart --yaml", "| true", 0)
     train = f"train digits_mlp train.steps=1 logging.report=false logging.tensorboard=false --run-dir {tmp_path}"
     # The answer of a run is lost, and not the run; so it is where a reader leaves while the run goes on.
-    check_stream(f"{train}/full", ">/dev/full 2>&1", 1)
     check_stream(f"{train}/unread", "2>&1 | true; exit ${PIPESTATUS[0]}", 141)
-    for name in ("full", "unread"):
-        assert json.loads((tmp_path / name / "run.json").read_text())["status"] == "done"
+    assert json.loads((tmp_path / "unread" / "run.json").read_text())["status"] == "done"

@@ -19,7 +19,7 @@ import pytest
 from noticed_runs import fit, once, outcome
 
 import jaxtrain as jt
-from jaxtrain.runtime import notices
+from jaxtrain.runtime.cluster import watch_metadata
 
 PROGRAM = Path(__file__).parent / "noticed_runs.py"
 
@@ -234,7 +234,7 @@ def test_what_is_a_notice(case: str, server: MetadataServer) -> None:
     before, after, word = NOTICES[case]
     server.values |= before
     heard: list[str] = []
-    stop = notices.watch_metadata("auto", heard.append)
+    stop = watch_metadata("auto", heard.append)
     try:
         # Both values are asked for, and then asked for again until they change.
         assert wait_for(lambda: min(map(server.asked.count, server.values)) >= 2)
@@ -250,7 +250,7 @@ def test_what_is_a_notice(case: str, server: MetadataServer) -> None:
 def test_another_server_is_no_notice_and_silent(server: MetadataServer, capfd: pytest.CaptureFixture[str]) -> None:
     server.flavor = "Other"
     heard: list[str] = []
-    stop = notices.watch_metadata("auto", heard.append)
+    stop = watch_metadata("auto", heard.append)
     assert wait_for(lambda: not any(thread.name.startswith("jaxtrain-notice") for thread in threading.enumerate()))
     stop()
     assert server.asked

@@ -41,7 +41,7 @@ def test_a_step_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
         assert {one["path"] for one in found["gradients"]} >= (set() if step == 31 else {"output/kernel"})
     said = [line for line in lines if "is not finite and skipped" in line]
     assert f"batch 20, row {rows[21]} (inputs not finite); not finite in gradients: layers/0/kernel (16 of" in said[0]
-    assert f"batch 30, row {rows[31]}; the largest gradient is" in said[1]
+    assert f"batch 30, row {rows[31]}; " in said[1]
     assert len(said) == 2
     assert metrics(tmp_path)[33]["skipped_steps"] == 2
 

@@ -148,12 +148,10 @@ def test_a_stuck_source_of_one_process_is_named_by_all(running) -> None:
 
 
 @pytest.mark.long
-def test_slowness_pauses_and_errors_are_not_stalls(running) -> None:
-    """A slow process is named; one that was stopped itself goes on; one that fails is named with its own error."""
+def test_pauses_and_errors_are_not_stalls(running) -> None:
+    """A process that was stopped itself goes on; one that fails is named with its own error."""
     runs = running(2, lost_seconds=10, step_seconds=3, compile_seconds=60, data_seconds=3)
     runs.wait_for_steps(3)
-    (runs.marks / "1").write_text("0.1")
-    runs.wait_until(lambda: " is slow: " in runs.said()[0])
     for process in runs.processes:
         process.send_signal(signal.SIGSTOP)
     time.sleep(5)
@@ -167,8 +165,5 @@ def test_slowness_pauses_and_errors_are_not_stalls(running) -> None:
     [line] = runs.lines(0)
     assert line.startswith("jaxtrain: process 1 of 2 ")
     assert "ended with exit code 3: row 7 is damaged" in line
-    [line] = [line for line in runs.said()[0].splitlines() if " is slow: " in line]
-    assert line.startswith("process 1 of 2 (host ")
-    assert " is slow: " not in runs.said()[1]
     for log in runs.said():
         check_clean(log)

@@ -15,7 +15,7 @@ import jaxtrain as jt
 from jaxtrain.config.optimizers import OptimizerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 MODEL: dict[str, Any] = dict(
     kind="transformer", num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32, max_sequence_length=16, vocab_size=64

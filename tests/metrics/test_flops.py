@@ -8,7 +8,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.run.step_log import step_flops
-from jaxtrain.runtime.peaks import peak_flops
+from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.train.assemble import assemble, open_run_data
 
 _flops = functools.partial(

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration, sparkline
 from jaxtrain.metrics.progress import Progress, describe
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 _ROW = {"loss": 4.7119, "step": 1, "tokens": 1210, "tokens_per_second": 12_100.0, "data_wait_seconds": 0.001}
 

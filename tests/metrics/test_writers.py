@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import re
 import threading
 import time
 import types
@@ -275,5 +274,3 @@ def test_an_opened_run_shows_that_its_last_evaluation_was_not_finite(tmp_path: P
     run = jt.open_run(tmp_path)
     assert run.metrics == pytest.approx({"step": 6, "eval_loss": math.nan}, nan_ok=True)
     assert "step 6, loss nan, eval_loss nan" in repr(run)
-    cells = re.sub(r"<[^>]+>", " ", run._repr_html_()).split()
-    assert cells[cells.index("eval_loss") + 1] == "nan"

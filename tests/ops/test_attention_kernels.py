@@ -18,7 +18,7 @@ from jaxtrain.ops.attention.form import CAUSAL, AttentionForm
 from jaxtrain.ops.attention.reference import reference_attention
 from jaxtrain.ops.attention.splash import splash_attention
 from jaxtrain.ops.attention.table import self_attention
-from jaxtrain.runtime.choices import record_choices
+from jaxtrain.runtime.compiler import record_choices
 
 HEADS, HEAD_DIM = 4, 64
 

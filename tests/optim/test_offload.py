@@ -24,7 +24,7 @@ from jaxtrain.optim.offload import owners, why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import updates_elementwise
 from jaxtrain.optim.update_slices import num_slices
-from jaxtrain.runtime.choices import record_choices
+from jaxtrain.runtime.compiler import record_choices
 from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep

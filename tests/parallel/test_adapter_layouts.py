@@ -9,7 +9,7 @@ import pytest
 from layouts import LAYOUTS, distance, reference, run
 from test_layouts import LOSS_TOLERANCE, PARAMETER_TOLERANCE
 
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 # Layouts that shard adapters, split their stack and draw their masks, and whether their initialisation is proved too.
 ROWS = {"fsdp=8": False, "zero=2,data=2,fsdp=2,tensor=2": True, "pipe=2,context=2,tensor=2": False}

@@ -17,7 +17,7 @@ from jaxtrain.plan.search.analyse import analyse
 from jaxtrain.plan.search.estimate import Estimate
 from jaxtrain.plan.search.make import analytic_plan, how_to_check, with_compiler
 from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.runtime.compiler_options import CompilerOptions, choose_options
+from jaxtrain.runtime.compiler import CompilerOptions, choose_options
 from jaxtrain.train import make_step
 
 has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'jaxtrain[aot-tpu]'")

@@ -27,7 +27,7 @@ from jaxtrain.plan.catalogue.hardware import (
 from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
 from jaxtrain.plan.report.show import table
 from jaxtrain.plan.search.analyse import Terms, analyse, run_cost
-from jaxtrain.runtime.peaks import device_peaks
+from jaxtrain.runtime.devices import device_peaks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CATALOGUE = catalogue()

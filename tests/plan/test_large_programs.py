@@ -45,7 +45,7 @@ def inspect(name: str, *overrides: str) -> dict[str, Any]:
     from jaxtrain.plan.compilers.exact import planned_step
     from jaxtrain.plan.compilers.topology import compile_for, topology_devices
     from jaxtrain.plan.workload.describe import describe_workload
-    from jaxtrain.runtime.choices import record_choices
+    from jaxtrain.runtime.compiler import record_choices
 
     target = parse_targets(name)[0]
     assert target.topology is not None

@@ -97,8 +97,7 @@ def compile_row(name: str) -> dict[str, Any]:
     from jaxtrain.plan.compilers.topology import compile_for, topology_devices
     from jaxtrain.remat.policy import Remat
     from jaxtrain.runtime import distributed
-    from jaxtrain.runtime.choices import record_choices
-    from jaxtrain.runtime.tried_options import compile_trying
+    from jaxtrain.runtime.compiler import compile_trying, record_choices
     from jaxtrain.train.make_step import make_train_step
     from jaxtrain.train.parallelism import Parallelism
 

@@ -161,7 +161,7 @@ def test_curves_need_neither_jax_nor_a_checkpoint(copied):
         "assert run.history['step'].tolist() == [1, 2, 3, 4], run.history\n"
         "assert run.metrics['step'] == 4 and 0 < run.metrics['eval_accuracy'] <= 1, run.metrics\n"
         "assert run.plot('loss').axes and run.status == 'done' and run.checkpoints == []\n"
-        "assert 'checkpoints: none' in repr(run) and '<img' in run._repr_html_()\n"
+        "assert 'checkpoints: none' in repr(run)\n"
         "assert 'jax' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

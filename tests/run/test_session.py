@@ -19,7 +19,7 @@ from jaxtrain.cli import main
 from jaxtrain.config import load_config
 from jaxtrain.data import prepare_tokens
 from jaxtrain.plan.catalogue.hardware import measured_cpu, target_of
-from jaxtrain.runtime.compiler_options import choose_options
+from jaxtrain.runtime.compiler import choose_options
 
 
 def train(run_dir: Path, **overrides: Any) -> jt.Result:

@@ -1,4 +1,4 @@
-"""What records show of themselves: a few lines without arrays, and HTML in which names are text."""
+"""What records show of themselves: a few lines without arrays."""
 
 import dataclasses
 
@@ -13,13 +13,13 @@ from jaxtrain.run.run import Result
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.train.state import EvaluationState
 
-NAME = "<b>mine</b>"
+NAME = "mine"
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Records whose names hold markup."""
-    folder = tmp_path_factory.mktemp("<i>runs")
+    """Records of one run."""
+    folder = tmp_path_factory.mktemp("runs")
     data = jt.open_data({"kind": "digits"})
     data = dataclasses.replace(data, description=(NAME,))
     model = jt.from_functions(lambda key: {"w": jax.random.normal(key, (64, 8))}, lambda p, x: x @ p["w"], name=NAME)
@@ -31,7 +31,7 @@ def records(tmp_path_factory):
     write_json_atomic(folder / "run.json", info)
     with JsonlWriter(folder / "metrics.jsonl") as writer:
         for k in range(1, 4):
-            writer.scalars(k, {"loss": 1 / k, "eval_<u>": 2.0})
+            writer.scalars(k, {"loss": 1 / k, "eval_loss": 2.0})
     state = step.init(0)
     return {
         "Model": model,
@@ -68,24 +68,15 @@ SAYS = {
 }
 
 
-def test_text_is_short_and_names_in_html_are_text(records):
+def test_text_is_short(records):
     for name, wanted in SAYS.items():
         text = repr(records[name])
         assert text.count("\n") < 4, name
         assert len(text) < 600, name
         assert "rray(" not in text, name
         assert [words for words in wanted if words not in text] == [], name
-        if "tate" in name or name == "shardings":
-            continue
-        html = records[name]._repr_html_()
-        assert len(html) < 60_000, name
-        assert [markup for markup in ("<b>", "<i>", "<u>", "<script", "a & b") if markup in html] == [], name
-        if name in ("Result", "Run"):
-            assert "eval_&lt;u&gt;" in html
-            assert "data:image/svg+xml;base64," in html
 
 
 def test_a_model_that_cannot_be_drawn_is_shown_all_the_same():
     broken = jt.from_functions(lambda key: {"w": key.no_such_thing}, lambda params, inputs: inputs)
     assert repr(broken) == "Model 'functions': 0 parameters in 0 arrays"
-    assert "functions" in broken._repr_html_()

@@ -9,10 +9,8 @@ import struct
 
 import pytest
 
-from jaxtrain.runtime.heartbeats import News
-from jaxtrain.runtime.hub import Hub
+from jaxtrain.runtime.heartbeats import Hub, News, Spoke
 from jaxtrain.runtime.relay import relayed
-from jaxtrain.runtime.spoke import Spoke
 
 TOKEN = "secret"
 HOST = "127.0.0.1"

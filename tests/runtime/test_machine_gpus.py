@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime import machine_gpus
-from jaxtrain.runtime.machine_gpus import gpu_shares, visible_gpus
+from jaxtrain.runtime import devices
+from jaxtrain.runtime.devices import gpu_shares, visible_gpus
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def machine(monkeypatch, tmp_path):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(machine_gpus, "_DEVICES", tmp_path / "dev")
-        monkeypatch.setattr(machine_gpus, "_DRIVER", tmp_path / "gpus")
+        monkeypatch.setattr(devices, "_DEVICES", tmp_path / "dev")
+        monkeypatch.setattr(devices, "_DRIVER", tmp_path / "gpus")
         (tmp_path / "dev").mkdir()
         for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", *(f"nvidia{index}" for index in files)):
             (tmp_path / "dev" / name).touch()

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.runtime.choices import note_choice, record_choices
+from jaxtrain.runtime.compiler import note_choice, record_choices
 
 
 def rows(count: int) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from jaxtrain.data.formats.reader import (
     unreadable_value,
 )
 from jaxtrain.errors import DataError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 # Decoded row groups that stay in memory, of all files together.
 GROUP_BYTES = 256 * 2**20

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.call import described
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 _WRITE = "{'inputs': x, 'targets': y}, rows first, or {'train': {...}, 'validation': {...}} of such dicts"
 

@@ -39,7 +39,6 @@ from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.call import call_function
-from jaxtrain.runtime.card import card
 
 if TYPE_CHECKING:
     import grain
@@ -102,11 +101,6 @@ class Data:
 
     def __repr__(self) -> str:
         return "\n  ".join([f"Data: {self._sizes()}", *self.description[:3]])
-
-    def _repr_html_(self) -> str:
-        fingerprint = ", ".join(f"{name} {value}" for name, value in self.fingerprint.items())
-        facts = {"rows": self._sizes(), "description": "; ".join(self.description), "fingerprint": fingerprint[:500]}
-        return card("Data", facts)
 
     def _sizes(self) -> str:
         rows = "batches of an iterable" if isinstance(self.train, BatchStream) else f"{len(self.train):,} training rows"

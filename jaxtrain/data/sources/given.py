@@ -13,7 +13,7 @@ from jaxtrain.data.batches import Batch
 from jaxtrain.data.sources.dataset import Data
 from jaxtrain.data.stream import BatchStream, host_arrays, named_entries
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 if TYPE_CHECKING:
     import grain

@@ -30,9 +30,9 @@ from jaxtrain.data.sources.workers import encoded_blocks
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.data.tokens import token_dtype
 from jaxtrain.errors import DataError, UserError
-from jaxtrain.runtime.cores import usable_cores
+from jaxtrain.runtime.devices import usable_cores
 from jaxtrain.runtime.files import write_json_atomic
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 _PROGRESS = "progress.json"
 # Of the blocks and of progress.json; what another version left unfinished is begun again.

@@ -14,7 +14,7 @@ from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRo
 from jaxtrain.data.sources.table_targets import as_known_classes, target_of
 from jaxtrain.data.text.numbers import TRUTH, number_in
 from jaxtrain.errors import DataError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 
 def read_csv(path: Path, asked: AskedColumns, *, skipped: SkippedRecords | None) -> TableRows:

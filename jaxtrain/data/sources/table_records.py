@@ -17,7 +17,7 @@ from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRo
 from jaxtrain.data.sources.table_targets import target_of
 from jaxtrain.data.text.numbers import float_of
 from jaxtrain.errors import DataError
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 _INDEX = re.compile(r"__index_level_\d+__")
 

@@ -15,7 +15,7 @@ from jaxtrain.data.sources.blocks import Block, Encoded, encode_block
 from jaxtrain.data.sources.shards import TOKENIZER
 from jaxtrain.data.sources.texts import TextSource
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
-from jaxtrain.runtime.cores import usable_cores
+from jaxtrain.runtime.devices import usable_cores
 
 # Blocks that wait or are encoded, for each process: as few as keep all busy, because each holds 16 MiB of text.
 _WAITING = 2

@@ -24,7 +24,7 @@ from jaxtrain.models.model import Params
 from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
-from jaxtrain.runtime.decoding_options import decoding_options
+from jaxtrain.runtime.compiler import decoding_options
 
 # Chunks of this many tokens or more are worth a second program for short prompts.
 _LONG_CHUNK = 64

@@ -33,7 +33,7 @@ from jaxtrain.inference.server.refused import RefusedError
 from jaxtrain.inference.server.running import Running
 from jaxtrain.inference.server.tokens import detokenize, tokenize, tokenizer_info
 from jaxtrain.inference.text_stream import TokenTexts
-from jaxtrain.runtime.remarks import print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 _LIMITS = Limits()
 _Handler = Callable[[HttpRequest], Awaitable[Response]]

@@ -11,7 +11,7 @@ from jax import export
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.runtime.tree_path import path_name
+from jaxtrain.runtime.tree import path_name
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 BATCH = "batch"

@@ -24,7 +24,7 @@ from jaxtrain.ops.attention.kernel_rules import blockwise_refusal
 from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped
 from jaxtrain.ops.attention.relative import fold, unfold
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
-from jaxtrain.runtime.cores import usable_cores
+from jaxtrain.runtime.devices import usable_cores
 
 # An index that is known when the code is traced, or int32 [].
 Index = int | jax.Array

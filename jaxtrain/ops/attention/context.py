@@ -18,7 +18,7 @@ from jaxtrain.ops.attention.context_rules import ContextCase, check_context_leng
 from jaxtrain.ops.attention.form import CAUSAL, AttentionForm
 from jaxtrain.ops.attention.reference import attention_mask
 from jaxtrain.ops.attention.ring import AXIS, ring_attention
-from jaxtrain.runtime.choices import note_choice
+from jaxtrain.runtime.compiler import note_choice
 
 # (q_BLHK, k_BSGK, v_BSGK, mask_BLS) -> out_BLHK, as `jaxtrain.ops.attention.reference.attention`.
 LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

@@ -20,7 +20,7 @@ from jaxtrain.ops.attention.context import context_attention
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.ops.attention.kernel_rules import ELSEWHERE, ORDER, choose_kernel
 from jaxtrain.ops.attention.reference import attention, reference_attention
-from jaxtrain.runtime.choices import note_choice
+from jaxtrain.runtime.compiler import note_choice
 
 Segments = jax.Array | None
 Refusal = Callable[[jax.Array, jax.Array, Segments, AttentionForm], str | None]

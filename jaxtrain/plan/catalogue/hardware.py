@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.catalogue.hardware_file import read_entries
 from jaxtrain.plan.compilers.topology import GPU_TYPES
-from jaxtrain.runtime.peaks import device_peaks
+from jaxtrain.runtime.devices import device_peaks
 
 _ALIASES = {
     "a100": "a100-80",

@@ -14,7 +14,7 @@ def measure_cpu(num_devices: int) -> Hardware:
     # The measuring parts are above the planner, and load jax.
     import jax
 
-    from jaxtrain.runtime.device_speed import matmul_flops_per_second, memory_bytes_per_second
+    from jaxtrain.runtime.devices import matmul_flops_per_second, memory_bytes_per_second
 
     device = jax.local_devices(backend="cpu")[0]
     fp32 = matmul_flops_per_second("float32", device=device)

@@ -58,7 +58,7 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     import jax
 
     from jaxtrain.plan.compilers.topology import compile_for
-    from jaxtrain.runtime.tried_options import compile_trying
+    from jaxtrain.runtime.compiler import compile_trying
 
     step, batch = planned_step(config, workload, devices)
     on_host = step.state_on_host

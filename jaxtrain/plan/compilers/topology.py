@@ -20,7 +20,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.compiler_options import Value, out_of_cache
+from jaxtrain.runtime.compiler import Value, out_of_cache
 
 if TYPE_CHECKING:
     import jax

@@ -22,7 +22,7 @@ from jaxtrain.plan.work.state import Parameter, StateBytes, local_size, update_f
 from jaxtrain.plan.workload.parameters import model_structure
 from jaxtrain.plan.workload.record import Workload
 from jaxtrain.precision.dtypes import POLICY_DTYPES
-from jaxtrain.runtime.peaks import FORMATS
+from jaxtrain.runtime.devices import FORMATS
 
 # What matmuls, memory and links reach of their peaks: (likely, best, worst). Matmuls reach what `matmul_efficiency` of
 # the hardware says, else what is here; the spread around it is that of published speeds. Streams reach 85 to 92 % of

