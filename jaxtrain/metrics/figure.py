@@ -7,13 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.history import STANDARD
 
-# What a row of metrics.jsonl holds besides the loss and the task's metrics; exp(loss) shows what the loss shows.
-_STANDARD = (
-    *("step", "grad_norm", "learning_rate", "loss_scale", "skipped_steps", "tokens", "examples", "tokens_per_second"),
-    *("examples_per_second", "step_seconds", "data_wait_seconds", "model_flops_utilization", "device_memory_bytes"),
-    "perplexity",
-)
 # Above this ratio of the largest to the smallest loss, a linear axis shows nothing of the end.
 _LOG_RATIO = 50
 
@@ -43,7 +38,7 @@ def draw_history(history: Mapping[str, np.ndarray], names: Sequence[str], *, tit
     for name in chosen:
         if name not in known:
             raise ConfigError(f"the run logged no metric {name!r}; it logged {', '.join(known) or 'nothing yet'}")
-    chosen = chosen or [name for name in known if name not in _STANDARD]
+    chosen = chosen or [name for name in known if name not in STANDARD]
     columns = max(1, min(len(chosen), 3))
     rows = max(1, -(-len(chosen) // columns))
     figure = CurveFigure(figsize=(4.6 * columns, 3.0 * rows), layout="constrained")

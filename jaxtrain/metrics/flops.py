@@ -80,7 +80,7 @@ def model_flops_per_row(
     trained: Collection[str] | None = None,
     adapters: Mapping[str, float] | None = None,
 ) -> float | None:
-    """FLOPs of one forward and backward pass of one row (a sequence, an image, a record).
+    """FLOPs of one forward and backward pass of one row; None for a size or a model that is not known.
 
     A transformer with L layers, width d, h heads and g key-value heads of width k, MLP width f, vocabulary V takes,
     for a sequence of T tokens with all parameters trained,
@@ -93,7 +93,7 @@ def model_flops_per_row(
     the mean over layers where only some have one. A head of labels counts its layers, and where it has one output per
     text, for one position.
     A vision transformer has the same for its T patches and class token, without order, 6 (T - 1) p^2 c d for patches of
-    p x p pixels of c channels (6 T p^2 c d without class token), and 6 d per class.
+    p x p pixels of c channels, and 6 d per class.
     An encoder-decoder takes that of its encoder for S tokens and that of its decoder for T, and for each layer of the
     decoder 12 d h k T + 12 d g k S + 12 h k S T of cross-attention; the output layer counts for T tokens.
     A convolution of kernel n x n takes n^2 c_in c_out multiply-adds a pixel of its output.
@@ -107,8 +107,6 @@ def model_flops_per_row(
         decoder_length: tokens of a row of an encoder-decoder's output; None: as many as the input has.
         trained: paths of the parameters that are trained; None: all are.
         adapters: path of each kernel that has an adapter -> elements of its two factors, as a multiple of the kernel's.
-
-    Returns None where a size that the model needs is not known, and for a model of the user's own.
     """
     products: list[Product]
     match model_config:
@@ -125,12 +123,10 @@ def model_flops_per_row(
         case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
             is_vision = isinstance(model_config, ViTConfig)
             shape = input_shape if is_vision else None if sequence_length is None else (sequence_length,)
-            # What the data must say where the model leaves it open.
-            wanted = [
-                shape,
-                model_config.num_classes or num_outputs if is_vision else model_config.vocab_size or vocab_size,
-            ]
+            vocab_size = None if is_vision else model_config.vocab_size or vocab_size
             head = model_config.head if isinstance(model_config, TransformerConfig) else None
+            # What the data must say where the model leaves it open.
+            wanted = [model_config.num_classes or num_outputs if is_vision else vocab_size]
             if head is not None and head.has_labels:
                 wanted.append(head.num_labels or num_outputs)
             if shape is None or None in wanted:
@@ -138,7 +134,7 @@ def model_flops_per_row(
             structure = structure_of(
                 model_config,
                 input_shape=tuple(shape),
-                vocab_size=None if is_vision else model_config.vocab_size or vocab_size,
+                vocab_size=vocab_size,
                 num_outputs=num_outputs,
                 decoder_length=None if is_vision else decoder_length,
             )

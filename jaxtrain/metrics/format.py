@@ -68,12 +68,9 @@ def format_bytes(count: float | None) -> str:
     return f"{scaled:.0f} B" if unit == "B" else f"{scaled:.1f} {unit}"
 
 
-def differing_gib(first: float, second: float) -> tuple[str, str]:
-    """Format two sizes with two decimals, or as many as they need to differ: `15.754 GiB` and `15.750 GiB`."""
-    decimals = 2
-    while first != second and decimals < 9 and round(first / 2**30, decimals) == round(second / 2**30, decimals):
-        decimals += 1
-    return f"{first / 2**30:,.{decimals}f} GiB", f"{second / 2**30:,.{decimals}f} GiB"
+def format_gib(count: float) -> str:
+    """Format bytes in GiB with two decimals: `15.75 GiB`."""
+    return f"{count / 2**30:,.2f} GiB"
 
 
 def sparkline(values: Sequence[float], *, width: int = 40) -> str:

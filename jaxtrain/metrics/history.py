@@ -11,6 +11,13 @@ import numpy as np
 
 Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
+# What a row of metrics.jsonl holds besides the loss and the task's metrics; exp(loss) shows what the loss shows.
+STANDARD = (
+    *("step", "grad_norm", "learning_rate", "loss_scale", "skipped_steps", "tokens", "examples", "tokens_per_second"),
+    *("examples_per_second", "step_seconds", "data_wait_seconds", "model_flops_utilization", "device_memory_bytes"),
+    "perplexity",
+)
+
 
 def read_rows(path: Path, *, num_bytes: float = math.inf) -> Iterator[dict[str, Any]]:
     """Read the complete rows within the first bytes of a `metrics.jsonl`; a missing file has none."""

@@ -20,10 +20,7 @@ Media = Mapping[str, Any]
 def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[str, float], dict[str, Media]]:
     """Numbers, and histograms and images, by name, of what `Moment.log` takes; `inside` is the name of their tree.
 
-    Every process calls this, since arrays may be on all of them.
-
-    Raises:
-        ConfigError: a value is none of these.
+    Every process calls this, since arrays may be on all of them. A ConfigError names a value that is none of these.
     """
     numbers: dict[str, float] = {}
     media: dict[str, Media] = {}

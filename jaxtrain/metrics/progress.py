@@ -21,8 +21,8 @@ from jaxtrain.runtime.terminal import in_notebook, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as RichProgress
-    from rich.progress import ProgressColumn, TaskID
+    from rich.live import Live
+    from rich.table import Table
 
 _SLOW_PHASE_SECONDS = 2.0
 # The thread that draws the bar takes the interpreter lock from the loop, and each update of a notebook passes through
@@ -100,11 +100,6 @@ class Progress:
                 self._view.end()
             remark = f" ({handle.remark})" if handle.remark else ""
             self.message(f"{name} … {how}{format_duration(time.monotonic() - started)}{remark}")
-
-    def banner(self, lines: Sequence[str]) -> None:
-        """Print lines that describe the run and the settings that were chosen for it."""
-        for line in lines:
-            self.message(line)
 
     def start(self, total_steps: int, first_step: int) -> None:
         """Begin to show steps: of the whole run, and those done before this process."""
@@ -202,77 +197,60 @@ def _write(stream: TextIO, text: str) -> None:
     print(text.encode(encoding, errors="backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-class LiveView:
-    """The live display on a terminal, drawn by rich: the bar where there is one, else a spinner with the elapsed time.
+class _View:
+    """What is shown while a run goes on: the innermost phase, the bar of steps and the last facts; see `_show`."""
 
-    rich is imported at the first call, so that a run whose output is a file does not import it.
-    """
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self._console: Console | None = None
-        # The bar or the spinner, and its task.
-        self._shown: tuple[RichProgress, TaskID] | None = None
-        self._has_bar = False
+    def __init__(self) -> None:
         self._phases: list[str] = []
+        self._bar: tuple[int, int] | None = None  # steps done, and all
+        self._facts: Sequence[str] = ()
+        self._remaining = ""
+        self._shown_at = 0.0
         self._lock = threading.RLock()
 
     def begin(self, name: str) -> None:
-        """Show that a phase runs: as the title of the bar, or beside a spinner where there is no bar."""
-        from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
+        """Show that a phase runs."""
         with self._lock:
             self._phases.append(name)
-            if self._shown is None:
-                columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-                view = self._new_view(*columns, transient=True)
-                self._shown = view, view.add_task(name, total=None)
-            self._name()
+            self._show()
 
     def end(self) -> None:
         """Remove the innermost phase; the caller prints its line with the time."""
         with self._lock:
             if self._phases:
                 self._phases.pop()
-            if self._phases or self._has_bar:
-                self._name()
-            else:
-                self.close()
-
-    def _name(self) -> None:
-        if self._shown is not None:
-            view, task = self._shown
-            view.update(task, description=self._phases[-1] if self._phases else "training")
+                self._show()
 
     def start_bar(self, total_steps: int, first_step: int) -> None:
         """Show the bar."""
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.table import Column
-
-        self.close()
-        view = self._new_view(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[remaining]}", markup=False),
-            TextColumn("{task.fields[facts]}", markup=False),
-        )
-        task = view.add_task("training", total=total_steps, completed=first_step, facts="", remaining="")
-        self._shown, self._has_bar = (view, task), True
+        with self._lock:
+            self._bar = (first_step, total_steps)
+            self._show()
 
     def move_bar(self, step: int, facts: Sequence[str], remaining: str) -> None:
         """Move the bar; without facts, those that are shown stay."""
-        if self._shown is None or not self._has_bar:
-            return
-        view, task = self._shown
-        fields: dict[str, Any] = {"remaining": remaining}
-        if facts:
-            # A narrow terminal shows the count and the time, not the last facts.
-            count = len(str(view.tasks[0].total))
-            room = view.console.width - (len("evaluating") + 8 + 2 * count + 1 + len("ETA 00:00:00") + 4)
-            shown = ["  ".join(facts[:number]) for number in range(len(facts), -1, -1)]
-            fields["facts"] = next(text for text in shown if len(text) <= max(0, room))
-        view.update(task, completed=step, **fields)
+        with self._lock:
+            if self._bar is not None:
+                self._bar = (step, self._bar[1])
+                self._facts, self._remaining = facts or self._facts, remaining
+                if time.monotonic() - self._shown_at >= 1 / _REFRESH_PER_SECOND or step == self._bar[1]:
+                    self._show()
+
+    def _show(self) -> None:
+        raise NotImplementedError
+
+
+class LiveView(_View):
+    """The live display on a terminal, drawn by rich: the bar where there is one, else a spinner with the elapsed time.
+
+    rich is imported at the first call, so that a run whose output is a file does not import it.
+    """
+
+    def __init__(self, stream: TextIO):
+        super().__init__()
+        self._stream = stream
+        self._console: Console | None = None
+        self._live: Live | None = None
 
     def print(self, text: str) -> None:
         """Print a line above the live region."""
@@ -281,25 +259,47 @@ class LiveView:
     def close(self) -> None:
         """End the live region; a bar stays on the terminal as it was last drawn."""
         with self._lock:
-            if self._shown is not None:
-                self._shown[0].stop()
-            self._shown, self._has_bar = None, False
-            self._phases.clear()
+            if self._live is not None:
+                self._live.transient = self._bar is None
+                self._live.stop()
+            self._live, self._bar, self._phases = None, None, []
 
-    def _new_view(self, *columns: "ProgressColumn", transient: bool = False) -> "RichProgress":
-        from rich.progress import Progress
+    def _show(self) -> None:
+        if self._bar is None and not self._phases:
+            self.close()
+        elif self._live is None:
+            from rich.live import Live
+            from rich.spinner import Spinner
 
-        view = Progress(
-            *columns,
-            console=self._open_console(),
-            transient=transient,
-            refresh_per_second=_REFRESH_PER_SECOND,
-            # What the program prints goes above the bar on the same terminal, or to a file where it is redirected.
-            redirect_stdout=sys.stdout.isatty(),
-            expand=not transient,
-        )
-        view.start()
-        return view
+            self._spinner, self._began = Spinner("dots"), time.monotonic()
+            self._live = Live(
+                get_renderable=self._drawn,
+                console=self._open_console(),
+                refresh_per_second=_REFRESH_PER_SECOND,
+                # What the program prints goes above the bar on the same terminal, or to a file.
+                redirect_stdout=sys.stdout.isatty(),
+            )
+            self._live.start(refresh=True)
+
+    def _drawn(self) -> "Table":
+        """One line; a narrow terminal shows the count and the time, not the last facts."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        phase, bar = self._phases[-1] if self._phases else "training", self._bar
+        table = Table.grid(padding=(0, 1), expand=bar is not None)
+        if bar is None:
+            table.add_row(self._spinner, Text(phase), format_clock(time.monotonic() - self._began))
+            return table
+        count = f"{bar[0]}/{bar[1]}"
+        room = self._open_console().width - (len("evaluating") + 8 + len(count) + len("ETA 00:00:00") + 4)
+        shown = ["  ".join(self._facts[:number]) for number in range(len(self._facts), -1, -1)]
+        facts = next(text for text in shown if len(text) <= max(0, room))
+        for ratio in (None, 1, None, None, None):
+            table.add_column(ratio=ratio, no_wrap=True)
+        table.add_row(Text(phase), ProgressBar(bar[1], bar[0]), count, self._remaining, Text(facts))
+        return table
 
     def _open_console(self) -> "Console":
         if self._console is None:
@@ -309,43 +309,16 @@ class LiveView:
         return self._console
 
 
-class NotebookView:
-    """The live display in a notebook, with the methods of `LiveView`: one output that is updated below the cell."""
+class NotebookView(_View):
+    """The live display in a notebook: one output that is updated below the cell."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lines: list[str] = []
-        self._phases: list[str] = []
-        self._bar: tuple[int, int] | None = None
-        self._facts, self._remaining = "", ""
         self._display: Any = None
-        self._shown_at = 0.0
-        self._lock = threading.RLock()
-
-    def begin(self, name: str) -> None:
-        with self._lock:
-            self._phases.append(name)
-            self._show()
-
-    def end(self) -> None:
-        with self._lock:
-            if self._phases:
-                self._phases.pop()
-
-    def start_bar(self, total_steps: int, first_step: int) -> None:
-        with self._lock:
-            self._bar = (first_step, total_steps)
-            self._show()
-
-    def move_bar(self, step: int, facts: Sequence[str], remaining: str) -> None:
-        with self._lock:
-            if self._bar is None:
-                return
-            self._bar = (step, self._bar[1])
-            self._facts, self._remaining = "  ".join(facts) or self._facts, remaining
-            if time.monotonic() - self._shown_at >= 1 / _REFRESH_PER_SECOND or step == self._bar[1]:
-                self._show()
 
     def print(self, text: str) -> None:
+        """Print lines above the bar."""
         with self._lock:
             self._lines = [*self._lines, *text.splitlines()][-_MOST_LINES:]
             self._show()
@@ -361,16 +334,15 @@ class NotebookView:
     def _show(self) -> None:
         from IPython.display import display  # it is there, because the kernel runs in it
 
-        phase = f"{self._phases[-1]} …" if self._phases else ""
+        phase, log = f"{self._phases[-1]} …" if self._phases else "", "\n".join(self._lines)
         count = "" if self._bar is None else f"{self._bar[0]:,}/{self._bar[1]:,}"
-        status = "  ".join(part for part in (count, phase, self._remaining, self._facts) if part)
-        log = "\n".join(self._lines)
-        parts = [f'<pre style="margin:0;font-size:0.85em;white-space:pre-wrap">{escape(log)}</pre>']
+        status = "  ".join(part for part in (count, phase, self._remaining, *self._facts) if part)
+        bar = ""
         if self._bar is not None:
             style = "width:100%;max-width:40em;display:block"
-            parts.append(f'<progress value="{self._bar[0]}" max="{max(self._bar[1], 1)}" style="{style}"></progress>')
-        parts.append(f'<code style="font-size:0.85em;white-space:pre-wrap">{escape(status)}</code>')
-        html = f'<div class="jaxtrain-progress">{"".join(parts)}</div>'
+            bar = f'<progress value="{self._bar[0]}" max="{max(self._bar[1], 1)}" style="{style}"></progress>'
+        style = "margin:0;font-size:0.85em;white-space:pre-wrap"
+        html = f'<div><pre style="{style}">{escape(log)}</pre>{bar}<code style="{style}">{escape(status)}</code></div>'
         content = {"text/html": html, "text/plain": "\n".join(filter(None, (log, status)))}
         self._shown_at = time.monotonic()
         if self._display is None:

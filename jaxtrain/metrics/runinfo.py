@@ -1,6 +1,7 @@
 """The content of `run.json`: what ran, on which devices and with which versions."""
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted, redacted_words
+from jaxtrain.metrics.history import last_metrics
 from jaxtrain.runtime.files import strict_json
 
 # Key of run.json and of the metadata of a checkpoint: how many held-out rows are evaluated, and since which step.
@@ -36,15 +38,8 @@ def run_info(
 ) -> dict[str, Any]:
     """Make the content of `run.json` at the start of a run, in strict JSON values, with status `running`.
 
-    Environment variables are not in it, because they may hold keys and tokens, and what looks like one in the command
-    or the config reads "(redacted)".
-
-    Args:
-        config: the resolved config.
-        name: name of the run.
-        mesh_shape: size of each mesh axis.
-        model: `name` and `num_parameters`.
-        data: `description` (lines of text), `fingerprint`, `num_validation_rows` and so on.
+    No environment variables, which may hold keys and tokens; what looks like one in the command or the config is not
+    shown. `model` has `name` and `num_parameters`, `data` `description` (lines of text), `fingerprint` and so on.
     """
     import jax
 
@@ -93,10 +88,7 @@ def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None
 
 
 def git_state(directory: Path) -> tuple[str | None, bool | None]:
-    """Return the commit that is checked out at `directory`, and whether tracked files differ from it.
-
-    Both are None outside a git repository.
-    """
+    """The commit that is checked out, and whether tracked files differ from it; None outside a git repository."""
     commit = _git(directory, "rev-parse", "--verify", "HEAD")
     changes = None if commit is None else _git(directory, "status", "--porcelain", "--untracked-files=no")
     return commit, None if changes is None else bool(changes)
@@ -116,11 +108,23 @@ def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def read_run_info(run_dir: Path) -> dict[str, Any]:
-    """Read the run.json that earlier processes of a run left; empty where it is missing or damaged.
+def run_text(run_dir: Path) -> str:
+    """A run in two or three lines, its state, model and last metrics; files that are missing leave out their part."""
+    info = read_run_info(run_dir)
+    steps, model = info.get("config", {}).get("train", {}).get("steps"), info.get("model")
+    found = last_metrics(run_dir / "metrics.jsonl", ("loss", "accuracy", "learning_rate"))
+    if math.isnan(found.get("learning_rate", 0)):  # of an optimizer from Python
+        del found["learning_rate"]
+    lines = [
+        f"{run_dir}: {info.get('status') or 'no run.json'}{'' if steps is None else f' ({steps:,} steps)'}",
+        f"{model['name']}, {model['num_parameters']:,} parameters" if model else "",
+        ", ".join(f"{name} {value:.5g}" for name, value in found.items()),
+    ]
+    return "\n  ".join(line for line in lines if line)
 
-    A run goes on without it: its numbers are in the checkpoint, and run.json is begun again.
-    """
+
+def read_run_info(run_dir: Path) -> dict[str, Any]:
+    """Read the run.json of a run; empty where it is missing or damaged: what a resume needs is in the checkpoint."""
     try:
         found = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

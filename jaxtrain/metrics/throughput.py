@@ -37,11 +37,9 @@ class Meter:
         self._data_wait_seconds.append(data_wait_seconds)
 
     def rates(self) -> dict[str, float | None]:
-        """Compute rates over the window since the last `row`, by their names of metrics.jsonl.
+        """Rates over the window since the last `row`, by their names of metrics.jsonl; None where one is not known.
 
-        `step_seconds` is a median, so that one slow step does not hide the usual step time; tokens per second and
-        model FLOPs utilization are means over the window. The loop excludes evaluations and saves from both. None where
-        no step was recorded or the peak is not known.
+        `step_seconds` is a median, the others are means; the loop excludes evaluations and saves from both.
         """
         steps, seconds = len(self._step_seconds), sum(self._step_seconds)
         rate = steps / seconds if seconds > 0 else None
@@ -68,23 +66,22 @@ class Meter:
     ) -> dict[str, float | int | None]:
         """Make the row of `metrics.jsonl` for a step, in the order in which it is written, and begin a new window.
 
-        `step` counts the steps of all processes of the run, `skipped_steps` those so far that left the state as it was;
-        `grad_norm` is global, before clipping; `device_memory_bytes` is the peak of a device. `more` is appended.
+        `step` and `skipped_steps` count those of all processes of the run; `grad_norm` is global, before clipping.
         """
-        values = {
+        rates = self.rates()
+        self._step_seconds.clear()
+        self._data_wait_seconds.clear()
+        return {
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             self.unit: round(step * self.units_per_step),
-            **self.rates(),
+            **rates,
             "device_memory_bytes": device_memory_bytes,
             "skipped_steps": skipped_steps,
             **(more or {}),
         }
-        self._step_seconds.clear()
-        self._data_wait_seconds.clear()
-        return values
 
 
 def device_memory_bytes() -> int | None:

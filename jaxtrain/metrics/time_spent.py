@@ -46,11 +46,9 @@ def counted_from(began: float) -> Iterator[None]:
 
 
 class TimeSpent:
-    """Adds up the seconds of each part of a run.
+    """Adds up the seconds of each part of a run, those of `earlier` processes too; see `after`.
 
-    Args:
-        earlier: part -> seconds of the processes before this one, which may be known later (`after`).
-        during: marks a block as a part for others, such as the watchdog.
+    `during` marks a block as a part for others, such as the watchdog.
     """
 
     def __init__(
@@ -130,8 +128,7 @@ def earlier_seconds(
         began_at: when this process began, in seconds since 1970.
         last_sign: when a process that nobody watched last wrote something; None: not known.
 
-    Returns:
-        All of it: the parts, `lost steps`, and as `restarting` the time between a failure and the next start.
+    `lost steps` are what is done again, `restarting` the time between a failure and the next start.
     """
     seconds = dict(info.get("seconds") or {})
     save = next((one for one in reversed(info.get("saves") or ()) if one["step"] == step), None)
@@ -157,10 +154,7 @@ def earlier_seconds(
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `restarts.jsonl`; a line that was torn is left out.
-
-    Where each of several processes has a supervisor of its own, each writes a row of one end: the first counts.
-    """
+    """The rows of a run's `restarts.jsonl`; where each process has a supervisor, the first row of an end counts."""
     rows: list[dict[str, Any]] = []
     with suppress(OSError):
         for line in (run_dir / RESTARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():

@@ -6,7 +6,6 @@ rows, W&B's waits at the end of the process, and neither goes on with a run with
 
 import base64
 import contextlib
-import fcntl
 import functools
 import importlib.util
 import io
@@ -20,7 +19,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +38,8 @@ FOLDER = "trackers"
 # How a run may end that did what it was asked to do, and how one that can go on.
 _DONE, _STOPPED = ("done", "early stopped", "stopped by a callback"), ("preempted", "stopped")
 _PREEMPTED_CODE = 75
-# Seconds that all trackers together have at the end of a run, of one that was asked to stop, once somebody asks while
-# they are waited for, and of a tracker that never answered; a wait is said after the last.
+# Seconds of all trackers at the end of a run, of one that was asked to stop, once somebody asks while they are waited
+# for, and of a tracker that never answered; a wait is said after the last.
 _END_SECONDS, _HURRY_SECONDS, _ASKED_SECONDS, _NEVER_ANSWERED_SECONDS, _SAID_AFTER_SECONDS = 30.0, 5.0, 1.0, 4.0, 3.0
 # Seconds between tries: 1, 2, 4, and so on up to this, and at the end of a run.
 _LONGEST_PAUSE, _LONGEST_LAST_PAUSE = 60.0, 4.0
@@ -84,11 +83,9 @@ class Tracker(NamedTuple):
 class BackgroundTracker(Background):
     """Hands rows to a tracker in a thread; nothing that the tracker does or leaves undone reaches the training.
 
-    The last step of each metric that was sent is noted in the run directory. So a run that goes on sends no step of a
-    metric twice, and rows of metrics.jsonl that a kill kept from the tracker.
-
-    `open` begins the run there, or goes on with the one that it is given, and calls its second argument with the id.
-    `report` is called with one line for people, in any thread.
+    The last step of each metric that was sent is noted in the run directory: a run that goes on sends no step twice,
+    and what a kill kept from the tracker. `open` begins the run there, or goes on with that of an id, and calls its
+    second argument with the id. `report` is called with one line for people, in any thread.
     """
 
     def __init__(
@@ -171,8 +168,7 @@ class BackgroundTracker(Background):
         # A disk that is full is the matter of whoever writes metrics.jsonl.
         with contextlib.suppress(OSError):
             self._record.parent.mkdir(parents=True, exist_ok=True)
-            noted = {"id": run_id, "run_dir": str(self._run_dir), "last_steps": self._sent}
-            write_json_atomic(self._record, noted)
+            write_json_atomic(self._record, {"id": run_id, "run_dir": str(self._run_dir), "last_steps": self._sent})
 
     def _insist(self, call: Callable[[], Any], *, tries: float = math.inf) -> Any:
         """Call until it works, with longer and longer pauses; once the run ends, until its last moment, then None."""
@@ -193,8 +189,9 @@ class BackgroundTracker(Background):
                 return None
             if count == 2 and not self._ending.is_set():
                 self._report(f"{self._name} takes no rows: {self._reason}; training goes on without it")
+            left = max(0.0, min(pause, _LONGEST_LAST_PAUSE, until - time.monotonic()))
             if self._ending.is_set():
-                time.sleep(max(0.0, min(pause, _LONGEST_LAST_PAUSE, until - time.monotonic())))
+                time.sleep(left)
             else:
                 self._ending.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -243,7 +240,7 @@ def check_trackers(config: LoggingConfig) -> None:
         packages = [name]
         if name == "mlflow" and _mlflow_address().startswith("sqlite"):
             packages += ["sqlalchemy", "alembic"]  # which mlflow-skinny does not bring
-        if not all(map(_is_installed, packages)):
+        if any(importlib.util.find_spec(package) is None for package in packages):
             raise ConfigError(f"logging.{name}=true needs the package {name}: pip install 'jaxtrain[{name}]'")
 
 
@@ -255,14 +252,10 @@ def open_trackers(
     is_resumed: bool,
     report: Callable[[str], None],
 ) -> Trackers:
-    """Open the trackers that a config asks for. It returns at once: they are opened in their threads.
+    """Open the trackers that a config asks for, each in its thread: this returns at once.
 
-    Args:
-        run_dir: an existing directory, whose lock this process holds.
-        config: says which.
-        info: content of run.json.
-        is_resumed: whether the run goes on; then each tracker goes on with the run that it has of it.
-        report: called with one line for people, in any thread.
+    `info` is the content of run.json; where `is_resumed`, each goes on with the run that it has of this one. `report`
+    is called with one line for people, in any thread.
     """
     check_trackers(config)
     run_dir = Path(run_dir).absolute()
@@ -276,22 +269,18 @@ def open_trackers(
         **redacted(config.tags),
     }
     name, settings = str(info.get("name") or run_dir.name), flat(info.get("config") or {})
-    run = TrackedRun(run_dir, config.project, name, None, settings, tags, begun=lambda run_id: None)
 
-    def open_one(name: str, known_id: str | None, begun: Callable[[str], None]) -> Tracker:
-        return TRACKERS[name](run._replace(known_id=known_id, begun=begun))
+    def tracker(which: str) -> BackgroundTracker:
+        def open(known_id: str | None, begun: Callable[[str], None]) -> Tracker:
+            return TRACKERS[which](TrackedRun(run_dir, config.project, name, known_id, settings, tags, begun))
 
-    return Trackers(
-        run_dir,
-        [
-            BackgroundTracker(name, functools.partial(open_one, name), run_dir, is_resumed=is_resumed, report=report)
-            for name in _wanted(config)
-        ],
-    )
+        return BackgroundTracker(which, open, run_dir, is_resumed=is_resumed, report=report)
+
+    return Trackers(run_dir, [tracker(which) for which in _wanted(config)])
 
 
 def _wanted(config: LoggingConfig) -> list[str]:
-    return [name for name in TRACKERS if config.model_dump(include={name})[name]]
+    return [name for name in TRACKERS if getattr(config, name)]
 
 
 def _import(name: str) -> Any:
@@ -299,17 +288,10 @@ def _import(name: str) -> Any:
         return import_module(name)
 
 
-def _is_installed(package: str) -> bool:
-    with contextlib.suppress(ValueError):  # a module that was put in place by hand has no record of its origin
-        return importlib.util.find_spec(package) is not None
-    return True
-
-
 def open_mlflow(run: TrackedRun) -> Tracker:
     """Open a run of MLflow at MLFLOW_TRACKING_URI, or in `mlflow.db` in the working directory.
 
-    The settings are its parameters. A setting that changed while the run was stopped is a tag, since MLflow never
-    changes a parameter. NaN stands for every value that is not finite.
+    The settings are its parameters, which MLflow never changes. NaN stands for every value that is not finite.
     """
     entities, tracking = _import("mlflow.entities"), _import("mlflow.tracking")
     if not os.environ.get("MLFLOW_LOGGING_LEVEL"):
@@ -318,12 +300,10 @@ def open_mlflow(run: TrackedRun) -> Tracker:
     address = _mlflow_address()
     if address.startswith("sqlite"):
         _import("mlflow.store.tracking.sqlalchemy_store")
-    with _alone_in(address):
-        client = tracking.MlflowClient(tracking_uri=address)
-        if run.known_id is None:
-            found = client.get_experiment_by_name(run.project)
-            experiment = client.create_experiment(run.project) if found is None else found.experiment_id
+    client = tracking.MlflowClient(tracking_uri=address)
     if run.known_id is None:
+        found = client.get_experiment_by_name(run.project)
+        experiment = client.create_experiment(run.project) if found is None else found.experiment_id
         run_id = client.create_run(experiment, run_name=run.name).info.run_id
         run.begun(run_id)
     else:
@@ -337,8 +317,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
     parameters = [entities.Param(key, value) for key, value in settings.items() if key not in known]
     for start in range(0, len(parameters), _MOST_PARAMETERS):
         client.log_batch(run_id, params=parameters[start : start + _MOST_PARAMETERS])
-    changed = {f"changed.{key}": value for key, value in settings.items() if known.get(key, value) != value}
-    for key, value in {**run.tags, **changed}.items():
+    for key, value in run.tags.items():
         client.set_tag(run_id, key, value[:_MOST_CHARACTERS])
 
     def log_rows(rows: Sequence[Row]) -> None:
@@ -412,12 +391,9 @@ def open_wandb(run: TrackedRun) -> Tracker:
 
 
 def open_trackio(run: TrackedRun) -> Tracker:
-    """Open a run of trackio, or go on with it.
-
-    trackio goes on with the newest run of a name, so that each run has a name that no other has.
-    """
+    """Open a run of trackio, which goes on with the newest run of a name: each has a name that no other has."""
     trackio = _import("trackio")
-    # What it prints is no result of this process. For a moment what others print goes to standard error as well.
+    # What it prints is no result of this process.
     to_standard_error = contextlib.redirect_stdout(sys.stderr)
     name = f"{run.name}-{secrets.token_hex(3)}" if run.known_id is None else run.known_id
     resume = "never" if run.known_id is None else "allow"
@@ -449,28 +425,6 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 def _mlflow_address() -> str:
     """Where MLflow keeps runs: MLFLOW_TRACKING_URI, or a database in the working directory, as `runs/` is."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
-
-
-@contextlib.contextmanager
-def _alone_in(address: str) -> Iterator[None]:
-    """While a database of sqlite is opened, keep other runs of this machine from opening it, as those of a sweep do.
-
-    The first use makes the tables: of two processes that do so at once, each fails over what the other has done.
-    """
-    path = re.fullmatch(r"sqlite[^:]*:///([^?]+)(\?.*)?", address)
-    if path is None:
-        yield
-        return
-    # The lock is on the folder: a file of its own would stay there.
-    folder = Path(path[1]).parent
-    folder.mkdir(parents=True, exist_ok=True)  # as MLflow does
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing it is not enough where a child has been forked
-        os.close(descriptor)
 
 
 def _allowed(name: str) -> str:

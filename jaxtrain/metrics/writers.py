@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import socket
 import struct
 import threading
@@ -39,12 +40,9 @@ _PAUSE_SECONDS = 60.0
 
 
 class Row(NamedTuple):
-    """What is recorded of one step.
+    """What is recorded of one step, and when, in seconds since 1970.
 
-    Attributes:
-        step: number of the step.
-        seconds: when it was recorded, in seconds since 1970.
-        values: name -> number, None (not known), text, or {"counts", "edges"} of a histogram, {"png"} of an image.
+    A value is a number, None (not known), text, or {"counts", "edges"} of a histogram, {"png"} of an image.
     """
 
     step: int
@@ -55,11 +53,7 @@ class Row(NamedTuple):
 def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten metrics to one number per name; entry i of a vector `name` becomes `name_i`, of a matrix `name_i_j`.
 
-    Args:
-        values: numbers, or arrays of NumPy or JAX on the host; None stays None.
-
-    Raises:
-        ConfigError: an entry of an array gets the name of another metric.
+    A ConfigError says where an entry of an array gets the name of another metric.
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
@@ -102,11 +96,7 @@ class JsonlWriter:
         self.close()
 
     def scalars(self, step: int, values: Scalars) -> None:
-        """Write the numbers of one step.
-
-        Args:
-            step: number of the step.
-            values: name -> number of Python, NumPy or JAX; None is a value that is not known.
+        """Write the numbers of one step, of Python, NumPy or JAX; None is a value that is not known.
 
         Raises:
             TypeError: a value is no number.
@@ -135,10 +125,7 @@ class JsonlWriter:
             raise
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows of steps after `step`, and incomplete lines; the file is replaced atomically.
-
-        A run that resumes at `step` repeats the later steps, so that rows from before would be in the file twice.
-        """
+        """Drop the rows of steps after `step`, which a run repeats, and incomplete lines; replaces it atomically."""
         self.close()
         put_aside(self.path)
         if self.path.exists() and any(not _is_kept(line, step) for line in self._lines()):
@@ -159,19 +146,16 @@ class JsonlWriter:
 
     def write_again(self) -> str:
         """Write the file at its path again, with the rows of the open file, whose name is gone; says so."""
-        try:
-            content = b""
-            if self._file is not None:
-                self._file.seek(0)
-                content = self._file.read()
-            self.close()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            put_aside(self.path)
-            write_bytes_atomic(self.path, content)
-            self._open()
-        except OSError as error:
-            return f"{self.path.name} cannot be written again: {error.strerror}"
-        return f"{self.path.name} is written again ({len(content.splitlines())} rows)"
+        content = b""
+        if self._file is not None:
+            self._file.seek(0)
+            content = self._file.read()
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        put_aside(self.path)
+        write_bytes_atomic(self.path, content)
+        self._open()
+        return f"{self.path.name} is written again"
 
     def _open(self) -> io.FileIO:
         if self._file is None:
@@ -187,20 +171,14 @@ class JsonlWriter:
 
 def _is_kept(line: str, last_step: int) -> bool:
     """Whether a line is a complete row of a step up to `last_step`."""
-    try:
-        row = json.loads(line) if line.endswith("\n") else None
-    except ValueError:
-        return False
-    step = row.get("step") if isinstance(row, dict) else None
-    return isinstance(step, int) and step <= last_step
+    found = re.match(r'\{"step": (\d+)[,}].*\}\n', line)
+    return found is not None and int(found[1]) <= last_step
 
 
 class LastingWriter(JsonlWriter):
     """Writes the rows of a run: those that cannot be written, as on a full disk, wait for the next one.
 
-    Args:
-        path: of metrics.jsonl.
-        report: called with one line when rows begin to wait, and when they are written.
+    `report` is called with one line when rows begin to wait, and when they are written.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
@@ -245,9 +223,7 @@ class LastingWriter(JsonlWriter):
 class Background:
     """Takes rows into a queue that a daemon thread empties by `_work`: nothing that is slow keeps a step waiting.
 
-    Args:
-        name: of the thread, which starts with the first row.
-        earlier: metrics.jsonl of a run that goes on; what it holds now is in `_earlier_rows`.
+    `earlier` is the metrics.jsonl of a run that goes on; what it holds now is in `_earlier_rows`.
     """
 
     def __init__(self, name: str, earlier: Path | None) -> None:
@@ -326,11 +302,7 @@ class TensorBoardWriter(Background):
 
     tensorboardX's own writer takes 40 times as long a row, in the thread that trains, and its thread ends at an error
     of the disk; so its records are used, and its messages.
-
-    Args:
-        directory: of the events.
-        resumed_step: steps done before this process; TensorBoard hides later events of an interrupted run.
-        earlier: metrics.jsonl of a run that goes on; None: nothing is looked for.
+    TensorBoard hides what an interrupted run wrote after `resumed_step`; `earlier` is the metrics.jsonl of that run.
     """
 
     def __init__(self, directory: Path, *, resumed_step: int = 0, earlier: Path | None = None):
@@ -419,16 +391,10 @@ def _media(name: str, value: Mapping[str, Any]) -> Any:
 def open_writers(
     run_dir: Path, config: LoggingConfig, *, resumed_step: int, report: Callable[[str], None] = print
 ) -> MultiWriter:
-    """Open the writers of files that a config asks for; rows after the resumed step are dropped first.
+    """Open the writers of `metrics.jsonl`, a `LastingWriter` and first, and of `tensorboard/`, if it is wanted.
 
-    Args:
-        run_dir: an existing directory, whose lock this process holds; it gets `metrics.jsonl` and `tensorboard/`.
-        config: says whether there are TensorBoard events besides metrics.jsonl.
-        resumed_step: steps done before this process; 0 for a fresh run.
-        report: called with one line where rows cannot be written.
-
-    Returns:
-        One writer that gives every row to all of them, first that of metrics.jsonl, a `LastingWriter`.
+    Rows after `resumed_step`, the steps done before this process, are dropped first. `report` is called with one line
+    where rows cannot be written.
     """
     metrics = LastingWriter(run_dir / "metrics.jsonl", report)
     metrics.truncate_after(resumed_step)

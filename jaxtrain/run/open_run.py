@@ -16,7 +16,7 @@ from jaxtrain.config.files import read_run
 from jaxtrain.config.model import published_from
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.history import last_evaluation, read_history
-from jaxtrain.metrics.run_card import run_text
+from jaxtrain.metrics.runinfo import run_text
 from jaxtrain.run.directory import mend_run
 from jaxtrain.run.own_parts import check_evaluable
 from jaxtrain.run.tokenizer import read_tokenizer, tokenizer_file

@@ -103,7 +103,8 @@ def prepare_session(
         metadata, notes = _described_start(run, given, run_dir, checkpointer, resumed)
         meter = run_meter(run, own_model=given.model is not None)
         notes = [*loaded.notes, *notes]
-        progress.banner(_banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"))
+        for line in _banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"):
+            progress.message(line)
         if run.awaits_reference and resumed is not None:
             recorded = checkpointer.metadata().get("reference")
             make = functools.partial(_created, run, given.own_step)

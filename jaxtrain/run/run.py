@@ -10,8 +10,7 @@ from jaxtrain.config.schema import EarlyStoppingConfig, NoticesConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.run_card import run_text
-from jaxtrain.metrics.runinfo import package_versions
+from jaxtrain.metrics.runinfo import package_versions, run_text
 from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.run.callbacks import Callback, EarlyStopping, sorted_callbacks
 from jaxtrain.run.directory import RunLock, folder_of, mend_run, wait_for_holder

@@ -96,7 +96,7 @@ def test_the_report_shows_it(tmp_path):
         "Failures cost 20.0 s",
         "lost steps: 15.0 s (15.0 %)",
         "restarting: 5.0 s (5.0 %)",
-        "1 restart:",
+        "restarts: 1",
         "SIGKILL",
     ):
         assert words in page

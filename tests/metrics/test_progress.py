@@ -14,26 +14,12 @@ from jaxtrain.runtime.terminal import print_remark
 _ROW = {"loss": 4.7119, "step": 1, "tokens": 1210, "tokens_per_second": 12_100.0, "data_wait_seconds": 0.001}
 
 
-class _Clock:
-    """A steady clock that moves when told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = _Clock()
-    monkeypatch.setattr("jaxtrain.metrics.progress.time.monotonic", clock)
+    """A steady clock that moves when told to."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("jaxtrain.metrics.progress.time.monotonic", lambda: clock.now)
     return clock
-
-
-def _plain(**settings):
-    errors, output = io.StringIO(), io.StringIO()
-    return Progress(live=False, errors=errors, output=output, **settings), errors, output
 
 
 def test_a_stream_that_takes_no_lines_ends_no_run():
@@ -53,8 +39,9 @@ def test_a_stream_that_takes_no_lines_ends_no_run():
 
 
 def test_plain_run_prints_a_line_a_logged_row(clock):
-    progress, errors, output = _plain()
-    progress.banner(["quickstart", "1 device"])
+    errors, output = io.StringIO(), io.StringIO()
+    progress = Progress(live=False, errors=errors, output=output)
+    progress.message("1 device")
     with progress.phase("compiling") as phase:
         clock.now += 3.1
         phase.note("from cache")
@@ -65,7 +52,6 @@ def test_plain_run_prints_a_line_a_logged_row(clock):
     progress.update(600, {"loss": 2.0})
     progress.finish(["final loss 2.0"])
     assert errors.getvalue().splitlines() == [
-        "quickstart",
         "1 device",
         "compiling … 3.1 s (from cache)",
         "step 320/600  loss 4.712  12.1k tok/s  data wait 1 %  ETA 0:28",
@@ -75,11 +61,9 @@ def test_plain_run_prints_a_line_a_logged_row(clock):
     assert output.getvalue() == "final loss 2.0\n"
 
 
-@pytest.mark.parametrize("live", [True, False], ids=["live", "plain"])
-def test_other_processes_are_silent(live):
+def test_other_processes_are_silent():
     errors, output = io.StringIO(), io.StringIO()
-    with Progress(process_index=1, live=live, errors=errors, output=output) as progress:
-        progress.banner(["x"])
+    with Progress(process_index=1, live=True, errors=errors, output=output) as progress:
         with progress.phase("compiling"):
             pass
         progress.start(2, 0)

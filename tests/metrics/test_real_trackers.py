@@ -124,9 +124,7 @@ def test_mlflow_has_every_step_once(folder):
     for name, steps in zip(names, found, strict=True):
         check_steps(steps, logged(folder, name))
     assert (status, tags["jaxtrain.status"], tags["team"]) == ("FINISHED", "done", "vision")
-    # A parameter is never changed: the steps that the run was made longer to are a tag.
     assert (parameters["train.steps"], parameters["model.embed_dim"]) == ("100000", "32")
-    assert tags["changed.train.steps"] == str(max(logged(folder, "loss")))
     assert {"run.json", "report.html", "sample"} <= set(files)
 
 

@@ -58,18 +58,11 @@ def test_git_state(tmp_path):
     assert git_state(tmp_path) == (commit, True)
 
 
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [
-        ({"a": math.nan, "b": [math.inf, 1]}, {"a": None, "b": [None, 1]}),
-        ({1: (np.float32(0.5), None, True)}, {"1": [0.5, None, True]}),
-        ({"s": {"b", "a"}, "o": object}, {"s": ["a", "b"], "o": str(object)}),
-    ],
-)
-def test_json_is_strict(tmp_path, value, written):
-    path = tmp_path / "run.json"
-    write_json_atomic(path, value)
-    assert json.loads(path.read_text()) == written
+def test_json_is_strict(tmp_path):
+    value = {"a": math.nan, "b": [math.inf, 1], 1: (np.float32(0.5), None, True), "s": {"b", "a"}, "o": object}
+    write_json_atomic(tmp_path / "run.json", value)
+    written = {"a": None, "b": [None, 1], "1": [0.5, None, True], "s": ["a", "b"], "o": str(object)}
+    assert json.loads((tmp_path / "run.json").read_text()) == written
 
 
 def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -90,24 +83,16 @@ def _row(meter, step):
     return meter.row(step, loss=1.0, grad_norm=2.0, learning_rate=0.1, skipped_steps=0, device_memory_bytes=None)
 
 
-def test_row_has_the_keys_of_the_design():
-    unit = "tokens"
-    assert list(_row(Meter(unit, 100), 1)) == [
-        "step", "loss", "grad_norm", "learning_rate", unit, f"{unit}_per_second", "step_seconds",
-        "data_wait_seconds", "model_flops_utilization", "device_memory_bytes", "skipped_steps",
-    ]  # fmt: skip
-
-
 def test_rates_are_of_the_window_and_counts_of_the_run():
     meter = Meter("tokens", 100, flops_per_step=50.0, peak_flops=200.0)
     for step, seconds, wait in ((11, 0.5, 0.1), (12, 0.5, 0.0), (13, 3.0, 0.2)):
         meter.record(step, seconds, wait)
     row = _row(meter, 13)
-    assert row["tokens"] == 1300
-    assert row["tokens_per_second"] == pytest.approx(300 / 4.0)
-    assert row["step_seconds"] == 0.5
-    assert row["data_wait_seconds"] == pytest.approx(0.1)
-    assert row["model_flops_utilization"] == pytest.approx(3 * 50 / 4.0 / 200)
+    rates = {"tokens_per_second": 300 / 4.0, "step_seconds": 0.5, "data_wait_seconds": 0.1}
+    rates["model_flops_utilization"] = 3 * 50 / 4.0 / 200
+    counts = {"step": 13, "loss": 1.0, "grad_norm": 2.0, "learning_rate": 0.1, "tokens": 1300}
+    assert list(row) == [*counts, *rates, "device_memory_bytes", "skipped_steps"]
+    assert row == pytest.approx({**counts, **rates, "device_memory_bytes": None, "skipped_steps": 0})
     # A row starts a new window: the slow step is gone.
     meter.record(14, 0.25, 0.0)
     assert _row(meter, 14)["tokens_per_second"] == pytest.approx(400)

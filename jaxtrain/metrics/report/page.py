@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.metrics.format import format_bytes, format_count, format_duration
-from jaxtrain.metrics.history import read_rows
+from jaxtrain.metrics.history import STANDARD, read_rows
 from jaxtrain.metrics.report import sections
 from jaxtrain.metrics.report.html import mapping, moment, number, page, rounded, section, soft, text, word_list
 from jaxtrain.metrics.report.plots import Line, Plot, figure
@@ -23,12 +23,6 @@ _UNITS = ("tokens", "examples")
 _AS_GOOD = 0.005
 # Share of the time of steps that is worth a word where it is spent waiting for data.
 _LONG_WAIT = 0.1
-# What has a picture of its own or a number at the top, and what every row carries.
-_STANDARD = {
-    *("loss", "accuracy", "perplexity", "learning_rate", "grad_norm", "step_seconds", "data_wait_seconds"),
-    *("tokens", "examples", "tokens_per_second", "examples_per_second", "model_flops_utilization"),
-    *("device_memory_bytes", "skipped_steps"),
-}
 
 
 def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
@@ -47,9 +41,7 @@ def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
         word_list(_words(run)),
         _sample(run),
         _curves(run),
-        sections.logged(run),
         sections.mistakes(run),
-        sections.chats(run),
         sections.time_bar(run),
         sections.checkpoints(run),
         sections.settings(run),
@@ -111,17 +103,17 @@ def _words(run: RunFiles) -> Iterator[tuple[str, str]]:
     """Say in sentences what the numbers mean: how the run ended, overfitting, the uniform guess, lost time."""
     planned = number(mapping(run.config.get("train")).get("steps"))
     reached = f"step {run.last_step or 0:,}" + ("" if planned is None else f" of {planned:,}")
+    goes_on = "the same command goes on from its newest checkpoint"
     ends = {
         "running": ("", f"The run has not ended: it still trains, or was killed. Its last row is of {reached}."),
         "diverged": (
             "bad",
-            f"The run diverged: gradients were not finite in too many steps in a row. Its last row is of {reached}. A "
-            "lower optimizer.learning_rate, more warmup_steps or a lower optimizer.clip_norm may help.",
+            f"The run diverged at {reached}: gradients were not finite in too many steps in a row. A lower "
+            "optimizer.learning_rate, more warmup_steps or a lower optimizer.clip_norm may help.",
         ),
-        "failed": ("bad", f"The run failed after {reached}; the same command goes on from its newest checkpoint."),
+        "failed": ("bad", f"The run failed after {reached}; {goes_on}."),
+        **{how: ("", f"The run was {how} at {reached}; {goes_on}.") for how in ("preempted", "stopped")},
     }
-    stopped = ("", f"The run was {run.status} at {reached}; the same command goes on from its newest checkpoint.")
-    ends |= dict.fromkeys(("preempted", "stopped"), stopped)
     if run.status in ends:
         yield ends[run.status]
     if run.shown("loss") == "not finite" and run.status != "diverged":
@@ -135,14 +127,9 @@ def _words(run: RunFiles) -> Iterator[tuple[str, str]]:
             yield "bad", f"{name} ({rounded(loss)}) is no better than {label} ({rounded(guess[1])})."
         else:
             yield "", f"{name} is {rounded(loss)}; {label} gives {rounded(guess[1])}."
-    spikes = run.last("spikes") or 0
-    if skipped := (run.last("skipped_steps") or 0) - spikes:
-        yield (
-            "bad",
-            f"Skipped steps: {skipped:,.0f}; gradients were not finite, or no target of the batch had a weight.",
-        )
-    if spikes:
-        yield "bad", f"Skipped steps: {spikes:,.0f}, as spikes of the loss or the gradient norm."
+    if skipped := run.last("skipped_steps"):
+        why = "gradients were not finite, no target had a weight, or it was a spike"
+        yield "bad", f"Skipped steps: {skipped:,.0f}; {why} ({run.last('spikes') or 0:,.0f})."
     seconds = mapping(run.info.get("seconds"))
     waited, stepped = seconds.get("waiting for data") or 0, seconds.get("steps") or 0
     if waited > _LONG_WAIT * (waited + stepped):
@@ -211,7 +198,7 @@ def _curves(run: RunFiles) -> str:
     figures = [figure(replace(plot, resumed=run.resumed_steps)) for plot in _plots(run)]
     if not any(figures):
         return section("Curves", "<p>No metrics were logged yet.</p>")
-    notes = ["Strong lines are means over neighbouring rows; logged values, or their range, are drawn faintly behind."]
+    notes = ["Strong lines are means over neighbouring rows; logged values are drawn faintly behind."]
     if any(0 < step < (run.last_step or 0) for step in run.resumed_steps):
         notes.append("Short ticks on the step axis: the run was resumed there.")
     left_out = _own_metrics(run)[_MOST_OWN_PLOTS:]
@@ -254,12 +241,12 @@ def _plots(run: RunFiles) -> list[Plot]:
 def _own_metrics(run: RunFiles) -> list[str]:
     """The metrics that the task reports; entries of a vector (`name_0`, `name_1`, ...) are many, and come last."""
     names = dict.fromkeys(name.removeprefix("eval_") for name in run.series)
-    own = [name for name in names if name not in _STANDARD]
+    own = [name for name in names if name not in (*STANDARD, "loss", "accuracy")]
     return sorted(own, key=lambda name: re.search(r"_\d+$", name) is not None)
 
 
 def _time_plot(run: RunFiles, lines: dict[str, Line]) -> Plot:
-    """Times of steps, without the first of each process: slower by far, it would press the others against the axis."""
+    """Times of steps, without the first of each process, which is slower by far."""
     longest = max((np.nanmax(values, initial=0.0) for _, values in lines.values()), default=0.0)
     factor, unit = (1e3, "milliseconds") if longest < 1 else (1.0, "seconds")
     shown = {}

@@ -37,7 +37,7 @@ class Plot:
     `lines` are name -> (steps, values), ordered by step, NaN where a line is interrupted; over those in `smooth` a mean
     of neighbouring values is drawn. `reference` is the name and value of a dashed line, `best` the (step, value) that
     is marked; at `resumed` steps are short ticks. `looks` is name -> number of its colour and dash, where runs are
-    compared: without bands and faint values.
+    compared: without the faint lines.
     """
 
     title: str
@@ -67,8 +67,7 @@ def figure(plot: Plot) -> str:
     lines = {name: thin(*line) for name, line in plot.lines.items() if np.isfinite(line[1]).any()}
     if not lines:
         return ""
-    drawn = f"<figcaption>{text(plot.title)}</figcaption>{_svg(plot, lines)}"
-    return f"<figure>{drawn}</figure>"
+    return f"<figure><figcaption>{text(plot.title)}</figcaption>{_svg(plot, lines)}</figure>"
 
 
 def thin(steps: np.ndarray, values: np.ndarray) -> Curve:
@@ -140,8 +139,8 @@ def _svg(plot: Plot, curves: Mapping[str, Curve]) -> str:
     legend, top = _legend(plot, curves)
     first = min(curve.steps[0] for curve in curves.values())
     last = max(line[0][-1] for line in plot.lines.values())
-    steps = (0.0 if first <= max(0.5 * last, 1.0) else first, last)
-    steps = steps if steps[1] > steps[0] else (steps[0] - 0.5, steps[0] + 0.5)
+    first = 0.0 if first <= max(0.5 * last, 1.0) else first
+    steps = (first, last) if last > first else (first - 0.5, first + 0.5)
     low, high, is_log = _vertical(plot, curves)
     ticks = nice_ticks(low, high, is_log=is_log)
     largest = max(map(abs, ticks), default=0.0)
@@ -170,8 +169,7 @@ def _svg(plot: Plot, curves: Mapping[str, Curve]) -> str:
 
 def _count(tick: float) -> str:
     """A large tick as people read it: 15k and not 15.0k, because ticks are round numbers."""
-    shown = re.sub(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])", "", format_count(tick))
-    return shown if abs(tick) < 1e15 else f"{tick:.2g}"
+    return re.sub(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])", "", format_count(tick)) if abs(tick) < 1e15 else f"{tick:.2g}"
 
 
 def _vertical(plot: Plot, curves: Mapping[str, Curve]) -> tuple[float, float, bool]:
@@ -214,34 +212,24 @@ def _stroke(plot: Plot, name: str, place: int, *, is_dashed: bool = True) -> str
 
 
 def _line(plot: Plot, frame: _Frame, name: str, place: int, curve: Curve) -> str:
-    """A curve: strong, or faint with its band below its mean where it is smoothed."""
+    """A curve with its dots; of one run, what a smoothed or thinned one was made of is drawn faintly behind it."""
     is_smooth = name in plot.smooth and len(curve.steps) >= _FEWEST_TO_SMOOTH
-    is_thinned = bool(np.nanmax(curve.high - curve.low) > 0)
-    stroke, parts = _stroke(plot, name, place), []
-    if plot.looks is None and is_thinned:
-        x, pieces = frame.x(curve.steps), _pieces(curve.values)
-        edges = (frame.y(curve.high), frame.y(curve.low))
-        band = "".join(
-            _path(np.concatenate([x[one], x[one][::-1]]), np.concatenate([edges[0][one], edges[1][one][::-1]])) + "Z"
-            for one in pieces
-        )
-        parts.append(f'<path d="{band}" style="opacity:.22;{stroke.replace("stroke", "fill", 1)}"/>')
-    shown = [(smoothed(curve.values) if is_smooth else curve.values, "stroke-width:2")]
-    if is_smooth and plot.looks is None and not is_thinned:
-        shown.insert(0, (curve.values, "stroke-width:1;opacity:.45"))
-    for values, style in shown:
-        x, y = frame.x(curve.steps), frame.y(values)
-        line = "".join(_path(x[piece], y[piece]) for piece in _pieces(values))
-        parts.append(f'<path d="{line}" style="fill:none;stroke-linejoin:round;{style};{stroke}"/>')
+    x, y, stroke = frame.x(curve.steps), frame.y(curve.values), _stroke(plot, name, place)
+    lines = [(x, smoothed(curve.values) if is_smooth else curve.values, "stroke-width:2")]
+    if plot.looks is None and (is_smooth or np.nanmax(curve.high - curve.low) > 0):
+        # From the smallest to the largest value of each bin and back.
+        ends = np.stack([curve.low, curve.high], axis=1).ravel()
+        lines.insert(0, (np.repeat(x, 2), ends, "stroke-width:1;opacity:.4"))
+    drawn = ""
+    for at, values, style in lines:
+        line = "".join(_path(at[piece], frame.y(values[piece])) for piece in _pieces(values))
+        drawn += f'<path d="{line}" style="fill:none;stroke-linejoin:round;{style};{stroke}"/>'
     few = len(curve.steps) <= 12
+    # Few points would be hard to see as a bare line, and one point between gaps would not be drawn at all.
     alone = [piece for piece in _pieces(curve.values) if few or piece.stop - piece.start == 1]
-    if alone:
-        # Few points would be hard to see as a bare line, and one point between gaps would not be drawn at all.
-        x, y = frame.x(curve.steps), frame.y(curve.values)
-        dots = "".join(f"M{x[at]:.1f} {y[at]:.1f}h0" for piece in alone for at in range(piece.start, piece.stop))
-        solid = _stroke(plot, name, place, is_dashed=False)
-        parts.append(f'<path d="{dots}" style="stroke-width:{6 if few else 3};stroke-linecap:round;{solid}"/>')
-    return "".join(parts)
+    dots = "".join(f"M{x[at]:.1f} {y[at]:.1f}h0" for piece in alone for at in range(piece.start, piece.stop))
+    style = f"stroke-width:{6 if few else 3};stroke-linecap:round;{_stroke(plot, name, place, is_dashed=False)}"
+    return drawn + (f'<path d="{dots}" style="{style}"/>' if dots else "")
 
 
 def _pieces(values: np.ndarray) -> list[slice]:

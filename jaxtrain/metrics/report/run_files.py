@@ -20,14 +20,7 @@ OF_MEAN = "the mean of the targets"
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run as its directory describes it.
-
-    Attributes:
-        run_dir: the directory.
-        name: of the run.
-        info: content of `run.json`; empty where it is missing or damaged.
-        series: metric -> (steps, values) of `metrics.jsonl`, NaN where a value was not finite.
-    """
+    """A run as its directory describes it: `run.json`, empty where it is missing, and the series of `metrics.jsonl`."""
 
     run_dir: Path
     name: str

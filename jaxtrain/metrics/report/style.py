@@ -69,8 +69,6 @@ REPORT_STYLE = """
 .grid th, .grid td { padding-right: 1rem; } .grid th:last-child, .grid td:last-child { padding-right: 0; }
 details { margin: .6rem 0; } summary { cursor: pointer; padding: .2rem 0; color: var(--soft); }
 .prompt { color: var(--series-2); } .sample { color: var(--ink); }
-.chat { margin: .8rem 0; } .chat pre { max-height: 18rem; }
-.trained { color: var(--good); font-weight: 600; } .untrained { color: var(--soft); }
 .key { font-size: .85rem; color: var(--soft); } .key b { font-weight: 600; }
 svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 .hits rect { fill: transparent; } .hits rect:hover { fill: var(--ink); opacity: .08; }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxtrain.config.model import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer
-from jaxtrain.metrics.format import differing_gib, format_bytes, format_clock, format_count, format_duration
+from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration, format_gib
 from jaxtrain.plan.cost.training import Cost
 from jaxtrain.plan.report.amounts import UNKNOWN, dollars, hours
 from jaxtrain.plan.search.estimate import Estimate
@@ -303,7 +303,7 @@ def _verdict(estimate: Estimate, units: _Units) -> str:
         return f"takes {needed}; the capacity is {UNKNOWN}"
     amounts = f"{needed} of {_capacity(room)}"
     if not estimate.fits:
-        amounts = " of ".join(differing_gib(estimate.peak_bytes, room))
+        amounts = f"{format_gib(estimate.peak_bytes)} of {format_gib(room)}"
     text = f"{'fits' if estimate.fits else 'does not fit'}: {amounts}"
     if estimate.exact is not None:
         return f"{text}, by the compiler"

@@ -16,7 +16,7 @@ from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig,
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
-from jaxtrain.metrics.format import differing_gib
+from jaxtrain.metrics.format import format_gib
 from jaxtrain.models.shipped.structure import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.catalogue.hardware import Target
@@ -331,7 +331,7 @@ def why_not(found: Found) -> list[str]:
         nearest = found.too_large[0]
         assert nearest.memory.capacity_bytes is not None
         room = nearest.memory.capacity_bytes - nearest.memory.reserved_bytes
-        needed, there = differing_gib(nearest.memory.total_bytes, room)
+        needed, there = format_gib(nearest.memory.total_bytes), format_gib(room)
         lines.append(
             f"{len(found.too_large)} layouts need more memory than the {there} there are; the smallest "
             f"{needed}: {describe_layout(nearest.config, found.vary)}"
