@@ -1,4 +1,4 @@
-"""Chats on the command line: rows shown, a run with its report, answers to questions."""
+"""Chats on the command line: rows shown, a run, answers to questions."""
 
 import json
 import sys
@@ -110,9 +110,6 @@ def test_a_run_keeps_its_template(cli, chat_run):
     assert [one["prompt"] for one in found] == ["What is 1?", "Why?"]
     alone = cli("sample", str(chat_run), "--chat", "Why?", *greedy)
     assert alone.out == found[1]["text"] + "\n"
-    page = (chat_run / "report.html").read_text()
-    assert "Rows as the model sees them" in page
-    assert '<span class="trained">It is &lt;' in page
     assert (chat_run / "sample.txt").read_text().startswith("What is 1?\n\n")
 
 
