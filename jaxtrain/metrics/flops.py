@@ -54,13 +54,10 @@ _TRANSFORMER_BLOCKS = {
 
 @dataclass(frozen=True)
 class Product:
-    """One matmul or convolution of the forward pass.
+    """One matmul or convolution of the forward pass of one row, over all layers of a stack.
 
-    Attributes:
-        path: of its weight; None: both factors are activations.
-        multiply_adds: for one row, over all layers of a stack.
-        block: number of its block, counted from the input.
-        alone: whether the block has no other product, so that its input is the input of the block.
+    `path` is that of its weight, None where both factors are activations; `alone` says that the block, counted from the
+    input, has no other product, so that its input is the input of the block.
     """
 
     path: str | None

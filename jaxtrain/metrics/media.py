@@ -53,15 +53,9 @@ def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[
 
 
 def thumbnail(values: np.ndarray, *, most_pixels: int = 32) -> bytes | None:
-    """Draw a row of inputs as a small PNG.
+    """Draw values, [H, W], [H, W, 1] or [H, W, 3] of any real dtype, as a small PNG; None where they are no picture.
 
-    Args:
-        values: [H, W], [H, W, 1] or [H, W, 3], of any real dtype. Its smallest value becomes black and its largest
-            white; uint8 is drawn as it is.
-        most_pixels: larger pictures are averaged down to at most this many pixels in height and width.
-
-    Returns:
-        The content of a PNG file; None where the values are no picture.
+    The smallest value becomes black and the largest white; uint8 is drawn as it is. Larger pictures are averaged down.
     """
     from PIL import Image
 

@@ -45,12 +45,8 @@ class Phase:
 class Progress:
     """Shows the progress of a run: live on a terminal and in a notebook, as plain lines elsewhere.
 
-    Args:
-        process_index: index of the JAX process; only process 0 prints.
-        live: True for a bar with the terminal's control codes, False for plain lines; None: a bar where standard error
-            is a terminal and neither NO_COLOR nor CI is set, or in a notebook.
-        errors: stream for phases and progress; None: standard error, in a notebook the output of the cell.
-        output: stream for results; None: standard output.
+    Only process 0 prints: phases and progress to `errors` (standard error, in a notebook the output of the cell),
+    results to `output` (standard output). `live` is chosen by the stream, NO_COLOR and CI where it is None.
     """
 
     def __init__(

@@ -8,12 +8,8 @@ from typing import Literal
 class Meter:
     """Collects step times and computes rates from them for each logged row; it uses no clock and no device.
 
-    Args:
-        unit: what is counted: "tokens" (language models) or "examples".
-        units_per_step: tokens or examples in a global batch; of padded rows, a mean without padding.
-        flops_per_step: floating-point operations of one forward and backward pass of a global batch
-            (`model_flops_per_row` times rows); None where they are not known.
-        peak_flops: dense peak of *all* devices together in FLOP/s; None where it is not known.
+    `units_per_step` are tokens or examples in a global batch (of padded rows, a mean without padding), `flops_per_step`
+    those of its forward and backward pass, `peak_flops` the dense peak of all devices together; None: not known.
     """
 
     def __init__(

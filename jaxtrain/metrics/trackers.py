@@ -66,10 +66,10 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker(NamedTuple):
-    """A run that is open on a tracker; every function may take long and may raise.
+    """A run that is open on a tracker: what records numbers, a text or picture (step, name, value), and the end.
 
-    `rows` records numbers, `text` a text, histogram or image (step, name, value), `end` the end (status, files).
-    `last_step` is the last step of a metric that the tracker has, or -1; None: it has what was being sent.
+    Every function may take long and may raise. `last_step` is the last step of a metric that the tracker has, or -1;
+    None: it has what was being sent.
     """
 
     run_id: str

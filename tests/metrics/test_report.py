@@ -218,49 +218,39 @@ _LANGUAGE = {"task": "language_modeling", "data": {"vocab_size": 2048}}
 _FALLING = [(step, 5.0 - step / 200) for step in range(100, 801, 100)]
 
 
-@pytest.mark.parametrize(
-    ("train", "held_out", "words"),
-    [
-        pytest.param(
-            _FALLING, [(200, 4.0), (600, 3.83), (800, 3.94)],
-            "best at step 600 (3.83) and has risen by 0.11 since; training loss still falls: the model overfits",
-            id="overfits",
-        ),
-        pytest.param(
-            _FALLING, [(200, 4.0), (600, 3.830), (800, 3.835)],
-            "best at step 600 (3.83) and has stayed there since (3.835 at step 800)", id="stays-at-its-best",
-        ),
-        pytest.param(
-            _FALLING, [(400, 4.0), (800, 3.8)],
-            "best at step 800 (3.8), its last evaluation: more steps may lower it further", id="still-falls",
-        ),
-        pytest.param(_FALLING, [], "No held-out rows were evaluated", id="no-held-out-rows"),
-        pytest.param(
-            [(1, 7.7)], [], "Training loss (7.7) is no better than a uniform guess over 2,048 tokens (7.625)",
-            id="no-better-than-a-guess",
-        ),
-    ],
-)  # fmt: skip
-def test_curves_are_said_in_words(tmp_path, train, held_out, words):
-    assert words in _words(tmp_path, _LANGUAGE, train, held_out)
+# What run.json says, training and held-out losses, and a sentence of the page.
+_SAID = {
+    "overfits": (
+        _LANGUAGE, _FALLING, [(200, 4.0), (600, 3.83), (800, 3.94)],
+        "best at step 600 (3.83) and has risen by 0.11 since; training loss still falls: the model overfits",
+    ),
+    "stays": (
+        _LANGUAGE, _FALLING, [(200, 4.0), (600, 3.830), (800, 3.835)],
+        "best at step 600 (3.83) and has stayed there since (3.835 at step 800)",
+    ),
+    "still falls": (
+        _LANGUAGE, _FALLING, [(400, 4.0), (800, 3.8)],
+        "best at step 800 (3.8), its last evaluation: more steps may lower it further",
+    ),
+    "nothing held out": (_LANGUAGE, _FALLING, [], "No held-out rows were evaluated"),
+    "a guess": (_LANGUAGE, [(1, 7.7)], [], "Training loss (7.7) is no better than a uniform guess over 2,048 tokens"),
+    "running": ({"status": "running"}, [(8, 2.0)], [], "still trains, or was killed. Its last row is of step 8 of 20"),
+    "diverged": ({"status": "diverged"}, [(8, 2.0)], [], "The run diverged at step 8 of 20: gradients were not finite"),
+    "skipped": ({"final": {"skipped_steps": 1}}, [(8, 2.0)], [], "Skipped steps: 1; gradients were not finite"),
+    "waiting": (
+        {"seconds": {"steps": 6.0, "waiting for data": 4.0}}, [(8, 2.0)], [],
+        "40 % of the time of the steps was spent waiting",
+    ),
+    "regression": (
+        {"task": "regression", "data": {"reading": {"target_deviation": [1.0, 3.0]}}}, [(8, 2.0)], [],
+        "Training loss is 2; the mean of the targets gives 5.",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        ({"status": "running"}, "has not ended: it still trains, or was killed. Its last row is of step 8 of 20"),
-        ({"status": "diverged"}, "The run diverged at step 8 of 20: gradients were not finite"),
-        ({"final": {"skipped_steps": 1}}, "Skipped steps: 1; gradients were not finite"),
-        ({"seconds": {"steps": 6.0, "waiting for data": 4.0}}, "40 % of the time of the steps was spent waiting"),
-        (
-            {"task": "regression", "data": {"reading": {"target_deviation": [1.0, 3.0]}}},
-            "Training loss is 2; the mean of the targets gives 5.",
-        ),
-    ],
-    ids=["running", "diverged", "skipped", "waiting", "regression"],
-)
-def test_how_a_run_ended_is_said(tmp_path, run, words):
-    assert words in _words(tmp_path, {"config": {"train": {"steps": 20}}, **run}, [(8, 2.0)])
+@pytest.mark.parametrize(("run", "train", "held_out", "words"), _SAID.values(), ids=_SAID)
+def test_what_the_numbers_mean_is_said(tmp_path, run, train, held_out, words):
+    assert words in _words(tmp_path, {"config": {"train": {"steps": 20}}, **run}, train, held_out)
 
 
 def test_a_loss_that_is_not_finite_is_not_the_one_before(tmp_path):

@@ -31,11 +31,8 @@ def runs_below(folder: Path) -> list[Path]:
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     """Write one page about runs, sorted by their lowest held-out loss, or the end of training loss where none has one.
 
-    Runs whose losses cannot be compared keep their order; those that diverged or failed come last.
-
-    Args:
-        run_dirs: directories of runs; one may be broken, still train, or hold the record of a trial alone.
-        path: of the page, which is replaced atomically, and returned.
+    Runs whose losses cannot be compared keep their order; those that diverged or failed come last. One may be broken,
+    still train, or hold the record of a trial alone. Returns the path of the page, which is replaced atomically.
     """
     found = [_read(Path(run_dir)) for run_dir in run_dirs]
     metric = "eval_loss" if any("eval_loss" in run.series for run in found) else "loss"

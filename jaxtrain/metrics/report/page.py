@@ -26,13 +26,9 @@ _LONG_WAIT = 0.1
 
 
 def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
-    """Write the page of a run from the files of its directory; the page is replaced atomically.
+    """Write the page of a run, which may still be running, from the files of its directory; returns its path.
 
-    The run may still be running. The page omits the parts whose files are missing.
-
-    Args:
-        run_dir: a run directory.
-        path: of the page, which is returned; None: `report.html` in the directory.
+    The page, by default `report.html` in the directory, is replaced atomically, and omits parts without files.
     """
     run = read_files(Path(run_dir))
     parts = [

@@ -278,19 +278,13 @@ def _titles(frame: _Frame, curves: Mapping[str, Curve]) -> str:
     """Invisible strips whose titles give the values where the pointer is."""
     longest = max(curves.values(), key=lambda curve: len(curve.steps)).steps
     chosen = longest[np.unique(np.linspace(0, len(longest) - 1, min(_NUM_TITLES, len(longest))).astype(int))]
-    near = max(0.5, float(chosen[-1] - chosen[0]) / (2 * len(chosen)))
-    centers = frame.x(chosen)
-    edges = np.concatenate([[frame.left], (centers[1:] + centers[:-1]) / 2, [_RIGHT]])
+    near, wide = max(0.5, np.ptp(chosen) / (2 * len(chosen))), (_RIGHT - frame.left) / len(chosen)
     strips = []
-    for start, end, step in zip(edges, edges[1:], chosen, strict=False):
-        said = [
-            f"{name} {rounded(float(curve.values[at]))}"
-            for name, curve in curves.items()
-            if abs(curve.steps[at := int(np.abs(curve.steps - step).argmin())] - step) <= near
-        ]
-        title = text(f"step {step:,.0f}: {', '.join(said)}")
+    for x, step in zip(frame.x(chosen), chosen, strict=True):
+        nearest = [(name, curve, int(np.abs(curve.steps - step).argmin())) for name, curve in curves.items()]
+        said = [f"{name} {curve.values[at]:.4g}" for name, curve, at in nearest if abs(curve.steps[at] - step) <= near]
         strips.append(
-            f'<rect x="{start:.0f}" y="{frame.top:.0f}" width="{max(end - start, 1):.0f}" '
-            f'height="{_BOTTOM - frame.top:.0f}"><title>{title}</title></rect>'
+            f'<rect x="{x - wide / 2:.0f}" y="{frame.top:.0f}" width="{wide:.0f}" height="{_BOTTOM - frame.top:.0f}">'
+            f"<title>{text(f'step {step:,.0f}: ' + ', '.join(said))}</title></rect>"
         )
     return f'<g class="hits">{"".join(strips)}</g>'

@@ -114,11 +114,7 @@ class RunFiles:
 
 
 def read_files(run_dir: Path) -> RunFiles:
-    """Read what a page shows of a run; whatever is missing or damaged is empty.
-
-    Raises:
-        ConfigError: `metrics.jsonl` is there and cannot be read, so that a page without curves would be false.
-    """
+    """Read what a page shows of a run; a ConfigError where `metrics.jsonl` is there and cannot be read."""
     run_dir = Path(run_dir)
     info = read_json(run_dir / "run.json")
     path = run_dir / "metrics.jsonl"
