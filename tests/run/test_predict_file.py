@@ -204,7 +204,7 @@ WRONG = [
         "x",
         ("--out", "none/b.csv"),
         2,
-        "--out none/b.csv: name a file .csv or .jsonl, by the format, in a folder",
+        "name a file .csv or .jsonl, by the format, in a folder that is there",
     ),
 ]
 WRONG_KINDS = [
