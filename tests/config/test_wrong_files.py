@@ -100,22 +100,3 @@ def test_a_path_that_no_file_can_have(path, line):
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         local_path(path, what="run directory")
     assert local_path("a/b:/c", what="run directory") == Path("a/b:/c")
-
-
-# Words -> exit code, what the address is.
-COMMANDS = {
-    "train quickstart --run-dir gs://b/run": (2, "run directory gs://b/run"),
-    "train s3://b/a.yaml": (2, "config s3://b/a.yaml"),
-    "train tabular_mlp data.path=ftp://b/t.csv --run-dir run": (3, "data.path ftp://b/t.csv"),
-    "data prepare quickstart -o gs://b/t": (2, "--output gs://b/t"),
-}
-
-
-@pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_refuses_an_address_and_leaves_nothing(cli, tmp_path, monkeypatch, words):
-    monkeypatch.chdir(tmp_path)
-    code, address = COMMANDS[words]
-    answer = cli(*words.split())
-    assert (answer.code, answer.out) == (code, "")
-    assert answer.err.splitlines()[-1].startswith(f"jaxtrain: {address} is not a path on this machine; use a local")
-    assert [path for path in tmp_path.iterdir() if path.name != "run"] == []
