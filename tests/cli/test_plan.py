@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import catalogue
 from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.search.analyse import with_degrees
 from jaxtrain.plan.workload.describe import describe_workload
@@ -119,15 +118,6 @@ def test_state_bytes_are_those_of_the_step(cli, words):
     assert plan["memory"]["state_bytes"] == pytest.approx(sharded_bytes(step.abstract_state), rel=0.01)
 
 
-def test_the_written_config_has_the_steps_that_were_asked_for(cli, tmp_path):
-    path = tmp_path / "planned.yaml"
-    answer = cli(*PLAN, "h100", "--tokens", "1e6", "--config", str(path), "optimizer.schedule.warmup_steps=80")
-    assert answer.code == 0
-    assert answer.err.startswith("train.steps=977: the lengths of optimizer.schedule are in proportion to it\n")
-    written = load_config(path).config
-    assert (written.train.steps, written.optimizer.schedule.warmup_steps) == (977, 97)
-
-
 def test_search_ranks_and_explains(cli):
     answer = cli(*PLAN, "h100x8", "--search")
     assert answer.code == 0
@@ -178,6 +168,7 @@ def test_writes_a_page(cli, tmp_path):
     [
         pytest.param(("--on", "h100x8", "parallel.fsdp=8"), id="as asked"),
         pytest.param(("--on", "v5e-8", "parallel=auto"), id="auto"),
+        pytest.param(("--on", "h100", "--tokens", "1e6", "optimizer.schedule.warmup_steps=80"), id="tokens"),
     ],
 )
 def test_the_written_config_plans_the_same(cli, tmp_path, words):
@@ -187,19 +178,14 @@ def test_the_written_config_plans_the_same(cli, tmp_path, words):
     assert first.err.endswith(f"wrote {path}: jaxtrain train {path}\n")
     planned = json.loads(first.out)["plans"][0]
     loaded = load_config(path)
+    if "--tokens" in words:  # 977 of the 800 steps of the config
+        written = loaded.config
+        assert (written.train.steps, written.optimizer.schedule.warmup_steps) == (977, 97)
     assert loaded.config.model_dump(mode="json") == planned["config"]
     assert not loaded.config.parallel.auto
     assert path.read_text().startswith(f"# quickstart, planned for {words[1]}: ")
     (again,) = plans(cli("plan", str(path), "--on", words[1], "--analytic", "--json"))
     assert again == planned
-
-
-def test_list_shows_all_hardware(cli):
-    answer = cli("plan", "--list")
-    assert (answer.code, answer.err) == (0, "")
-    assert set(catalogue()) <= set(answer.out.split())
-    listed = json.loads(cli("plan", "--list", "--json").out)
-    assert {entry["name"] for entry in listed} == set(catalogue())
 
 
 @pytest.mark.parametrize(

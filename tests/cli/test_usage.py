@@ -36,16 +36,8 @@ USAGE = {
     "a foreign run.json": ("eval foreign", 2, r"run\.json holds no config"),
     "a run without checkpoints": ("eval fresh", 4, r"no checkpoint in .*fresh/checkpoints"),
     "an address as run directory": ("train quickstart --run-dir gs://b/run", 2, r"gs://b/run is not a path on this"),
-    "an address as config": (
-        "train s3://b/a.yaml",
-        2,
-        r"config s3://b/a\.yaml is not a path on this machine",
-    ),
-    "an address as output": (
-        "data prepare quickstart -o gs://b/t",
-        2,
-        r"--output gs://b/t is not a path",
-    ),
+    "an address as config": ("train s3://b/a.yaml", 2, r"config s3://b/a\.yaml is not a path on this machine"),
+    "an address as output": ("data prepare quickstart -o gs://b/t", 2, r"--output gs://b/t is not a path"),
     "rows that are no tokens": ("data show digits_mlp", 3, r"rows are shown where their targets are"),
     "report of no run": ("report nowhere", 2, r"no run at nowhere"),
     "a folder without a tokenizer": (f"sample {LLAMA} -p a", 2, r"has no tokenizer\.json"),

@@ -109,12 +109,6 @@ def test_wrong_config(override, message):
     assert str(caught.value).startswith(message)
 
 
-def test_an_option_of_the_loss_is_no_matter_of_a_function():
-    config = load_config(overrides=["task={call: a:b}", "loss.z_loss=1e-4"]).config
-    with pytest.raises(ConfigError, match=r"loss.z_loss=0.0001 is for task=language_modeling, but task=a:b"):
-        check_kinds(config)
-
-
 PARTS = """
 import functools
 
