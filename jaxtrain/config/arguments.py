@@ -1,6 +1,5 @@
 """Arguments of public functions, checked where they enter: every refusal says what is taken, given, and to write."""
 
-import math
 import operator
 import os
 import re
@@ -56,12 +55,6 @@ def check_whole(value: Any, *, what: str, least: int | None, write: str, most: i
     fits = is_whole and (least is None or value >= least) and (most is None or value <= most)
     _check(bool(fits), value, what, takes, write)
     return operator.index(value)
-
-
-def check_number(value: Any, *, what: str, takes: str, write: str) -> None:
-    """Raises an error where a value is no finite number of Python or NumPy."""
-    is_number = hasattr(value, "__float__") and not isinstance(value, bool) and getattr(value, "size", 1) == 1
-    _check(is_number and math.isfinite(value), value, what, takes, write)
 
 
 def check_choice(value: Any, known: Iterable[str], *, what: str, write: str) -> None:

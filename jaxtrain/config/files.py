@@ -55,9 +55,6 @@ def _note_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, .
                 )
             lines[key_path] = line
             _note_lines(value_node, key_path, lines, name)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            _note_lines(item, (*path, str(index)), lines, name)
 
 
 def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
