@@ -103,13 +103,13 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     if "--run-dir" not in words[:-1]:
         parser.error("after '--' stand CONFIG, key=value settings and --run-dir DIR, as for jaxtrain train")
     from jaxtrain.config import load_config
-    from jaxtrain.config.files import is_shipped
+    from jaxtrain.config.files import shipped_configs
 
     load_config(words[0], overrides=[word for word in words[1:] if "=" in word and not word.startswith("-")])
     place = words.index("--run-dir") + 1
     # Workers have a working directory of their own.
     words[place] = os.path.abspath(words[place])
-    if not is_shipped(words[0]):
+    if words[0] not in shipped_configs():
         words[0] = os.path.abspath(words[0])
     return arguments, words
 

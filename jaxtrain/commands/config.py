@@ -60,7 +60,7 @@ def _load(config: str, arguments: argparse.Namespace) -> Loaded:
 
 def _keys(loaded: Loaded, only: str | None) -> list[DescribedKey]:
     """The keys of a config, or those below a prefix."""
-    keys = [key for group in describe(loaded) for key in group.keys]
+    keys = describe(loaded)
     if only is not None:
         keys = [key for key in keys if f"{key.path}.".startswith(f"{only.rstrip('.')}.")]
         if not keys:

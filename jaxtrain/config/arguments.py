@@ -1,6 +1,5 @@
 """Arguments of public functions, checked where they enter: every refusal says what is taken, given, and to write."""
 
-import math
 import operator
 import os
 import re
@@ -38,46 +37,24 @@ def refusal(what: str, takes: str, value: Any, write: str) -> str:
     return f"{what} takes {takes}, not {shown(value)}; write {write}"
 
 
-def _check(passed: bool, value: Any, what: str, takes: str, write: str, error: type[UserError] = ConfigError) -> None:
+def _check(passed: bool, value: Any, what: str, takes: str, write: str) -> None:
     if not passed:
-        raise error(refusal(what, takes, value, write))
+        raise ConfigError(refusal(what, takes, value, write))
 
 
-def check_kind(
-    value: Any,
-    kinds: type | tuple[type, ...],
-    *,
-    what: str,
-    takes: str,
-    write: str,
-    error: type[UserError] = ConfigError,
-) -> None:
+def check_kind(value: Any, kinds: type | tuple[type, ...], *, what: str, takes: str, write: str) -> None:
     """Raises an error where a value is not of one of these types."""
-    _check(isinstance(value, kinds), value, what, takes, write, error)
+    _check(isinstance(value, kinds), value, what, takes, write)
 
 
-def check_whole(
-    value: Any,
-    *,
-    what: str,
-    least: int | None,
-    write: str,
-    most: int | None = None,
-    error: type[UserError] = ConfigError,
-) -> int:
+def check_whole(value: Any, *, what: str, least: int | None, write: str, most: int | None = None) -> int:
     """Returns a whole number of Python, NumPy or jax as an int; raises an error where it is none, or out of range."""
     takes = "a whole number" if least is None else f"a whole number of {least} or more"
     takes += "" if most is None else f", at most {most}"
     is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
     fits = is_whole and (least is None or value >= least) and (most is None or value <= most)
-    _check(bool(fits), value, what, takes, write, error)
+    _check(bool(fits), value, what, takes, write)
     return operator.index(value)
-
-
-def check_number(value: Any, *, what: str, takes: str, write: str) -> None:
-    """Raises an error where a value is no finite number of Python or NumPy."""
-    is_number = hasattr(value, "__float__") and not isinstance(value, bool) and getattr(value, "size", 1) == 1
-    _check(is_number and math.isfinite(value), value, what, takes, write)
 
 
 def check_choice(value: Any, known: Iterable[str], *, what: str, write: str) -> None:
@@ -92,13 +69,7 @@ _INSTEAD = "use a local folder, or mount the store and give its folder"
 def local_path(
     path: str | os.PathLike[str], *, what: str, error: type[UserError] = ConfigError, instead: str = _INSTEAD
 ) -> Path:
-    """Returns the path of a file or folder on this machine, as the user gave it for `what`.
-
-    Raises:
-        UserError: It is no path, is empty, or is an address, which would be created as a folder; says what to do
-            `instead`.
-    """
-    check_kind(path, (str, os.PathLike), what=what, takes="a path", write="it as text", error=error)
+    """Returns the path on this machine that was given for `what`; raises where it is empty, or is an address."""
     text = os.fspath(path)
     if not text:
         raise error(f"{what} '' is empty; write a path, or leave it out")
@@ -113,11 +84,7 @@ def is_store_address(text: str) -> bool:
 
 
 def store_address(text: str) -> tuple[str, str, str]:
-    """Returns the scheme, the bucket and the name in it of gs://bucket/name or s3://bucket/name.
-
-    Raises:
-        ValueError: It is no such address.
-    """
+    """Returns scheme, bucket and name of gs://bucket/name or s3://bucket/name; raises a ValueError where it is none."""
     found = _BUCKET.fullmatch(text)
     parts = [] if found is None else [part for part in (found[3] or "").split("/") if part]
     if found is None or ".." in parts or "." in parts:

@@ -66,10 +66,7 @@ def _check_path(path: str) -> str:
 
 def _as_in_json(arguments: object) -> object:
     """Returns arguments with tuples as lists, as a config file and `run.json` hold them."""
-    try:
-        return json.loads(json.dumps(arguments, allow_nan=False)) if isinstance(arguments, Mapping) else arguments
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{error}; give numbers, texts, true, false, null, lists and mappings of these") from None
+    return json.loads(json.dumps(arguments, allow_nan=False))
 
 
 class Call(Group):

@@ -393,16 +393,9 @@ class SpanSizes:
 
 
 def span_sizes(corruption: SpanCorruption, sequence_length: int) -> SpanSizes:
-    """Finds the largest number of tokens whose corrupted inputs fit into a row.
+    """Finds the number of tokens whose corrupted inputs fill a row of so many tokens; a DataError where there is none.
 
     Source: Raffel et al. 2020, section 3.1.4; inputs of 512 tokens are made of 568, and have targets of 114.
-
-    Args:
-        corruption: Density and mean length of the spans.
-        sequence_length: Tokens of the inputs.
-
-    Raises:
-        DataError: The rows are too short for a span, or no number of tokens fills them exactly.
     """
     found, tokens = None, 2
     while (sizes := _sizes(corruption, tokens)).inputs_length <= sequence_length:

@@ -55,9 +55,6 @@ def _note_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, .
                 )
             lines[key_path] = line
             _note_lines(value_node, key_path, lines, name)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            _note_lines(item, (*path, str(index)), lines, name)
 
 
 def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
@@ -72,11 +69,7 @@ def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Returns the value of `key=value`, read as YAML: a number, text, boolean, None, list or dict.
-
-    Raises:
-        ConfigError: The text is not YAML.
-    """
+    """Returns the value of `key=value`, read as YAML: a number, text, boolean, None, list or dict."""
     try:
         return _construct(text, where)[0]
     except (yaml.YAMLError, ValueError):
@@ -84,11 +77,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
-    """Returns the mapping in a YAML file, empty for an empty file, and the line of each key path, counted from 1.
-
-    Raises:
-        ConfigError: The file cannot be read, is not YAML or not a mapping, or has a key twice.
-    """
+    """Returns the mapping in a YAML file, empty for an empty file, and the line of each key path, counted from 1."""
     try:
         values, lines = _construct(path.read_text(encoding="utf-8"), path.name)
     except OSError as error:
@@ -112,23 +101,13 @@ def shipped_configs() -> list[str]:
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
-def is_shipped(name: str) -> bool:
-    """Whether a config of this name is shipped."""
-    return name in shipped_configs()
-
-
 def find_config(name: str) -> Path:
-    """The file of a shipped name or a path.
-
-    Raises:
-        ConfigError: there is no such config; names the nearest.
-    """
-    if is_shipped(name):
+    """The file of a shipped name or a path; the error where there is none names the nearest."""
+    if name in shipped_configs():
         return CONFIGS / f"{name}.yaml"
     path = local_path(name, what="config")
     if path.is_file():
         return path
-    # Of names that are as close, one that begins as the given one is meant.
     close = difflib.get_close_matches(path.stem, shipped_configs())
     close.sort(key=lambda one: not one.startswith(path.stem))
     hint = f"did you mean {close[0]!r}?" if close else f"shipped: {', '.join(shipped_configs())}"
@@ -136,11 +115,7 @@ def find_config(name: str) -> Path:
 
 
 def read_run(run_dir: str | Path) -> dict[str, Any]:
-    """Returns the content of the `run.json` in the directory of a run.
-
-    Raises:
-        ConfigError: The path is not the directory of a run.
-    """
+    """Returns the content of the `run.json` in the directory of a run; raises a ConfigError where it is none."""
     path = local_path(run_dir, what="run directory")
     if not path.is_dir():
         raise ConfigError(f"no run at {path}; give the directory of a run, with its run.json (runs/<name>)")
@@ -166,10 +141,7 @@ def is_run(path: Path) -> bool:
 
 
 def recorded_parts(record: Mapping[str, Any]) -> dict[str, str | None]:
-    """Returns the names of the parts from Python that `run.json` or the metadata of a checkpoint has noted.
-
-    The parts are `model`, `task`, `data` and `optimizer`; None: the config's.
-    """
+    """Returns the names of the parts from Python that a record (run.json) has noted; None: the config's."""
     found = record.get("from_python") or {}
     return {part: found.get(part) for part in ("model", "task", "data", "optimizer")}
 

@@ -11,15 +11,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.arguments import check_kind, local_path
-from jaxtrain.config.errors import CALLED, KeyPath, explain, members, nearest, walk, where_set, words_of
+from jaxtrain.config.errors import CALLED, Key, KeyPath, explain, members, nearest, walk, where_set, words_of
 from jaxtrain.config.files import (
     find_config,
     is_run,
-    is_shipped,
     parse_value,
     read_run,
     read_yaml,
     recorded_parts,
+    shipped_configs,
     to_yaml,
 )
 from jaxtrain.config.model import ALL_SIZES
@@ -260,7 +260,7 @@ def load_config(
     tree, label, run_dir, own = _Tree(weights=weights), "run", None, {}
     if isinstance(name, Mapping):
         tree.set((), name, origin)
-    elif name is not None and not is_shipped(str(name)) and is_run(local_path(name, what="config")):
+    elif name is not None and str(name) not in shipped_configs() and is_run(local_path(name, what="config")):
         run_dir = Path(name)
         saved = read_run(run_dir)
         label = str(saved.get("name") or label)
@@ -294,24 +294,11 @@ def load_config(
 
 
 @dataclass(frozen=True)
-class DescribedKey:
-    """One key of a loaded config: path, value, type, default, where it was set, and doc line, each as text."""
+class DescribedKey(Key):
+    """A key of a loaded config with its value and where it was set, all as text."""
 
-    path: str
     value: str
-    type: str
-    default: str
     origin: str
-    doc: str
-
-
-@dataclass(frozen=True)
-class DescribedGroup:
-    """The keys of one top-level group; `name` is "" for the keys that belong to no group."""
-
-    name: str
-    title: str
-    keys: tuple[DescribedKey, ...]
 
 
 def value_text(value: object) -> str:
@@ -328,23 +315,21 @@ def nearest_key(path: str, config: Config | None = None) -> str | None:
     return nearest(path, [key.path for key in walk(Config, config)])
 
 
-def describe(loaded: Loaded) -> list[DescribedGroup]:
-    """Returns the keys of a config by group: first those that belong to no group, then the groups, their kind first."""
+def describe(loaded: Loaded) -> list[DescribedKey]:
+    """Returns the keys of a config: first those that belong to no group, then the groups, the kind of each first."""
     where = {tuple(key.split(".")): origin for key, origin in loaded.origins.items()}
-    groups: dict[str, list[DescribedKey]] = {"": []}
+    groups = list(Config.model_fields)
+    found: list[tuple[int, bool, DescribedKey]] = []
     for key in walk(Config, loaded.config):
-        group = key.path.partition(".")[0] if "." in key.path else ""
-        kinds = _kinds(group)
-        is_kind = len(kinds) > 1 and key.path == f"{group}.kind"
+        group, _, rest = key.path.partition(".")
+        kinds = _kinds(group) if rest == "kind" else {}
         described = DescribedKey(
             path=key.path,
             value=value_text(functools.reduce(getattr, key.path.split("."), loaded.config)),
-            type=" | ".join(kinds) if is_kind else key.type,
+            type=" | ".join(kinds) if len(kinds) > 1 else key.type,
             default=key.default if key.default == "(required)" else value_text(key.default),
             origin=where_set(where, tuple(key.path.split("."))),
             doc=key.doc,
         )
-        keys = groups.setdefault(group, [])
-        keys.insert(0 if is_kind else len(keys), described)
-    titles = {name: field.description or "" for name, field in Config.model_fields.items()} | {"": "The run."}
-    return [DescribedGroup(name, titles[name], tuple(keys)) for name, keys in groups.items()]
+        found.append((groups.index(group) if rest else -1, len(kinds) < 2, described))
+    return [key for *_, key in sorted(found, key=lambda one: one[:2])]

@@ -62,17 +62,6 @@ def published_from(model: Group) -> str | None:
     return getattr(model, "from", None)
 
 
-# Keys that each kind of head reads, beside `kind`.
-_READ = {
-    "language_model": (),
-    "masked_language_model": ("hidden", "bias"),
-    "sequence": ("num_labels", "pooling", "hidden", "dropout", "bias"),
-    "token": ("num_labels", "dropout", "bias"),
-    "regression": ("num_labels", "pooling", "hidden", "dropout", "bias"),
-    "embedding": ("pooling", "hidden", "normalize", "bias"),
-}
-
-
 class HeadConfig(Group):
     """What a transformer gives for a text: logits of tokens or labels, numbers, or an embedding."""
 
@@ -96,12 +85,12 @@ class HeadConfig(Group):
     @property
     def has_labels(self) -> bool:
         """Whether the outputs are labels or numbers, as many as the config or the data says."""
-        return "num_labels" in _READ[self.kind]
+        return self.kind in ("sequence", "token", "regression")
 
     @property
     def is_pooled(self) -> bool:
         """Whether there is one output per text."""
-        return "pooling" in _READ[self.kind]
+        return self.kind in ("sequence", "regression", "embedding")
 
     @model_validator(mode="before")
     @classmethod
@@ -111,14 +100,6 @@ class HeadConfig(Group):
         if values.get("kind") == "masked_language_model":
             return values if values.get("hidden") else values | {"hidden": "gelu_exact"}
         return values | {"hidden": None} if values.get("hidden") == "none" else values
-
-    @model_validator(mode="after")
-    def _only_what_is_read(self) -> Self:
-        for key, field in type(self).model_fields.items():
-            if key not in ("kind", *_READ[self.kind]) and getattr(self, key) != field.default:
-                readers = ", ".join(kind for kind, keys in _READ.items() if key in keys)
-                raise ValueError(f"{key} is for a head of kind {readers}, not {self.kind}; leave it out")
-        return self
 
 
 _Factor = Annotated[float, Field(ge=1, le=1e6)]
@@ -193,14 +174,6 @@ class ExpertsConfig(Group):
     """Weight of the loss that makes the experts process equal numbers of tokens."""
     router_z_weight: NonNegative = 0.001
     """Weight of the loss that keeps the router's logits small."""
-
-    @model_validator(mode="after")
-    def _enough(self) -> Self:
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}; lower it"
-            )
-        return self
 
 
 class LocalLayers(Group):
@@ -352,10 +325,12 @@ class TransformerConfig(_Blocks):
     def _belongs_together(self) -> Self:
         pairs = self.position != "rotary" or (self.rotary_dims > 0 and self.rotary_dims % 2 == 0)
         head, moe = self.head, self.experts is not None
+        too_many = self.experts is not None and self.experts.experts_per_token > self.experts.num_experts
         sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
             "experts have no biases; set bias: false, or leave experts out": moe and self.bias is True,
+            "experts.experts_per_token is more than experts.num_experts; lower it": too_many,
             "experts have activation gelu or swiglu": moe and self.activation not in ("gelu", "swiglu"),
             "experts have losses per token, which this head has no place for; set head: null": moe
             and not self.has_output_layer,
@@ -507,8 +482,6 @@ class ResNetConfig(Published):
     """imagenet: 7x7 convolution of stride 2 and max-pool; small: 3x3 of stride 1, for images under about 64 pixels."""
     num_classes: PositiveInt | None = None
     """Number of outputs; null: the classes of the data."""
-    norm_momentum: Fraction = 0.9
-    """Decay of the running batch statistics."""
 
 
 class OutputScale(Group):

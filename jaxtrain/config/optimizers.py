@@ -87,8 +87,6 @@ class MuonDirection(Group):
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
     """Decay of the momentum of matrices."""
-    newton_schulz_steps: Annotated[int, Field(gt=0, le=100)] = 5
-    """Newton-Schulz iterations that make the momentum of a matrix orthogonal."""
     adamw: Names = ()
     """Matrices that AdamW updates, besides embeddings and output layers; path patterns such as 'head/*'."""
     b1: Fraction = 0.9

@@ -20,16 +20,12 @@ if TYPE_CHECKING:
 
 
 def published_family(path: str) -> Family:
-    """Returns the family of a published folder or .gguf file; raises as `published_settings`."""
+    """Returns the family of a published folder or .gguf file."""
     return _read(path)[0]
 
 
 def published_settings(path: str) -> dict[str, Any]:
-    """Returns the keys of a model group that a published folder or .gguf file gives.
-
-    Raises:
-        ConfigError: There is none, or a key or value of its config.json is not supported.
-    """
+    """Returns the keys of a model group that a published folder or .gguf file gives."""
     return _read(path)[1]
 
 
@@ -71,11 +67,7 @@ def parse_settings(settings: Mapping[str, Any]) -> Group:
 
 
 def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns every key of the model group of the published model at `path`, from those that its family reads.
-
-    Raises:
-        ConfigError: A value does not fit our model group.
-    """
+    """Returns every key of the model group of the published model at `path`, from those that its family reads."""
     try:
         return settings_of(parse_settings(settings))
     except ValidationError as error:
@@ -83,12 +75,7 @@ def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
-    """Returns the keys of `finetune.lora` that the folder of an adapter of a published model (`base`) gives.
-
-    Raises:
-        ConfigError: There is no adapter, or it is of a kind that is not supported.
-        CheckpointError: Its files are missing or damaged, or it is an adapter of another base.
-    """
+    """Returns the keys of `finetune.lora` that the folder of an adapter of a published model (`base`) gives."""
     # They read arrays, and `jaxtrain config` of other configs needs no NumPy.
     from jaxtrain.published.peft import open_adapter_folder
     from jaxtrain.published.peft_tensors import read_adapter_arrays
@@ -96,9 +83,8 @@ def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
     folder = open_adapter_folder(path)
     rows = published_family(base).tensors(settings_in(base, published_settings(base)))
     found = read_adapter_arrays(folder, rows)
-    return lora_settings(
-        folder.config, rank=found.rank, scale=found.scale, kernels=tuple(found.factors), whole=tuple(found.whole)
-    )
+    kernels, whole = tuple(found.factors), tuple(found.whole)
+    return lora_settings(folder.config, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole)
 
 
 def lora_settings(

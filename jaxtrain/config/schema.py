@@ -1,14 +1,12 @@
 """The complete config of a run as one frozen tree. No jax here: `jaxtrain config` must answer at once."""
 
 import re
-from html import escape
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from jaxtrain.config.arguments import is_store_address, local_path, store_address
 from jaxtrain.config.base import (
-    Call,
     CalledTask,
     Count,
     Fraction,
@@ -23,7 +21,6 @@ from jaxtrain.config.base import (
 )
 from jaxtrain.config.data import DataConfig, TextData
 from jaxtrain.config.errors import CALLED, NAMED
-from jaxtrain.config.files import to_yaml
 from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.errors import ConfigError
@@ -332,9 +329,7 @@ class ProfileConfig(Group):
     """Steps that the profiler records, written to the run directory."""
 
     start_step: Count | None = None
-    """First profiled step; null: no profile."""
-    num_steps: PositiveInt = 3
-    """Number of profiled steps."""
+    """First of the three steps that are profiled; null: no profile."""
 
 
 class LoraConfig(Group):
@@ -384,22 +379,13 @@ class FinetuneConfig(Group):
 
 
 def check_run_name(name: str) -> str:
-    """Returns the name of a run, which is a folder below runs/ and may have several parts, as in "sweep/lr_0.1".
-
-    Raises:
-        ValueError: It is empty, would lead out of runs/, or holds characters that are not shown.
-    """
+    """Returns the name of a run; raises a ValueError where it is no folder below runs/ (as "sweep/lr_0.1" is)."""
     parts = name.split("/")
     if not name.isprintable() or "\\" in name or any(not part.strip() or part in (".", "..") for part in parts):
         raise ValueError(
             f"{name[:60]!r} is no folder below runs/; use letters, digits, '-', '_' and '.', or --run-dir for a path"
         )
     return name
-
-
-def _short(group: Any) -> str:
-    """A task or group for people: its name, its kind, or the function that makes it."""
-    return group if isinstance(group, str) else group.call if isinstance(group, Call) else group.kind
 
 
 class Config(Group):
@@ -464,15 +450,3 @@ class Config(Group):
     def _is_a_folder(cls, name: str | None) -> str | None:
         # An address is named as one where the folder is made.
         return name if name is None or "://" in name else check_run_name(name)
-
-    def __repr__(self) -> str:
-        groups = {"task": self.task, "model": self.model, "data": self.data, "optimizer": self.optimizer}
-        kinds = ", ".join(f"{name}={_short(group)}" for name, group in groups.items())
-        named = "" if self.name is None else f"name={self.name!r}, "
-        return f"Config({named}{kinds}, steps={self.train.steps}, global_batch_size={self.train.global_batch_size})"
-
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        changed = escape(to_yaml(self.model_dump(mode="json", exclude_defaults=True)))
-        return f"<p><strong>{escape(repr(self))}</strong></p><p>What differs from the defaults:</p><pre>{changed}</pre>"

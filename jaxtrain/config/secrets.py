@@ -35,12 +35,7 @@ def redacted_text(text: str) -> str:
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """Returns settings with secrets replaced by "(redacted)".
-
-    Args:
-        value: Mappings, lists and values; other objects stay as they are.
-        key: Name of the key whose value it is.
-    """
+    """Returns the settings (mappings, lists, values) of a key with secrets replaced by "(redacted)"."""
     if isinstance(value, Mapping):
         # What a secret is made of is secret too: {credentials: {user: ..., pass: ...}}.
         return {name: redacted(item, key if names_secret(key) else str(name)) for name, item in value.items()}
@@ -55,24 +50,22 @@ def redacted(value: Any, key: str = "") -> Any:
 
 def redacted_words(words: list[str]) -> list[str]:
     """Returns the words of a command line (`sys.argv`) with secrets replaced: `model.args.api_key=...`, `--token X`."""
-    found: list[str] = []
-    for word, before in zip(words, ["", *words], strict=False):
-        key, equals, value = word.partition("=")
-        if equals and "{" in value:  # data.args={api_key: abc}
-            pairs = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{redacted(pair[3], pair[1])}", value)
-            found.append(f"{key}={REDACTED if names_secret(key) else redacted_text(pairs)}")
-        else:
-            found.append(
-                f"{key}={redacted(value, key)}" if equals else redacted(word, before if "--" in before else "")
-            )
-    return found
+    return [_redacted_word(word, before) for word, before in zip(words, ["", *words], strict=False)]
+
+
+def _redacted_word(word: str, before: str) -> str:
+    key, equals, value = word.partition("=")
+    if not equals:
+        return redacted(word, before if "--" in before else "")
+    if "{" in value and not names_secret(key):  # data.args={api_key: abc}
+        value = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{redacted(pair[3], pair[1])}", value)
+    return f"{key}={redacted(value, key)}"
 
 
 def redacted_keys(values: Any, path: str = "") -> list[str]:
     """Returns the dotted paths of the settings whose secret was left out when they were written."""
     if isinstance(values, Mapping):
-        inner = [redacted_keys(item, f"{path}.{name}" if path else str(name)) for name, item in values.items()]
-        return [key for keys in inner for key in keys]
+        return [key for name in values for key in redacted_keys(values[name], f"{path}.{name}".lstrip("."))]
     if isinstance(values, list | tuple):
         return [key for item in values for key in redacted_keys(item, path)]
     return [path] if isinstance(values, str) and REDACTED in values else []

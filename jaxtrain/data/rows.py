@@ -84,7 +84,7 @@ class ArrayRows(Rows):
     def __init__(self, columns: Row):
         write = "ArrayRows({'inputs': x, 'targets': y})"
         takes = "one array per entry"
-        check_kind(columns, Mapping, what="ArrayRows", takes=takes, write=write, error=DataError)
+        check_kind(columns, Mapping, what="ArrayRows", takes=takes, write=write)
         columns = jax.tree_util.tree_map_with_path(_array, columns, is_leaf=lambda value: isinstance(value, list))
         lengths = {
             path_name(path): len(leaf) if leaf.ndim else None

@@ -1,7 +1,5 @@
 """What a ZeRO stage (Rajbhandari et al. 2020) shards over mesh axis `data`. No jax here: the planner asks too."""
 
-STAGES = (0, 1, 2, 3)
-
 
 def stage_over_data(zero: int) -> int:
     """The stage that works over `data`: 0, 1 or 2; stage 3 is the `fsdp` axis, and leaves nothing for `data`."""

@@ -32,7 +32,7 @@ from jaxtrain.optim.groups import by_group
 from jaxtrain.optim.masks import decay_mask
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
-from jaxtrain.optim.rules import Matrix, as_matrix, directions, updates_elementwise
+from jaxtrain.optim.rules import NEWTON_SCHULZ_STEPS, Matrix, as_matrix, directions, updates_elementwise
 from jaxtrain.runtime.call import call_function, described
 
 
@@ -59,7 +59,7 @@ def _muon(config: MuonDirection, axes: AxesTable) -> list[optax.GradientTransfor
         return jax.tree_util.tree_map_with_path(kind, params)
 
     momentum = optax.trace(config.momentum, nesterov=True)
-    muon = optax.chain(momentum, orthogonalize(matrix, config.newton_schulz_steps))
+    muon = optax.chain(momentum, orthogonalize(matrix, NEWTON_SCHULZ_STEPS))
     return [optax.partition({"muon": muon, "adamw": optax.scale_by_adam(config.b1, config.b2, config.epsilon)}, kinds)]
 
 

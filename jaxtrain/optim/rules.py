@@ -30,6 +30,9 @@ _LARGEST_BLOCK, _SMALLEST_BLOCK = 128, 16
 # Number of shards of the last dim for which no block should be in two shards.
 _SHARDS = 8
 
+# Iterations that make the momentum of a matrix orthogonal (Jordan et al. 2024).
+NEWTON_SCHULZ_STEPS = 5
+
 
 def updates_elementwise(config: OptimizerConfig) -> bool:
     """Whether an optimizer updates every number on its own, so that slices of its arrays may be updated one by one.

@@ -71,6 +71,9 @@ class StepLog:
         self._progress.update(number, self.row)
 
 
+_PROFILED_STEPS = 3
+
+
 class ProfileWindow:
     """Traces the steps that `profile` of the config asks for into `profile/` of the run directory."""
 
@@ -85,7 +88,7 @@ class ProfileWindow:
 
     def after_step(self, number: int) -> None:
         start = self._window.start_step
-        if start is not None and number == start + self._window.num_steps:
+        if start is not None and number == start + _PROFILED_STEPS:
             self.stop()
 
     def stop(self) -> None:

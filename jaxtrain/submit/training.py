@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import Loaded, find_config, load_config
-from jaxtrain.config.files import is_run, is_shipped, read_run, read_yaml
+from jaxtrain.config.files import is_run, read_run, read_yaml, shipped_configs
 from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, redacted_words
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
@@ -56,7 +56,7 @@ def job_training(
     """
     loaded = _checked(config, overrides, num_devices)
     folder = folder_of(loaded, run_dir).absolute()
-    place = config if is_shipped(config) else os.path.abspath(config)
+    place = config if config in shipped_configs() else os.path.abspath(config)
     options = [] if emulate is None else ["--emulate", str(emulate)]
     return Training(("train", place, *overrides, *options, "--run-dir", str(folder)), loaded.name, str(folder))
 
@@ -81,7 +81,7 @@ def pod_training(
         raise ConfigError(f"CONFIG {config} is a run on this machine; name a shipped config or a YAML file")
     run_folder(run_dir, loaded.name)
     place, file = config, None
-    if not is_shipped(config):
+    if config not in shipped_configs():
         path = find_config(config)
         text = path.read_text(encoding="utf-8")
         # The pods get the whole file, with its comments and with what the command line replaces.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.arguments import check_kind, check_number, refusal, shown
+from jaxtrain.config.arguments import check_kind, refusal, shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.precision.policy import LossScaling
 
@@ -19,9 +19,6 @@ def check_settings(learning_rate: Any, loss_scaling: Any) -> None:
     """
     if callable(learning_rate):
         _check_schedule(learning_rate)
-    elif learning_rate is not None:
-        takes = "a number, a schedule or None"
-        check_number(learning_rate, what="make_train_step: learning_rate", takes=takes, write="learning_rate=1e-3")
     if loss_scaling is not None:
         initial = loss_scaling if isinstance(loss_scaling, int | float) else 32768
         write = f"loss_scaling=LossScaling(initial={initial})"

@@ -5,16 +5,15 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from jaxtrain.config.arguments import check_choice, check_number, check_whole, refusal
+from jaxtrain.config.schema import ParallelConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import check_mesh, make_mesh
 from jaxtrain.layout.rules import DEFAULT_RULES, check_rules
 from jaxtrain.layout.sharding import Layout
-from jaxtrain.layout.zero import STAGES, zero_axes
+from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel, place_model
 from jaxtrain.models.task import Task
-from jaxtrain.ops.attention.context_rules import CONTEXT_WAYS
 from jaxtrain.parallel.division import (
     check_model_axes,
     check_task_stages,
@@ -23,7 +22,6 @@ from jaxtrain.parallel.division import (
     pipeline_schedule,
     sequence_axes,
 )
-from jaxtrain.parallel.schedules import SCHEDULES
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, get_policy
 from jaxtrain.train.checks import check_model, check_task
@@ -61,20 +59,7 @@ class Parallelism:
     max_replicated_fraction: float = 0.02
 
     def __post_init__(self) -> None:
-        if isinstance(self.zero, bool) or self.zero not in STAGES:
-            raise ConfigError(f"parallel.zero={self.zero}; use 0, 1, 2 or 3")
-        what, write = "Parallelism: context_attention", "context_attention='auto'"
-        check_choice(self.context_attention, ("auto", *CONTEXT_WAYS), what=what, write=write)
-        check_choice(self.schedule, SCHEDULES, what="Parallelism: schedule", write="schedule='1f1b'")
-        if self.microbatches is not None:
-            check_whole(self.microbatches, what="Parallelism: microbatches", least=1, write="microbatches=8")
-        if self.chunks is not None:
-            check_whole(self.chunks, what="Parallelism: chunks", least=1, write="chunks=2")
-        what, takes = "Parallelism: max_replicated_fraction", "a number from 0 to 1"
-        write = "max_replicated_fraction=0.02"
-        check_number(self.max_replicated_fraction, what=what, takes=takes, write=write)
-        if not 0 <= self.max_replicated_fraction <= 1:
-            raise ConfigError(refusal(what, takes, self.max_replicated_fraction, write))
+        ParallelConfig(**vars(self))
 
 
 def make_layout(
@@ -180,9 +165,6 @@ def shard_model(
     check_placement(mesh, rules, of="shard_model")
     if task is not None:
         check_task(task)
-    if trainable is not None and not callable(trainable):
-        takes, write = "a function of a parameter's path", "trainable=lambda path: path.startswith('head')"
-        raise ConfigError(refusal("shard_model: trainable", takes, trainable, write))
     parallelism = parallelism or Parallelism()
     layout = make_layout(model, task, make_mesh() if mesh is None else mesh, parallelism, rules)
     make_pipeline(model, layout, parallelism, 1)  # refuses what the stages could not run

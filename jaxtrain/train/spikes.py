@@ -6,8 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.arguments import check_choice, check_whole, refusal
-from jaxtrain.errors import ConfigError
+from jaxtrain.config.schema import SpikesConfig
 
 # Losses that hardly vary have a deviation near the rounding of float32, beside which nothing would be a spike or all.
 _SMALLEST_DEVIATION = 1e-3
@@ -45,12 +44,7 @@ class SpikeRule:
     watch: Literal["loss", "grad_norm", "both"] = "both"
 
     def __post_init__(self) -> None:
-        check_whole(self.window, what="SpikeRule: window", least=4, write="SpikeRule(window=128)")
-        check_choice(
-            self.watch, ("loss", "grad_norm", "both"), what="SpikeRule: watch", write="SpikeRule(watch='both')"
-        )
-        if isinstance(self.sigmas, bool) or not isinstance(self.sigmas, int | float) or not self.sigmas > 0:
-            raise ConfigError(refusal("SpikeRule: sigmas", "a number above 0", self.sigmas, "SpikeRule(sigmas=6.0)"))
+        SpikesConfig(**vars(self))
 
 
 @jax.tree_util.register_dataclass

@@ -8,16 +8,12 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.config import load_config
-from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.optim.schedules import build_schedule
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own_parts.md").read_text()
 # File -> text: the config and the modules that the page prints.
@@ -154,20 +150,6 @@ def test_other_arguments_are_another_configuration(run, here):
         jt.run_config(loaded, run_dir=run, resume="must")
 
 
-@pytest.mark.long
-def test_a_called_optimizer_gets_the_schedule_of_the_config(here):
-    words = ["optimizer.learning_rate=0.02", "optimizer.schedule.kind=linear", "optimizer.schedule.final_fraction=0"]
-    config = load_config("mine.yaml", overrides=words).config.optimizer
-    schedule = build_schedule(config.schedule, peak=0.02, steps=4)
-    params, gradients = {"w": jnp.ones(3)}, {"w": jnp.full(3, 0.5)}
-    found = []
-    for optimizer in (build_optimizer(config, schedule, axes={}), optax.adamw(schedule, b1=0.8)):
-        state = optimizer.init(params)
-        _, state = optimizer.update(gradients, state, params)
-        found.append(optimizer.update(gradients, state, params)[0]["w"])
-    np.testing.assert_array_equal(*found)  # the same transformation
-
-
 # id: (override, the beginning of the line, exit code)
 WRONG = {
     "a module in place of a model": (
@@ -205,13 +187,6 @@ def test_wrong_parts(here, cli, override, message, code):
     assert answer.code == code
 
 
-def test_debug_shows_the_users_own_traceback(here, cli):
-    answer = cli("train", "mine.yaml", "data={call: my_package.rows:read, args: {num_rows: -1}}", "--debug")
-    assert "read raised ValueError" in answer.err.splitlines()[-1]
-    assert "in read" in answer.err
-    assert answer.code == 3
-
-
 @pytest.fixture
 def in_subprocesses(monkeypatch):
     """Processes that the commands start find jaxtrain as this one did, before the current directory changed."""
@@ -239,16 +214,6 @@ def test_the_compiler_checks_a_plan(here, cli, in_subprocesses):
     (plan,) = json.loads(answer.out)["plans"]
     assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], abs=64)  # counters
     assert plan["fits"] is True
-
-
-@pytest.mark.long
-def test_bench_measures_the_step(here, cli):
-    answer = cli("bench", "mine.yaml", *SHORT, "--skip", "start,limits,blocks", "--json", "bench.json")
-    assert answer.code == 0, answer.err
-    found = json.loads((here / "bench.json").read_text())
-    assert found["step"]["seconds"] > 0
-    assert found["step"]["model_flops"] is None
-    assert "model.call" in found["reasons"]["step.model_flops"]
 
 
 @pytest.mark.long

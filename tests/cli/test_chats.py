@@ -1,7 +1,6 @@
 """Chats on the command line: rows shown, a run, answers to questions."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -61,38 +60,6 @@ def test_pairs_as_json(cli, folder, monkeypatch):
     assert [span["trained"] for span in chosen["spans"]] == [False, True]
     assert rejected["spans"][-1]["text"] == "No.<|im_end|>"
     assert chosen["spans"][0]["ids"] == rejected["spans"][0]["ids"]
-
-
-def test_colours_on_a_terminal(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "TTY_COMPATIBLE", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    assert main(["data", "show", "quickstart", *CHAT, "--rows", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b[1;32mIt is <" in shown  # bold green
-    assert "[[" not in shown
-    assert "\x1b[2m<|im_start|>user" in shown  # dim
-
-
-# id: (words, exit code, what is said)
-REFUSED = {
-    "images": (["quickstart", "data.kind=digits"], 3, "rows are shown where their targets are tokens"),
-    "no such file": (
-        ["quickstart", "data.kind=chat", "data.path=none.jsonl"],
-        3,
-        "none.jsonl does not exist",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_shown_is_one_line(cli, name):
-    words, code, said = REFUSED[name]
-    answer = cli("data", "show", *words)
-    assert (answer.code, answer.out) == (code, "")
-    assert said in answer.err
 
 
 @pytest.mark.long

@@ -2,8 +2,6 @@
 
 import json
 
-import yaml
-
 from jaxtrain.config import Config, load_config, shipped_configs
 from jaxtrain.config.errors import walk
 from jaxtrain.config.files import find_config
@@ -62,16 +60,3 @@ def test_shardings_of_a_published_size_need_no_data(cli):
     rows = {line.split("  ")[0]: line for line in answer.out.splitlines()}
     row = [cell.strip() for cell in rows["blocks/attention/query/kernel"].split("  ") if cell.strip()]
     assert row[1:4] == ["16 x 2048 x 32 x 64", "layers, embed, heads, head_dim", "-, fsdp, tensor, -"]
-
-
-def test_shardings_of_other_models_come_from_their_data(cli, tmp_path):
-    values = {
-        "task": "classification",
-        "model": {"kind": "mlp", "hidden_dims": [64]},
-        "data": {"kind": "synthetic", "task": "table"},
-    }
-    (tmp_path / "table.yaml").write_text(yaml.safe_dump(values))
-    answer = cli("config", str(tmp_path / "table.yaml"), "--sharding")
-    assert answer.code == 0
-    assert "data=8" in answer.out.splitlines()[-1]
-    assert "16 x 64" in answer.out

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from jaxtrain.cli import main
 from jaxtrain.run.open_run import open_run, saved_config
 
 
@@ -84,33 +83,3 @@ def test_data_from_python_is_not_replaced_by_that_of_the_config(cli, text_run, t
     assert evaluate(cli, run, *overrides)["rows"] > 0
     data = saved_config(run, overrides=overrides).config.data
     assert (data.tokenizer.kind, data.tokenizer.path) == ("file", str(run / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def table_run(tmp_path_factory):
-    """A finished run of a small network on a table of three classes that one column tells apart."""
-    folder = tmp_path_factory.mktemp("table")
-    write_table(folder / "a.csv", ["ant", "bee", "cat"])
-    (folder / "a.yaml").write_text(
-        "task: classification\n"
-        "model: {kind: mlp, hidden_dims: [16]}\n"
-        f"data: {{kind: table, path: {folder / 'a.csv'}}}\n"
-        "optimizer: {kind: adamw, learning_rate: 0.05}\n"
-        "train: {steps: 30, global_batch_size: 16}\n"
-        "logging: {report: false, tensorboard: false}\n"
-    )
-    assert main(["train", str(folder / "a.yaml"), "--run-dir", str(folder / "run")]) == 0
-    return folder / "run"
-
-
-def write_table(path, names):
-    places = {"ant": 10, "bee": 20, "cat": 30}
-    rows = [(names[i % len(names)], i / 100) for i in range(90)]
-    path.write_text("x,z,y\n" + "".join(f"{places[name] + noise},{noise},{name}\n" for name, noise in rows))
-
-
-@pytest.mark.long
-def test_another_table_is_read_as_the_run_read_its_own(cli, table_run, tmp_path):
-    write_table(tmp_path / "b.csv", ["bee", "cat"])
-    overrides = [f"data.path={tmp_path / 'b.csv'}", "data.validation_fraction=0.5"]
-    assert evaluate(cli, table_run, *overrides)["eval_accuracy"] == 1

@@ -63,25 +63,6 @@ metric_list: [{{metric: exact_match}}]
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--tasks", "a.yaml"], "--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'"),
-        (["--limit", "3"], "--limit is for --tasks; for held-out rows write evaluation.max_batches=N"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_asked_is_one_line(cli, text_run, monkeypatch, words, said):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *rest: None if name == "lm_eval" else found(name, *rest)
-    )
-    answer = cli("eval", str(text_run), *words)
-    assert (answer.code, answer.out) == (2, "")
-    assert said in answer.err
-    assert len(answer.err.splitlines()) == 1
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, text_run):
     """Three task files over one file of documents, and what the run says to them without the harness."""

@@ -148,16 +148,6 @@ def test_a_signal_reaches_each_process_once(tmp_path, number, passed_on):
     assert launched.left_over() == []
 
 
-def test_a_process_that_is_killed_ends_the_others(tmp_path):
-    launched = Launched(tmp_path, "waits", "killed")
-    launched.wait_for_start()
-    os.kill(int((tmp_path / "1.pid").read_text().split()[0]), signal.SIGKILL)
-    code, _, err = launched.finish()
-    assert code == 128 + 9
-    assert "jaxtrain: process 1 of 2 was ended by SIGKILL; stopping the others\n" in err
-    os.kill(int((tmp_path / "1.pid").read_text().split()[1]), signal.SIGKILL)  # the helper of the one we killed
-
-
 def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     launched = Launched(tmp_path, "waits", "stuck")
     launched.wait_for_start()
@@ -166,34 +156,6 @@ def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     assert launched.left_over(helpers=False) == []
     for path in tmp_path.glob("*.pid"):
         os.kill(int(path.read_text().split()[1]), signal.SIGKILL)
-
-
-TRAIN = "train quickstart"
-# id: (words, pattern of the line)
-USAGE = {
-    "nothing to run": ("launch --processes 2", r"command to run is missing after '--', as in 'jaxtrain launch"),
-    "no count": (f"launch -- {TRAIN}", r"jaxtrain launch: --processes is missing"),
-    "a launch inside": (f"launch --processes 2 -- launch --processes 2 -- {TRAIN}", r"'launch' works in one process"),
-    "a command of one process": (
-        "launch --processes 2 -- data prepare quickstart -o tokens",
-        r"jaxtrain launch: 'data prepare' works in one process; run it without launch, as in: jaxtrain data prep",
-    ),
-    "unknown key": (f"launch --processes 2 -- {TRAIN} train.step=4", r"unknown key 'train\.step' \(command line\)"),
-    "a script that is no program": (
-        "launch --processes 2 -- {script}",
-        r"my\.py' is not a program.*write: python .*my",
-    ),
-}
-
-
-@pytest.mark.parametrize(("words", "pattern"), USAGE.values(), ids=USAGE)
-def test_a_mistake_is_told_once_before_anything_starts(cli, monkeypatch, tmp_path, words, pattern):
-    monkeypatch.setattr(subprocess, "Popen", None)
-    (tmp_path / "my.py").write_text("print('hello')")
-    answer = cli(*words.format(script=tmp_path / "my.py").split())
-    assert (answer.code, answer.out) == (2, "")
-    assert answer.err.count("\n") == 1
-    assert re.search(pattern, answer.err), answer.err
 
 
 def test_the_launcher_does_not_import_jax(tmp_path):

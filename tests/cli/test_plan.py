@@ -2,15 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
-from test_startup import WATCHED
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import catalogue
 from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.search.analyse import with_degrees
 from jaxtrain.plan.workload.describe import describe_workload
@@ -87,26 +83,19 @@ MIXTURE = "model.experts.num_experts=8 model.experts.experts_per_token=2"
 GROUPS = '[{"match":["embedding"],"optimizer":{"kind":"sgd"}},{"match":["*/mlp/*"],"optimizer":{"kind":"muon"}}]'
 STATES = {
     "one device": "quickstart 1",
-    "zero=2": "quickstart 8 parallel.zero=2 parallel.tensor=2",
     "zero=3": "quickstart 8 parallel.zero=3",
     "all at once": f"quickstart 8 parallel.pipe=2 parallel.fsdp=2 parallel.tensor=2 {LAYERS} parallel.zero=1",
     "experts": f"quickstart 8 {MIXTURE} parallel.expert=4 parallel.fsdp=2",
     "sgd without momentum": "quickstart 1 optimizer.kind=sgd optimizer.momentum=0",
-    "adafactor, fsdp=8": "quickstart 8 optimizer.kind=adafactor parallel.fsdp=8",
     "adafactor, zero=1": "quickstart 8 optimizer.kind=adafactor parallel.zero=1 parallel.tensor=2 optimizer.b1=0.9",
     # 160 = 2 x 80 elements of a block do not divide by 8: their exponents are whole on each shard.
     "int8 moments": "quickstart 8 optimizer.moments=int8 parallel.fsdp=4 parallel.tensor=2 parallel.zero=1",
-    "lion, bfloat16 momentum": "quickstart 8 optimizer.kind=lion optimizer.moments=bfloat16",
     "muon": "quickstart 8 optimizer.kind=muon parallel.fsdp=4 optimizer.adamw=['*/mlp/*']",
     "muon of experts": f"quickstart 8 {MIXTURE} optimizer.kind=muon parallel.expert=4 parallel.zero=1",
     "moving average": "quickstart 8 optimizer.ema_decay=0.99 parallel.zero=1",
-    "frozen": "quickstart 8 optimizer.freeze=['blocks/*'] parallel.fsdp=4",
     "parameter groups": f"quickstart 8 optimizer.groups={GROUPS} parallel.fsdp=4",
-    "no masters": "quickstart 1 precision.policy=bf16_pure",
-    "loss scale": "quickstart 1 precision.policy=fp16",
     "tied, learned positions": "quickstart 1 model.size=gpt2 model.num_layers=2 data.sequence_length=64",
     "resnet": "digits_resnet 8 optimizer.ema_decay=0.9 parallel.fsdp=4 parallel.zero=1",
-    "mlp": "digits_mlp 8 parallel.tensor=2 parallel.fsdp=2",
 }
 
 
@@ -127,15 +116,6 @@ def test_state_bytes_are_those_of_the_step(cli, words):
     )
     # What the analytic model leaves out are counters of a few bytes.
     assert plan["memory"]["state_bytes"] == pytest.approx(sharded_bytes(step.abstract_state), rel=0.01)
-
-
-def test_the_written_config_has_the_steps_that_were_asked_for(cli, tmp_path):
-    path = tmp_path / "planned.yaml"
-    answer = cli(*PLAN, "h100", "--tokens", "1e6", "--config", str(path), "optimizer.schedule.warmup_steps=80")
-    assert answer.code == 0
-    assert answer.err.startswith("train.steps=977: the lengths of optimizer.schedule are in proportion to it\n")
-    written = load_config(path).config
-    assert (written.train.steps, written.optimizer.schedule.warmup_steps) == (977, 97)
 
 
 def test_search_ranks_and_explains(cli):
@@ -188,6 +168,7 @@ def test_writes_a_page(cli, tmp_path):
     [
         pytest.param(("--on", "h100x8", "parallel.fsdp=8"), id="as asked"),
         pytest.param(("--on", "v5e-8", "parallel=auto"), id="auto"),
+        pytest.param(("--on", "h100", "--tokens", "1e6", "optimizer.schedule.warmup_steps=80"), id="tokens"),
     ],
 )
 def test_the_written_config_plans_the_same(cli, tmp_path, words):
@@ -197,67 +178,14 @@ def test_the_written_config_plans_the_same(cli, tmp_path, words):
     assert first.err.endswith(f"wrote {path}: jaxtrain train {path}\n")
     planned = json.loads(first.out)["plans"][0]
     loaded = load_config(path)
+    if "--tokens" in words:  # 977 of the 800 steps of the config
+        written = loaded.config
+        assert (written.train.steps, written.optimizer.schedule.warmup_steps) == (977, 97)
     assert loaded.config.model_dump(mode="json") == planned["config"]
     assert not loaded.config.parallel.auto
     assert path.read_text().startswith(f"# quickstart, planned for {words[1]}: ")
     (again,) = plans(cli("plan", str(path), "--on", words[1], "--analytic", "--json"))
     assert again == planned
-
-
-def test_list_shows_all_hardware(cli):
-    answer = cli("plan", "--list")
-    assert (answer.code, answer.err) == (0, "")
-    assert set(catalogue()) <= set(answer.out.split())
-    listed = json.loads(cli("plan", "--list", "--json").out)
-    assert {entry["name"] for entry in listed} == set(catalogue())
-
-
-H100X8 = "quickstart --on h100x8"
-# id: (words after `plan --analytic`, pattern of the line)
-MISTAKES = {
-    "no config": ("", r"CONFIG is missing; 'jaxtrain plan --list' lists the hardware"),
-    "unknown hardware": ("quickstart --on h101x8", r"no 'h101' in the catalogue: did you mean h100\?.*--hardware"),
-    "rows longer than the model": (
-        "gpt2_124m --on h100 data.sequence_length=2048",
-        r"data\.sequence_length=2048 exceeds model\.max_sequence_length=1024; lower it",
-    ),
-    "more classes than the model has": (
-        "digits_resnet --on h100 model.num_classes=5",
-        r"the model has 5 outputs but the data 10 classes",
-    ),
-    "unknown thing to vary": (f"{H100X8} --search --vary mesh,colour", r"cannot search over 'colour'; known: mesh, "),
-    "negative tokens": (f"{H100X8} --tokens -5", r"tokens is -5\.0; give a positive number"),
-    "network in no unit": (f"{H100X8} --network 400", r"--network '400': write bits/s or bytes/s of one device, as in"),
-    "key of the hardware file": (f"{H100X8} --hardware hardware.yaml", r"hardware\.yaml:1: h100: no key 'colour'"),
-    "config in no folder": (f"{H100X8} --config no/x.yaml", r"--config no/x\.yaml: No such file or directory; give a"),
-    "data of unknown size": (
-        "tabular_mlp --on h100 data.path=my.csv",
-        r"a plan does not open data\.path=my\.csv; plan",
-    ),
-}
-# Where what is wrong comes after the answer.
-ANSWERED = ("config in no folder",)
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_one_line(cli, tmp_path, monkeypatch, name):
-    words, pattern = MISTAKES[name]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "hardware.yaml").write_text("h100: {colour: red}\n")
-    answer = cli("plan", *words.split(), "--analytic")
-    assert (answer.code, bool(answer.out)) == (2, name in ANSWERED)
-    assert answer.err.startswith("jaxtrain")
-    assert answer.err.count("\n") == 1
-    assert re.search(pattern, answer.err), answer.err
-
-
-def test_plans_without_jax():
-    """Importing jax would take longer than all else that the command does."""
-    words = ["quickstart", "--on", "h100x8,v5e-8,rtx4090", "--analytic", "--json"]
-    done = subprocess.run([sys.executable, "-c", WATCHED, "plan", *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert not {"jax", "flax", "optax", "orbax", "grain"} & set(done.stderr.split())
 
 
 @pytest.mark.parametrize(

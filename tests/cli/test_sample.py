@@ -83,14 +83,6 @@ def test_a_text_fills_the_positions_or_ends_before_a_stop(cli, text_run):
 
 
 @pytest.mark.long
-def test_limits_down_to_one_token_are_greedy(cli, text_run):
-    words = ("-p", "ab", "-n", "8")
-    greedy = sample(cli, text_run, *words, *GREEDY)
-    for limit in (("--top-p", "1e-6"), ("--min-p", "1"), ("--beams", "1")):
-        assert sample(cli, text_run, *words, "--temperature", "1", *limit) == greedy, limit
-
-
-@pytest.mark.long
 def test_a_stream_and_a_whole_text_are_the_same(cli, text_run):
     """One program writes both, so that not even rounding differs; `run.sample` is a third way to the same text."""
     words = ("-p", "ab", "-p", "The class", "-n", "6", "--temperature", "0")
@@ -161,32 +153,6 @@ def test_a_reader_that_leaves_ends_the_stream_quietly(text_run, monkeypatch, cap
     assert capfd.readouterr().err == ""
 
 
-def test_a_terminal_gets_text_as_it_is_written(cli, text_run, monkeypatch):
-    pieces = []
-    monkeypatch.setattr("jaxtrain.commands.sample.print_stream", lambda written, count, scored: pieces.extend(written))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert cli("sample", str(text_run), "-p", "ab", "-n", "6", "--temperature", "0").code == 0
-    # The prompt, and a piece per token at most: one program step may end no character.
-    assert pieces[0].text == "ab"
-    assert len(pieces) >= 6
-
-
-WRONG = {
-    "beams in pieces": (("--beams", "2", "--stream"), "not allowed with argument --beams"),
-    "beams with scores": (("--beams", "2", "--logprobs"), "--beams takes no --chat and no --logprobs"),
-    "beams that draw": (("--beams", "2", "--top-k", "3"), "leave those or beams out"),
-    "a hundred alternatives": (("--logprobs", "100"), "at most 20"),
-}
-
-
-@pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG)
-def test_what_does_not_go_together_is_one_line(cli, text_run, words, said):
-    answer = cli("sample", str(text_run), "-p", "a", *words)
-    assert (answer.code, answer.out) == (2, "")
-    assert said in answer.err
-    assert answer.err.count("\n") == 1
-
-
 @pytest.mark.long
 def test_a_prompt_of_a_published_folder_begins_as_its_tokenizer_says(cli, tmp_path):
     folder = shutil.copytree(PUBLISHED / "llama", tmp_path / "llama")
@@ -212,9 +178,3 @@ def test_a_prompt_of_a_published_folder_begins_as_its_tokenizer_says(cli, tmp_pa
         answer = cli("sample", str(folder), *words)
         assert (answer.code, answer.out) == (2, "")
         assert said in answer.err
-
-
-def test_a_folder_without_a_tokenizer_is_one_line(cli):
-    answer = cli("sample", str(PUBLISHED / "llama"), "-p", "a")
-    assert (answer.code, answer.out) == (2, "")
-    assert "has no tokenizer.json" in answer.err

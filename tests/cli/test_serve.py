@@ -43,37 +43,6 @@ def folder(tmp_path_factory) -> Path:
     return found
 
 
-WRONG = {
-    "nothing there": (("{tmp}/none",), "is no run and no published folder"),
-    "an open address without a key": (("{tmp}", "--host", "0.0.0.0"), "can be reached from other machines"),
-    "an empty key": (("{tmp}", "--api-key-file", "{tmp}/empty"), "holds no key"),
-    "a port that is taken": (("{tmp}", "--port", "{taken}"), "is in use; use another"),
-    "a step of what is no run": (("{published}/smollm2", "--step", "1"), "--step 1 is for runs"),
-}
-
-
-@pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG)
-def test_a_mistake_is_one_line_and_exit_2(cli, tmp_path, words, said):
-    assert_one_line(cli, tmp_path, words, said)
-
-
-def test_a_missing_extra_is_named(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr("jaxtrain.commands.serve._PACKAGES", ("starlette", "no_such_package"))
-    assert_one_line(cli, tmp_path, ("{tmp}",), "needs no_such_package: pip install 'jaxtrain[serve]'")
-
-
-def assert_one_line(cli, tmp_path, words, said, **places):
-    (tmp_path / "empty").write_text("\n")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        places |= {"tmp": tmp_path, "published": ROOT / "tests" / "interop" / "published"}
-        places["taken"] = taken.getsockname()[1]
-        words = [word.format(**places) for word in words]
-        answer = cli("serve", *words, *(() if "--port" in words else ("--port", "0")))
-    assert (answer.code, answer.out) == (2, "")
-    assert said in answer.err
-    assert answer.err.count("\n") == 1
-
-
 @pytest.fixture(scope="module")
 def opened(folder):
     return open_served(folder, mesh=jt.make_mesh(devices=jax.devices()[:1]))

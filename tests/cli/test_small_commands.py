@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from jaxtrain.config import load_config
 from jaxtrain.data import open_data
 
@@ -37,22 +35,6 @@ def test_a_folder_of_runs_and_more_than_eight_get_a_table(cli, tmp_path, monkeyp
     assert (folder / "report.html").read_text() == (tmp_path / "compare.html").read_text()
     assert "<h1>9 runs</h1>" in (folder / "report.html").read_text()
     assert cli("report", "sweep", "-o", "page.html").out == "report: page.html\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["{here}/b"], "no run at {here}/b"),
-        (["{here}/a", "-o", "{here}/no/page.html"], "No such file or directory; give a file in a folder"),
-    ],
-    ids=["no-run", "no-folder"],
-)
-def test_mistakes_are_one_line(cli, tmp_path, words, said):
-    _run(tmp_path, "a")
-    answer = cli("report", *(word.format(here=tmp_path) for word in words))
-    assert answer.code == 2
-    assert said.format(here=tmp_path) in answer.err
-    assert len(answer.err.splitlines()) == 1
 
 
 def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):

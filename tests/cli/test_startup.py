@@ -23,15 +23,19 @@ def run(*words, **settings):
     return subprocess.run([*words], capture_output=True, text=True, timeout=120, **settings)
 
 
+PLAN = ["plan", "quickstart", "--on", "h100x8,v5e-8,rtx4090", "--analytic", "--json"]
+
+
 @pytest.mark.parametrize(
     ("words", "loaded"),
-    [(["train", "--help"], ""), (["config", "quickstart"], " pydantic yaml")],
-    ids=["train --help", "config quickstart"],
+    [(["train", "--help"], ""), (["config", "quickstart"], "pydantic yaml"), (PLAN, "numpy pydantic yaml")],
+    ids=["train --help", "config quickstart", "plan"],
 )
 def test_imports_no_more_than_it_needs(words, loaded):
     """What a command costs before it does anything is what it imports; `scripts/bench_start.py` has the seconds."""
     done = run(sys.executable, "-c", WATCHED, *words)
-    assert (done.returncode, done.stderr) == (0, f"loaded:{loaded}\n")
+    assert done.returncode == 0
+    assert set(done.stderr.removeprefix("loaded:").split()) <= set(loaded.split())
 
 
 def test_checkpoints_are_listed_without_jax(text_run):

@@ -102,25 +102,6 @@ def test_settings_that_cannot_be_read(words, number, seed, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["quickstart", "train.stepps=1,2"], "train.stepps"),
-        (["quickstart", "optimizer.learning_rate=1e-3,fast"], "optimizer.learning_rate"),
-        (["quickstart"], "key=value is missing"),
-        (["quickstart", "seed=1,2", "checkpoint.directory=gs://bucket/x"], "gs://bucket/x would be that of several"),
-    ],
-    ids=["key", "value-of-the-second-trial", "no-setting", "one-folder-for-all"],
-)
-def test_mistakes_are_one_line_before_anything_starts(cli, tmp_path, monkeypatch, words, said):
-    monkeypatch.chdir(tmp_path)
-    answer = cli("sweep", *words)
-    assert answer.code == 2
-    assert said in answer.err
-    assert len(answer.err.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_trials_end_in_their_ways_and_only_the_unfinished_run_again(cli, trials):
     words = ["sweep", "quickstart", "seed=3,5,75,9,2", "--run-dir", str(trials), "--jobs", "2"]
     for starts in (1, 2):

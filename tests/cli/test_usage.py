@@ -4,12 +4,15 @@ import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.commands.table import COMMANDS, Command
 
+PLAN = "plan quickstart --analytic --on"
+LLAMA = Path(__file__).resolve().parents[1] / "interop" / "published" / "llama"
 # id: (words, exit code, pattern of the line)
 USAGE = {
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),
@@ -32,6 +35,56 @@ USAGE = {
     "a published folder": ("eval published", 2, r"published is not a run: .*jaxtrain import published -o RUN_DIR"),
     "a foreign run.json": ("eval foreign", 2, r"run\.json holds no config"),
     "a run without checkpoints": ("eval fresh", 4, r"no checkpoint in .*fresh/checkpoints"),
+    "an address as run directory": ("train quickstart --run-dir gs://b/run", 2, r"gs://b/run is not a path on this"),
+    "an address as config": ("train s3://b/a.yaml", 2, r"config s3://b/a\.yaml is not a path on this machine"),
+    "an address as output": ("data prepare quickstart -o gs://b/t", 2, r"--output gs://b/t is not a path"),
+    "rows that are no tokens": ("data show digits_mlp", 3, r"rows are shown where their targets are"),
+    "report of no run": ("report nowhere", 2, r"no run at nowhere"),
+    "a folder without a tokenizer": (f"sample {LLAMA} -p a", 2, r"has no tokenizer\.json"),
+    "serving nothing": ("serve nowhere --port 0", 2, r"is no run and no published folder"),
+    "serving everybody": ("serve folder --port 0 --host 0.0.0.0", 2, r"can be reached from other machines"),
+    "serving with an empty key": ("serve folder --port 0 --api-key-file file", 2, r"holds no key"),
+    "launching nothing": ("launch --processes 2", 2, r"command to run is missing after '--', as in 'jaxtrain launch"),
+    "launching without a count": ("launch -- train quickstart", 2, r"jaxtrain launch: --processes is missing"),
+    "launching a command of one process": (
+        "launch --processes 2 -- data prepare quickstart -o tokens",
+        2,
+        r"'data prepare' works in one process; run it without launch, as in: jaxtrain data prep",
+    ),
+    "launching a wrong key": ("launch --processes 2 -- train quickstart train.step=4", 2, r"unknown key 'train\.step'"),
+    "launching a script": ("launch --processes 2 -- ./my.py", 2, r"my\.py' is not a program.*write: python .*my"),
+    "sweeping a wrong key": ("sweep quickstart train.stepps=1,2", 2, r"train\.stepps"),
+    "sweeping a wrong value": ("sweep quickstart optimizer.learning_rate=1e-3,fast", 2, r"optimizer\.learning_rate"),
+    "sweeping nothing": ("sweep quickstart", 2, r"key=value is missing"),
+    "one store for all trials": (
+        "sweep quickstart seed=1,2 checkpoint.directory=gs://bucket/x",
+        2,
+        r"gs://bucket/x would be that of several",
+    ),
+    "planning nothing": ("plan --analytic", 2, r"CONFIG is missing; 'jaxtrain plan --list' lists the hardware"),
+    "unknown hardware": (f"{PLAN} h101x8", 2, r"no 'h101' in the catalogue: did you mean h100\?.*--hardware"),
+    "rows longer than the model": (f"{PLAN} h100 data.sequence_length=2048", 2, r"data\.sequence_length=2048 exceeds"),
+    "classes beyond the model's": (
+        "plan digits_resnet --analytic --on h100 model.num_classes=5",
+        2,
+        r"the model has 5 outputs but the data 10 classes",
+    ),
+    "unknown thing to vary": (
+        f"{PLAN} h100x8 --search --vary mesh,colour",
+        2,
+        r"cannot search over 'colour'; known: ",
+    ),
+    "negative tokens": (f"{PLAN} h100x8 --tokens -5", 2, r"tokens is -5\.0; give a positive number"),
+    "network in no unit": (
+        f"{PLAN} h100x8 --network 400",
+        2,
+        r"--network '400': write bits/s or bytes/s of",
+    ),
+    "key of the hardware file": (
+        f"{PLAN} h100x8 --hardware hardware.yaml",
+        2,
+        r"hardware\.yaml:1: h100: no key",
+    ),
     "a run directory that is a file": ("train quickstart --run-dir file", 2, r"run directory file is a file"),
 }
 
@@ -55,7 +108,8 @@ def one_line(err: str, pattern: str) -> None:
 def places(tmp_path, monkeypatch):
     """A working directory with paths that are no runs, and a run that has not saved yet."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
+    for name, text in {"file": "", "my.py": "print('hello')", "hardware.yaml": "h100: {colour: red}\n"}.items():
+        (tmp_path / name).write_text(text)
     fresh = '{"config": {}, "data": {"input_shape": [8], "vocab_size": 256, "reading": {}}}'
     for name, content in (("folder", None), ("foreign", "[1]"), ("fresh", fresh)):
         (tmp_path / name).mkdir()
@@ -83,6 +137,12 @@ RUN_MISTAKES = {
     ),
     "text of an image model": ("sample {image} -p a", 2, r"images gives neither text nor embeddings"),
     "top-p above one": ("sample {text} -p a --top-p 2", 2, r"top_p is 2\.0"),
+    "beams in pieces": ("sample {text} -p a --beams 2 --stream", 2, r"not allowed with argument --beams"),
+    "beams with scores": ("sample {text} -p a --beams 2 --logprobs", 2, r"--beams takes no --chat and no --logprobs"),
+    "beams that draw": ("sample {text} -p a --beams 2 --top-k 3", 2, r"leave those or beams out"),
+    "a hundred alternatives": ("sample {text} -p a --logprobs 100", 2, r"at most 20"),
+    "a limit without tasks": ("eval {text} --limit 3", 2, r"--limit is for --tasks.*write evaluation\.max_batches=N"),
+    "a page in no folder": ("report {text} -o no/page.html", 2, r"No such file or directory; give a file in a folder"),
     "more tokens than positions": ("sample {text} -p abcdef -n 60", 2, r"exceed the model's 32 positions.*at most 26"),
     "other images as text": (
         "eval {image} data.kind=text data.sequence_length=8",

@@ -6,24 +6,6 @@ from jaxtrain.config import load_config
 from jaxtrain.config.kinds import check_kinds, row_form
 from jaxtrain.errors import ConfigError
 
-# id: (overrides, what `load_config` says)
-WHERE = {
-    "no names": (["remat.policy=names"], r"remat \(command line\): remat.policy=names needs remat.names, and none"),
-    "a head that sees one token": (
-        ["model.head.kind=sequence"],
-        r"head.pooling=first with causal: true sees one token alone; set head.pooling: last",
-    ),
-    "block of whatever": (["loss.block=3"], r"loss \(command line\): loss.block=3 has no effect with loss.logits=auto"),
-}
-
-
-@pytest.mark.parametrize("name", WHERE)
-def test_told_with_where_it_was_set(name):
-    overrides, said = WHERE[name]
-    with pytest.raises(ConfigError, match=said):
-        load_config("quickstart", overrides=overrides)
-
-
 # id: (overrides, what is refused)
 TOLD = {
     "a task of other data": (["task=classification"], "set task=language_modeling"),
@@ -156,8 +138,3 @@ def test_what_does_not(name):
     with pytest.raises(ConfigError, match=said) as caught:
         check_kinds(load_config("quickstart", overrides=overrides).config)
     assert "\n" not in str(caught.value)
-
-
-def test_options_of_the_loss_are_those_of_every_task_of_tokens():
-    for overrides in (MASKED, SPANS):
-        check_kinds(load_config("quickstart", overrides=[*overrides, "loss.z_loss=1e-4"]).config)

@@ -90,11 +90,6 @@ def test_big_config_traces_whole_on_eight_devices(name):
     assert metrics["loss"].shape == ()
 
 
-def test_quickstart_divides_over_several_devices():
-    config = load_config("quickstart", keywords={"parallel": {"fsdp": 2, "tensor": 2}}).config
-    assert assemble(config, open_run_data(config)).step.mesh.size == 8
-
-
 TINY_TRANSFORMER = [
     *("model.num_layers=1", "model.embed_dim=64", "model.mlp_dim=128", "model.num_heads=8", "model.vocab_size=256"),
     *("model.num_kv_heads=4", "data.vocab_size=256", "data.sequence_length=32"),
@@ -142,17 +137,6 @@ def test_a_whole_run_reaches_what_the_header_states(name, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["eval_accuracy"] for row in rows if "eval_accuracy" in row][-1] >= REACHED[name]
-
-
-@pytest.mark.long
-def test_quickstart_learns_from_its_first_steps_and_writes_a_sample(tmp_path):
-    short = {"train.steps": 16, "optimizer.schedule.warmup_steps": 4, "evaluation.every": None}
-    run_config("quickstart", overrides=short, run_dir=tmp_path / "run")
-    first, last = losses(tmp_path / "run")
-    # From log(vocabulary) to the frequencies of the tokens.
-    assert last < first - 0.5
-    assert (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8").startswith("A class definition")
-    assert (tmp_path / "run" / "report.html").exists()
 
 
 ABOUT_WEIGHTS = {

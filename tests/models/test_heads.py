@@ -143,9 +143,7 @@ def test_the_shapes_are_those_of_the_modules(settings):
     assert found == head_tensors(head, WIDTH, norm="layernorm", vocab_size=11, num_labels=labels)
 
 
-def test_a_setting_that_a_head_does_not_read_is_refused():
-    with pytest.raises(ConfigError, match="pooling is for a head of kind sequence, regression"):
-        HeadConfig(kind="token", pooling="mean")
+def test_the_number_of_labels_is_the_config_s_or_the_data_s():
     with pytest.raises(ConfigError, match=r"^model\.head\.num_labels is not set"):
         num_labels(HeadConfig(kind="sequence"), None)
     assert num_labels(HeadConfig(kind="sequence", num_labels=4), 7) == 4

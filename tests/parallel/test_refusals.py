@@ -66,7 +66,7 @@ ROWS = {
     "no parts": (mlp, dict(pipe=8), {}, 1, "pipe=8, but the model mlp does not declare its embedding, stack and head"),
     "zero 3 without fsdp": (lm(), dict(data=8), dict(zero=3), 1, "zero=3 .* data=8 and fsdp=1; use fsdp=8"),
     "no stages": (lm(), dict(data=8), dict(microbatches=4), 1, "microbatches=4 .*train.accumulation_steps"),
-    "zero": (lm(), dict(data=8), dict(zero=4), 1, "zero=4; use 0, 1, 2 or 3"),
+    "zero": (lm(), dict(data=8), dict(zero=4), 1, "zero is 4, not one of 0, 1, 2, 3"),
 }
 
 

@@ -38,7 +38,6 @@ def test_a_run_directory_holds_what_the_design_says(tmp_path: Path, capfd: pytes
         evaluation__sample_tokens=10,
         checkpoint__every=2,
         profile__start_step=2,
-        profile__num_steps=2,
     )
     names = {path.name for path in tmp_path.iterdir()}
     wanted = {"run.json", "metrics.jsonl", "checkpoints", "report.html", "tensorboard", "tokenizer.json", "sample.txt"}

@@ -167,7 +167,7 @@ def settings(run: RunFiles) -> str:
     own = {part: str(name) for part, name in mapping(run.info.get("from_python")).items() if name}
     every = {key: value_text(value) for key, value in flat(run.config).items() if not is_replaced(key, own)}
     try:
-        described = [key for group in describe(load_config(run.config)) for key in group.keys] if every else []
+        described = describe(load_config(run.config)) if every else []
     except ConfigError:  # another version wrote it, and this one does not know its keys
         described = []
     if not described:

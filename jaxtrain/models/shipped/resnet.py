@@ -27,6 +27,8 @@ from jaxtrain.ops.images.normalised_convolution import normalise_and_convolve
 from jaxtrain.ops.ranks import aligned
 from jaxtrain.remat.policy import Remat
 
+# Decay of the running batch statistics.
+_NORM_MOMENTUM = 0.9
 _BATCH = ("batch", None, None, None)
 
 
@@ -135,7 +137,7 @@ class ResNet(nnx.Module):
     """
 
     def __init__(self, config: ResNetConfig, channels: int, num_classes: int, remat: Remat, rngs: nnx.Rngs):
-        momentum, stages = config.norm_momentum, resnet_stages(config)
+        momentum, stages = _NORM_MOMENTUM, resnet_stages(config)
         self.stem = Conv(stem_shape(config, channels), rngs=rngs)
         self.stem_norm = BatchNorm(config.width, momentum=momentum)
         for number, stage in enumerate(stages):

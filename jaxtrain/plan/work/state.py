@@ -23,6 +23,7 @@ from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.optim.rules import (
+    NEWTON_SCHULZ_STEPS,
     adamw_patterns,
     as_matrix,
     check_groups,
@@ -192,7 +193,7 @@ def update_flops(config: Config, placed: Sequence[Parameter], degrees: Mapping[s
         devices = math.prod(degrees.values()) / parts
         count = math.prod(one.shape[d] for d in matrix.batch) / parts
         each = math.ceil(count / devices) if matrix.batch else count / devices
-        flops += each * optimizer.newton_schulz_steps * (4 * short**2 * long + 2 * short**3)
+        flops += each * NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
     return flops
 
 

@@ -66,7 +66,6 @@ def from_published(config: Mapping[str, Any]) -> dict[str, Any]:
         width=width,
         stem="imagenet",
         num_classes=classes,
-        norm_momentum=0.9,
     )
 
 
