@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import EarlyStoppingConfig, is_higher_better
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.progress import Progress
 
 if TYPE_CHECKING:
+    from jaxtrain.data import Data
+    from jaxtrain.models.model import Model
+    from jaxtrain.models.task import Task
     from jaxtrain.train.assemble import Run
+    from jaxtrain.train.own_step import OwnStep
     from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None
@@ -137,6 +142,19 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         load_config({"evaluation": {"every": 1, "early_stopping": asdict(self)}}, origin="jaxtrain.EarlyStopping")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What `fit` and `run_config` were given beside the config; see there."""
+
+    own_step: "OwnStep"
+    resume: str | None = None
+    model: "Model | None" = None
+    task: "Task | None" = None
+    data: "Data | None" = None
+    callbacks: Sequence[Callback | EarlyStopping] = ()
+    progress: Progress | None = None
 
 
 def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[Callback, ...], EarlyStopping | None]:

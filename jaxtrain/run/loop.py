@@ -13,6 +13,7 @@ from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.evaluation import held_out_details
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.restore import frozen_params, state_before
+from jaxtrain.run.resume import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
 from jaxtrain.run.saving import is_due
 from jaxtrain.run.session import (
@@ -27,7 +28,6 @@ from jaxtrain.run.session import (
     shown_metrics,
     stop_run,
 )
-from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.runtime import host
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState

@@ -18,8 +18,8 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.run_card import run_text
 from jaxtrain.run.directory import mend_run
-from jaxtrain.run.own_parts import check_evaluable
-from jaxtrain.run.tokenizer import read_tokenizer, tokenizer_file
+from jaxtrain.run.published import read_tokenizer, tokenizer_file
+from jaxtrain.run.resume import check_evaluable
 from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:

@@ -24,26 +24,25 @@ from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.progress import Phase, Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.run.activity import Activity
-from jaxtrain.run.callbacks import Watch, sorted_callbacks
+from jaxtrain.run.callbacks import Given, Watch, sorted_callbacks
 from jaxtrain.run.directory import set_aside
 from jaxtrain.run.evaluation import Evaluator, to_hold_out
 from jaxtrain.run.import_run import check_class_order
 from jaxtrain.run.interrupt import Interrupt
-from jaxtrain.run.own_parts import Given, own_parts
-from jaxtrain.run.record import RunRecord
+from jaxtrain.run.record import RunRecord, StepLog, run_meter
 from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
 from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
 from jaxtrain.run.resume import (
+    RECORD,
     check_resumed,
     choose_start,
     finished_row,
     flat,
+    own_parts,
     run_metadata,
 )
 from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
 from jaxtrain.run.session import Session
-from jaxtrain.run.spikes import RECORD
-from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.runtime.agreement import Facts, together
 from jaxtrain.runtime.compiler import Taken, cache_folder, compile_lowered, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator

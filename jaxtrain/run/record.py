@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,20 +11,25 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Loaded
+from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.layout.rules import entry_axes
+from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info
+from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
-from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, open_writers
+from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, flat_scalars, open_writers
+from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.models.tasks import is_shipped
+from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.run.callbacks import EARLY_STOPPED
 from jaxtrain.run.directory import kept_info, seconds_before
-from jaxtrain.run.published import keep_published
-from jaxtrain.run.spikes import RECORD
-from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
+from jaxtrain.run.published import DIGEST_KEY, TOKENIZER_FILE, keep_published, keep_tokenizer
+from jaxtrain.run.resume import RECORD
+from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import identity, strict_json, write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
@@ -304,3 +310,94 @@ def _parameters(run: Run) -> dict[str, str]:
         parts.append("" if trainable is None or trainable(name) else "frozen")
         found[name] = " ".join(part for part in parts if part)
     return found
+
+
+class StepLog:
+    """Measures every step and logs some of them."""
+
+    def __init__(
+        self, run: Run, *, meter: Meter, record: "RunRecord", progress: Progress, start: int, row: Scalars
+    ) -> None:
+        self._meter, self._record, self._progress = meter, record, progress
+        self._every = run.config.logging.every
+        self._always = (start + 1, run.config.train.steps)
+        self._skipped = run.data.skipped
+        self._unlogged: tuple[int, Mapping[str, jax.Array]] | None = None
+        self.row: Scalars = row
+
+    def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
+        """Take note of a step that is done."""
+        self._meter.record(number, seconds, waited)
+        self._record.spent.add("steps", seconds - waited)
+        self._record.spent.add("waiting for data", waited)
+        if number % self._every == 0 or number in self._always:
+            self._log(number, metrics)
+        else:
+            self._unlogged = number, metrics
+            self._progress.update(number, {})
+
+    def end(self) -> None:
+        """Log the last step where it was not: a run that stops early did not know before that it was the last."""
+        unlogged, self._unlogged = self._unlogged, None
+        if unlogged is not None:
+            # A device that failed gives nothing, a full disk takes nothing, and what ends the run says that it did.
+            with contextlib.suppress(jax.errors.JaxRuntimeError, StorageError):
+                self._log(*unlogged)
+
+    def go_back(self) -> None:
+        """Forget the last step, which the run went back before."""
+        self._unlogged = None
+
+    def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+        self._unlogged = None
+        values = flat_scalars(jax.device_get(dict(metrics)))
+        standard = {name: values.pop(name) for name in ("loss", "grad_norm", "skipped_steps")}
+        standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python
+        for name in ("weight", "skipped_in_a_row", "spiked"):
+            values.pop(name, None)
+        if self._skipped:
+            values["skipped_records"] = sum(source.count for source in self._skipped)
+        self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
+        self._record.scalars(number, self.row)
+        self._progress.update(number, self.row)
+
+
+def run_meter(run: Run, *, own_model: bool) -> Meter:
+    """The meter of a run: what a step counts, and the FLOPs and the peak that utilization is computed from."""
+    config, data = run.config, run.data
+    peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
+    mean = mean_tokens(data.train) if data.unit == "tokens" else None
+    return Meter(
+        "tokens" if data.unit == "tokens" else "examples",
+        (data.units_per_row if mean is None else mean) * config.train.global_batch_size,
+        flops_per_step=None if own_model else step_flops(run),
+        peak_flops=None if peak is None else peak * run.step.mesh.size,
+    )
+
+
+def step_flops(run: Run) -> float | None:
+    """Model FLOPs of a step of the config's model; None where a size that it needs is not known."""
+    config, data, model = run.config, run.data, run.step.model
+    shapes, adapted, adapters = parameter_shapes(model), model.adapted, {}
+    if adapted is None:
+        is_trained = trainable_predicate(config.optimizer.freeze, list(shapes))
+    else:
+        is_trained, kernels = adapted.trains, parameter_shapes(adapted.original)
+        # Elements of the two factors of an adapter, as a multiple of its kernel's.
+        adapters = {
+            path: sum(shapes[f"{path}/{name}"].size for name in LOW_RANK) / kernels[path].size
+            for path in adapted.targets
+        }
+    flops = model_flops_per_row(
+        config.model,
+        sequence_length=data.input_shape[-1] if data.unit == "tokens" else None,
+        input_shape=data.input_shape,
+        num_outputs=data.num_outputs,
+        vocab_size=data.vocab_size,
+        decoder_length=data.decoder_length,
+        trained=None if is_trained is None else [path for path in shapes if is_trained(path)],
+        adapters=adapters,
+    )
+    # A pair of answers [2, L] is two texts.
+    texts = math.prod(data.input_shape[:-1]) if data.unit == "tokens" else 1
+    return None if flops is None else flops * texts * config.train.global_batch_size

@@ -29,7 +29,7 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.quantize import quantize, quantized_bytes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import LossScale
-from jaxtrain.run.spikes import SpikeError
+from jaxtrain.run.resume import SpikeError
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT, BaseRecord, base_of, describe_base, with_base, without_base

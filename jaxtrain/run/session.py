@@ -19,10 +19,9 @@ from jaxtrain.run.activity import Activity
 from jaxtrain.run.callbacks import Watch
 from jaxtrain.run.evaluation import Evaluator, held_out_batches
 from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
-from jaxtrain.run.record import RunRecord
+from jaxtrain.run.record import RunRecord, StepLog
 from jaxtrain.run.restore import trained_leaves
 from jaxtrain.run.saving import RunSaves
-from jaxtrain.run.step_log import StepLog
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
