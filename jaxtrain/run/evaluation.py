@@ -255,13 +255,8 @@ def held_out_rows(
     Args:
         config: of the run.
         rows: data, whose held-out rows are taken, or rows.
-        sharded_model: that they are for.
-        task: that is evaluated.
+        sharded_model, task: that they are for.
         max_batches: largest number of batches of the configured size; None: all.
-
-    Raises:
-        DataError: there are no held-out rows.
-        ConfigError: the batch does not divide by the mesh, and the loss is not one of separate rows.
     """
     if isinstance(rows, Data):
         if rows.validation is None:

@@ -12,7 +12,7 @@ from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.evaluation import held_out_details
 from jaxtrain.run.interrupt import StoppedWaiting
-from jaxtrain.run.restore import frozen_params, state_before
+from jaxtrain.run.restore import frozen_params, restored_state
 from jaxtrain.run.resume import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
 from jaxtrain.run.saving import is_due
@@ -30,6 +30,7 @@ from jaxtrain.run.session import (
 )
 from jaxtrain.runtime import host
 from jaxtrain.train.assemble import Run
+from jaxtrain.train.base import with_base
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 
@@ -69,9 +70,8 @@ def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:
 def train(session: Session) -> tuple[TrainState, int]:
     """Train to the last step, or until the run stops early; then evaluate, save, sample and report."""
     last, watch, start, state = session.run.config.train.steps, session.watch, session.start, session.state
-    had_ended = start >= last or watch.status is not None
+    had_ended, done = start >= last or watch.status is not None, start
     session.record.begin()
-    done = start
     if not had_ended:
         if start and is_due(start, session.run.config.evaluation.every) and lacks_evaluation(session):
             # It was due, and a signal left no time for it.
@@ -128,7 +128,9 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
             spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
         session.saves.settle()
         with session.record.spent.measure("creating state"):
-            state = state_before(session.run.step, session.checkpointer, spike, frozen)
+            # The next save abandons those after it.
+            state = restored_state(session.run.step, session.checkpointer, spike.to_step)
+            state = state if frozen is None else with_base(state, frozen)
         start = spike.to_step
         _go_back(session, spike)
     # The loop pauses after a step only if another one follows.
@@ -212,7 +214,10 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
             pending = number, metrics, waited
             if interrupt.requested() or number == train.steps:
                 break
-            wants_save = _wants_save(session, number)
+            session.saves.check()
+            if not session.saves.is_writing:
+                session.activity.writes(None)
+            wants_save = session.saves.is_due(number)
             if wants_save or is_due(number, run.config.evaluation.every) or session.watch.is_due(number):
                 settle()
                 if _pause(session, number, state, wants_save):
@@ -239,13 +244,6 @@ def _checked(run: Run, start: int) -> Callable[[TrainState, Batch], tuple[TrainS
     from jaxtrain.run.replicas import CheckedStep
 
     return CheckedStep(run.step, checks, start=start)
-
-
-def _wants_save(session: Session, number: int) -> bool:
-    session.saves.check()
-    if not session.saves.is_writing:
-        session.activity.writes(None)
-    return session.saves.is_due(number)
 
 
 def _pause(session: Session, number: int, state: TrainState, wants_save: bool) -> bool:

@@ -1,7 +1,6 @@
 """From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -105,7 +104,7 @@ def prepare_session(
         progress.banner(_banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"))
         if run.awaits_reference and resumed is not None:
             recorded = checkpointer.metadata().get("reference")
-            make = functools.partial(_created, run, given.own_step)
+            make = lambda: run.step.init(run.config.seed, **start_of(run, given.own_step))  # noqa: E731
             known = resumed_reference(run, run_dir, recorded, make, progress, main=main)
             run, metadata["reference"] = with_known_reference(run, known), known.record
         state, base = _compiled_state(
@@ -179,11 +178,10 @@ def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
 
 def _facts(run: Run) -> Facts:
     """What all processes must have alike: the rows of each batch, and the options that each compiler accepts."""
-    options = run.step.compiler_options
-    found = {f"data ({name})": (str(value), "") for name, value in flat(run.stream).items()}
-    return found | {
-        f"compiler option {name}": (str(value), "") for name, value in {**options.used, **options.tried}.items()
-    }
+    options = {**run.step.compiler_options.used, **run.step.compiler_options.tried}
+    named = {f"data ({name})": value for name, value in flat(run.stream).items()}
+    named |= {f"compiler option {name}": value for name, value in options.items()}
+    return {name: (str(value), "") for name, value in named.items()}
 
 
 def _described_start(
@@ -245,11 +243,6 @@ def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> lis
     ]
 
 
-def _created(run: Run, own_step: OwnStep) -> TrainState:
-    """The state at step 0."""
-    return run.step.init(run.config.seed, **start_of(run, own_step))
-
-
 def _compiled_state(
     run: Run,
     run_dir: Path,
@@ -261,13 +254,15 @@ def _compiled_state(
     """Compile the step, and create the state or restore the newest intact one; with the base of its adapters."""
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
-        created = None if resumes is not None else pool.submit(_created, run, own_step)
+        created = None
+        if resumes is None:
+            created = pool.submit(lambda: run.step.init(run.config.seed, **start_of(run, own_step)))
         with spent.measure("compiling"):
             _compile(run, progress, created)
-        if resumes is not None:
+        if created is None:
+            assert resumes is not None
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 return resumed_state(run, run_dir, own_step, resumes)
-        assert created is not None
         with progress.phase("creating state"), spent.measure("creating state"):
             state = jax.block_until_ready(created.result())
             return state, describe_start(run, state, start_of(run, own_step))

@@ -63,7 +63,7 @@ class RunRecord:
         self, loaded: Loaded, run: Run, metadata: Mapping[str, Any], *, start: int = 0, has_ended: bool = False
     ) -> None:
         """Open the writers and say what run.json will hold; rows after the resumed step are dropped."""
-        self._loaded, self._run = loaded, run
+        self._run = run
         if not is_main_process():
             return
         check_trackers(run.config.logging)
@@ -84,14 +84,12 @@ class RunRecord:
         self._info = info
         self._writes = not (has_ended and before.get("status") in ("done", EARLY_STOPPED))
         if self._writes:
-            logging = run.config.logging
-            is_resumed = start > 0
             self._trackers = open_trackers(
-                self._run_dir, logging, info=info, is_resumed=is_resumed, report=self._report
+                self._run_dir, run.config.logging, info=info, is_resumed=start > 0, report=self._report
             )
 
     def _open_writers(self, step: int) -> None:
-        logging = self._loaded.config.logging
+        logging = self._run.config.logging
         self._writers = open_writers(self._run_dir, logging, resumed_step=step, report=self._report)
         metrics = self._writers.writers[0]
         assert isinstance(metrics, LastingWriter)
@@ -120,26 +118,20 @@ class RunRecord:
             self._info[DIGEST_KEY] = keep_tokenizer(self._run_dir, self._run.data.tokenizer)
 
     def _write_info(self, **changes: Any) -> None:
-        info = {**(self._info or {}), **self._bad_records(), "seconds": self.spent.seconds(), **changes}
+        info = {**(self._info or {}), "seconds": self.spent.seconds(), **changes}
+        if skipped := self._run.data.skipped:  # records that the data leaves out
+            named = [text for source in skipped for text in source.named]
+            info["skipped_records"] = {"count": sum(source.count for source in skipped), "first": named}
         write_json_atomic(self._run_dir / "run.json", info)
 
-    def _bad_records(self) -> dict[str, Any]:
-        """What run.json says of the records that the data left out; nothing where none may be."""
-        skipped = self._run.data.skipped
-        if not skipped:
-            return {}
-        named = [text for source in skipped for text in source.named]
-        return {"skipped_records": {"count": sum(source.count for source in skipped), "first": named}}
-
-    def _try_to_write_info(self) -> None:
-        if not self._writes:
-            return
+    def _try_to_write(self, write: Callable[[], object], what: str) -> None:
+        """Write, or say once that it fails: what is there is older, and no worse, and the next save tries again."""
         try:
-            self._write_info()
+            write()
             self._unwritten = False
-        except OSError as error:  # what it holds is older, and no worse: the next save tries again
+        except OSError as error:
             if not self._unwritten:
-                self._report(f"run.json of {self._run_dir} cannot be written: {error.strerror}; training goes on")
+                self._report(f"{what} of {self._run_dir} cannot be written: {error.strerror}; training goes on")
             self._unwritten = True
 
     def keep_time(self, step: int) -> None:
@@ -149,32 +141,31 @@ class RunRecord:
             entry = save_entry(step, self.spent.seconds(), at=time.time())
             self._saved[step] = entry["seconds"]
             self._info["saves"] = with_save(self._info.get("saves"), entry)
-            self._try_to_write_info()
+            if self._writes:
+                self._try_to_write(self._write_info, "run.json")
 
     def look(self) -> None:
         """Write again what is gone of the run directory, which may be deleted, moved or unmounted, and say so."""
-        if not self._writes or self._metrics is None:
+        metrics = self._metrics
+        if not self._writes or metrics is None:
             return
         is_gone = identity(self._run_dir) != self._identity
         names = ["run.json", *([TOKENIZER_FILE] if self._run.data.tokenizer is not None else [])]
         missing = [name for name in names if not (self._run_dir / name).is_file()]
-        if not (is_gone or missing) and self._metrics.is_in_place():
+        if not (is_gone or missing) and metrics.is_in_place():
             return
-        try:
+
+        def write() -> None:
             self._run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
             self._identity = identity(self._run_dir)
-            found = [] if self._metrics.is_in_place() else [self._metrics.write_again()]
+            found = [] if metrics.is_in_place() else [metrics.write_again()]
             self._keep_tokenizer()
             self._write_info()
             found += [f"{name} is written again" for name in missing]
-            self._unwritten = False
-        except OSError as error:
-            if self._unwritten:
-                return
-            self._unwritten = True
-            found = [f"it cannot be written again: {error.strerror}"]
+            self._report(f"{what} while the run goes on: {', '.join(found)}")
+
         what = f"{self._run_dir} was deleted, moved or unmounted" if is_gone else f"files of {self._run_dir} are gone"
-        self._report(f"{what} while the run goes on: {', '.join(found)}")
+        self._try_to_write(write, "what is gone")
 
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json."""
@@ -184,7 +175,7 @@ class RunRecord:
             self._writers.close()
             self._open_writers(step)
             self._info[RECORD] = metadata[RECORD]
-            self._try_to_write_info()
+            self._try_to_write(self._write_info, "run.json")
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
@@ -235,7 +226,13 @@ class RunRecord:
                 if writes:
                     self._write_end(status, final)
             if writes and self._run.config.logging.report:
-                self._draw_report(progress)
+                from jaxtrain.metrics.report.page import write_report
+
+                with progress.phase("drawing the report") as phase:
+                    try:
+                        write_report(self._run_dir)
+                    except (OSError, ConfigError) as error:  # no run is lost over its report
+                        phase.note(f"not written: {error}")
         finally:
             self._trackers.end(status, is_asked=is_asked)
 
@@ -249,15 +246,6 @@ class RunRecord:
                 f"the end of the run ({status}) cannot be written to {self._run_dir / 'run.json'}: "
                 f"{error.strerror or error}; free space and run again: the checkpoints are complete"
             ) from None
-
-    def _draw_report(self, progress: Progress) -> None:
-        from jaxtrain.metrics.report.page import write_report
-
-        with progress.phase("drawing the report") as phase:
-            try:
-                write_report(self._run_dir)
-            except (OSError, ConfigError) as error:  # no run is lost over its report
-                phase.note(f"not written: {error}")
 
 
 def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:

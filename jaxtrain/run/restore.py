@@ -29,7 +29,6 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.quantize import quantize, quantized_bytes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import LossScale
-from jaxtrain.run.resume import SpikeError
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT, BaseRecord, base_of, describe_base, with_base, without_base
@@ -157,12 +156,6 @@ def frozen_params(step: TrainStep) -> Params | None:
     if trains is None or state is None:
         return None
     return select_leaves(state.params, lambda path: not trains(path))
-
-
-def state_before(step: TrainStep, checkpointer: Checkpointer, spike: SpikeError, frozen: Params | None) -> TrainState:
-    """The state that a spike goes back to. The next save abandons those after it."""
-    state = restored_state(step, checkpointer, spike.to_step)
-    return state if frozen is None else with_base(state, frozen)
 
 
 @dataclass(frozen=True)

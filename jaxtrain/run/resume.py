@@ -70,9 +70,7 @@ def choose_start(checkpointer: Checkpointer, run_dir: Path, resume: str | None) 
     # Process 0 decides for all: another may see an older listing of a network file system.
     found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
     if resume == "must" and found < 0:
-        usual = run_dir / "checkpoints"  # as the user wrote it
-        folder = usual if checkpointer.directory == usual.absolute() else checkpointer.directory
-        raise CheckpointError(f"--resume must, but there is no checkpoint in {folder}; use auto")
+        raise CheckpointError(f"--resume must, but there is no checkpoint in {checkpointer.directory}; use auto")
     return None if resume == "never" or found < 0 else found
 
 
@@ -102,8 +100,12 @@ def check_resumed(
             f"{', '.join(compared)}: early stopping and checkpoint.keep_best compare evaluations with those before; "
             f"{_SET_BACK}"
         )
-    if not may_change:
-        _check_same_training(changes, saved["config"], config, run_dir=run_dir)
+    # A run that trained something else would return its old numbers as the new ones.
+    is_longer = config["train"]["steps"] >= saved["config"]["train"]["steps"]
+    differ = [one for one in changes if not one.startswith((*_SAME_TRAINING, *(["train.steps "] if is_longer else [])))]
+    if differ and not may_change:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise ConfigError(f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; {_GO_ON}")
     try:
         checkpointer.check_like(target)
     except CheckpointError as error:
@@ -138,19 +140,6 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
         if before.get(key) != after.get(key)
         and not any(key.startswith(kind) and key != f"{kind}kind" for kind in kinds)
     ]
-
-
-def _check_same_training(
-    changes: list[str], saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path
-) -> None:
-    """Refuse to go on with a run that trained something else: its old numbers would be returned as the new ones."""
-    same = _SAME_TRAINING
-    if current["train"]["steps"] >= saved["train"]["steps"]:
-        same = (*same, "train.steps ")
-    differ = [change for change in changes if not change.startswith(same)]
-    if differ:
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise ConfigError(f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; {_GO_ON}")
 
 
 def finished_row(run_dir: Path) -> dict[str, float | int | None]:

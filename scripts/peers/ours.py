@@ -30,7 +30,8 @@ def main(name: str | dict[str, Any], overrides: list[str]) -> None:
 
     def run(steps: int) -> float:
         nonlocal state, done
-        loaded, losses, pending = prefetch(load, done, done + steps, depth=2), [], None
+        loaded, losses = prefetch(load, done, done + steps, depth=2), []
+        pending: Any = None
         try:
             for batch in loaded:
                 state, metrics = step(state, batch)
