@@ -31,7 +31,7 @@ _JOIN_SECONDS = 300
 _LOOK_SECONDS = 1.0
 _INSTEAD = "use a local folder; checkpoints alone can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
 # What a checkpoint keeps of run.json beside what it needs itself, so that run.json can be written again.
-_KEPT = ("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters", "published", "mesh")
+KEPT = ("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters", "published", "mesh")
 _OF_A_RUN = (
     *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "held_out.json"),
     *("reference.npz", "profile", "nonfinite", "trackers", "tokenizer.json"),
@@ -165,11 +165,6 @@ def _holder(descriptor: int) -> str:
         return f"process {content['pid']} on {content['host']} since {content['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
-
-
-def kept_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of the content of run.json, so that `mend_run` can write it again."""
-    return {key: info[key] for key in _KEPT if key in info}
 
 
 def mend_run(run_dir: str | Path | None, report: Callable[[str], None] = print_remark) -> None:

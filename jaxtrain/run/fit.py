@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtrain.config import Loaded, load_config
+from jaxtrain.config import load_config
 from jaxtrain.config.kinds import PREFERENCES
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import ConfigError
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.task import Task
     from jaxtrain.train.parallelism import Parallelism
-
-# Where the settings that `fit` makes of its arguments are said to come from.
-_ORIGIN = "jaxtrain.fit"
 
 
 def fit(
@@ -140,7 +137,8 @@ def fit(
     if batch_size is not None:
         settings["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
-    config = _loaded(settings, overrides).config
+    keywords, origin = _plain(overrides), "jaxtrain.fit"
+    config = load_config(_plain(settings), keywords=keywords, origin=origin).config
     distributed.start(compilation_cache=config.compilation_cache)
     from jaxtrain.data.sources.given import data_of, renamed
     from jaxtrain.models.tasks import TASKS, named_task
@@ -175,7 +173,7 @@ def fit(
         skip=skip,
     )
     folder = numbered_folder(model.name) if run_dir is None else run_folder(run_dir, "run")
-    loaded = _loaded({**settings, "name": folder.name or "run"}, overrides)
+    loaded = load_config({**_plain(settings), "name": folder.name or "run"}, keywords=keywords, origin=origin)
     if run_dir is None:
         note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
@@ -189,10 +187,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.floating):
         return float(str(value))  # 0.2 of float32 is meant as 0.2, not as 0.200000003
     return value.item() if isinstance(value, (np.integer, np.bool_)) else value
-
-
-def _loaded(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Loaded:
-    return load_config(_plain(settings), keywords=_plain(overrides), origin=_ORIGIN)
 
 
 def _sizes(data: "Data", batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:

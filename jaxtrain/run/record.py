@@ -26,7 +26,7 @@ from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.run.callbacks import EARLY_STOPPED
-from jaxtrain.run.directory import kept_info, seconds_before
+from jaxtrain.run.directory import KEPT, seconds_before
 from jaxtrain.run.published import DIGEST_KEY, TOKENIZER_FILE, keep_published, keep_tokenizer
 from jaxtrain.run.resume import RECORD
 from jaxtrain.runtime.devices import peak_flops
@@ -98,7 +98,8 @@ class RunRecord:
     @property
     def kept(self) -> dict[str, Any]:
         """What a checkpoint keeps of run.json."""
-        return kept_info(self._info or {})
+        info = self._info or {}
+        return {key: info[key] for key in KEPT if key in info}
 
     def begin(self) -> None:
         """Write run.json with the status `running`, and the tokenizer of the run's data."""
