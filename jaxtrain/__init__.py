@@ -63,7 +63,7 @@ _HOMES = {
     "dropout": "jaxtrain.models.layers",
     "elementwise": "jaxtrain.optim.elementwise",
     "embedding_lookup": "jaxtrain.ops.embedding",
-    "find_learning_rate": "jaxtrain.run.learning_rate",
+    "find_learning_rate": "jaxtrain.run.fit",
     "fit": "jaxtrain.run.fit",
     "from_equinox": "jaxtrain.models.from_equinox",
     "from_functions": "jaxtrain.models.from_functions",

@@ -19,7 +19,7 @@ from jaxtrain.data import prefetch
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.plan.compilers.exact import batch_shapes, stand_in_batches
 from jaxtrain.plan.workload.record import Workload
-from jaxtrain.run.loop import Hooks, train_loop
+from jaxtrain.run.loop import StepClock
 from jaxtrain.train.assemble import build_step, open_run_data
 from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
@@ -159,20 +159,24 @@ def _host_seconds(
     replicated = NamedSharding(step.mesh, PartitionSpec())
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), load(0))
     passing = jax.jit(nothing, donate_argnums=0, out_shardings=(step.state_shardings, replicated))
-    meter, rows = Meter("tokens", 1), []
-
-    def finished(number: int, metrics: Any, seconds: float, waited: float) -> None:
-        meter.record(number, seconds, waited)
-        rows.append((seconds, waited))
-
-    hooks = Hooks(
-        lambda number: None, finished, lambda number: False, lambda number, state: False, lambda number: False
-    )
+    meter, rows, clock = Meter("tokens", 1), [], StepClock()
     compiled_with = step.compiled_with
     step.use(passing.lower(step.abstract_state, shapes).compile())
     loaded = prefetch(load, 0, _HOST_STEPS)
     try:
-        train_loop(step, state, loaded, first=1, last=_HOST_STEPS, max_skipped_in_a_row=10, hooks=hooks)
+        pending: tuple[Any, float] | None = None  # as the loop of a run: step k is read once step k + 1 is dispatched
+        for number in range(_HOST_STEPS):
+            asked = time.perf_counter()
+            batch = next(loaded)
+            waited = time.perf_counter() - asked
+            if pending is None:
+                clock.begin()
+            state, metrics = step(state, batch)
+            if pending is not None:
+                int(pending[0]["skipped_in_a_row"])
+                rows.append((clock.done(pending[1], waited), pending[1]))
+                meter.record(number, *rows[-1])
+            pending = metrics, waited
     finally:
         loaded.close()
         step.use(compiled, tried=compiled_with)

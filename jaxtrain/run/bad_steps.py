@@ -26,7 +26,7 @@ from jaxtrain.data.stream import BatchStream
 from jaxtrain.layout.state_entries import counting_dims
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
-from jaxtrain.run.spikes import SpikeError, batch_of, recorded
+from jaxtrain.run.resume import SpikeError, batch_of, recorded
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run

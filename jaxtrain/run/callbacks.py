@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import EarlyStoppingConfig, is_higher_better
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.progress import Progress
 
 if TYPE_CHECKING:
+    from jaxtrain.data import Data
+    from jaxtrain.models.model import Model
+    from jaxtrain.models.task import Task
     from jaxtrain.train.assemble import Run
+    from jaxtrain.train.own_step import OwnStep
     from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None
@@ -139,6 +144,19 @@ class EarlyStopping:
         load_config({"evaluation": {"every": 1, "early_stopping": asdict(self)}}, origin="jaxtrain.EarlyStopping")
 
 
+@dataclass(frozen=True)
+class Given:
+    """What `fit` and `run_config` were given beside the config; see there."""
+
+    own_step: "OwnStep"
+    resume: str | None = None
+    model: "Model | None" = None
+    task: "Task | None" = None
+    data: "Data | None" = None
+    callbacks: Sequence[Callback | EarlyStopping] = ()
+    progress: Progress | None = None
+
+
 def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[Callback, ...], EarlyStopping | None]:
     """The callbacks of a run, and the early stopping among them, which is a setting of the run."""
     other = next((one for one in given if not isinstance(one, (Callback, EarlyStopping))), None)
@@ -162,22 +180,18 @@ class Verdict:
 
 def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> Verdict:
     """Whether a run stops, by its evaluations (step -> value); a value that is not finite is no better than any."""
-    sign = _sign_of(rule)
+    sign, best_step, without = _sign_of(rule), None, 0
     reference = best = math.inf
-    best_step: int | None = None
-    without = 0
-    for step in sorted(evaluations):
-        value = sign * evaluations[step]
-        if not math.isfinite(value):
-            value = math.inf
+    for step, value in sorted(evaluations.items()):
+        value = sign * value if math.isfinite(value) else math.inf
         if value < best:
             best, best_step = value, step
         if value < reference - (rule.min_delta if math.isfinite(reference) else 0.0):
             reference, without = value, 0
         else:
             without += 1
-    last = max(evaluations, default=None)
-    return Verdict(without >= rule.patience, best_step, sign * best, best_step is not None and best_step == last)
+    last_is_best = best_step is not None and best_step == max(evaluations)
+    return Verdict(without >= rule.patience, best_step, sign * best, last_is_best)
 
 
 def _sign_of(rule: EarlyStoppingConfig) -> float:
@@ -214,7 +228,7 @@ class Watch:
         self.reason = ""
         self._batch: Any = None
         self._evaluations: dict[int, float] = {}  # those that were due
-        self._scores: dict[int, float] = {}  # lower is better
+        self._score: tuple[int, float] | None = None  # of the last evaluation; lower is better
         self._best_until: int | None = None
         if self.rule is not None and self._every is not None and start:
             self._evaluations = recorded_values(run_dir, self.rule.metric, every=self._every, last=start)
@@ -261,7 +275,7 @@ class Watch:
                     f"use {' or '.join(numbers)}"
                 )
             value = float(numbers[self.rule.metric])
-            self._scores[number] = _sign_of(self.rule) * value
+            self._score = number, _sign_of(self.rule) * value
             if self._every is not None and number % self._every == 0:
                 self._evaluations[number] = value
                 self._decide()
@@ -275,14 +289,14 @@ class Watch:
 
     def score_after(self, number: int) -> float | None:
         """What `keep_best` compares, lower being better; None: the eval_loss, or no number was evaluated."""
-        score = self._scores.get(number)
-        return None if score is None or not math.isfinite(score) else score
+        if self._score is None or self._score[0] != number or not math.isfinite(self._score[1]):
+            return None
+        return self._score[1]
 
     def go_back(self, number: int) -> None:
         """Forget the evaluations after step `number`, which is the last one of the run again."""
         self._evaluations = {step: value for step, value in self._evaluations.items() if step <= number}
-        self._scores = {step: value for step, value in self._scores.items() if step <= number}
-        self._best_until = None
+        self._score = self._best_until = None
 
     def wants_save(self, number: int) -> bool:
         """Whether the evaluation after this step was the best so far, and the best is to be kept."""

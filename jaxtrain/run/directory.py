@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint.directory import DamagedError, live_steps, read_info
+from jaxtrain.checkpoint.directory import live_steps, read_info
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config import Loaded
 from jaxtrain.config.arguments import local_path
@@ -31,7 +31,7 @@ _JOIN_SECONDS = 300
 _LOOK_SECONDS = 1.0
 _INSTEAD = "use a local folder; checkpoints alone can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
 # What a checkpoint keeps of run.json beside what it needs itself, so that run.json can be written again.
-_KEPT = ("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters", "published", "mesh")
+KEPT = ("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters", "published", "mesh")
 _OF_A_RUN = (
     *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "held_out.json"),
     *("reference.npz", "profile", "nonfinite", "trackers", "tokenizer.json"),
@@ -119,11 +119,7 @@ class RunLock:
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
-        self._release()
-
-    def _release(self) -> None:
         self._keep_in_children()
-        self._keep_in_children = lambda: None
         self._close()
 
     def _close(self) -> None:
@@ -139,9 +135,20 @@ def wait_for_holder(run_dir: Path, *, looks: bool = True, goes_on: Callable[[boo
     A job that is started again may begin while the pods of the one before it still save. Of several processes only
     the one that `looks` asks who holds it; `goes_on` says to all whether it has to wait.
     """
-    end, is_told = time.monotonic() + _patience_seconds(), False
+    is_scheduled = in_pod() or "SLURM_JOB_ID" in os.environ or _JOIN_TIMEOUT in os.environ
+    is_seen = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())  # by somebody who reads the refusal
+    patience = (environment_number(_JOIN_TIMEOUT) or _JOIN_SECONDS) if is_scheduled and not is_seen else 0
+    end, is_told = time.monotonic() + patience, False
     while True:
-        holder = _other_holder(run_dir) if looks and time.monotonic() < end else None
+        holder = None
+        if looks and time.monotonic() < end:
+            try:
+                with RunLock(run_dir):
+                    pass
+            except InUseError as error:
+                holder = error.holder
+            except ConfigError:  # who takes the lock says what is wrong
+                pass
         if holder is not None and not is_told:
             is_told = True
             shown = f"waiting up to {end - time.monotonic():.0f} s for its end"
@@ -152,24 +159,6 @@ def wait_for_holder(run_dir: Path, *, looks: bool = True, goes_on: Callable[[boo
             time.sleep(_LOOK_SECONDS)
 
 
-def _other_holder(run_dir: Path) -> str | None:
-    """Who holds a run directory, for people; None: nobody does."""
-    try:
-        with RunLock(run_dir):
-            return None
-    except InUseError as error:
-        return error.holder
-    except ConfigError:  # who takes the lock says what is wrong
-        return None
-
-
-def _patience_seconds() -> int:
-    """How long a held directory is waited for: not at all by who sees the line that it is held."""
-    is_scheduled = in_pod() or "SLURM_JOB_ID" in os.environ or _JOIN_TIMEOUT in os.environ
-    is_seen = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
-    return (environment_number(_JOIN_TIMEOUT) or _JOIN_SECONDS) if is_scheduled and not is_seen else 0
-
-
 def _holder(descriptor: int) -> str:
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
@@ -178,49 +167,33 @@ def _holder(descriptor: int) -> str:
         return "another process"
 
 
-def kept_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of the content of run.json, so that `mend_run` can write it again."""
-    return {key: info[key] for key in _KEPT if key in info}
-
-
 def mend_run(run_dir: str | Path | None, report: Callable[[str], None] = print_remark) -> None:
     """Write run.json again where it is damaged or gone and a checkpoint is intact, and say so."""
     # Of `os`, since a path that no file system takes is no folder either.
     if run_dir is None or not os.path.isdir(run_dir):
         return
-    path = Path(run_dir) / RUN_FILE
-    reason = "is damaged"
+    path, reason = Path(run_dir) / RUN_FILE, "is damaged"
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(info, dict) and isinstance(info.get("config"), dict):
             return
     except FileNotFoundError:
         reason = "is gone"
-    except OSError:
-        return
     except ValueError:
         pass
-    with contextlib.suppress(OSError, CheckpointError):
-        found = _rebuilt(path.parent)
-        if found is not None:
-            step, info = found
+    except OSError:
+        return
+    folder = checkpoint_folder(path.parent)
+    for step in sorted(live_steps(folder), reverse=True):
+        with contextlib.suppress(OSError, CheckpointError):
+            metadata = read_info(folder, step).metadata
+            own = {key: metadata[key] for key in _OF_METADATA if key in metadata}
+            status = "done" if step >= own["config"]["train"]["steps"] else "stopped"
             if path.exists():
                 path.rename(path.with_name(f"{RUN_FILE}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"))
-            write_json_atomic(path, info)
+            write_json_atomic(path, {**metadata.get("run", {}), **own, "status": status, "finished": None, "final": {}})
             report(f"{path} {reason}: it was written again from the checkpoint of step {step}")
-
-
-def _rebuilt(run_dir: Path) -> tuple[int, dict[str, Any]] | None:
-    """The newest step whose record is intact, and a run.json made of it."""
-    folder = checkpoint_folder(run_dir)
-    for step in sorted(live_steps(folder), reverse=True):
-        with contextlib.suppress(DamagedError):
-            metadata = read_info(folder, step).metadata
-            if isinstance(metadata.get("config"), dict):
-                status = "done" if step >= metadata["config"]["train"]["steps"] else "stopped"
-                own = {key: metadata[key] for key in _OF_METADATA if key in metadata}
-                return step, {**metadata.get("run", {}), **own, "status": status, "finished": None, "final": {}}
-    return None
+            return
 
 
 def set_aside(run_dir: Path) -> Path | None:
@@ -231,9 +204,7 @@ def set_aside(run_dir: Path) -> Path | None:
     if not old:
         return None
     # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
-    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"
-    folder = run_dir / "previous" / name
+    folder = run_dir / "previous" / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}"
     folder.mkdir(parents=True)
     for path in old:
         path.rename(folder / path.name)

@@ -1,5 +1,9 @@
-"""Evaluation on held-out rows: exact means over all of them, padding excluded."""
+"""Evaluation on held-out rows: exact means over all of them, padding excluded; and what a classifier gets wrong.
 
+Shapes: B batch, C classes, N rows.
+"""
+
+import base64
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,12 +13,16 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, Data, prefetch
-from jaxtrain.data.evaluated import evaluated_rows
+from jaxtrain.data.evaluated import evaluated_numbers, evaluated_rows
+from jaxtrain.data.rows import selected_rows
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.metrics.media import thumbnail
+from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.metrics import MACRO
 from jaxtrain.models.model import ModelState, Params, parameter_shapes
 from jaxtrain.models.model_call import ModelCall
@@ -25,6 +33,7 @@ from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.parallel.division import batch_shards, step_microbatches
 from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler import Value, choose_options
+from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.checks import check_task
@@ -36,6 +45,8 @@ from jaxtrain.train.step import TrainStep
 
 # A mean over nothing is NaN; a scalar metric is a float, a vector one a NumPy array.
 Means = dict[str, Any]
+# What `held_out.json` holds at most; a matrix of more classes cannot be read, and its largest confusions are listed.
+_MOST_ROWS, _MOST_CLASSES, _MOST_CONFUSIONS, _MOST_MISTAKES = 2000, 20, 40, 8
 
 
 class Evaluator:
@@ -244,13 +255,8 @@ def held_out_rows(
     Args:
         config: of the run.
         rows: data, whose held-out rows are taken, or rows.
-        sharded_model: that they are for.
-        task: that is evaluated.
+        sharded_model, task: that they are for.
         max_batches: largest number of batches of the configured size; None: all.
-
-    Raises:
-        DataError: there are no held-out rows.
-        ConfigError: the batch does not divide by the mesh, and the loss is not one of separate rows.
     """
     if isinstance(rows, Data):
         if rows.validation is None:
@@ -323,3 +329,93 @@ def _dividing_batch(config: Config, sharded_model: ShardedModel, task: Task) -> 
             f"train.global_batch_size={size}, whose loss is another"
         )
     return size
+
+
+def held_out_details(run: Run, state: TrainState, step: int, progress: Progress) -> dict[str, Any] | None:
+    """What a classifier gets wrong, for the report: JSON values for `held_out.json`; None for other tasks.
+
+    Every process of a run takes part. A finished run is not lost over its report: what fails is one line.
+    """
+    if run.data.validation is None or run.step.task.name != "classification":
+        return None
+    try:
+        with progress.phase("finding mistakes"):
+            found = _mistakes(run, state)
+            return None if found is None else {"task": "classification", "step": step, **found}
+    except Exception as error:
+        line = next(iter(str(error).splitlines()), "")
+        progress.message(f"the report has no confusion matrix, because computing it failed: {line}")
+        return None
+
+
+def _mistakes(run: Run, state: TrainState) -> dict[str, Any] | None:
+    """The confusions, and the wrong rows of the largest losses; None where rows have no one class."""
+    config, step, validation = run.config, run.step, run.data.validation
+    assert validation is not None
+    numbers = evaluated_numbers(len(validation), most_evaluated(config))
+    numbers = numbers[evaluated_numbers(len(numbers), _MOST_ROWS)]
+    size, rows = config.train.global_batch_size, selected_rows(validation, numbers)
+    batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
+    spec = batches.spec()
+    targets = spec.get("targets")
+    if "inputs" not in spec or targets is None or targets.ndim != 1 or not jnp.issubdtype(targets.dtype, jnp.integer):
+        return None
+
+    def forward(params: Params, model_state: ModelState, batch: Batch) -> Any:
+        with step.sharded_model.context():
+            logits_BC, _ = step.sharded_model.apply(params, model_state, batch["inputs"], key=None, train=False)
+        is_table = isinstance(logits_BC, jax.Array) and logits_BC.ndim == 2
+        return (logits_BC.astype(jnp.float32) if is_table else None), batch["targets"], batch["weights"]
+
+    # Replicated, so that each process can read all of it.
+    everywhere = NamedSharding(step.mesh, PartitionSpec())
+    jitted = jax.jit(forward, out_shardings=everywhere, compiler_options={**step.compiler_options.used} or None)
+    load, params, model_state = step.loader(batches), state.evaluation_params, state.evaluation_model_state
+    found = [jax.device_get(jitted(params, model_state, load(k))) for k in range(len(batches))]
+    if found[0][0] is None:
+        return None
+    logits, targets, weights = (np.concatenate(part) for part in zip(*found, strict=True))
+    # Rows that fill the last batch up weigh nothing, and a negative target is ignored everywhere.
+    (rows_N,) = np.nonzero((weights != 0) & (targets >= 0))
+    if not len(rows_N):
+        return None
+    logits_NC, targets_N, weights_N, num_classes = logits[rows_N], targets[rows_N], weights[rows_N], logits.shape[-1]
+    log_probabilities_NC = logits_NC - np.logaddexp.reduce(logits_NC, axis=-1, keepdims=True)
+    predicted_N, index_N = logits_NC.argmax(-1), np.arange(len(rows_N))
+    losses_N = np.nan_to_num(-log_probabilities_NC[index_N, targets_N], nan=np.inf)
+    pairs, counts = np.unique(np.stack([targets_N, predicted_N]), axis=1, return_counts=True)
+    cells = [(int(target), int(guess), int(count)) for (target, guess), count in zip(pairs.T, counts, strict=True)]
+    confused = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
+    names = (run.data.reading or {}).get("classes")
+    wrong = np.flatnonzero(targets_N != predicted_N)
+    worst = wrong[np.argsort(-losses_N[wrong], kind="stable")[:_MOST_MISTAKES]]
+    return {
+        "rows": len(rows_N),
+        "read": len(numbers),
+        "has_weights": bool((weights_N != weights_N[0]).any()),
+        "of_rows": len(validation),
+        "right": int((targets_N == predicted_N).sum()),
+        "num_classes": num_classes,
+        "classes": [str(name) for name in names] if names is not None and len(names) == num_classes else None,
+        "matrix": cells if num_classes <= _MOST_CLASSES else None,
+        "confusions": confused[:_MOST_CONFUSIONS],
+        "mistakes": [
+            {
+                "row": int(numbers[rows_N[index]]),
+                "target": int(targets_N[index]),
+                "predicted": int(predicted_N[index]),
+                "loss": float(losses_N[index]),
+                "confidence": float(np.exp(log_probabilities_NC[index, predicted_N[index]])),
+                "picture": _picture(run, int(numbers[rows_N[index]])),
+            }
+            for index in (worst if is_main_process() else ())
+        ],
+    }
+
+
+def _picture(run: Run, row: int) -> str | None:
+    if run.data.validation is None or len(run.data.input_shape) not in (2, 3):
+        return None
+    found: Any = run.data.validation[row]
+    picture = thumbnail(np.asarray(found["inputs"]))
+    return None if picture is None else base64.b64encode(picture).decode("ascii")

@@ -27,9 +27,8 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.merge import merge_adapters
 from jaxtrain.models.model import Model, ModelState, Params, parameter_shapes
 from jaxtrain.run.open_run import OpenedRun, open_run
-from jaxtrain.run.published import base_of_adapters, origin_of
+from jaxtrain.run.published import base_of_adapters, origin_of, tokenizer_file
 from jaxtrain.run.texts import exported_texts
-from jaxtrain.run.tokenizer import tokenizer_file
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtrain.config import Loaded, load_config
+from jaxtrain.config import load_config
 from jaxtrain.config.kinds import PREFERENCES
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.callbacks import Callback, EarlyStopping
+from jaxtrain.run.callbacks import Callback, EarlyStopping, Given
 from jaxtrain.run.directory import numbered_folder, run_folder
-from jaxtrain.run.own_parts import Given
 from jaxtrain.run.run import Result, train_loaded
 from jaxtrain.runtime import distributed
 
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.task import Task
     from jaxtrain.train.parallelism import Parallelism
-
-# Where the settings that `fit` makes of its arguments are said to come from.
-_ORIGIN = "jaxtrain.fit"
 
 
 def fit(
@@ -141,7 +137,8 @@ def fit(
     if batch_size is not None:
         settings["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
-    config = _loaded(settings, overrides).config
+    keywords, origin = _plain(overrides), "jaxtrain.fit"
+    config = load_config(_plain(settings), keywords=keywords, origin=origin).config
     distributed.start(compilation_cache=config.compilation_cache)
     from jaxtrain.data.sources.given import data_of, renamed
     from jaxtrain.models.tasks import TASKS, named_task
@@ -176,7 +173,7 @@ def fit(
         skip=skip,
     )
     folder = numbered_folder(model.name) if run_dir is None else run_folder(run_dir, "run")
-    loaded = _loaded({**settings, "name": folder.name or "run"}, overrides)
+    loaded = load_config({**_plain(settings), "name": folder.name or "run"}, keywords=keywords, origin=origin)
     if run_dir is None:
         note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
@@ -190,10 +187,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.floating):
         return float(str(value))  # 0.2 of float32 is meant as 0.2, not as 0.200000003
     return value.item() if isinstance(value, (np.integer, np.bool_)) else value
-
-
-def _loaded(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Loaded:
-    return load_config(_plain(settings), keywords=_plain(overrides), origin=_ORIGIN)
 
 
 def _sizes(data: "Data", batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
@@ -221,3 +214,78 @@ def _num_steps(epochs: float, num_rows: int, size: int) -> int:
     """
     steps = epochs * num_rows / size
     return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-12) else math.ceil(steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRates:
+    """What `find_learning_rate` tried.
+
+    Attributes:
+        rates: float64 [steps], rising by a constant factor.
+        losses: float64 [steps], smoothed.
+        suggestion: a tenth of the rate with the least loss: a first value to try, not the best one.
+    """
+
+    rates: np.ndarray
+    losses: np.ndarray
+    suggestion: float
+
+    def __repr__(self) -> str:
+        return f"LearningRates: {self.suggestion:.1e} of {self.rates[0]:.1e} to {self.rates[-1]:.1e}"
+
+
+def find_learning_rate(
+    model: "Model",
+    task: "Task | str",
+    optimizer: "Callable[[optax.Schedule], optax.GradientTransformation] | None" = None,
+    *,
+    data: Any,
+    columns: Mapping[str, str] | None = None,
+    batch_size: int = 32,
+    lowest: float = 1e-6,
+    highest: float = 1.0,
+    steps: int = 100,
+    seed: int = 0,
+    **options: Any,
+) -> LearningRates:
+    """Train for some steps while the learning rate rises, and suggest one from where the loss was least.
+
+    Nothing is written, and the parameters that were trained are dropped. Source: Smith 2017 (arXiv 1506.01186).
+
+    Args:
+        model, task: as for `fit`.
+        optimizer: learning rate -> optimizer, such as `optax.sgd`; None: `optax.adamw`.
+        data, columns: rows with an index, as for `fit`.
+        batch_size: rows per step.
+        lowest, highest: first and last rate, above 0.
+        steps: number of rates, 10 or more; fewer are tried where the loss grows beyond four times its smallest value.
+        seed: of the parameters and the order of the rows.
+        options: of `make_train_step`: mesh, policy, clip_norm.
+
+    Example:
+        >>> found = jt.find_learning_rate(model, "classification", data=rows, batch_size=8, steps=20)
+        >>> found
+        LearningRates: ... of 1.0e-06 to ...
+    """
+    import optax
+
+    from jaxtrain.data.batches import Batches
+    from jaxtrain.data.sources.given import data_of, renamed
+    from jaxtrain.train.make_step import make_train_step
+
+    rows: Any = data_of(data if columns is None else renamed(data, columns, "data")).train
+    rates = np.geomspace(lowest, highest, steps)
+    schedule = optax.exponential_decay(lowest, 1, float(rates[1] / rates[0]))
+    step = make_train_step(model, task, (optimizer or optax.adamw)(schedule), **options)
+    load = step.loader(Batches(rows, batch_size, seed=seed, shuffle=True))
+    state, losses, smoothed = step.init(seed), [], 0.0
+    for k in range(steps):
+        state, metrics = step(state, load(k))
+        smoothed = 0.9 * smoothed + 0.1 * float(metrics["loss"])
+        losses.append(smoothed / (1 - 0.9 ** (k + 1)))
+        if not math.isfinite(losses[-1]) or (k > steps // 10 and losses[-1] > 4 * min(losses)):
+            break
+    found = np.array(losses)
+    # The first losses are those of few batches.
+    first = min(steps // 10, len(found) - 1)
+    return LearningRates(rates[: len(found)], found, float(rates[first + int(np.nanargmin(found[first:]))]) / 10)

@@ -22,11 +22,10 @@ from jaxtrain.published.heads import label_names
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.directory import RunLock
-from jaxtrain.run.own_parts import own_parts
 from jaxtrain.run.published import FOLDER
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.restore import describe_start, start_of, trained_leaves
-from jaxtrain.run.resume import run_metadata
+from jaxtrain.run.resume import own_parts, run_metadata
 from jaxtrain.run.texts import texts_beside
 from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import assemble, open_run_data

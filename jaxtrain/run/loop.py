@@ -1,9 +1,7 @@
 """The training loop: dispatch step k + 1, then read what step k gave, so that the device never waits for the host."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
@@ -12,9 +10,10 @@ from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps
+from jaxtrain.run.evaluation import held_out_details
 from jaxtrain.run.interrupt import StoppedWaiting
-from jaxtrain.run.mistakes import held_out_details
-from jaxtrain.run.restore import frozen_params, state_before
+from jaxtrain.run.restore import frozen_params, restored_state
+from jaxtrain.run.resume import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
 from jaxtrain.run.saving import is_due
 from jaxtrain.run.session import (
@@ -29,92 +28,29 @@ from jaxtrain.run.session import (
     shown_metrics,
     stop_run,
 )
-from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
-from jaxtrain.run.step_log import ProfileWindow
 from jaxtrain.runtime import host
 from jaxtrain.train.assemble import Run
+from jaxtrain.train.base import with_base
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What happens around the steps; each is a plain function of the number of a step.
+class StepClock:
+    """Seconds of each step: its own wait for data and its own work, without the pauses between the steps."""
 
-    Attributes:
-        before_step: before the batch of this step is taken.
-        finished: (number, metrics on the device, seconds, data wait), once a step is known to be done -> seconds of the
-            call that are not to be counted as the time of the next step.
-        wants_pause: whether `pause` is to run after this step (evaluation, a save).
-        pause: with nothing in flight -> whether to stop after this step.
-        stop_requested: whether to stop after this step; asked after every step.
-        data_failed: before the error of the batch after this step is raised.
-    """
+    def begin(self) -> None:
+        """The work of a step begins, with no other step under way."""
+        self._end = time.perf_counter()
 
-    before_step: Callable[[int], None]
-    finished: Callable[[int, Mapping[str, jax.Array], float, float], float | None]
-    wants_pause: Callable[[int], bool]
-    pause: Callable[[int, TrainState], bool]
-    stop_requested: Callable[[int], bool]
-    data_failed: Callable[[int, TrainState, Exception], None] = lambda number, state, error: None
-
-
-def train_loop(
-    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]],
-    state: TrainState,
-    batches: Iterator[Any],
-    *,
-    first: int,
-    last: int,
-    max_skipped_in_a_row: int,
-    hooks: Hooks,
-) -> tuple[TrainState, int]:
-    """Run steps `first` to `last` (counted from 1); returns the state and the number of the last step that ran.
-
-    The state is donated; batches are on the mesh. After `max_skipped_in_a_row` non-finite steps or spikes training is
-    given up; the state before them is intact.
-    """
-    pending: tuple[int, Metrics, float] | None = None  # a step that was dispatched and not yet read
-    clock = time.perf_counter()
-
-    def settle(next_wait: float = 0.0) -> None:
-        """Wait for the pending step and report it; `next_wait` seconds since the step before were the next one's."""
-        nonlocal pending, clock
-        if pending is None:
-            return
-        (number, metrics, waited), pending = pending, None
-        in_a_row = int(metrics["skipped_in_a_row"])
+    def done(self, waited: float, next_wait: float) -> float:
+        """The seconds of the step that is done, which `waited` itself; the step after it has waited meanwhile too."""
         now = time.perf_counter()
-        seconds = now - clock - next_wait + waited
-        clock = now + (hooks.finished(number, metrics, seconds, waited) or 0.0)
-        if in_a_row >= max_skipped_in_a_row:
-            raise DivergedError(_given_up(in_a_row, number, metrics))
+        seconds, self._end = now - self._end - next_wait + waited, now
+        return seconds
 
-    for number in range(first, last + 1):
-        hooks.before_step(number)
-        asked = time.perf_counter()
-        try:
-            batch = next(batches)
-        except PreemptedError:
-            raise
-        except Exception as error:
-            settle()
-            if number > first:
-                hooks.data_failed(number - 1, state, error)
-            raise
-        received = time.perf_counter()
-        waited = received - asked
-        if pending is None:
-            clock = received
-        state, metrics = step(state, batch)
-        settle(waited)
-        pending = number, metrics, waited
-        stop = hooks.stop_requested(number)
-        if stop or number == last or hooks.wants_pause(number):
-            settle()
-            if stop or number == last or hooks.pause(number, state):
-                return state, number
-    return state, first - 1
+    def leave_out(self, seconds: float) -> None:
+        """Seconds since the last step are of no step."""
+        self._end += seconds
 
 
 def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:
@@ -134,9 +70,8 @@ def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:
 def train(session: Session) -> tuple[TrainState, int]:
     """Train to the last step, or until the run stops early; then evaluate, save, sample and report."""
     last, watch, start, state = session.run.config.train.steps, session.watch, session.start, session.state
-    had_ended = start >= last or watch.status is not None
+    had_ended, done = start >= last or watch.status is not None, start
     session.record.begin()
-    done = start
     if not had_ended:
         if start and is_due(start, session.run.config.evaluation.every) and lacks_evaluation(session):
             # It was due, and a signal left no time for it.
@@ -193,7 +128,9 @@ def _train_steps(session: Session) -> tuple[TrainState, int]:
             spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
         session.saves.settle()
         with session.record.spent.measure("creating state"):
-            state = state_before(session.run.step, session.checkpointer, spike, frozen)
+            # The next save abandons those after it.
+            state = restored_state(session.run.step, session.checkpointer, spike.to_step)
+            state = state if frozen is None else with_base(state, frozen)
         start = spike.to_step
         _go_back(session, spike)
     # The loop pauses after a step only if another one follows.
@@ -218,11 +155,12 @@ def _go_back(session: Session, spike: SpikeError) -> None:
 
 
 def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainState, int]:
-    """Run the steps from a state on; a SpikeError says that the run is to go back."""
-    run, train = session.run, session.run.config.train
+    """Run the steps from a state on, which is donated; a SpikeError says that the run is to go back."""
+    run, train, interrupt = session.run, session.run.config.train, session.interrupt
+    step = _checked(run, start)
     depth = queue_depth(run.batches.spec()) if train.prefetch == "auto" else train.prefetch
     load, rolled_back = run.step.loader(run.batches), recorded(session.metadata)
-    batches = prefetch(lambda k: load(batch_of(k, rolled_back)), start, train.steps, depth=depth)
+    loaded = prefetch(lambda k: load(batch_of(k, rolled_back)), start, train.steps, depth=depth)
     bad_steps = BadSteps(
         run,
         session.run_dir,
@@ -232,28 +170,69 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         progress=session.progress,
         spent=session.record.spent,
     )
-    profile = ProfileWindow(run.config.profile, session.run_dir, session.progress)
+    profile = _Profile(session)
     session.progress.start(train.steps, start)
-    fed = session.activity.fed(session.interrupt.until_asked(batches), first=start + 1)
+    fed = session.activity.fed(interrupt.until_asked(loaded), first=start + 1)
+    batches = session.watch.following(bad_steps.following(fed, start + 1), start + 1)
+    clock, pending = StepClock(), None  # a step that was dispatched and not yet read: number, metrics, its wait
+
+    def settle(next_wait: float = 0.0) -> None:
+        """Wait for the pending step and note it."""
+        nonlocal pending
+        if pending is None:
+            return
+        (number, metrics, waited), pending = pending, None
+        in_a_row = int(metrics["skipped_in_a_row"])
+        seconds = clock.done(waited, next_wait)
+        session.activity.finished(number, seconds)
+        profile.after_step(number)
+        session.steps.note(number, metrics, seconds, waited)
+        session.watch.metrics = metrics
+        clock.leave_out(bad_steps.note(number, metrics))
+        host.resume_collector()  # beside the next step, which is under way
+        if in_a_row >= train.max_skipped_in_a_row:
+            raise DivergedError(_given_up(in_a_row, number, metrics))
+
     try:
-        return train_loop(
-            _checked(run, start),
-            state,
-            session.watch.following(bad_steps.following(fed, start + 1), start + 1),
-            first=start + 1,
-            last=train.steps,
-            max_skipped_in_a_row=train.max_skipped_in_a_row,
-            hooks=_hooks(session, bad_steps, profile),
-        )
+        for number in range(start + 1, train.steps + 1):
+            profile.before_step(number)
+            asked = time.perf_counter()
+            try:
+                batch = next(batches)
+            except PreemptedError:
+                raise
+            except Exception as error:
+                settle()
+                if number > start + 1:
+                    _data_failed(session, number - 1, state, error)
+                raise
+            waited = time.perf_counter() - asked
+            if pending is None:
+                clock.begin()
+            state, metrics = step(state, batch)
+            settle(waited)
+            pending = number, metrics, waited
+            if interrupt.requested() or number == train.steps:
+                break
+            session.saves.check()
+            if not session.saves.is_writing:
+                session.activity.writes(None)
+            wants_save = session.saves.is_due(number)
+            if wants_save or is_due(number, run.config.evaluation.every) or session.watch.is_due(number):
+                settle()
+                if _pause(session, number, state, wants_save):
+                    break
+        settle()
+        return state, number
     except StoppedWaiting:
         if start:  # before the first step: the state is the one that they begin with
             return state, start
         raise PreemptedError(
-            f"stopped before the first step of {train.steps}{session.interrupt.seconds_since()}; nothing is lost: "
-            "run again to start"
+            f"stopped before the first step of {train.steps}{interrupt.seconds_since()}; nothing is lost: run again "
+            "to start"
         ) from None
     finally:
-        batches.close()
+        loaded.close()
         profile.stop()
 
 
@@ -267,45 +246,50 @@ def _checked(run: Run, start: int) -> Callable[[TrainState, Batch], tuple[TrainS
     return CheckedStep(run.step, checks, start=start)
 
 
-def _hooks(session: Session, bad_steps: BadSteps, profile: ProfileWindow) -> Hooks:
-    """What happens around the steps of a run."""
-    evaluate_every, wants_save = session.run.config.evaluation.every, [False]  # after the last step
+def _pause(session: Session, number: int, state: TrainState, wants_save: bool) -> bool:
+    """Callbacks, evaluation and save between two steps, with nothing in flight; whether the run stops here."""
+    with saving_on_failure(session, number, state):
+        session.watch.stepped(number, state)
+    if is_due(number, session.run.config.evaluation.every):
+        evaluate_state(session, number, state)
+    # A run that stops is saved at its end.
+    if session.watch.status is None and (wants_save or session.watch.wants_save(number)):
+        save_state(session, number, state)
+    return session.watch.status is not None
 
-    def finished(number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> float:
-        session.activity.finished(number, seconds)
-        profile.after_step(number)
-        session.steps.note(number, metrics, seconds, waited)
-        session.watch.metrics = metrics
-        looked = bad_steps.note(number, metrics)
-        host.resume_collector()  # beside the next step, which is under way
-        return looked
 
-    def wants_pause(number: int) -> bool:
-        session.saves.check()
-        if not session.saves.is_writing:
-            session.activity.writes(None)
-        wants_save[0] = session.saves.is_due(number)
-        return wants_save[0] or is_due(number, evaluate_every) or session.watch.is_due(number)
+def _data_failed(session: Session, number: int, state: TrainState, error: Exception) -> None:
+    """Save the state after the last step that had a batch."""
+    if isinstance(error, StoppedWaiting):
+        stop_run(session, number, state)
+    is_line = isinstance(error, DataError)
+    if save_on_failure(session, number, state, says=not is_line) and is_line:
+        where = f"step {number} is saved in {session.checkpointer.directory}"
+        raise DataError(f"{error}; {where}: run again with such data to go on") from error
 
-    def pause(number: int, state: TrainState) -> bool:
-        with saving_on_failure(session, number, state):
-            session.watch.stepped(number, state)
-        if is_due(number, evaluate_every):
-            evaluate_state(session, number, state)
-        # A run that stops is saved at its end.
-        if session.watch.status is None and (wants_save[0] or session.watch.wants_save(number)):
-            save_state(session, number, state)
-        return session.watch.status is not None
 
-    def data_failed(number: int, state: TrainState, error: Exception) -> None:
-        if isinstance(error, StoppedWaiting):
-            stop_run(session, number, state)
-        is_line = isinstance(error, DataError)
-        if save_on_failure(session, number, state, says=not is_line) and is_line:
-            where = f"step {number} is saved in {session.checkpointer.directory}"
-            raise DataError(f"{error}; {where}: run again with such data to go on") from error
+_PROFILED_STEPS = 3
 
-    def stop_requested(number: int) -> bool:
-        return session.interrupt.requested()
 
-    return Hooks(profile.before_step, finished, wants_pause, pause, stop_requested, data_failed)
+class _Profile:
+    """Traces the steps that `profile` of the config asks for into `profile/` of the run directory."""
+
+    def __init__(self, session: Session) -> None:
+        self._window, self._folder = session.run.config.profile, session.run_dir / "profile"
+        self._progress, self._is_running = session.progress, False
+
+    def before_step(self, number: int) -> None:
+        if number - 1 == self._window.start_step:
+            jax.profiler.start_trace(str(self._folder))
+            self._is_running = True
+
+    def after_step(self, number: int) -> None:
+        start = self._window.start_step
+        if start is not None and number == start + _PROFILED_STEPS:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._is_running:
+            self._is_running = False
+            jax.profiler.stop_trace()
+            self._progress.message(f"profile: {self._folder}")

@@ -18,8 +18,8 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.runinfo import run_text
 from jaxtrain.run.directory import mend_run
-from jaxtrain.run.own_parts import check_evaluable
-from jaxtrain.run.tokenizer import read_tokenizer, tokenizer_file
+from jaxtrain.run.published import read_tokenizer, tokenizer_file
+from jaxtrain.run.resume import check_evaluable
 from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from jaxtrain.models.task import Task
     from jaxtrain.run.evaluation import Evaluator, HeldOutRows
     from jaxtrain.run.predict import Predictor
-    from jaxtrain.run.restore import Restored
     from jaxtrain.train.state import EvaluationState
 
 # Keys of a config that were for the hardware of the run, or for a published folder that may be gone.
@@ -221,24 +220,17 @@ class OpenedRun:
     @property
     def step(self) -> int:
         """The step of the checkpoint that `params` are of."""
-        return self._restored.step
+        return self.state.step
 
     @property
     def params(self) -> "Params":
         """The parameters as a nested dict of sharded arrays: their moving average where the run keeps one."""
-        return self._restored.params
+        return self.state.evaluation_params
 
     @property
     def model_state(self) -> "ModelState":
         """What changes without a gradient (batch statistics): its moving average where the run keeps one."""
-        return self._restored.model_state
-
-    @property
-    def state(self) -> "EvaluationState":
-        """What an `Evaluator` reads."""
-        from jaxtrain.train.state import EvaluationState
-
-        return EvaluationState(self.params, self.model_state, self.step)
+        return self.state.evaluation_model_state
 
     @functools.cached_property
     def tokenizer(self) -> "Tokenizer | None":
@@ -297,16 +289,17 @@ class OpenedRun:
         return build_sharded_model(config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
 
     @functools.cached_property
-    def _restored(self) -> "Restored":
+    def state(self) -> "EvaluationState":
+        """What an `Evaluator` reads."""
         from jaxtrain.run.restore import quantized_params, restore_for_evaluation
 
         model, base = self.sharded_model, published_from(self.config.model)
         found = restore_for_evaluation(self.run_dir, model, step=self._wanted_step, report=self._report, moved_to=base)
         if self._quantize is None:
             return found
-        params, remark = quantized_params(found.params, model, self._quantize)
+        params, remark = quantized_params(found.evaluation_params, model, self._quantize)
         self._report(remark)
-        return dataclasses.replace(found, params=params)
+        return dataclasses.replace(found, evaluation_params=params)
 
     @functools.cached_property
     def task(self) -> "Task":

@@ -1,7 +1,6 @@
 """From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,26 +23,25 @@ from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.progress import Phase, Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.run.activity import Activity
-from jaxtrain.run.callbacks import Watch, sorted_callbacks
+from jaxtrain.run.callbacks import Given, Watch, sorted_callbacks
 from jaxtrain.run.directory import set_aside
 from jaxtrain.run.evaluation import Evaluator, to_hold_out
 from jaxtrain.run.import_run import check_class_order
 from jaxtrain.run.interrupt import Interrupt
-from jaxtrain.run.own_parts import Given, own_parts
-from jaxtrain.run.record import RunRecord
+from jaxtrain.run.record import RunRecord, StepLog, run_meter
 from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
 from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
 from jaxtrain.run.resume import (
+    RECORD,
     check_resumed,
     choose_start,
     finished_row,
     flat,
+    own_parts,
     run_metadata,
 )
 from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
 from jaxtrain.run.session import Session
-from jaxtrain.run.spikes import RECORD
-from jaxtrain.run.step_log import StepLog, run_meter
 from jaxtrain.runtime.agreement import Facts, together
 from jaxtrain.runtime.compiler import Taken, cache_folder, compile_lowered, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator
@@ -107,7 +105,7 @@ def prepare_session(
             progress.message(line)
         if run.awaits_reference and resumed is not None:
             recorded = checkpointer.metadata().get("reference")
-            make = functools.partial(_created, run, given.own_step)
+            make = lambda: run.step.init(run.config.seed, **start_of(run, given.own_step))  # noqa: E731
             known = resumed_reference(run, run_dir, recorded, make, progress, main=main)
             run, metadata["reference"] = with_known_reference(run, known), known.record
         state, base = _compiled_state(
@@ -181,11 +179,10 @@ def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
 
 def _facts(run: Run) -> Facts:
     """What all processes must have alike: the rows of each batch, and the options that each compiler accepts."""
-    options = run.step.compiler_options
-    found = {f"data ({name})": (str(value), "") for name, value in flat(run.stream).items()}
-    return found | {
-        f"compiler option {name}": (str(value), "") for name, value in {**options.used, **options.tried}.items()
-    }
+    options = {**run.step.compiler_options.used, **run.step.compiler_options.tried}
+    named = {f"data ({name})": value for name, value in flat(run.stream).items()}
+    named |= {f"compiler option {name}": value for name, value in options.items()}
+    return {name: (str(value), "") for name, value in named.items()}
 
 
 def _described_start(
@@ -247,11 +244,6 @@ def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> lis
     ]
 
 
-def _created(run: Run, own_step: OwnStep) -> TrainState:
-    """The state at step 0."""
-    return run.step.init(run.config.seed, **start_of(run, own_step))
-
-
 def _compiled_state(
     run: Run,
     run_dir: Path,
@@ -263,13 +255,15 @@ def _compiled_state(
     """Compile the step, and create the state or restore the newest intact one; with the base of its adapters."""
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
-        created = None if resumes is not None else pool.submit(_created, run, own_step)
+        created = None
+        if resumes is None:
+            created = pool.submit(lambda: run.step.init(run.config.seed, **start_of(run, own_step)))
         with spent.measure("compiling"):
             _compile(run, progress, created)
-        if resumes is not None:
+        if created is None:
+            assert resumes is not None
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 return resumed_state(run, run_dir, own_step, resumes)
-        assert created is not None
         with progress.phase("creating state"), spent.measure("creating state"):
             state = jax.block_until_ready(created.result())
             return state, describe_start(run, state, start_of(run, own_step))

@@ -1,24 +1,33 @@
-"""What a run keeps of the published model that it started from: enough to write it as a published folder again."""
+"""What a run keeps beside its checkpoints: its tokenizer, and of the published model that it started from.
 
+What was trained is no text without its tokenizer, and with the small files of its published model it is written as a
+published folder again.
+"""
+
+import hashlib
 import json
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
+from jaxtrain.data import Tokenizer, load_tokenizer
+from jaxtrain.errors import DataError
 from jaxtrain.interop.base_digest import base_digests
-from jaxtrain.interop.companions import TEXT_FILES
 from jaxtrain.interop.save import Origin, saved_dtypes
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import PublishedModel, find_places, open_published
-from jaxtrain.published.config_file import tokenizer_origin
-from jaxtrain.run.texts import texts_beside
 from jaxtrain.runtime.files import write_json_atomic
 
 # Folder of a run: config.json and the tokenizer files of the model that it started from.
 FOLDER = "published"
 _RECORD = "origin.json"
+TOKENIZER_FILE = "tokenizer.json"
+# Of the file, in run.json.
+DIGEST_KEY = "tokenizer_sha256"
 
 
 def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bool) -> dict[str, Any] | None:
@@ -39,20 +48,6 @@ def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bo
         record["parameters"] = _parameters(published, model)
     write_json_atomic(kept / _RECORD, record)
     return record
-
-
-def keep_texts(run_dir: Path, adapter: str | Path, *, base: Path) -> None:
-    """Write the chat template that an adapter came with over that of its base, in a run of both."""
-    file = tokenizer_origin(base)
-    if file is None:
-        return
-    before, files = texts_beside(file, None), texts_beside(file, adapter)
-    if files == before:
-        return
-    for name in TEXT_FILES:
-        (run_dir / FOLDER / name).unlink(missing_ok=True)
-        if name in files:
-            (run_dir / FOLDER / name).write_bytes(files[name].encode())
 
 
 def origin_of(run_dir: Path) -> Origin | None:
@@ -82,3 +77,39 @@ def _parameters(published: PublishedModel, model: Group) -> dict[str, str]:
     if settings_of(model).get("tie_embeddings") is False and settings.get("tie_embeddings"):
         settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
     return base_digests(published, find_places(published, settings).params)
+
+
+def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> str:
+    """Write tokenizer.json into the directory of a run; returns the digest of the file."""
+    temporary = run_dir / f".{TOKENIZER_FILE}.{os.getpid()}.tmp"
+    tokenizer.save(temporary)
+    temporary.replace(run_dir / TOKENIZER_FILE)
+    return _digest(run_dir / TOKENIZER_FILE)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
+    """The intact tokenizer file of a run; None where the run has none."""
+    path, wanted = run_dir / TOKENIZER_FILE, info.get(DIGEST_KEY)
+    is_there = path.is_file()
+    if wanted is None or (is_there and _digest(path) == wanted):  # a run without text, which may be imported with one
+        return path if is_there else None
+    state = "is damaged, or not the run's" if is_there else "is gone"
+    raise DataError(
+        f"{path} {state}, and without it the run reads and writes no text; run 'jaxtrain train {run_dir}' again, "
+        "which writes it where the data of the run is still there"
+    )
+
+
+def read_tokenizer(run_dir: Path, info: Mapping[str, Any]) -> Tokenizer | None:
+    """Read the tokenizer of a run; see `tokenizer_file`."""
+    path = tokenizer_file(run_dir, info)
+    if path is None:
+        return None
+    tokenizer, data = load_tokenizer(path), info.get("data") or {}
+    if "end_of_text" in data:  # an imported run ends as the tokenizer alone says
+        tokenizer.end_of_text = data["end_of_text"]
+    return tokenizer

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,20 +11,25 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Loaded
+from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.layout.rules import entry_axes
+from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info
+from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
 from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
-from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, open_writers
+from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, flat_scalars, open_writers
+from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.models.tasks import is_shipped
+from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.run.callbacks import EARLY_STOPPED
-from jaxtrain.run.directory import kept_info, seconds_before
-from jaxtrain.run.published import keep_published
-from jaxtrain.run.spikes import RECORD
-from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer
+from jaxtrain.run.directory import KEPT, seconds_before
+from jaxtrain.run.published import DIGEST_KEY, TOKENIZER_FILE, keep_published, keep_tokenizer
+from jaxtrain.run.resume import RECORD
+from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import identity, strict_json, write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
@@ -57,7 +63,7 @@ class RunRecord:
         self, loaded: Loaded, run: Run, metadata: Mapping[str, Any], *, start: int = 0, has_ended: bool = False
     ) -> None:
         """Open the writers and say what run.json will hold; rows after the resumed step are dropped."""
-        self._loaded, self._run = loaded, run
+        self._run = run
         if not is_main_process():
             return
         check_trackers(run.config.logging)
@@ -78,14 +84,12 @@ class RunRecord:
         self._info = info
         self._writes = not (has_ended and before.get("status") in ("done", EARLY_STOPPED))
         if self._writes:
-            logging = run.config.logging
-            is_resumed = start > 0
             self._trackers = open_trackers(
-                self._run_dir, logging, info=info, is_resumed=is_resumed, report=self._report
+                self._run_dir, run.config.logging, info=info, is_resumed=start > 0, report=self._report
             )
 
     def _open_writers(self, step: int) -> None:
-        logging = self._loaded.config.logging
+        logging = self._run.config.logging
         self._writers = open_writers(self._run_dir, logging, resumed_step=step, report=self._report)
         metrics = self._writers.writers[0]
         assert isinstance(metrics, LastingWriter)
@@ -94,7 +98,8 @@ class RunRecord:
     @property
     def kept(self) -> dict[str, Any]:
         """What a checkpoint keeps of run.json."""
-        return kept_info(self._info or {})
+        info = self._info or {}
+        return {key: info[key] for key in KEPT if key in info}
 
     def begin(self) -> None:
         """Write run.json with the status `running`, and the tokenizer of the run's data."""
@@ -114,26 +119,20 @@ class RunRecord:
             self._info[DIGEST_KEY] = keep_tokenizer(self._run_dir, self._run.data.tokenizer)
 
     def _write_info(self, **changes: Any) -> None:
-        info = {**(self._info or {}), **self._bad_records(), "seconds": self.spent.seconds(), **changes}
+        info = {**(self._info or {}), "seconds": self.spent.seconds(), **changes}
+        if skipped := self._run.data.skipped:  # records that the data leaves out
+            named = [text for source in skipped for text in source.named]
+            info["skipped_records"] = {"count": sum(source.count for source in skipped), "first": named}
         write_json_atomic(self._run_dir / "run.json", info)
 
-    def _bad_records(self) -> dict[str, Any]:
-        """What run.json says of the records that the data left out; nothing where none may be."""
-        skipped = self._run.data.skipped
-        if not skipped:
-            return {}
-        named = [text for source in skipped for text in source.named]
-        return {"skipped_records": {"count": sum(source.count for source in skipped), "first": named}}
-
-    def _try_to_write_info(self) -> None:
-        if not self._writes:
-            return
+    def _try_to_write(self, write: Callable[[], object], what: str) -> None:
+        """Write, or say once that it fails: what is there is older, and no worse, and the next save tries again."""
         try:
-            self._write_info()
+            write()
             self._unwritten = False
-        except OSError as error:  # what it holds is older, and no worse: the next save tries again
+        except OSError as error:
             if not self._unwritten:
-                self._report(f"run.json of {self._run_dir} cannot be written: {error.strerror}; training goes on")
+                self._report(f"{what} of {self._run_dir} cannot be written: {error.strerror}; training goes on")
             self._unwritten = True
 
     def keep_time(self, step: int) -> None:
@@ -143,32 +142,31 @@ class RunRecord:
             entry = save_entry(step, self.spent.seconds(), at=time.time())
             self._saved[step] = entry["seconds"]
             self._info["saves"] = with_save(self._info.get("saves"), entry)
-            self._try_to_write_info()
+            if self._writes:
+                self._try_to_write(self._write_info, "run.json")
 
     def look(self) -> None:
         """Write again what is gone of the run directory, which may be deleted, moved or unmounted, and say so."""
-        if not self._writes or self._metrics is None:
+        metrics = self._metrics
+        if not self._writes or metrics is None:
             return
         is_gone = identity(self._run_dir) != self._identity
         names = ["run.json", *([TOKENIZER_FILE] if self._run.data.tokenizer is not None else [])]
         missing = [name for name in names if not (self._run_dir / name).is_file()]
-        if not (is_gone or missing) and self._metrics.is_in_place():
+        if not (is_gone or missing) and metrics.is_in_place():
             return
-        try:
+
+        def write() -> None:
             self._run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
             self._identity = identity(self._run_dir)
-            found = [] if self._metrics.is_in_place() else [self._metrics.write_again()]
+            found = [] if metrics.is_in_place() else [metrics.write_again()]
             self._keep_tokenizer()
             self._write_info()
             found += [f"{name} is written again" for name in missing]
-            self._unwritten = False
-        except OSError as error:
-            if self._unwritten:
-                return
-            self._unwritten = True
-            found = [f"it cannot be written again: {error.strerror}"]
+            self._report(f"{what} while the run goes on: {', '.join(found)}")
+
         what = f"{self._run_dir} was deleted, moved or unmounted" if is_gone else f"files of {self._run_dir} are gone"
-        self._report(f"{what} while the run goes on: {', '.join(found)}")
+        self._try_to_write(write, "what is gone")
 
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json."""
@@ -178,7 +176,7 @@ class RunRecord:
             self._writers.close()
             self._open_writers(step)
             self._info[RECORD] = metadata[RECORD]
-            self._try_to_write_info()
+            self._try_to_write(self._write_info, "run.json")
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
@@ -229,7 +227,13 @@ class RunRecord:
                 if writes:
                     self._write_end(status, final)
             if writes and self._run.config.logging.report:
-                self._draw_report(progress)
+                from jaxtrain.metrics.report.page import write_report
+
+                with progress.phase("drawing the report") as phase:
+                    try:
+                        write_report(self._run_dir)
+                    except (OSError, ConfigError) as error:  # no run is lost over its report
+                        phase.note(f"not written: {error}")
         finally:
             self._trackers.end(status, is_asked=is_asked)
 
@@ -243,15 +247,6 @@ class RunRecord:
                 f"the end of the run ({status}) cannot be written to {self._run_dir / 'run.json'}: "
                 f"{error.strerror or error}; free space and run again: the checkpoints are complete"
             ) from None
-
-    def _draw_report(self, progress: Progress) -> None:
-        from jaxtrain.metrics.report.page import write_report
-
-        with progress.phase("drawing the report") as phase:
-            try:
-                write_report(self._run_dir)
-            except (OSError, ConfigError) as error:  # no run is lost over its report
-                phase.note(f"not written: {error}")
 
 
 def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,3 +299,94 @@ def _parameters(run: Run) -> dict[str, str]:
         parts.append("" if trainable is None or trainable(name) else "frozen")
         found[name] = " ".join(part for part in parts if part)
     return found
+
+
+class StepLog:
+    """Measures every step and logs some of them."""
+
+    def __init__(
+        self, run: Run, *, meter: Meter, record: "RunRecord", progress: Progress, start: int, row: Scalars
+    ) -> None:
+        self._meter, self._record, self._progress = meter, record, progress
+        self._every = run.config.logging.every
+        self._always = (start + 1, run.config.train.steps)
+        self._skipped = run.data.skipped
+        self._unlogged: tuple[int, Mapping[str, jax.Array]] | None = None
+        self.row: Scalars = row
+
+    def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
+        """Take note of a step that is done."""
+        self._meter.record(number, seconds, waited)
+        self._record.spent.add("steps", seconds - waited)
+        self._record.spent.add("waiting for data", waited)
+        if number % self._every == 0 or number in self._always:
+            self._log(number, metrics)
+        else:
+            self._unlogged = number, metrics
+            self._progress.update(number, {})
+
+    def end(self) -> None:
+        """Log the last step where it was not: a run that stops early did not know before that it was the last."""
+        unlogged, self._unlogged = self._unlogged, None
+        if unlogged is not None:
+            # A device that failed gives nothing, a full disk takes nothing, and what ends the run says that it did.
+            with contextlib.suppress(jax.errors.JaxRuntimeError, StorageError):
+                self._log(*unlogged)
+
+    def go_back(self) -> None:
+        """Forget the last step, which the run went back before."""
+        self._unlogged = None
+
+    def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+        self._unlogged = None
+        values = flat_scalars(jax.device_get(dict(metrics)))
+        standard = {name: values.pop(name) for name in ("loss", "grad_norm", "skipped_steps")}
+        standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python
+        for name in ("weight", "skipped_in_a_row", "spiked"):
+            values.pop(name, None)
+        if self._skipped:
+            values["skipped_records"] = sum(source.count for source in self._skipped)
+        self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
+        self._record.scalars(number, self.row)
+        self._progress.update(number, self.row)
+
+
+def run_meter(run: Run, *, own_model: bool) -> Meter:
+    """The meter of a run: what a step counts, and the FLOPs and the peak that utilization is computed from."""
+    config, data = run.config, run.data
+    peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
+    mean = mean_tokens(data.train) if data.unit == "tokens" else None
+    return Meter(
+        "tokens" if data.unit == "tokens" else "examples",
+        (data.units_per_row if mean is None else mean) * config.train.global_batch_size,
+        flops_per_step=None if own_model else step_flops(run),
+        peak_flops=None if peak is None else peak * run.step.mesh.size,
+    )
+
+
+def step_flops(run: Run) -> float | None:
+    """Model FLOPs of a step of the config's model; None where a size that it needs is not known."""
+    config, data, model = run.config, run.data, run.step.model
+    shapes, adapted, adapters = parameter_shapes(model), model.adapted, {}
+    if adapted is None:
+        is_trained = trainable_predicate(config.optimizer.freeze, list(shapes))
+    else:
+        is_trained, kernels = adapted.trains, parameter_shapes(adapted.original)
+        # Elements of the two factors of an adapter, as a multiple of its kernel's.
+        adapters = {
+            path: sum(shapes[f"{path}/{name}"].size for name in LOW_RANK) / kernels[path].size
+            for path in adapted.targets
+        }
+    flops = model_flops_per_row(
+        config.model,
+        sequence_length=data.input_shape[-1] if data.unit == "tokens" else None,
+        input_shape=data.input_shape,
+        num_outputs=data.num_outputs,
+        vocab_size=data.vocab_size,
+        decoder_length=data.decoder_length,
+        trained=None if is_trained is None else [path for path in shapes if is_trained(path)],
+        adapters=adapters,
+    )
+    # A pair of answers [2, L] is two texts.
+    texts = math.prod(data.input_shape[:-1]) if data.unit == "tokens" else 1
+    return None if flops is None else flops * texts * config.train.global_batch_size

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,10 @@ from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.interop.weights import is_published
 from jaxtrain.metrics.format import format_bytes
-from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.model import Params
 from jaxtrain.models.quantize import quantize, quantized_bytes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import LossScale
-from jaxtrain.run.spikes import SpikeError
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import KEPT, BaseRecord, base_of, describe_base, with_base, without_base
@@ -37,7 +35,7 @@ from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.placement import average_shapes
 from jaxtrain.train.spikes import first_history
 from jaxtrain.train.start import restore_base
-from jaxtrain.train.state import TrainState, averaged_model_state, merge_leaves, select_leaves
+from jaxtrain.train.state import EvaluationState, TrainState, averaged_model_state, merge_leaves, select_leaves
 from jaxtrain.train.step import TrainStep
 
 
@@ -159,21 +157,6 @@ def frozen_params(step: TrainStep) -> Params | None:
     return select_leaves(state.params, lambda path: not trains(path))
 
 
-def state_before(step: TrainStep, checkpointer: Checkpointer, spike: SpikeError, frozen: Params | None) -> TrainState:
-    """The state that a spike goes back to. The next save abandons those after it."""
-    state = restored_state(step, checkpointer, spike.to_step)
-    return state if frozen is None else with_base(state, frozen)
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What evaluation needs of one checkpoint."""
-
-    step: int
-    params: Params = field(repr=False)
-    model_state: ModelState = field(repr=False)
-
-
 def restore_for_evaluation(
     run_dir: Path,
     sharded_model: ShardedModel,
@@ -181,7 +164,7 @@ def restore_for_evaluation(
     step: int | None,
     report: Callable[[str], None],
     moved_to: str | None = None,
-) -> Restored:
+) -> EvaluationState:
     """Read parameters and model state of one checkpoint, without optimizer state, into the shardings of a model.
 
     The run may be training: a checkpoint that it deletes while it is read is passed over for a newer one.
@@ -232,7 +215,7 @@ def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
 
 def _restore(
     checkpoints: Checkpointer, sharded_model: ShardedModel, step: int, run_dir: Path, moved_to: str | None
-) -> Restored:
+) -> EvaluationState:
     info = checkpoints.info(step)
     base = base_of(info.metadata)
     # The checkpoint itself says what it holds, and what has an average: no setting of the run need be known.
@@ -258,7 +241,7 @@ def _restore(
             sharded_model, base, run_dir=run_dir, only=lambda path: path not in only, moved_to=moved_to
         )
         params = merge_leaves(params, below)
-    return Restored(step, params, model_state)
+    return EvaluationState(params, model_state, step)
 
 
 def _read_params(checkpoints: Checkpointer, wanted: Params, info: CheckpointInfo) -> Params:

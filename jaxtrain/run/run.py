@@ -12,9 +12,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import package_versions, run_text
 from jaxtrain.metrics.trackers import check_trackers
-from jaxtrain.run.callbacks import Callback, EarlyStopping, sorted_callbacks
+from jaxtrain.run.callbacks import Callback, EarlyStopping, Given, sorted_callbacks
 from jaxtrain.run.directory import RunLock, folder_of, mend_run, wait_for_holder
-from jaxtrain.run.own_parts import Given
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.agreement import Facts, check_devices, said_by_main, together
 from jaxtrain.runtime.files import files_for_the_group

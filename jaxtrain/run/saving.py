@@ -67,35 +67,6 @@ def begin_folder(folder: Place, keep: CheckpointConfig, run_dir: Path, report: C
         report(f"the checkpoints of an earlier run were moved to {moved}")
 
 
-class SaveClock:
-    """Says after which steps `checkpoint.every_minutes` wants a save, by the clock of process 0.
-
-    With several processes an answer is a collective: it is asked for every tenth step.
-    """
-
-    def __init__(
-        self,
-        minutes: float | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        agree: Callable[[Callable[[], int]], int] = from_process_0,
-    ) -> None:
-        self._minutes, self._clock, self._agree = minutes, clock, agree
-        self._every = 1 if jax.process_count() == 1 else 10
-        self.saved()
-
-    def is_due(self, number: int) -> bool:
-        """Whether the state after step `number` is to be saved; asked once after every step."""
-        if self._minutes is None or number % self._every:
-            return False
-        most = 60.0 * self._minutes
-        return bool(self._agree(lambda: int(self._clock() - self._saved_at >= most)))
-
-    def saved(self) -> None:
-        """A save began, for this reason or another: the minutes are counted from here."""
-        self._saved_at = self._clock()
-
-
 class RunSaves:
     """Saves the states of a run; a save that fails stops the training only after several in a row.
 
@@ -114,8 +85,8 @@ class RunSaves:
     ) -> None:
         self._checkpointer, self._run_dir, self._owner = checkpointer, run_dir, owner
         self._config, self._report = config, report
-        self._clock = SaveClock(config.every_minutes)
         self._several = jax.process_count() > 1
+        self._saved_at = time.monotonic()
         self._failed_in_a_row = 0
         self._failure: SaveError | None = None  # of the last save that was tried
         self._unheard: SaveError | None = None  # by the other processes
@@ -132,7 +103,10 @@ class RunSaves:
 
     def is_due(self, number: int) -> bool:
         """Whether the state after step `number` is to be saved; asked once after every step."""
-        by_clock = self._clock.is_due(number)
+        minutes, by_clock = self._config.every_minutes, False
+        # By the clock of process 0; with several processes an answer is a collective: it is asked every tenth step.
+        if minutes is not None and is_due(number, 10 if self._several else 1):
+            by_clock = bool(from_process_0(lambda: int(time.monotonic() - self._saved_at >= 60.0 * minutes)))
         wanted, self._is_wanted = self._is_wanted, False
         return by_clock or wanted or is_due(number, self._config.every)
 
@@ -164,7 +138,7 @@ class RunSaves:
         except SaveError as error:
             failure = error
         self._agree(failure)
-        self._clock.saved()
+        self._saved_at = time.monotonic()
         if failure is None:
             self._pending, self._failure, self._seen = number, None, SeenComplete()
         return began

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,10 +19,9 @@ from jaxtrain.run.activity import Activity
 from jaxtrain.run.callbacks import Watch
 from jaxtrain.run.evaluation import Evaluator, held_out_batches
 from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
-from jaxtrain.run.record import RunRecord
+from jaxtrain.run.record import RunRecord, StepLog
 from jaxtrain.run.restore import trained_leaves
 from jaxtrain.run.saving import RunSaves
-from jaxtrain.run.step_log import StepLog
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
@@ -150,26 +149,27 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
 
 def stop_run(session: Session, number: int, state: TrainState) -> NoReturn:
     """Save the state after a step and raise the error that ends the run with exit code 75."""
-    began = time.monotonic()
-    save_state(session, number, state)
-    session.saves.wait(hurry=True)
-    raise PreemptedError(_stopped_line(session, number, time.monotonic() - began))
+    raise PreemptedError(_stopped(session, number, state, save_state))
 
 
 def _stop_beside(session: Session, number: int, state: TrainState) -> str:
     """Do the same on another thread than the main one, which does not come back, and close the files of the run."""
-    began = time.monotonic()
-    _write(session, number, state)
-    session.saves.wait(hurry=True)
-    line = _stopped_line(session, number, time.monotonic() - began)
+    line = _stopped(session, number, state, _write)
     close_session(session, "preempted")
     return line
 
 
-def _stopped_line(session: Session, number: int, seconds: float) -> str:
+def _stopped(
+    session: Session, number: int, state: TrainState, save: Callable[[Session, int, TrainState], object]
+) -> str:
+    """Save, and the line that says so."""
+    began = time.monotonic()
+    save(session, number, state)
+    session.saves.wait(hurry=True)
+    where, seconds = session.checkpointer.directory, time.monotonic() - began
     return (
-        f"stopped after step {number} of {session.run.config.train.steps}; saved in "
-        f"{session.checkpointer.directory} in {seconds:.1f} s{session.interrupt.seconds_since()}: run again to go on"
+        f"stopped after step {number} of {session.run.config.train.steps}; saved in {where} in {seconds:.1f} s"
+        f"{session.interrupt.seconds_since()}: run again to go on"
     )
 
 

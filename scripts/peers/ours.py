@@ -20,33 +20,30 @@ def main(name: str | dict[str, Any], overrides: list[str]) -> None:
     import jax
 
     from jaxtrain.data import prefetch
-    from jaxtrain.run.loop import Hooks, train_loop
     from jaxtrain.train.assemble import assemble, open_run_data
 
     run_parts = assemble(config, open_run_data(config))
     step = run_parts.step
     step.compile(run_parts.batches.spec())
     state, done = step.init(config.seed), 0
-    losses: list[float] = []
     load = step.loader(run_parts.batches)
-
-    def finished(number, metrics, seconds, waited) -> None:
-        losses.append(float(metrics["loss"]))
-
-    never = (lambda number: False, lambda number, state: False, lambda number: False)
-    hooks = Hooks(lambda number: None, finished, *never)
 
     def run(steps: int) -> float:
         nonlocal state, done
-        loaded = prefetch(load, done, done + steps, depth=2)
+        loaded, losses = prefetch(load, done, done + steps, depth=2), []
+        pending: Any = None
         try:
-            state, done = train_loop(
-                step, state, loaded, first=done + 1, last=done + steps, max_skipped_in_a_row=10, hooks=hooks
-            )
+            for batch in loaded:
+                state, metrics = step(state, batch)
+                if pending is not None:  # read once the next step is dispatched
+                    losses.append(float(pending["loss"]))
+                pending = metrics
         finally:
             loaded.close()
+        done += steps
+        losses.append(float(pending["loss"]))
         jax.block_until_ready(state.params)
-        return sum(losses[-steps:]) / steps
+        return sum(losses) / steps
 
     serve(run, parameters=run_parts.num_parameters, versions=f"jax {jax.__version__}", remat=config.remat.policy)
 

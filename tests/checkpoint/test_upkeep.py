@@ -14,8 +14,9 @@ import pytest
 
 from jaxtrain.checkpoint import Checkpointer, upkeep
 from jaxtrain.checkpoint.directory import DamagedError, SaveError
+from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.run.saving import SaveClock
+from jaxtrain.run.saving import RunSaves
 
 
 def state(number: int) -> dict[str, Any]:
@@ -160,27 +161,31 @@ def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch:
     answers.set()
 
 
-def test_processes_agree_when_minutes_have_passed() -> None:
+def test_processes_agree_when_minutes_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of one second, and of ten from step 200 on; a save every two minutes; clocks that are apart."""
-    now, answers = [0.0], []
-
-    def first(decide: Any) -> int:
-        answers.append(decide())
-        return answers[-1]
-
-    clocks = [SaveClock(2, clock=lambda: now[0], agree=first)]
-    clocks.append(SaveClock(2, clock=lambda: 1e6 + 3 * now[0], agree=lambda decide: answers[-1]))
-    saved = []
-    for number in range(1, 301):
-        now[0] += 1.0 if number < 200 else 10.0
-        due = [clock.is_due(number) for clock in clocks]
-        assert due[0] == due[1]
-        if due[0]:
-            saved.append(number)
-            for clock in clocks:
-                clock.saved()
+    now, answers, saved = 0.0, [], []
+    clocks = [lambda: now, lambda: 1e6 + 3 * now]
+    agree = [lambda decide: answers.append(decide()) or answers[-1], lambda decide: answers[-1]]
+    monkeypatch.setattr("jaxtrain.run.saving.jax.process_count", lambda: 2)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        processes = []
+        for clock in clocks:
+            monkeypatch.setattr("jaxtrain.run.saving.time.monotonic", clock)
+            processes.append(RunSaves(checkpointer, tmp_path, CheckpointConfig(every_minutes=2), report=print))
+        for number in range(1, 301):
+            now += 1.0 if number < 200 else 10.0
+            due = []
+            for process, clock, answer in zip(processes, clocks, agree, strict=True):
+                monkeypatch.setattr("jaxtrain.run.saving.time.monotonic", clock)
+                monkeypatch.setattr("jaxtrain.run.saving.from_process_0", answer)
+                due.append(process.is_due(number))
+                if due[-1]:
+                    process._saved_at = clock()
+            assert due[0] == due[1]
+            saved += [number] if due[0] else []
     assert saved[0] == 120
-    assert {after - before for before, after in itertools.pairwise(saved[1:])} == {12}
+    # Every tenth step is asked.
+    assert {after - before for before, after in itertools.pairwise(saved[2:])} == {20}
 
 
 @pytest.mark.parametrize(("place", "number"), [("record", errno.ESTALE), ("arrays", errno.EMFILE)])

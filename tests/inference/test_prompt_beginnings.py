@@ -19,7 +19,7 @@ from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.tokens import tokenizer_info
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.inference.text_stream import TokenTexts
-from jaxtrain.run.tokenizer import special_of_folder, special_of_run
+from jaxtrain.run.texts import special_of_folder, special_of_run
 
 GROUP = {
     "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16,

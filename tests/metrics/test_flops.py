@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.metrics.flops import model_flops_per_row
-from jaxtrain.run.step_log import step_flops
+from jaxtrain.run.record import step_flops
 from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.train.assemble import assemble, open_run_data
 

@@ -13,7 +13,7 @@ from jaxtrain.data import build_tokenizer
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 from jaxtrain.run.export import export_run
-from jaxtrain.run.tokenizer import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer, read_tokenizer
+from jaxtrain.run.published import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 
 
 def test_a_tokenizer_that_is_damaged_or_gone(tmp_path: Path) -> None:

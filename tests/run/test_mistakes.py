@@ -113,7 +113,7 @@ def test_a_failure_leaves_the_run_done(
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setattr("jaxtrain.run.mistakes._predictions", fail)
+    monkeypatch.setattr("jaxtrain.run.evaluation._mistakes", fail)
     assert _train(tmp_path, _data((5,), 20)).step == 2
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "done"
     assert "the report has no confusion matrix, because computing it failed: out of memory" in capfd.readouterr().err

@@ -16,7 +16,7 @@ from training_runs import TINY, environment, losses, rows, run_process, saved_ar
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.run.directory import set_aside
-from jaxtrain.run.resume import check_stream, config_changes
+from jaxtrain.run.resume import check_stream
 
 
 def train(
@@ -162,12 +162,6 @@ def test_must_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(jt.CheckpointError, match="no checkpoint") as caught:
         train(tmp_path, resume="must")
     assert "\n" not in str(caught.value)
-
-
-def test_of_another_kind_only_the_kind_is_named() -> None:
-    before = {"model": {"num_layers": 2}, "optimizer": {"kind": "adamw", "learning_rate": 1e-3}}
-    after = {"model": {"num_layers": 3}, "optimizer": {"kind": "sgd", "momentum": 0.9}}
-    assert config_changes(before, after) == ["model.num_layers 2 -> 3", "optimizer.kind adamw -> sgd"]
 
 
 SOMETHING_ELSE: list[tuple[dict[str, Any], type[jt.UserError], str]] = [

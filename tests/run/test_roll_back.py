@@ -5,7 +5,7 @@ import pytest
 from jaxtrain.config.kinds import check_roll_back
 from jaxtrain.config.schema import CheckpointConfig, SpikesConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.spikes import SpikeError, batch_of, recorded, with_spike
+from jaxtrain.run.resume import SpikeError, batch_of, recorded, with_spike
 
 
 def after(*spikes: tuple[int, int], skip: int = 10) -> dict:

@@ -75,8 +75,3 @@ def test_text_is_short(records):
         assert len(text) < 600, name
         assert "rray(" not in text, name
         assert [words for words in wanted if words not in text] == [], name
-
-
-def test_a_model_that_cannot_be_drawn_is_shown_all_the_same():
-    broken = jt.from_functions(lambda key: {"w": key.no_such_thing}, lambda params, inputs: inputs)
-    assert repr(broken) == "Model 'functions': 0 parameters in 0 arrays"

@@ -171,46 +171,22 @@ def test_time_in_which_the_process_was_stopped_does_not_count(watch, rounds, sec
 
 
 def test_a_step_s_seconds_are_its_own_wait_and_its_own_work(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
-    waits = [0.1 * number for number in range(1, 7)]
-    rows = []
-
-    class Metrics(dict):
-        """Reading it waits for the device: 0.5 s of work a step."""
-
-        def __getitem__(self, name):
-            clock[0] += 0.5
-            return 0
-
-    def batches():
-        for wait in waits:
-            clock[0] += wait
-            yield {}
-
-    def pause(number, state):
-        clock[0] += 100
-
-    def finished(number, metrics, seconds, waited):
-        rows.append((seconds, waited))
-        if number == 3:  # what is looked into after this step is not the next one's time
-            clock[0] += 7
-            return 7.0
-
-    loop.train_loop(
-        lambda state, batch: (state, Metrics()),  # pyright: ignore[reportArgumentType] a stand-in
-        None,  # pyright: ignore[reportArgumentType]
-        batches(),
-        first=1,
-        last=6,
-        max_skipped_in_a_row=10,
-        hooks=loop.Hooks(
-            lambda number: None,
-            finished,
-            lambda number: number % 3 == 0,
-            pause,
-            lambda number: False,
-        ),
-    )
-    np.testing.assert_allclose([waited for _, waited in rows], waits)
-    np.testing.assert_allclose([seconds for seconds, _ in rows], [0.5 + wait for wait in waits])
+    now, waits, found = 0.0, [0.1 * number for number in range(1, 7)], []
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now)
+    clock, pending = loop.StepClock(), None
+    for number, wait in enumerate(waits):
+        now += wait
+        if pending is None:
+            clock.begin()
+        for _ in range(pending is not None):
+            now += 0.5  # the work of the step before, which is read now
+            found.append(clock.done(pending, wait))
+            if number == 2:  # what is looked into after this step is not the next one's time
+                now += 7.0
+                clock.leave_out(7.0)
+        pending = wait
+        if number == 3:  # a pause, with nothing in flight
+            now += 0.5
+            found.append(clock.done(pending, 0.0))
+            now, pending = now + 100, None
+    np.testing.assert_allclose(found, [0.5 + wait for wait in waits[:-1]])

@@ -46,13 +46,6 @@ def test_prices_are_learned_in_few_steps_and_predicted_as_prices(tmp_path):
     np.testing.assert_allclose(scale, [100_000, 30_000 * 1.25**0.5], rtol=0.2)
 
 
-def test_a_constant_target_has_no_deviation_and_is_learned_as_it_is(tmp_path):
-    np.savez(tmp_path / "constant.npz", inputs=np.arange(80.0).reshape(40, 2), targets=np.full(40, 7.0))
-    data = jt.open_data({"kind": "table", "path": str(tmp_path / "constant.npz"), "task": "regression"})
-    assert data.reading is not None
-    assert (data.reading["target_mean"], data.reading["target_deviation"]) == ([7.0], [0.0])
-
-
 def test_a_scale_that_fits_no_output_is_refused(tmp_path):
     numbers = table(tmp_path, 2)
     numbers["model"]["output_scale"] = {"mean": [0.0, 1.0], "deviation": [1.0]}
