@@ -11,7 +11,7 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.models.task import Batch
-from jaxtrain.run.bad_steps import BadSteps
+from jaxtrain.run.bad_steps import BadSteps, CheckedStep
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.mistakes import held_out_details
 from jaxtrain.run.restore import frozen_params, state_before
@@ -259,12 +259,8 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
 
 def _checked(run: Run, start: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step itself where nothing is compared, else one that also compares."""
-    checks = run.config.checks
-    if checks is None or (checks.replay_every is None and checks.replicas_every is None):
-        return run.step
-    from jaxtrain.run.replicas import CheckedStep
-
-    return CheckedStep(run.step, checks, start=start)
+    every = None if run.config.checks is None else run.config.checks.replicas_every
+    return run.step if every is None else CheckedStep(run.step, every, start=start)
 
 
 def _hooks(session: Session, bad_steps: BadSteps, profile: ProfileWindow) -> Hooks:

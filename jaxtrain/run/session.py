@@ -15,7 +15,6 @@ from jaxtrain.data import prefetch
 from jaxtrain.errors import PreemptedError, StorageError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
-from jaxtrain.run.activity import Activity
 from jaxtrain.run.callbacks import Watch
 from jaxtrain.run.evaluation import Evaluator, held_out_batches
 from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
@@ -23,6 +22,7 @@ from jaxtrain.run.record import RunRecord
 from jaxtrain.run.restore import trained_leaves
 from jaxtrain.run.saving import RunSaves
 from jaxtrain.run.step_log import StepLog
+from jaxtrain.run.watchdog import Activity
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
@@ -81,25 +81,21 @@ def evaluate_state(session: Session, number: int, state: TrainState, *, is_repea
     """Evaluate the state after a step on the run's held-out rows, unless that was done."""
     if session.run.data.validation is None or session.evaluated == number:
         return
-    was_left = False
-    with session.interrupt.holding(lambda: _stop_beside(session, number, state)):
-        try:
-            with session.record.spent.measure("evaluation"):
-                session.metrics = _evaluated(session, state)
-            session.evaluated = number
-            if not is_repeated:
-                session.record.scalars(number, session.metrics)
-            session.progress.message(f"step {number}: {'  '.join(shown_metrics(session.metrics))}")
-            if not is_repeated:
-                with session.activity.during("callback"):
-                    session.watch.evaluated(number, session.metrics, state)
-        except StoppedWaiting:
-            was_left = True
-        except Exception:  # held-out rows that cannot be read, or do not fit; a callback
-            save_on_failure(session, number, state)
-            raise
-    if was_left:
+    try:
+        with session.record.spent.measure("evaluation"):
+            session.metrics = _evaluated(session, state)
+        session.evaluated = number
+        if not is_repeated:
+            session.record.scalars(number, session.metrics)
+        session.progress.message(f"step {number}: {'  '.join(shown_metrics(session.metrics))}")
+        if not is_repeated:
+            with session.activity.during("callback"):
+                session.watch.evaluated(number, session.metrics, state)
+    except StoppedWaiting:
         stop_run(session, number, state)
+    except Exception:  # held-out rows that cannot be read, or do not fit; a callback
+        save_on_failure(session, number, state)
+        raise
 
 
 def _evaluated(session: Session, state: TrainState) -> Scalars:
@@ -153,23 +149,9 @@ def stop_run(session: Session, number: int, state: TrainState) -> NoReturn:
     began = time.monotonic()
     save_state(session, number, state)
     session.saves.wait(hurry=True)
-    raise PreemptedError(_stopped_line(session, number, time.monotonic() - began))
-
-
-def _stop_beside(session: Session, number: int, state: TrainState) -> str:
-    """Do the same on another thread than the main one, which does not come back, and close the files of the run."""
-    began = time.monotonic()
-    _write(session, number, state)
-    session.saves.wait(hurry=True)
-    line = _stopped_line(session, number, time.monotonic() - began)
-    close_session(session, "preempted")
-    return line
-
-
-def _stopped_line(session: Session, number: int, seconds: float) -> str:
-    return (
-        f"stopped after step {number} of {session.run.config.train.steps}; saved in "
-        f"{session.checkpointer.directory} in {seconds:.1f} s{session.interrupt.seconds_since()}: run again to go on"
+    raise PreemptedError(
+        f"stopped after step {number} of {session.run.config.train.steps}; saved in {session.checkpointer.directory} "
+        f"in {time.monotonic() - began:.1f} s{session.interrupt.seconds_since()}: run again to go on"
     )
 
 

@@ -78,7 +78,6 @@ def test_a_signal_while_a_checkpoint_is_restored_loses_nothing(tmp_path: Path, u
 # compilation: no handler runs there again.
 PROCESSES: dict[str, tuple[str, list[signal.Signals], int, int | None]] = {
     "compiling, SIGUSR1": ("stuck model", [signal.SIGUSR1], 75, None),
-    "in a callback, SIGHUP": ("stuck callback after step 2", [signal.SIGHUP], 75, 2),
     "waiting for data, SIGUSR2": ("training row 6", [signal.SIGUSR2], 75, 1),
     "Ctrl-C twice": ("stuck model", [signal.SIGINT, signal.SIGINT], 130, None),
 }
@@ -130,7 +129,7 @@ def test_two_processes_leave_an_evaluation_together(start_ranks, tmp_path: Path)
 def test_a_lost_terminal_saves_the_run(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """The kernel sends SIGHUP, and every further write to the terminal fails."""
     terminal, own = pty.openpty()
-    command = [sys.executable, str(PROGRAM), str(tmp_path / "run"), str(tmp_path), "callback after step 2"]
+    command = [sys.executable, str(PROGRAM), str(tmp_path / "run"), str(tmp_path), "training row 6"]
     name = os.ttyname(own)
     # The first terminal that the first process of a session opens becomes the one whose loss it hears of.
     process = subprocess.Popen(
@@ -139,7 +138,7 @@ def test_a_lost_terminal_saves_the_run(tmp_path: Path, undisturbed: dict[str, An
         start_new_session=True,
     )
     said = b""
-    while b"AT callback" not in said:
+    while b"AT training" not in said:
         said += os.read(terminal, 4096)
     os.close(own)
     os.close(terminal)
