@@ -248,14 +248,7 @@ class Watchdog:
         try:
             while self._farewell is None:
                 self._round()
-            code, text = self._farewell
-            self._say_farewell(code, text)
-            self._has_left.set()
-            # At its exit jax waits for process 0, which may be lost meanwhile.
-            while not code and self._exchange.is_waiting():
-                for one in self._listen():
-                    if one.kind == "lost":
-                        self._hear(one)
+            self._say_farewell(*self._farewell)
         except Exception as error:
             print_remark(f"jaxtrain: the watchdog failed ({type(error).__name__}: {error}); the run goes on unwatched")
         finally:
@@ -420,7 +413,7 @@ def watched(config: WatchdogConfig | None, run_dir: Path) -> Iterator[Activity]:
     import jax
 
     activity = Activity()
-    exchange = open_exchange(wanted=config is not None, report=print_remark)
+    exchange = open_exchange(wanted=config is not None)
     if config is None:
         exchange.close()
         yield activity

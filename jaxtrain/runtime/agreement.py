@@ -2,11 +2,10 @@
 
 `multihost_utils` broadcasts and gathers arrays; what it lacks is here. Before each of its collectives all meet at a
 barrier of the coordination service: Gloo, which carries collectives between CPU processes, lets a process wait for
-another one for 30 s only, and the barrier has no such limit. And of texts that are alike (as a rule) only their digests
-are sent.
+another one for 30 s only, and the barrier has no such limit.
 """
 
-import hashlib
+import contextlib
 import itertools
 import json
 from collections import Counter
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, StorageError, UserError
-from jaxtrain.runtime import distributed
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -91,7 +89,7 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
 
     Raises:
         UserError: the error of the work; where it failed in another process only, one of the same exit code that names
-            that process. The processes stay in their cluster where all raise the same error, and leave it otherwise.
+            that process. The processes have left their cluster.
         ConfigError: facts differ; names each with both values.
     """
     import jax
@@ -108,11 +106,9 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
     verdict = verdict_of(everyone)
     if verdict is None:
         return result  # pyright: ignore[reportReturnType] nobody failed, so it is what the work gave
-    if isinstance(failure, UserError) and all(one == said for one in everyone):
-        # Every process raises it here, so that a program that catches it can go on, as the only process could.
-        failure.raised_by_all = True
-        raise failure
-    distributed.leave_together(str(verdict))
+    # All leave the cluster here, so that none is missed by another one, which would abort.
+    with contextlib.suppress(RuntimeError):
+        jax.distributed.shutdown()
     raise failure or verdict
 
 
@@ -137,25 +133,15 @@ def check_devices() -> None:
 
 
 def exchange(text: str) -> list[str]:
-    """Give every process the texts of all, in the order of the processes; where all are alike, only digests are sent.
-
-    Args:
-        text: of this process.
-    """
+    """Give every process the texts of all, in the order of the processes."""
     import numpy as np
     from jax.experimental import multihost_utils
 
-    content = text.encode()
-    head = np.frombuffer(len(content).to_bytes(4, "big") + hashlib.sha256(content).digest(), np.uint8)
+    content = np.frombuffer(text.encode(), np.uint8)
     meet()
-    heads = multihost_utils.process_allgather(head)
-    if (heads == head).all():
-        return [text] * len(heads)
-    sizes = [int.from_bytes(row[:4].tobytes(), "big") for row in heads]
-    padded = np.zeros(max(sizes), np.uint8)
-    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(content)))
     meet()  # each compiles the wider exchange
-    rows = multihost_utils.process_allgather(padded)
+    rows = multihost_utils.process_allgather(np.pad(content, (0, int(sizes.max()) - len(content))))
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 

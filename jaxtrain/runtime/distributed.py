@@ -5,7 +5,6 @@
 
 import contextlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number
 from jaxtrain.runtime.compiler import use_cache
 from jaxtrain.runtime.heartbeats import LOST
 from jaxtrain.runtime.relay import relayed
-from jaxtrain.runtime.terminal import keep_output_apart, print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
 _JOIN_SECONDS = 300
@@ -30,11 +29,7 @@ _ABORT_MARGIN_SECONDS = 60
 # Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
 # CUDA's context need a few GiB. XLA_PYTHON_CLIENT_MEM_FRACTION, where it is set, says otherwise.
 GPU_MEMORY_FRACTION = 0.92
-# The error after which this process left its cluster, which jax joins once only; empty: it did not.
-_left_after: list[str] = []
 _USED_BEFORE = "must be called before any JAX calls"
-# What Kubernetes answers where a right is missing: it would at every start.
-_REFUSED = re.compile(r"\b40[13]\b")
 
 
 class NotMetError(UserError):
@@ -76,11 +71,6 @@ def start(
     start_alone(emulate=emulate, compilation_cache=compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
-        if _left_after:
-            raise ConfigError(
-                f"this process left the others after an earlier error ({_left_after[0]}), and jax joins once: start "
-                "the program again"
-            )
         _join(cluster, lost_seconds)
 
 
@@ -152,14 +142,9 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
                 "and it was: call start() first, at the top of the program"
             ) from error
         line = failure((str(error).splitlines() or [type(error).__name__])[0][:200])
-        if started_again and _REFUSED.search(line) is None:
-            raise NotMetError(line) from error
-        raise ConfigError(line) from error
+        raise (NotMetError if started_again else ConfigError)(line) from error
     finally:
         timer.cancel()
-    # Only process 0 prints results; under `launch` the output of the others is shown to nobody.
-    if cluster.process_id in (0, None):
-        keep_output_apart()
 
 
 def _initialize(cluster: Cluster, timeout: int, lost_seconds: float | None) -> None:
@@ -242,19 +227,6 @@ def leave(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def leave_together(reason: str) -> None:
-    """Leave the cluster, as every process does at this place: none is missed by another one, which would abort.
-
-    Args:
-        reason: the error, for the line of what would join later.
-    """
-    import jax
-
-    with contextlib.suppress(RuntimeError):
-        jax.distributed.shutdown()
-    _left_after.append(reason[:300])
 
 
 def is_main_process() -> bool:
