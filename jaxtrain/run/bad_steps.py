@@ -8,7 +8,7 @@ parameters may be one update later; the file says so.
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,18 +72,7 @@ class BadSteps:
         self._run, self._checkpointer, self._metadata, self._progress = run, checkpointer, metadata, progress
         self._everywhere = NamedSharding(run.step.mesh, PartitionSpec())
         self._counts = jax.jit(self._counted, out_shardings=self._everywhere)
-        # An iterable gives no batch twice: its last two are kept, since a step is looked at during the next one.
-        self._kept: dict[int, Any] = {}
         self._shown = 0
-
-    def following(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """The batches of the steps from `first` on; of an iterable, which gives none twice, the last two are kept."""
-        return self._keeping(batches, first) if isinstance(self._run.batches, BatchStream) else batches
-
-    def _keeping(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches, first):
-            self._kept = {at: kept for at, kept in self._kept.items() if at == number - 1} | {number: batch}
-            yield batch
 
     def note(self, number: int, metrics: Mapping[str, jax.Array]) -> float:
         """Look at the metrics of a step that is done.
@@ -153,10 +142,10 @@ class BadSteps:
         found: dict[str, Any] = {"step": number, "batch": k, "batch_rows": listed}
         found |= {name: float(metrics[name]) for name in ("loss", "grad_norm", "loss_scale") if name in metrics}
         state = run.step.last_state()
-        batch = self._kept.get(number) if numbers is None else run.step.loader(run.batches)(k)
         try:
-            if state is not None and batch is not None:
-                found |= self._looked_into(number, state, batch, numbers)
+            if state is not None and numbers is not None:
+                # An iterable gives no batch twice: of its steps only the metrics are known.
+                found |= self._looked_into(number, state, run.step.loader(run.batches)(k), numbers)
         except jax.errors.JaxRuntimeError as error:  # the memory for the gradients, most likely
             found["error"] = str(error).splitlines()[0]
         path = self._run_dir / "nonfinite" / f"step_{number}.json"
@@ -167,7 +156,7 @@ class BadSteps:
                 write_json_atomic(path, found)
         return _line(found, path)
 
-    def _looked_into(self, number: int, state: TrainState, batch: Any, numbers: np.ndarray | None) -> dict[str, Any]:
+    def _looked_into(self, number: int, state: TrainState, batch: Any, numbers: np.ndarray) -> dict[str, Any]:
         found: dict[str, Any] = {"parameters_of_step": int(state.step)}
         # The random numbers of the step that is looked into.
         state = replace(state, step=jax.device_put(np.int32(number - 1), state.step.sharding))
@@ -177,11 +166,9 @@ class BadSteps:
         found["rows"] = []
         if not found["parameters"] and not found["model_state"]:  # else every row would be at fault
             for place, entries in self._rows_with(batch)[:_LISTED]:
-                row: dict[str, Any] = {"place": place, "not_finite": entries}
-                if numbers is not None:
-                    index = int(numbers[place])
-                    row |= {"row": index, "source": row_name(self._run.data.train, index)}
-                found["rows"].append(row)
+                index = int(numbers[place])
+                source = row_name(self._run.data.train, index)
+                found["rows"].append({"place": place, "not_finite": entries, "row": index, "source": source})
         return found
 
     def _counted(self, tree: Any) -> dict[str, jax.Array]:
@@ -236,9 +223,8 @@ def _line(found: Mapping[str, Any], path: Path) -> str:
 
 
 def _row_text(row: Mapping[str, Any]) -> str:
-    name = f"{row['row']}" if "row" in row else f"{row['place']} of the batch"
-    parts = [*filter(None, [row.get("source")]), *(f"{entry} not finite" for entry in row["not_finite"])]
-    return f"{name} ({', '.join(parts)})" if parts else name
+    parts = [*filter(None, [row["source"]]), *(f"{entry} not finite" for entry in row["not_finite"])]
+    return f"{row['row']} ({', '.join(parts)})"
 
 
 def _array_text(row: Mapping[str, Any]) -> str:

@@ -239,7 +239,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         return train_loop(
             _checked(run, start),
             state,
-            session.watch.following(bad_steps.following(fed, start + 1), start + 1),
+            session.watch.following(fed, start + 1),
             first=start + 1,
             last=train.steps,
             max_skipped_in_a_row=train.max_skipped_in_a_row,

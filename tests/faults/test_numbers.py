@@ -107,12 +107,12 @@ def fit_batches(run_dir: Path, batches: list[Any], overrides: dict[str, Any]) ->
 
 
 @pytest.mark.long
-def test_an_iterable_names_places_in_its_batches_and_cannot_go_back(tmp_path: Path) -> None:
+def test_an_iterable_skips_such_a_step_and_cannot_go_back(tmp_path: Path) -> None:
     values = np.ones((3, 8, 8), np.float32)
     values[1, 6, 0] = np.inf
     batches = [{"inputs": one, "targets": np.ones((8, 1), np.float32)} for one in values]
     lines = fit_batches(tmp_path / "run", batches, {})
-    assert any("batch 1, row 6 of the batch (inputs not finite)" in line for line in lines)
+    assert any("step 2 is not finite and skipped" in line and "batch 1; " in line for line in lines)
     with pytest.raises(jt.ConfigError, match="roll_back reads batches by their number, and an iterable has none"):
         fit_batches(tmp_path / "other", batches, {"spikes.action": "roll_back"})
 
