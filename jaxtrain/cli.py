@@ -222,7 +222,8 @@ def _report_error(error: Exception, *, debug: bool) -> int:
         print_remark(traceback.format_exc().rstrip("\n"))
     line, code = _explain(error)
     print_remark(line)
-    if not isinstance(error, ConfigError | PreemptedError):  # which all processes meet
+    met_by_all = isinstance(error, ConfigError | PreemptedError) or getattr(error, "raised_by_all", False)
+    if not met_by_all:
         from jaxtrain.runtime import distributed
 
         distributed.leave(code)

@@ -13,6 +13,8 @@ class UserError(Exception):
     """
 
     exit_code = 2
+    # Whether every process of the cluster raised it at the same place, so that none of them waits for another.
+    raised_by_all = False
 
 
 class ConfigError(UserError):

@@ -89,7 +89,7 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
 
     Raises:
         UserError: the error of the work; where it failed in another process only, one of the same exit code that names
-            that process. The processes have left their cluster.
+            that process. They have left their cluster then, and are still in it where all raise the same error.
         ConfigError: facts differ; names each with both values.
     """
     import jax
@@ -106,6 +106,10 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
     verdict = verdict_of(everyone)
     if verdict is None:
         return result  # pyright: ignore[reportReturnType] nobody failed, so it is what the work gave
+    if isinstance(failure, UserError) and all(one == said for one in everyone):
+        # A program that catches it can go on, as the only process could.
+        failure.raised_by_all = True
+        raise failure
     # All leave the cluster here, so that none is missed by another one, which would abort.
     with contextlib.suppress(RuntimeError):
         jax.distributed.shutdown()
@@ -113,22 +117,18 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
 
 
 def check_devices() -> None:
-    """Raise where the processes do not have devices of one kind and number each.
-
-    Raises:
-        ConfigError: in every process; names both.
-    """
+    """Raise a ConfigError in every process where they do not have devices of one kind and number each."""
     import jax
 
-    found: dict[int, list[str]] = {}
-    counts = Counter((device.process_index, device.device_kind) for device in jax.devices())
-    for (index, kind), count in sorted(counts.items()):
-        found.setdefault(index, []).append(f"{count} x {kind}")
-    other = next((index for index, shown in found.items() if shown != found[0]), None)
+    found: dict[int, Counter[str]] = {}
+    for device in jax.devices():
+        found.setdefault(device.process_index, Counter())[device.device_kind] += 1
+    shown = {index: ", ".join(f"{count} x {kind}" for kind, count in each.items()) for index, each in found.items()}
+    other = next((index for index, text in shown.items() if text != shown[0]), None)
     if other is not None:
         raise ConfigError(
-            f"the processes have different devices: process 0 has {', '.join(found[0])}, process {other} has "
-            f"{', '.join(found[other])}; start every process with the same devices"
+            f"the processes have different devices: process 0 has {shown[0]}, process {other} has {shown[other]}; "
+            "start every process with the same devices"
         )
 
 
@@ -172,19 +172,15 @@ def differences(everyone: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
     Args:
         everyone: fact -> value and where it was set, of each process.
     """
-    first, found = everyone[0], []
+    found = []
     for name in sorted({name for facts in everyone for name in facts}):
-        values = [facts[name][0] if name in facts else None for facts in everyone]
-        index = next((index for index, value in enumerate(values) if value != values[0]), None)
+        values = [facts.get(name, ("none", "")) for facts in everyone]
+        index = next((index for index, (value, _) in enumerate(values) if value != values[0][0]), None)
         if index is not None:
-            shown = _shown(first, name), _shown(everyone[index], name)
-            found.append(f"{name}: process 0 has {shown[0]}, process {index} has {shown[1]}")
+            found.append(f"{name}: process 0 has {_shown(*values[0])}, process {index} has {_shown(*values[index])}")
     return found
 
 
-def _shown(facts: Mapping[str, Sequence[str]], name: str) -> str:
-    if name not in facts:
-        return "none"
-    value, where = facts[name]
+def _shown(value: str, where: str) -> str:
     value = value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 3]}..."
     return f"{value} ({where})" if where else value

@@ -42,11 +42,7 @@ class Cluster:
 
 
 def environment_number(name: str) -> int | None:
-    """A whole number from the environment; None where the variable is not set.
-
-    Raises:
-        ConfigError: it is no whole number.
-    """
+    """A whole number from the environment; None where the variable is not set, a ConfigError where it is none."""
     text = os.environ.get(name)
     if text is None:
         return None
@@ -64,13 +60,10 @@ def detect_cluster() -> Cluster | None:
     """The cluster that the environment describes, or None for a single process.
 
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` come first; then Open MPI, Slurm, TPU slices of
-    several hosts and indexed Jobs of Kubernetes, whose details jax reads itself. A Kubernetes Job whose pods work on
-    their own sets `JOB_COMPLETION_INDEX` to nothing.
+    several hosts and indexed Jobs of Kubernetes, whose details jax reads itself.
 
     Raises:
-        ConfigError: the three variables are only partly set, or not numbers; a process in a Slurm job that `srun` did
-            not start; an Open MPI that does not say where the others are; a Job without the package that jax asks
-            Kubernetes with.
+        ConfigError: it describes one that cannot be joined.
     """
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if address:

@@ -118,16 +118,13 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
     started_again = cluster.coordinator is None and in_pod()
 
     def failure(reason: str) -> str:
-        pods = ", and that their service account may read pods and jobs" if cluster.source == "Kubernetes" else ""
-        return (
-            f"could not join the cluster found through {cluster.source}: {reason}; check that all processes started, "
-            f"and the address{pods}"
-        )
+        where = f"the cluster found through {cluster.source}"
+        rights = " and that their service account may read pods and jobs" if cluster.source == "Kubernetes" else ""
+        return f"could not join {where}: {reason}; check the address, that all processes started{rights}"
 
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""
-        count = f"the {cluster.num_processes}" if cluster.num_processes else "its"
-        print_remark(f"jaxtrain: {failure(f'{count} processes did not meet{where} within {timeout} s')}")
+        print_remark(f"jaxtrain: {failure(f'its processes did not meet{where} within {timeout} s')}")
         os._exit(LOST if started_again else ConfigError.exit_code)
 
     timer = threading.Timer(timeout, give_up)
@@ -182,15 +179,11 @@ def _coordinator_lost() -> None:
 
 @contextlib.contextmanager
 def on_main_process(resource: contextlib.AbstractContextManager[Any], *, does: str = "start the run") -> Iterator[None]:
-    """Enter a context on process 0 on behalf of all processes; if that fails, every process raises.
+    """Enter a context on process 0 on behalf of all; if that fails, it raises its UserError, the others a ConfigError.
 
     Args:
-        resource: the context, which only process 0 enters and leaves.
+        resource: the context.
         does: what entering it does, for the message of the other processes.
-
-    Raises:
-        UserError: on process 0, the error of the context.
-        ConfigError: on the other processes.
     """
     import jax
 

@@ -270,5 +270,5 @@ def test_processes_that_wait_for_others_in_vain_say_so(tmp_path):
         assert process.returncode == 2, err
         assert err == (
             "jaxtrain: could not join the cluster found through JAX_COORDINATOR_ADDRESS within 1 s: "
-            f"the 2 processes did not meet at {address}; check that all processes started, and the address\n"
+            XX
         )
