@@ -93,6 +93,9 @@ class _Tree:
         if len(path) == 1:
             if path[0] in CALLABLE_GROUPS and "call" in value and "kind" not in value:
                 value = {"kind": CALLED, **value}
+            if path == ("model",) and not self.weights and value.get("size") in ALL_SIZES:
+                # It says the same as the published model, whose files a plan needs not.
+                value = {key: one for key, one in value.items() if key != "from"}
             self._yield_to(path[0], value, where)
         for key in sorted(value, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
             # Names of arguments, and keys of mappings among them, are the function's: they are no paths.
@@ -162,11 +165,7 @@ class _Tree:
         later = {known[1] for known in order[order.index(path) :] if known[:1] == ("model",)}
         size, group = self.where.get(("model", "size"), ""), self._given("model")
         if "size" in later and size.partition(":")[0] == where.partition(":")[0] and group["size"] in ALL_SIZES:
-            # It says the same as the published model, and is there where its weights are not.
-            gone = "size" if self.weights else "from"
-            del group[gone], self.where["model", gone]
-            if not self.weights:
-                return
+            del group["size"], self.where["model", "size"]  # it says the same as the published model
         kind = _kinds("model").get(str(group.get("kind")))
         # The config of a run holds every key, and the model may be gone. What computes attention is the machine's.
         if kind is not None and {*kind.model_fields} - {"kind", "attention"} <= later:
@@ -277,6 +276,8 @@ def load_config(
             tree.where[known] = f"{path.name}:{where_set(places, known)}"
     for override in overrides:
         tree.set(*_split_override(override), "command line")
+    write = "{'train.steps': 100}"
+    check_kind(keywords or {}, Mapping, what="load_config: keywords", takes="a mapping of keys", write=write)
     tree.set((), keywords or {}, "keyword")
     tree.take_published()
     tree.take_adapter()

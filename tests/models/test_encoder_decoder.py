@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config import load_config
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import Sampling, generate_text, make_generator
@@ -138,16 +137,6 @@ def test_more_tokens_than_positions_are_refused():
     for prompt, new_tokens, line in (("a" * 25, 4, "a prompt of 25 tokens"), ("a", 25, "25 new tokens exceed")):
         with pytest.raises(ConfigError, match=line):
             generate_text(sharded, params, ByteTokenizer(), [prompt], new_tokens=new_tokens, sampling=Sampling(0))
-
-
-def test_wrong_settings_are_refused():
-    for settings, line in (
-        (dict(relative_buckets=6), r"relative_buckets 6 is not a multiple of 4"),
-        (dict(relative_max_distance=8), r"relative_max_distance 8 is not above 8"),
-        (dict(vocab_size=10, start_token=10), r"start_token 10 is not below vocab_size 10"),
-    ):
-        with pytest.raises(ConfigError, match=line):
-            load_config({"model": {"kind": "encoder_decoder", **settings}})
 
 
 @pytest.mark.long

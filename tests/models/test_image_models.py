@@ -226,10 +226,6 @@ def test_the_mean_of_the_patches_needs_no_class_token_and_is_blind_to_their_orde
 
 
 def test_what_a_vit_cannot_take_is_refused():
-    for settings, shape, says in (
-        ({}, (4, 6, 3), r"takes square images \[height, width, channels\]"),
-        (dict(patch_size=3), SHAPE, r"do not divide into patches of model\.patch_size=3"),
-        (dict(image_size=8), SHAPE, r"or set model\.image_size=4"),
-    ):
-        with pytest.raises(ConfigError, match=says):
+    for settings, shape in (({}, (4, 6, 3)), (dict(patch_size=3), SHAPE), (dict(image_size=8), SHAPE)):
+        with pytest.raises(ConfigError, match=r"square images that divide into patches of model\.patch_size"):
             build_model(ViTConfig(**{**SIZES, **settings}), input_shape=shape, num_outputs=5)

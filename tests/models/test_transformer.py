@@ -94,7 +94,7 @@ def test_packed_documents_do_not_see_each_other(net):
 def test_positions_that_there_are_not_are_refused(nets):
     with pytest.raises(ConfigError, match=r"sequence length 9 exceeds model\.max_sequence_length=8"):
         nets["gpt"](np.zeros((1, 9), np.int32))
-    with pytest.raises(ValueError, match="head_dim 3 is odd, but rotary positions"):
+    with pytest.raises(ConfigError, match="pairs of dims, not 3; set an even head_dim"):
         Net(head_dim=3)
 
 

@@ -109,7 +109,7 @@ NO_ROOM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 50.24
 HEAP = "RESOURCE_EXHAUSTED: total memory required for HLO temporaries (50.24G) exceeds available HBM (15.75G)."
 # id: (what the compiler says with the option that a run tries, and without; None: it compiles, what the plan says).
 TRIED = {
-    "given up": (GIVES_UP, None, f"compiler: goes without {OPTION}, with which it gave up: {GIVES_UP}"),
+    "given up": (GIVES_UP, None, f"compiler: goes without options with which it gave up: {OPTION}: {GIVES_UP}"),
     "no room at all": (GIVES_UP, NO_ROOM, f"compiler: gave up with {OPTION}, and without"),
     "no room, in libtpu's other words": (GIVES_UP, HEAP, f"compiler: gave up with {OPTION}, and without"),
 }

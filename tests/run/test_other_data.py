@@ -61,9 +61,3 @@ def test_all_rows_of_other_data_are_evaluated(kind: str, tmp_path: Path) -> None
     assert run.evaluate()["eval_loss"] > 0
     with pytest.raises(ConfigError, match=r"data\.validation_fraction=1 leaves no rows to train on; give less, or"):
         jt.open_data({"kind": kind, "path": other["data.path"], "validation_fraction": 1}, sequence_length=8)
-
-
-def test_a_source_of_a_mixture_is_evaluated_whole_by_itself() -> None:
-    part = {"source": {"kind": "text", "path": "a", "validation_fraction": 1.0}, "weight": 1.0}
-    with pytest.raises(ConfigError, match=r"validation_fraction=1 is for a source alone; .*data\.kind=text"):
-        load_config(keywords={"data.kind": "mixture", "data.components": [part]})

@@ -1,7 +1,6 @@
 """States, parameters and batches that a user gives: donated ones, NumPy ones, wrong ones, and loaded parameters."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,7 +59,7 @@ def averaged() -> TrainStep:
     return make(ema_decay=0.99)
 
 
-def test_a_state_that_was_donated_is_one_line(tmp_path: Path, step: TrainStep) -> None:
+def test_a_state_that_was_donated_is_one_line(step: TrainStep) -> None:
     """On several devices the buffers that are gone would end the process."""
     first = step.init(0)
     second, _ = step(first, BATCH)
@@ -71,12 +70,6 @@ def test_a_state_that_was_donated_is_one_line(tmp_path: Path, step: TrainStep) -
     ):
         with pytest.raises(jt.ConfigError, match=r"given to an earlier step.*state, metrics = step\(state, batch\)"):
             use()
-    with (
-        jt.Checkpointer(tmp_path / "checkpoints") as checkpointer,
-        pytest.raises(jt.CheckpointError, match=r"is deleted.*state, metrics = step\(state, batch\)"),
-    ):
-        checkpointer.save(1, first, metadata={})
-    assert not (tmp_path / "checkpoints").exists()
     # What the step returned is as good as ever.
     assert int(step(second, BATCH)[0].step) == 2
 

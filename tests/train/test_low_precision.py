@@ -108,7 +108,7 @@ def test_int8_on_a_mesh():
 
 
 def test_mistakes_are_one_line():
-    with pytest.raises(ConfigError, match=r"int8 is not a format to train in.*jaxtrain eval RUN --quantize int8"):
+    with pytest.raises(ConfigError, match=r"precision\.policy is 'int8' \(command line\), not one of fp32"):
         load_config("quickstart", overrides=["precision.policy=int8"])
     model = from_functions(lambda key: {"w": jnp.ones((4, 2))}, lambda params, x: x @ params["w"], name="mine")
     with pytest.raises(ConfigError, match="is quantized already"):

@@ -182,7 +182,6 @@ ROWS = {
         ".config",
     ),
     "Checkpointer: another store": (lambda: jt.Checkpointer("hf://bucket/x"), "hf://bucket/x", "a local folder"),
-    "Checkpointer: keeps none": (lambda: jt.Checkpointer(folder(), keep_last=0), "keep_last is 0", "1 or more"),
     "Checkpointer.restore: other arrays": (
         lambda: checkpointer().restore({"v": jax.ShapeDtypeStruct((4,), np.float32)}),
         "v is not there",
@@ -230,11 +229,6 @@ ROWS = {
     "generate_text: one text": (lambda: text_of("hello"), "'hello'", "['hello']"),
     "generate_text: no tokenizer": (lambda: text_of(tokenizer=None), "None", "data.tokenizer"),
     "get_policy: unknown": (lambda: jt.get_policy("bf8"), "'bf8'", "known: fp32"),
-    "JsonlWriter.scalars: a vector": (
-        lambda: jt.JsonlWriter(folder() / "metrics.jsonl").scalars(1, {"loss": np.arange(4)}),
-        "an array int64[4]",
-        "float(",
-    ),
     "language_modeling: unknown blocks": (
         lambda: jt.language_modeling(logits="vocab"),
         "logits is 'vocab'",
