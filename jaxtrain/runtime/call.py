@@ -67,8 +67,11 @@ def _find(where: str, call: str, error: type[UserError]) -> tuple[ModuleType, Ca
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
             _raise(f"{where}: importing {name} raised", missing, None, error)
+        parent, _, last = missing.name.rpartition(".")
+        folder = Path(next(iter(getattr(sys.modules.get(parent), "__path__", [])), here))
+        hint = _near(last, (path.stem for path in folder.iterdir())) or "; run the command where it is"
         raise ConfigError(
-            f"{where}: there is no module {missing.name!r} in {here} or on Python's path; run the command where it is"
+            f"{where}: there is no module {missing.name!r} in {folder} or on Python's path{hint}"
         ) from missing
     except (Exception, SystemExit) as raised:
         _raise(f"{where}: importing {name} raised", raised, None, error)

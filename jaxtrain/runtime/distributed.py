@@ -120,7 +120,7 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
     def failure(reason: str) -> str:
         where = f"the cluster found through {cluster.source}"
         rights = " and that their service account may read pods and jobs" if cluster.source == "Kubernetes" else ""
-        return f"could not join {where}: {reason}; check the address, that all processes started{rights}"
+        return f"could not join {where}: {reason}; check the address and that all processes started{rights}"
 
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""

@@ -267,7 +267,7 @@ class Hub(Exchange):
         return []
 
     def _welcome(self, connection: _Connection, message: Mapping[str, Any]) -> bool:
-        process = message.get("process")
+        process: Any = message.get("process")
         is_ours = hmac.compare_digest(str(message.get("token")).encode(), self._token.encode())
         if not is_ours or process in self._known or process not in range(1, self._num_processes):
             return False
