@@ -217,10 +217,9 @@ class Watchdog:
         limits = [value for key, value in config.model_dump().items() if key.endswith("_seconds")]
         tick = min(_LONGEST_TICK_SECONDS, max(_TICK_SECONDS, num_processes / _PROCESSES_PER_SECOND))
         self._tick = min(tick, min(limits) / 4)
-        self._paused: list[tuple[float, float]] = []
+        self._woke = 0.0
         self._left: tuple[float, News] | None = None
         self._farewell: tuple[int, str] | None = None
-        self._has_left = threading.Event()
         self._has_told = self._has_said_farewell = False
         self._failed_at: float | None = None
         self._thread = threading.Thread(target=self._watch, name="jaxtrain-watchdog", daemon=True)
@@ -230,15 +229,10 @@ class Watchdog:
         self._thread.start()
 
     def stop(self, code: int, text: str) -> None:
-        """Stop watching, and tell the other processes that this one ends by itself.
-
-        Args:
-            code: its exit code.
-            text: the line of its error; empty for none.
-        """
+        """Stop watching, and tell the others that this process ends, with its exit code and the line of its error."""
         self._farewell = (code, text)
         self._exchange.wake()
-        self._has_left.wait(_END_SECONDS)
+        self._thread.join(_END_SECONDS)
 
     def await_reason(self) -> None:
         """Wait for what made a collective fail; where another process was lost, this one ends here."""
@@ -252,7 +246,6 @@ class Watchdog:
         except Exception as error:
             print_remark(f"jaxtrain: the watchdog failed ({type(error).__name__}: {error}); the run goes on unwatched")
         finally:
-            self._has_left.set()
             self._exchange.close()
 
     def _round(self) -> None:
@@ -262,7 +255,7 @@ class Watchdog:
         late = now - began - self._tick
         if late > max(2.0, 2 * self._tick):
             # The machine slept, or this process was stopped: nobody stood still for that long.
-            self._paused.append((now, late))
+            self._woke = now
             self._exchange.forgive()
             news = [one for one in news if not (one.kind == "lost" and one.text.startswith("silent"))]
         if self._farewell is not None:
@@ -325,8 +318,8 @@ class Watchdog:
                 )
 
     def _running_since(self, moment: float, now: float) -> float:
-        """Seconds since a moment, without those in which this process was stopped."""
-        return now - moment - sum(min(late, end - moment) for end, late in self._paused if end > moment)
+        """Seconds since a moment, or since this process was stopped after it."""
+        return now - max(moment, self._woke)
 
     def _end_stalled(self, text: str) -> None:
         text = text if self._num_processes == 1 else f"{self._named(self._process)}: {text}"
