@@ -19,7 +19,7 @@ from jaxtrain.commands.table import COMMANDS, Parser
 from jaxtrain.errors import ConfigError, PreemptedError, UserError
 from jaxtrain.runtime import host
 from jaxtrain.runtime.devices import has_accelerator
-from jaxtrain.runtime.terminal import drop_unwritten, own_output, print_remark
+from jaxtrain.runtime.terminal import drop_unwritten, print_remark
 
 INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
@@ -222,8 +222,8 @@ def _report_error(error: Exception, *, debug: bool) -> int:
         print_remark(traceback.format_exc().rstrip("\n"))
     line, code = _explain(error)
     print_remark(line)
-    met_by_all = isinstance(error, ConfigError | PreemptedError)
-    if not met_by_all and not (isinstance(error, UserError) and error.raised_by_all):
+    met_by_all = isinstance(error, ConfigError | PreemptedError) or getattr(error, "raised_by_all", False)
+    if not met_by_all:
         from jaxtrain.runtime import distributed
 
         distributed.leave(code)
@@ -232,7 +232,6 @@ def _report_error(error: Exception, *, debug: bool) -> int:
 
 def run_program() -> NoReturn:
     """Be the program `jaxtrain`: run the command of this process, and end with its exit code whatever threads do."""
-    own_output()
     host.end_process(main())
 
 

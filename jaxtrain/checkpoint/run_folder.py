@@ -86,15 +86,6 @@ def write_note(run_dir: Path, place: Place, identity: str) -> None:
     write_json_atomic(run_dir / NOTE, {"directory": str(place), "run": identity})
 
 
-def identity_of_steps(folder: Place) -> int | None:
-    """What changes when the steps of a folder are moved away as those of an earlier run; None where there is none."""
-    if not any(name.isdecimal() for name in places.names(folder)):
-        return None
-    # The folder of a run directory is moved as a whole. Elsewhere it stays, and its steps move into one of `previous`.
-    number = folder.stat().st_ino if isinstance(folder, Path) else 0
-    return hash((number, *sorted(places.names(folder / PREVIOUS))))
-
-
 def set_steps_aside(folder: Place) -> Place | None:
     """Move the steps of an earlier run in a folder of their own, to `previous/<time>/`; None where there are none."""
     target = folder / PREVIOUS / directory.moment()

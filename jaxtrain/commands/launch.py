@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, PreemptedError
 from jaxtrain.run.directory import folder_of
-from jaxtrain.run.supervise import Policy, keeps_old_run, resumed_words, supervise
+from jaxtrain.run.supervise import Policy, resumed_words, supervise
 from jaxtrain.runtime.devices import gpu_shares, visible_gpus
 from jaxtrain.runtime.host import ATTEMPT
 from jaxtrain.runtime.terminal import print_remark
@@ -201,10 +201,9 @@ def run_launch(
     with Signals() as signals:
         if not restarts:
             return _launch_once([*program, *words], signals, shares=shares, shared=shared)
-        holds_old_run = keeps_old_run(run_dir)
 
-        def start(number: int) -> int:
-            chosen = resumed_words(words) if number and run_dir is not None and not holds_old_run() else words
+        def start(number: int, has_begun: bool) -> int:
+            chosen = resumed_words(words) if has_begun else words
             return _launch_once([*program, *chosen], signals, shares=shares, shared={**shared, ATTEMPT: str(number)})
 
         return supervise(start, Policy(restarts, run_dir, signals.asked, how_ended, with_less))

@@ -11,7 +11,7 @@ from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, ki
 from jaxtrain.config import load_config
 from jaxtrain.metrics.time_spent import counted_from
 from jaxtrain.run.directory import folder_of, mend_run
-from jaxtrain.run.supervise import Policy, keeps_old_run, supervise
+from jaxtrain.run.supervise import Policy, supervise
 from jaxtrain.runtime.host import ATTEMPT
 
 
@@ -40,10 +40,9 @@ def _run_restarted(arguments: argparse.Namespace) -> int:
     options += ["--debug"] if "--debug" in sys.argv else []
     words = ["train", config, *overrides, *options]
     with Signals() as signals:
-        holds_old_run = keeps_old_run(folder)
 
-        def start(number: int) -> int:
-            mode = "auto" if number and arguments.resume == "never" and not holds_old_run() else arguments.resume
+        def start(number: int, has_begun: bool) -> int:
+            mode = "auto" if has_begun and arguments.resume == "never" else arguments.resume
             child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={ATTEMPT: str(number)})
             signals.children.clear()
             signals.add(child)

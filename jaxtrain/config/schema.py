@@ -275,10 +275,8 @@ class SpikesConfig(Group):
 
 
 class ChecksConfig(Group):
-    """Comparisons that find devices which compute or keep wrong numbers (docs/reliability.md)."""
+    """Comparisons that find devices which keep wrong numbers (docs/reliability.md)."""
 
-    replay_every: PositiveInt | None = None
-    """Steps between steps that are computed twice and compared bit for bit, with a copy of the state; null: never."""
     replicas_every: PositiveInt | None = None
     """Steps between comparisons of all copies of replicated arrays, bit for bit; null: never."""
 
@@ -317,12 +315,10 @@ def limits(watchdog: WatchdogConfig | None) -> WatchdogConfig | None:
 
 
 class NoticesConfig(Group):
-    """How a run hears that it must stop, and how it leaves."""
+    """How a run hears that it must stop, beside signals."""
 
     metadata: Literal["auto"] | bool = "auto"
     """Watch the metadata server of a Google Cloud VM; auto: on such a VM, or where GCE_METADATA_HOST is set."""
-    patience_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
-    """Seconds after a signal at which a compilation, a batch of an evaluation or a callback is left, to save."""
 
 
 class ProfileConfig(Group):
@@ -437,11 +433,11 @@ class Config(Group):
     spikes: SpikesConfig | None = None
     """What is done about spikes of the loss or the gradient norm ({action: skip}, or roll_back); null: nothing."""
     checks: ChecksConfig | None = None
-    """Comparisons that find devices at fault ({replay_every: 1000, replicas_every: 1000}); null: none."""
+    """Comparisons that find devices at fault ({replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
     notices: NoticesConfig | None = None
-    """How a run hears that it must stop ({metadata: auto, patience_seconds: 5}); null: the usual."""
+    """How a run hears that it must stop ({metadata: auto}); null: the usual."""
     watchdog: WatchdogConfig | None = None
     """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
 

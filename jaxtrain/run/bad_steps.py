@@ -1,13 +1,14 @@
-"""What follows a step that left the state as it was: a spike is said or undone, a non-finite one is looked into.
+"""Numbers that go wrong: spikes, steps that are not finite, and copies of an array that differ between devices.
 
-The step itself only says that it was not finite. What looks into it runs after such a step and never otherwise: the
-batch is read again by its number, and its gradients are computed by a program of their own. When that is asked for, the
-next step is under way, so that the parameters may be one update later; the file says so.
+What looks into a step that was not finite runs after such a step and never otherwise: the batch is read again by its
+number, and its gradients are computed by a program of their own, while the next step is under way, so that the
+parameters may be one update later; the file says so.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,31 +16,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.digest import shard_sums
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.schema import SpikesConfig
 from jaxtrain.data.row_names import row_name
 from jaxtrain.data.stream import BatchStream
+from jaxtrain.errors import CorruptionError
 from jaxtrain.layout.state_entries import counting_dims
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
+from jaxtrain.models.task import Batch
 from jaxtrain.run.resume import SpikeError, batch_of, recorded
+from jaxtrain.run.saving import is_due
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.update import MeanGradients
+from jaxtrain.train.step import TrainStep
+from jaxtrain.train.update import Metrics
 
 # Lines and files of one process; after these the counts of skipped steps go on alone.
 _MOST_SHOWN = 10
-# Arrays and rows that a line or a file names.
+# Arrays, rows and devices that a line names, and those that a file does.
 _SHOWN, _LISTED = 3, 20
-_MOST_ROWS = 8
-# Each is a forward and a backward pass; one row of 1,024 takes 20.
-_MOST_TRIES = 64
 
 
 class BadSteps:
@@ -70,19 +72,7 @@ class BadSteps:
         self._run, self._checkpointer, self._metadata, self._progress = run, checkpointer, metadata, progress
         self._everywhere = NamedSharding(run.step.mesh, PartitionSpec())
         self._counts = jax.jit(self._counted, out_shardings=self._everywhere)
-        self._is_finite = jax.jit(_is_finite, out_shardings=self._everywhere)
-        # An iterable gives no batch twice: its last two are kept, since a step is looked at during the next one.
-        self._kept: dict[int, Any] = {}
         self._shown = 0
-
-    def following(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """The batches of the steps from `first` on; of an iterable, which gives none twice, the last two are kept."""
-        return self._keeping(batches, first) if isinstance(self._run.batches, BatchStream) else batches
-
-    def _keeping(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches, first):
-            self._kept = {at: kept for at, kept in self._kept.items() if at == number - 1} | {number: batch}
-            yield batch
 
     def note(self, number: int, metrics: Mapping[str, jax.Array]) -> float:
         """Look at the metrics of a step that is done.
@@ -152,10 +142,10 @@ class BadSteps:
         found: dict[str, Any] = {"step": number, "batch": k, "batch_rows": listed}
         found |= {name: float(metrics[name]) for name in ("loss", "grad_norm", "loss_scale") if name in metrics}
         state = run.step.last_state()
-        batch = self._kept.get(number) if numbers is None else run.step.loader(run.batches)(k)
         try:
-            if state is not None and batch is not None:
-                found |= self._looked_into(number, state, batch, numbers)
+            if state is not None and numbers is not None:
+                # An iterable gives no batch twice: of its steps only the metrics are known.
+                found |= self._looked_into(number, state, run.step.loader(run.batches)(k), numbers)
         except jax.errors.JaxRuntimeError as error:  # the memory for the gradients, most likely
             found["error"] = str(error).splitlines()[0]
         path = self._run_dir / "nonfinite" / f"step_{number}.json"
@@ -166,26 +156,19 @@ class BadSteps:
                 write_json_atomic(path, found)
         return _line(found, path)
 
-    def _looked_into(self, number: int, state: TrainState, batch: Any, numbers: np.ndarray | None) -> dict[str, Any]:
-        step = self._run.step
+    def _looked_into(self, number: int, state: TrainState, batch: Any, numbers: np.ndarray) -> dict[str, Any]:
         found: dict[str, Any] = {"parameters_of_step": int(state.step)}
         # The random numbers of the step that is looked into.
         state = replace(state, step=jax.device_put(np.int32(number - 1), state.step.sharding))
-        gradients = step.gradients(state, batch)
-        trees = {"parameters": state.params, "model_state": state.model_state, "gradients": gradients.tree}
+        gradients = self._run.step.gradients(state, batch).tree
+        trees = {"parameters": state.params, "model_state": state.model_state, "gradients": gradients}
         found |= {name: self._table(tree) for name, tree in trees.items()}
-        found["found_again"] = not bool(self._is_finite(gradients))
-        del gradients, trees
-        if found["parameters"] or found["model_state"] or not found["found_again"]:
-            return found  # every row would be at fault, or none
-        rows = self._rows_with(batch)
-        rows = rows or [(place, []) for place in self._search(state, batch)]
         found["rows"] = []
-        for place, entries in rows[:_MOST_ROWS]:
-            row: dict[str, Any] = {"place": place, "not_finite": entries}
-            if numbers is not None:
-                row |= {"row": int(numbers[place]), "source": row_name(self._run.data.train, int(numbers[place]))}
-            found["rows"].append(row)
+        if not found["parameters"] and not found["model_state"]:  # else every row would be at fault
+            for place, entries in self._rows_with(batch)[:_LISTED]:
+                index = int(numbers[place])
+                source = row_name(self._run.data.train, index)
+                found["rows"].append({"place": place, "not_finite": entries, "row": index, "source": source})
         return found
 
     def _counted(self, tree: Any) -> dict[str, jax.Array]:
@@ -228,41 +211,6 @@ class BadSteps:
                 found.setdefault(place, []).append(name)
         return sorted(found.items())
 
-    def _search(self, state: TrainState, batch: Any) -> list[int]:
-        """Places of the rows that make the gradients not finite: found by halves, whose other rows are replaced."""
-        size = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-        take = jax.jit(
-            lambda batch, places: jax.tree.map(lambda leaf: leaf[places] if leaf.ndim else leaf, batch),
-            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, batch),
-        )
-
-        def is_bad(rows: Sequence[int]) -> bool:
-            # Each row of the half stays at its place, where it meets the same random numbers.
-            places = np.full(size, rows[0], np.int32)
-            places[list(rows)] = rows
-            # Awaited: with two programs in flight, emulated devices can wait for each other for ever.
-            half = jax.block_until_ready(take(batch, jax.device_put(places, self._everywhere)))
-            return not bool(self._is_finite(self._run.step.gradients(state, half)))
-
-        found: list[int] = []
-        waiting, tries = [range(size)], 0
-        while waiting and len(found) < _MOST_ROWS and tries < _MOST_TRIES:
-            part = waiting.pop()
-            if len(part) == 1:
-                found.append(part[0])
-                continue
-            half = len(part) // 2
-            # The later half first, so that the earlier one is searched before it.
-            waiting += [rows for rows in (part[half:], part[:half]) if is_bad(rows)]
-            tries += 2
-        return found
-
-
-def _is_finite(gradients: MeanGradients) -> jax.Array:
-    # Without weight there is no mean.
-    is_loss = jnp.isfinite(gradients.loss) | (gradients.weight == 0)
-    return jnp.isfinite(optax.tree.norm(gradients.tree)) & is_loss
-
 
 def _line(found: Mapping[str, Any], path: Path) -> str:
     said = f"step {found['step']} is not finite and skipped (loss {found['loss']:.4g}): batch {found['batch']}"
@@ -275,9 +223,8 @@ def _line(found: Mapping[str, Any], path: Path) -> str:
 
 
 def _row_text(row: Mapping[str, Any]) -> str:
-    name = f"{row['row']}" if "row" in row else f"{row['place']} of the batch"
-    parts = [*filter(None, [row.get("source")]), *(f"{entry} not finite" for entry in row["not_finite"])]
-    return f"{name} ({', '.join(parts)})" if parts else name
+    parts = [*filter(None, [row["source"]]), *(f"{entry} not finite" for entry in row["not_finite"])]
+    return f"{row['row']} ({', '.join(parts)})"
 
 
 def _array_text(row: Mapping[str, Any]) -> str:
@@ -285,6 +232,91 @@ def _array_text(row: Mapping[str, Any]) -> str:
     return f"{row['path']}{at} ({row['count']:,} of {row['of']:,})"
 
 
-def _listed(texts: Iterator[str]) -> str:
+def _listed(texts: Iterable[str]) -> str:
     shown = list(texts)
     return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+
+
+class CheckedStep:
+    """A step after which, at multiples of `every`, all copies of each array must have the same bits on all devices.
+
+    One program digests the whole state, compiled at its first use: it reads every array once.
+
+    Args:
+        step: compiled.
+        every: steps between comparisons.
+        start: steps done before the first call.
+    """
+
+    def __init__(self, step: TrainStep, every: int, *, start: int) -> None:
+        self._step, self._every, self._number, self._checked = step, every, start, 0
+        leaves = jax.tree_util.tree_leaves_with_path(step.abstract_state)
+        self._devices = list(step.mesh.devices.flat)
+        self._paths = [path_name(path) for path, _ in leaves]
+        self._groups = [_groups(leaf.sharding, leaf.shape, self._devices) for _, leaf in leaves]
+        self._digests = _digest_program([leaf.sharding.spec for _, leaf in leaves], step.state_on_host, step.mesh)
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One step.
+
+        Raises:
+            CorruptionError: devices hold other bits of the same array; names the first such array and the devices.
+        """
+        self._number += 1
+        state, metrics = self._step(state, batch)
+        if is_due(self._number, self._every):
+            self._check_copies(state)
+            self._checked = self._number
+        return state, metrics
+
+    def _check_copies(self, state: TrainState) -> None:
+        # Awaited: with two programs in flight, emulated devices can wait for each other for ever.
+        digests = np.asarray(self._digests(jax.block_until_ready(state)).addressable_data(0))
+        for i, path in enumerate(self._paths):
+            for group in self._groups[i]:
+                values = [tuple(digests[place, i].tolist()) for place in group]
+                usual, count = Counter(values).most_common(1)[0]
+                if count == len(group):
+                    continue
+                # Without a majority (two replicas) all are named.
+                is_known = 2 * count > len(group)
+                places = [p for p, value in zip(group, values, strict=True) if value != usual or not is_known]
+                which = f"{self._named(places)} {'other bits than the rest' if is_known else 'different bits'}"
+                since = f"they were equal after step {self._checked}" if self._checked else "since when is not known"
+                raise CorruptionError(
+                    f"after step {self._number} the copies of {path} differ: {which}, which is silent corruption; "
+                    f"{since}: delete the checkpoints that may hold it, and run again without that device"
+                )
+
+    def _named(self, places: Sequence[int]) -> str:
+        """Devices of the mesh as the subject of a sentence: `device 3 (process 0) holds`."""
+        shown = [f"{self._devices[i].id} (process {self._devices[i].process_index})" for i in places]
+        return f"device {shown[0]} holds" if len(places) == 1 else f"devices {_listed(shown)} hold"
+
+
+def _digest_program(specs: Sequence[PartitionSpec], on_host: Any, mesh: Mesh) -> Callable[[TrainState], jax.Array]:
+    """A program that gives digests of what each device holds of each array: uint32 [devices, arrays, 2]."""
+
+    def on_device(*shards: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(jnp.stack([jnp.stack(shard_sums(shard)) for shard in shards]), mesh.axis_names)
+
+    # What is replicated is read by each device from its own memory: inside `shard_map` nothing else is known of it.
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(), check_vma=False)
+
+    def digests(state: TrainState) -> jax.Array:
+        arrays = []
+        for leaf, is_far in zip(jax.tree.leaves(state), jax.tree.leaves(on_host), strict=True):
+            near = jax.device_put(leaf, jax.memory.Space.Device) if is_far else leaf
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            arrays.append(jax.random.key_data(near) if is_key else near)
+        return mapped(*arrays)
+
+    return jax.jit(digests)
+
+
+def _groups(sharding: jax.sharding.Sharding, shape: tuple[int, ...], devices: Sequence[Any]) -> list[list[int]]:
+    """Positions of the devices that hold the same part of an array."""
+    parts, groups = sharding.devices_indices_map(shape), {}
+    for position, device in enumerate(devices):
+        groups.setdefault(str(parts[device]), []).append(position)
+    return list(groups.values())

@@ -1,10 +1,9 @@
 """Signals and notices as one wish to stop: the run saves what it did and ends with exit code 75, in every phase.
 
 Between two steps and between two batches of an evaluation the run asks whether it is to stop. Where nothing would be
-lost (before the first step of this process, while it waits for data, after the last save) the signal raises at once.
-Where the main thread is inside a compilation, or in a function of the user, and does not come back for some seconds,
-another thread saves in its place and ends the process: it hears signals through the wake-up descriptor, whatever the
-main thread does.
+lost (before the first step of this process, while it waits for data, after the last save) the signal raises at once;
+where the main thread is inside a compilation then, another thread ends the process: it hears signals through the
+wake-up descriptor, whatever the main thread does.
 
 With several processes all must stop at the same point. JAX's preemption service agrees on one, and it needs the SIGTERM
 handler for itself: a Python handler set after `jax.distributed.initialize` silently disables it. So there SIGTERM is
@@ -21,7 +20,6 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
 
@@ -52,17 +50,6 @@ class StoppedWaiting(DataError):
     """The run is to stop, and no further batch is taken."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the main thread is, as far as stopping goes."""
-
-    raises: bool  # a signal raises `StopNow` there
-    save: Callable[[], str] | None  # saves and closes the run, on any thread; None: only the main thread can
-    patience: float  # seconds to come back in, before `save` is called
-    says: str  # what is done at a signal
-    since: float
-
-
 class Interrupt:
     """Watches for signals and notices while it is entered; enter it in the main thread, after `jax.distributed`.
 
@@ -74,15 +61,14 @@ class Interrupt:
 
     def __init__(self, settings: NoticesConfig | None = None) -> None:
         self._settings = settings or NoticesConfig(metadata=False)
-        self._several = self._wanted = False
+        self._several = self._wanted = self._raises = False
         self._presses = self._points = 0
         self._previous: dict[int, Any] = {}
-        self._place: _Place | None = None
-        self._saving = threading.Lock()
+        # Closes the run on another thread, in a block that may be left, and the lock of whoever does so.
+        self._close: Callable[[], object] | None = None
+        self._closing = threading.Lock()
         self._notice = self._reason = ""
         self._since: float | None = None
-        self._insisted: float | None = None
-        self._is_told = False
         self._ends = contextlib.ExitStack()
         self._threads = threading.enumerate()
 
@@ -98,7 +84,7 @@ class Interrupt:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._ends.close()
-        if self._wanted and not (in_notebook() or hasattr(sys, "ps1")):
+        if self._wanted and not _is_interactive():
             left = [thread for thread in threading.enumerate() if thread not in self._threads]
             ends = threading.Thread(target=self._end_if_stuck, args=(left,), name="jaxtrain-end", daemon=True)
             # As the interpreter begins to end, before it waits for threads; only there does it have a hook.
@@ -130,26 +116,12 @@ class Interrupt:
         Raises:
             PreemptedError: the run is to stop.
         """
-
-        def leave() -> str:
-            close()
-            return str(self._left())
-
         try:
-            with self._at(raises=True, save=leave, patience=_LEAVING_SECONDS, says="nothing is unsaved"):
+            with self._raising(close):
                 self.check()
                 yield
         except StopNow:
             raise self._left() from None
-
-    def holding(self, save: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-        """A block in which the state is whole and no step is under way: the block asks `requested` where it can stop.
-
-        Args:
-            save: saves the state, closes the run and returns the line that says so; called on another thread where the
-                block goes on for `notices.patience_seconds` after a signal.
-        """
-        return self._at(raises=False, save=save, patience=self._settings.patience_seconds, says="saving")
 
     def until_asked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, until the run is to stop; a signal also ends the wait for one that does not come.
@@ -160,7 +132,7 @@ class Interrupt:
         while True:
             try:
                 self.check()
-                with self._at(raises=True, save=None, patience=0.0, says="saving"):
+                with self._raising(self._close):
                     if self._wanted:
                         raise StopNow
                     batch = next(batches)
@@ -179,15 +151,15 @@ class Interrupt:
         return PreemptedError(f"stopped{by} where nothing was unsaved{self.seconds_since()}: run again to go on")
 
     @contextlib.contextmanager
-    def _at(self, *, raises: bool, save: Callable[[], str] | None, patience: float, says: str) -> Iterator[None]:
-        before = self._place
+    def _raising(self, close: Callable[[], object] | None) -> Iterator[None]:
+        before = self._raises, self._close
         try:
-            self._place = _Place(raises, save, patience, says, time.monotonic())
+            self._raises, self._close = True, close
             yield
         finally:
-            # While the watcher saves in place of this thread, this thread must not go on: it waits for the end.
-            with self._saving:
-                self._place = before
+            # While the watcher closes the run in place of this thread, this thread waits for the end.
+            with self._closing:
+                self._raises, self._close = before
 
     def _listen(self) -> None:
         """Set the handlers, and start the thread that hears signals whatever the main thread does."""
@@ -199,7 +171,7 @@ class Interrupt:
         read, write = os.pipe()
         os.set_blocking(write, False)
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        watcher = threading.Thread(target=self._watch, args=(read, before), name="jaxtrain-signals", daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(read,), name="jaxtrain-signals", daemon=True)
         watcher.start()
 
         def put_back() -> None:
@@ -215,11 +187,11 @@ class Interrupt:
             # A byte, since a child that C code forked may hold the pipe.
             with contextlib.suppress(OSError):
                 os.write(write, _END)
-            os.close(write)
             watcher.join(_LEAVING_SECONDS)
+            put_back()
+            os.close(write)
             if not watcher.is_alive():
                 os.close(read)
-            put_back()
 
         def forget() -> None:
             """In a forked child, whose signals are not those of the run."""
@@ -247,9 +219,8 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         is_first, self._wanted = not self._wanted, True
-        if self._since is None:  # this thread may be quicker than the one that watches
-            self._reason, self._since = self._notice or _name(number), time.monotonic()
-        if is_first and self._place is not None and self._place.raises:
+        self._note_reason(number)
+        if is_first and self._raises:
             raise StopNow
 
     def _announce(self, text: str) -> None:
@@ -260,71 +231,59 @@ class Interrupt:
         else:
             self._wanted = True
         if signal.SIGTERM not in self._previous:
-            self._note(text)
+            self._say(signal.SIGTERM)
 
-    def _watch(self, descriptor: int, previous: int) -> None:
-        presses = 0
+    def _watch(self, descriptor: int) -> None:
+        presses, is_told, insisted = 0, False, None
         while True:
-            is_quiet = self._since is None and presses == 0
-            ready, _, _ = select.select([descriptor], [], [], None if is_quiet else _TICK_SECONDS)
+            ready, _, _ = select.select([descriptor], [], [], None if self._since is None else _TICK_SECONDS)
             heard = os.read(descriptor, 64) if ready else b""
-            if heard and previous != -1:
-                with contextlib.suppress(OSError):
-                    os.write(previous, heard)
             for number in heard:
                 presses += number == signal.SIGINT
-                if number in self._previous:
-                    if number == signal.SIGHUP:
-                        _forget_lost_terminal()
-                    if not self._is_told:
-                        is_notice = number == signal.SIGTERM and self._notice
-                        self._note(self._notice if is_notice else _name(number), more=number == signal.SIGINT)
+                if number == signal.SIGHUP:
+                    _forget_lost_terminal()
+                if number in self._previous and not is_told:
+                    is_told = True
+                    self._say(number)
             if _END in heard:
                 return
-            if presses > 1 and self._insisted is None:
-                self._insisted = time.monotonic()
-            if not (in_notebook() or hasattr(sys, "ps1")):  # where somebody goes on typing, the process is not ours
-                self._lose_patience()
+            if presses > 1:
+                insisted = insisted or time.monotonic()
+            if not _is_interactive():  # where somebody goes on typing, the process is not ours
+                self._lose_patience(insisted)
 
-    def _note(self, reason: str, *, more: bool = False) -> None:
-        self._is_told = True
-        if self._since is None:
-            self._reason, self._since = reason, time.monotonic()
-        does = "finishing the step, saving" if self._place is None else self._place.says
-        ending = "; press again to stop at once" if more else ""
+    def _note_reason(self, number: int) -> None:
+        if self._since is None:  # the main thread may be quicker than the one that watches
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self._reason, self._since = self._notice or name, time.monotonic()
+
+    def _say(self, number: int) -> None:
+        self._note_reason(number)
+        does = "saving" if self._close is None else "nothing is unsaved"
+        more = "; press again to stop at once" if number == signal.SIGINT else ""
         # Not print: the main thread may be in the middle of another write to the same buffer.
         with contextlib.suppress(OSError):
-            os.write(2, f"\n{reason}: {does}, then exit 75{ending}\n".encode())
+            os.write(2, f"\n{self._reason}: {does}, then exit 75{more}\n".encode())
 
-    def _lose_patience(self) -> None:
-        """Do what the main thread would have to do, where it does not come back."""
-        clock = time.monotonic()
-        if self._insisted is not None:
+    def _lose_patience(self, insisted: float | None) -> None:
+        """End the process where the main thread does not come back to do so."""
+        if insisted is not None:
             # Where the main thread heard it, it is closing the run; elsewhere it is stuck and hears nothing.
-            if clock - self._insisted > (_LEAVING_SECONDS if self._presses > 1 else _HEARING_SECONDS):
+            if time.monotonic() - insisted > (_LEAVING_SECONDS if self._presses > 1 else _HEARING_SECONDS):
                 _end(_STOPPED_AT_ONCE)
             return
-        place = self._place
-        if self._several or self._since is None or place is None or place.save is None:
+        if self._several or self._since is None or time.monotonic() - self._since < _LEAVING_SECONDS:
             return
-        if clock - max(self._since, place.since) < place.patience:
-            return
-        with self._saving:
-            if self._place is not place:
-                return
-            try:
-                line = place.save()
-            except Exception as error:
-                first = next(iter(str(error).splitlines()), type(error).__name__)
-                print_remark(f"jaxtrain: could not save beside the main thread, which is waited for: {first}")
-                self._since = None  # the main thread saves when it comes back, or fails itself
-                return
-            print_remark(f"jaxtrain: {line}")
-            _end(PreemptedError.exit_code)
+        with self._closing:
+            if self._close is not None:
+                with contextlib.suppress(Exception):  # nothing is unsaved, and the process ends
+                    self._close()
+                print_remark(f"jaxtrain: {self._left()}")
+                _end(PreemptedError.exit_code)
 
 
-def _name(number: int) -> str:
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+def _is_interactive() -> bool:
+    return in_notebook() or hasattr(sys, "ps1")
 
 
 def _end(code: int) -> None:
@@ -345,5 +304,3 @@ def _forget_lost_terminal() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, descriptor)
                 os.close(nowhere)
-        except OSError:
-            continue

@@ -9,7 +9,7 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.prefetch import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.models.task import Batch
-from jaxtrain.run.bad_steps import BadSteps
+from jaxtrain.run.bad_steps import BadSteps, CheckedStep
 from jaxtrain.run.evaluation import held_out_details
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.restore import frozen_params, restored_state
@@ -173,7 +173,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
     profile = _Profile(session)
     session.progress.start(train.steps, start)
     fed = session.activity.fed(interrupt.until_asked(loaded), first=start + 1)
-    batches = session.watch.following(bad_steps.following(fed, start + 1), start + 1)
+    batches = session.watch.following(fed, start + 1)
     clock, pending = StepClock(), None  # a step that was dispatched and not yet read: number, metrics, its wait
 
     def settle(next_wait: float = 0.0) -> None:
@@ -238,12 +238,8 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
 
 def _checked(run: Run, start: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step itself where nothing is compared, else one that also compares."""
-    checks = run.config.checks
-    if checks is None or (checks.replay_every is None and checks.replicas_every is None):
-        return run.step
-    from jaxtrain.run.replicas import CheckedStep
-
-    return CheckedStep(run.step, checks, start=start)
+    every = None if run.config.checks is None else run.config.checks.replicas_every
+    return run.step if every is None else CheckedStep(run.step, every, start=start)
 
 
 def _pause(session: Session, number: int, state: TrainState, wants_save: bool) -> bool:

@@ -22,7 +22,6 @@ from jaxtrain.layout.mesh import make_mesh, mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.progress import Phase, Progress
 from jaxtrain.metrics.time_spent import TimeSpent
-from jaxtrain.run.activity import Activity
 from jaxtrain.run.callbacks import Given, Watch, sorted_callbacks
 from jaxtrain.run.directory import set_aside
 from jaxtrain.run.evaluation import Evaluator, to_hold_out
@@ -42,6 +41,7 @@ from jaxtrain.run.resume import (
 )
 from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
 from jaxtrain.run.session import Session
+from jaxtrain.run.watchdog import Activity
 from jaxtrain.runtime.agreement import Facts, together
 from jaxtrain.runtime.compiler import Taken, cache_folder, compile_lowered, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator

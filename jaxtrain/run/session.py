@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,13 +15,13 @@ from jaxtrain.data import prefetch
 from jaxtrain.errors import PreemptedError, StorageError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
-from jaxtrain.run.activity import Activity
 from jaxtrain.run.callbacks import Watch
 from jaxtrain.run.evaluation import Evaluator, held_out_batches
 from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
 from jaxtrain.run.record import RunRecord, StepLog
 from jaxtrain.run.restore import trained_leaves
 from jaxtrain.run.saving import RunSaves
+from jaxtrain.run.watchdog import Activity
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
@@ -80,25 +80,21 @@ def evaluate_state(session: Session, number: int, state: TrainState, *, is_repea
     """Evaluate the state after a step on the run's held-out rows, unless that was done."""
     if session.run.data.validation is None or session.evaluated == number:
         return
-    was_left = False
-    with session.interrupt.holding(lambda: _stop_beside(session, number, state)):
-        try:
-            with session.record.spent.measure("evaluation"):
-                session.metrics = _evaluated(session, state)
-            session.evaluated = number
-            if not is_repeated:
-                session.record.scalars(number, session.metrics)
-            session.progress.message(f"step {number}: {'  '.join(shown_metrics(session.metrics))}")
-            if not is_repeated:
-                with session.activity.during("callback"):
-                    session.watch.evaluated(number, session.metrics, state)
-        except StoppedWaiting:
-            was_left = True
-        except Exception:  # held-out rows that cannot be read, or do not fit; a callback
-            save_on_failure(session, number, state)
-            raise
-    if was_left:
+    try:
+        with session.record.spent.measure("evaluation"):
+            session.metrics = _evaluated(session, state)
+        session.evaluated = number
+        if not is_repeated:
+            session.record.scalars(number, session.metrics)
+        session.progress.message(f"step {number}: {'  '.join(shown_metrics(session.metrics))}")
+        if not is_repeated:
+            with session.activity.during("callback"):
+                session.watch.evaluated(number, session.metrics, state)
+    except StoppedWaiting:
         stop_run(session, number, state)
+    except Exception:  # held-out rows that cannot be read, or do not fit; a callback
+        save_on_failure(session, number, state)
+        raise
 
 
 def _evaluated(session: Session, state: TrainState) -> Scalars:
@@ -149,27 +145,12 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
 
 def stop_run(session: Session, number: int, state: TrainState) -> NoReturn:
     """Save the state after a step and raise the error that ends the run with exit code 75."""
-    raise PreemptedError(_stopped(session, number, state, save_state))
-
-
-def _stop_beside(session: Session, number: int, state: TrainState) -> str:
-    """Do the same on another thread than the main one, which does not come back, and close the files of the run."""
-    line = _stopped(session, number, state, _write)
-    close_session(session, "preempted")
-    return line
-
-
-def _stopped(
-    session: Session, number: int, state: TrainState, save: Callable[[Session, int, TrainState], object]
-) -> str:
-    """Save, and the line that says so."""
     began = time.monotonic()
-    save(session, number, state)
+    save_state(session, number, state)
     session.saves.wait(hurry=True)
-    where, seconds = session.checkpointer.directory, time.monotonic() - began
-    return (
-        f"stopped after step {number} of {session.run.config.train.steps}; saved in {where} in {seconds:.1f} s"
-        f"{session.interrupt.seconds_since()}: run again to go on"
+    raise PreemptedError(
+        f"stopped after step {number} of {session.run.config.train.steps}; saved in {session.checkpointer.directory} "
+        f"in {time.monotonic() - began:.1f} s{session.interrupt.seconds_since()}: run again to go on"
     )
 
 

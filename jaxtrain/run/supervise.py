@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from jaxtrain.checkpoint.directory import live_steps
-from jaxtrain.checkpoint.run_folder import checkpoint_folder, identity_of_steps
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.time_spent import RESTARTS_FILE
 from jaxtrain.runtime.terminal import print_remark
@@ -69,13 +69,8 @@ def _last_step(lines: Sequence[bytes]) -> int:
 def is_restarted(code: int, *, has_trained: bool) -> bool:
     """Whether an end with an exit code is a fault that another start may get over.
 
-    Not a user's mistake (2, 3), numbers that diverged (5: the same batches give the same numbers), nor an end that was
-    asked for (75, Ctrl-C, SIGTERM). A failure of checkpoints (4) is one while the run trained, where storage failed; at
-    its start no checkpoint can be used, and none could be used the next time.
-
-    Args:
-        code: as a shell gives it.
-        has_trained: whether the process did at least one step.
+    A failure of checkpoints (4) is one while the run trained, where storage failed; at its start no checkpoint can be
+    used, and none could be used the next time.
     """
     return has_trained if code == CheckpointError.exit_code else code not in _NEVER
 
@@ -99,22 +94,24 @@ class Policy:
     with_less: Callable[[], str | None]
 
 
-def supervise(start: Callable[[int], int], policy: Policy) -> int:
+def supervise(start: Callable[[int, bool], int], policy: Policy) -> int:
     """Start a run, and start it again after each failure that another start may get over.
 
     It waits 1, 2, 4 ... 60 s, and 1 s again after a new checkpoint.
 
     Args:
-        start: runs the processes until they have ended; receives the number of restarts before, gives the exit code.
+        start: runs the processes until they have ended; receives the number of restarts before, and whether one of
+            these starts left a trace, so that what the directory held before is not gone on with; gives the exit code.
         policy: when to go on.
 
     Returns:
         The exit code of the last end; 75 where a signal came while nothing ran.
     """
     number, in_a_row, last_failure, run_dir = 0, 0, None, policy.run_dir
+    first = reached = read_position(run_dir)
     while True:
-        before, began = read_position(run_dir), time.time()
-        code = start(number)
+        before, began = reached, time.time()
+        code = start(number, reached != first)
         ended, reached = time.time(), read_position(run_dir)
         trained = reached.step > before.step or reached.saved > before.saved
         if policy.asked.is_set() or not is_restarted(code, has_trained=trained):
@@ -141,30 +138,10 @@ def supervise(start: Callable[[int], int], policy: Policy) -> int:
 
 
 def resumed_words(words: Sequence[str]) -> list[str]:
-    """The words of a start after the first: what `--resume never` began is gone on with."""
-    found = list(words)
-    for place, word in enumerate(found):
-        if word == "--resume=never":
-            found[place] = "--resume=auto"
-        elif word == "never" and place and found[place - 1] == "--resume":
-            found[place] = "auto"
-    return found
-
-
-def keeps_old_run(run_dir: Path | None) -> Callable[[], bool]:
-    """Give what says whether a directory still holds the checkpoints that it held at this call.
-
-    A first start with `--resume never` moves them away once its step is compiled; where it fails before, the next start
-    must not go on from them.
-    """
-
-    def identity() -> int | None:
-        with contextlib.suppress(OSError, CheckpointError):
-            return None if run_dir is None else identity_of_steps(checkpoint_folder(run_dir))
-        return None
-
-    first = identity()
-    return lambda: first is not None and identity() == first
+    """The words of a start after one that began: what `--resume never` began is gone on with."""
+    pairs = zip(["", *words], words, strict=False)
+    after = ["auto" if (before, word) == ("--resume", "never") else word for before, word in pairs]
+    return ["--resume=auto" if word == "--resume=never" else word for word in after]
 
 
 def _record(run_dir: Path, *, code: int, began: float, ended: float, reached: Position, number: int) -> None:

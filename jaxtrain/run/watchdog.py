@@ -1,6 +1,6 @@
 """Ends a run that stands still, or whose other processes are lost, with one line and every thread's stack.
 
-A thread looks every second at what the main thread does (`activity`) and at what the other processes say
+A thread looks every second at what the main thread does (`Activity`) and at what the other processes say
 (`jaxtrain.runtime.heartbeats`). It ends the process itself, because a main thread that waits in a collective or in a
 file system hears nothing.
 """
@@ -8,20 +8,25 @@ file system hears nothing.
 import faulthandler
 import os
 import socket
+import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxtrain.checkpoint.places import Place, is_written
 from jaxtrain.config.schema import WatchdogConfig
 from jaxtrain.errors import PreemptedError, UserError
-from jaxtrain.run.activity import IN_STEP, WAITING_FOR_DATA, Activity, Moment
 from jaxtrain.runtime.heartbeats import LOST, Exchange, News, Peer, open_exchange
 from jaxtrain.runtime.terminal import in_notebook, print_remark
 
+# The steps whose median stands for a usual one.
+_KEPT_STEPS = 101
+WAITING_FOR_DATA, IN_STEP = "waiting for data", "step"
 _INTERRUPTED = 130
 _TICK_SECONDS = 1.0
 # Process 0 hears at most this many processes per second, so that it stays below half a percent of a core.
@@ -53,16 +58,112 @@ _LIMITS = {
 }
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What a process is doing.
+
+    Attributes:
+        phase: such as `compiling`, `step` or `saving`.
+        step: the step that it works on, counted from 1; 0 before the first one.
+        done: the last step that is known to be done.
+        since: `time.monotonic()` when the phase began, or last made progress.
+    """
+
+    phase: str
+    step: int
+    done: int
+    since: float
+
+
+class Activity:
+    """Follows what the main thread does; the watchdog's thread reads it, without a lock, as whole frozen records.
+
+    Args:
+        clock: gives seconds that never go back.
+
+    Attributes:
+        moment: what the process is doing.
+        writing: the checkpoint that is written in the background and when that began; None: there is none.
+        failure: the error that this process ends with, while it closes its files; None: there is none.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.moment = Moment("start", 0, 0, clock())
+        self.writing: tuple[Place, float] | None = None
+        self.failure: BaseException | None = None
+        self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Mark a block as a phase; afterwards the phase before it begins anew."""
+        before = self.moment.phase
+        self._now(phase=phase)
+        try:
+            yield
+        finally:
+            self._now(phase=before)
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Note the error of a block before anything is closed: closing may wait for the other processes."""
+        try:
+            yield
+        except PreemptedError:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def fed(self, batches: Iterator[Any], *, first: int) -> Iterator[Any]:
+        """The batches of the steps from `first` on; taking one marks the wait for data and then the step."""
+        self._now(phase=WAITING_FOR_DATA, step=first)
+        for number, batch in enumerate(batches, first):
+            self._now(phase=IN_STEP, step=number)
+            yield batch
+            self._now(phase=WAITING_FOR_DATA, step=number + 1)
+
+    def ticking(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of an evaluation; taking one counts as progress."""
+        for batch in batches:
+            self._now()
+            yield batch
+
+    def finished(self, step: int, seconds: float) -> None:
+        """Take note that a step is done, and of its wall time."""
+        self._seconds.append(seconds)
+        self._now(step=max(step, self.moment.step), done=step)
+
+    def begins_at(self, step: int) -> None:
+        """Take note of the steps that were done before this process."""
+        self._now(step=step, done=step)
+
+    def writes(self, path: Place | None) -> None:
+        """Take note of a checkpoint that is being written in the background; None: nothing is."""
+        self.writing = None if path is None else (path, self._clock())
+
+    def median_seconds(self) -> float | None:
+        """The median of the latest steps of this process; None before one is done."""
+        seconds = list(self._seconds)  # a copy: the other thread may add to it
+        return statistics.median(seconds) if seconds else None
+
+    def status(self) -> dict[str, Any]:
+        """What the other processes are told, as JSON values."""
+        moment = self.moment
+        seconds = round(self._clock() - moment.since, 3)
+        return {"phase": moment.phase, "step": moment.step, "done": moment.done, "seconds": seconds}
+
+    def _now(self, **changes: Any) -> None:
+        self.moment = replace(self.moment, since=self._clock(), **changes)
+
+
 def budget(config: WatchdogConfig, moment: Moment, *, median: float | None) -> tuple[float, str]:
-    """How long a phase may take without progress.
+    """Seconds that a phase may take without progress, and the key that sets them.
 
     Args:
         config: the limits.
         moment: what the process is doing.
         median: seconds of a usual step; None before the first step of this process is done.
-
-    Returns:
-        Seconds, and the key that sets them.
     """
     key = _LIMITS.get(moment.phase, "evaluation_seconds")
     limit: float = getattr(config, key)
@@ -116,10 +217,9 @@ class Watchdog:
         limits = [value for key, value in config.model_dump().items() if key.endswith("_seconds")]
         tick = min(_LONGEST_TICK_SECONDS, max(_TICK_SECONDS, num_processes / _PROCESSES_PER_SECOND))
         self._tick = min(tick, min(limits) / 4)
-        self._paused: list[tuple[float, float]] = []
+        self._woke = 0.0
         self._left: tuple[float, News] | None = None
         self._farewell: tuple[int, str] | None = None
-        self._has_left = threading.Event()
         self._has_told = self._has_said_farewell = False
         self._failed_at: float | None = None
         self._thread = threading.Thread(target=self._watch, name="jaxtrain-watchdog", daemon=True)
@@ -129,15 +229,10 @@ class Watchdog:
         self._thread.start()
 
     def stop(self, code: int, text: str) -> None:
-        """Stop watching, and tell the other processes that this one ends by itself.
-
-        Args:
-            code: its exit code.
-            text: the line of its error; empty for none.
-        """
+        """Stop watching, and tell the others that this process ends, with its exit code and the line of its error."""
         self._farewell = (code, text)
         self._exchange.wake()
-        self._has_left.wait(_END_SECONDS)
+        self._thread.join(_END_SECONDS)
 
     def await_reason(self) -> None:
         """Wait for what made a collective fail; where another process was lost, this one ends here."""
@@ -147,18 +242,10 @@ class Watchdog:
         try:
             while self._farewell is None:
                 self._round()
-            code, text = self._farewell
-            self._say_farewell(code, text)
-            self._has_left.set()
-            # At its exit jax waits for process 0, which may be lost meanwhile.
-            while not code and self._exchange.is_waiting():
-                for one in self._listen():
-                    if one.kind == "lost":
-                        self._hear(one, 0.0)
+            self._say_farewell(*self._farewell)
         except Exception as error:
             print_remark(f"jaxtrain: the watchdog failed ({type(error).__name__}: {error}); the run goes on unwatched")
         finally:
-            self._has_left.set()
             self._exchange.close()
 
     def _round(self) -> None:
@@ -168,7 +255,7 @@ class Watchdog:
         late = now - began - self._tick
         if late > max(2.0, 2 * self._tick):
             # The machine slept, or this process was stopped: nobody stood still for that long.
-            self._paused.append((now, late))
+            self._woke = now
             self._exchange.forgive()
             news = [one for one in news if not (one.kind == "lost" and one.text.startswith("silent"))]
         if self._farewell is not None:
@@ -176,7 +263,7 @@ class Watchdog:
         if self._activity.failure is not None and self._has_failed(self._activity.failure, now):
             return
         for one in news:
-            self._hear(one, late)
+            self._hear(one)
         if self._left is not None and now - self._left[0] > _OWN_ERROR_SECONDS:
             left = self._left[1]
             self._end(f"{self._named(left.process)} ended with exit code {left.code}: {left.text}", left.code)
@@ -201,14 +288,12 @@ class Watchdog:
     def _listen(self) -> list[News]:
         return self._exchange.round(self._activity.status(), self._tick, lambda said: patience(self._config, said))
 
-    def _hear(self, one: News, late: float) -> None:
+    def _hear(self, one: News) -> None:
         if one.kind == "end":
             self._end(one.text, LOST)
         if one.kind == "left":
             self._left = self._left or (time.monotonic(), one)
             return
-        if late > self._config.lost_seconds / 2:
-            self._end(f"this process was not running for {late:.0f} s, and the others have ended", LOST)
         status = next((peer.status for peer in self._exchange.peers() if peer.process == one.process), {})
         self._end(f"{self._named(one.process)} was lost, last heard of {_place(status)}: {one.text}", LOST)
 
@@ -233,8 +318,8 @@ class Watchdog:
                 )
 
     def _running_since(self, moment: float, now: float) -> float:
-        """Seconds since a moment, without those in which this process was stopped."""
-        return now - moment - sum(min(late, end - moment) for end, late in self._paused if end > moment)
+        """Seconds since a moment, or since this process was stopped after it."""
+        return now - max(moment, self._woke)
 
     def _end_stalled(self, text: str) -> None:
         text = text if self._num_processes == 1 else f"{self._named(self._process)}: {text}"
@@ -313,11 +398,7 @@ def _is_written(step: Place) -> bool:
 
 @contextmanager
 def watched(config: WatchdogConfig | None, run_dir: Path) -> Iterator[Activity]:
-    """Watch a run until the block is left; every process of the run enters it, after `jax.distributed`.
-
-    Args:
-        config: the limits; None: nothing is watched.
-        run_dir: directory of the run.
+    """Watch a run until the block is left, unless `config` is None; every process enters it, after `jax.distributed`.
 
     Yields:
         What the run is to tell of its phases and steps.
@@ -325,7 +406,7 @@ def watched(config: WatchdogConfig | None, run_dir: Path) -> Iterator[Activity]:
     import jax
 
     activity = Activity()
-    exchange = open_exchange(wanted=config is not None, report=print_remark)
+    exchange = open_exchange(wanted=config is not None)
     if config is None:
         exchange.close()
         yield activity

@@ -2,11 +2,10 @@
 
 `multihost_utils` broadcasts and gathers arrays; what it lacks is here. Before each of its collectives all meet at a
 barrier of the coordination service: Gloo, which carries collectives between CPU processes, lets a process wait for
-another one for 30 s only, and the barrier has no such limit. And of texts that are alike (as a rule) only their digests
-are sent.
+another one for 30 s only, and the barrier has no such limit.
 """
 
-import hashlib
+import contextlib
 import itertools
 import json
 from collections import Counter
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, StorageError, UserError
-from jaxtrain.runtime import distributed
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -91,7 +89,7 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
 
     Raises:
         UserError: the error of the work; where it failed in another process only, one of the same exit code that names
-            that process. The processes stay in their cluster where all raise the same error, and leave it otherwise.
+            that process. They have left their cluster then, and are still in it where all raise the same error.
         ConfigError: facts differ; names each with both values.
     """
     import jax
@@ -109,53 +107,41 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
     if verdict is None:
         return result  # pyright: ignore[reportReturnType] nobody failed, so it is what the work gave
     if isinstance(failure, UserError) and all(one == said for one in everyone):
-        # Every process raises it here, so that a program that catches it can go on, as the only process could.
+        # A program that catches it can go on, as the only process could.
         failure.raised_by_all = True
         raise failure
-    distributed.leave_together(str(verdict))
+    # All leave the cluster here, so that none is missed by another one, which would abort.
+    with contextlib.suppress(RuntimeError):
+        jax.distributed.shutdown()
     raise failure or verdict
 
 
 def check_devices() -> None:
-    """Raise where the processes do not have devices of one kind and number each.
-
-    Raises:
-        ConfigError: in every process; names both.
-    """
+    """Raise a ConfigError in every process where they do not have devices of one kind and number each."""
     import jax
 
-    found: dict[int, list[str]] = {}
-    counts = Counter((device.process_index, device.device_kind) for device in jax.devices())
-    for (index, kind), count in sorted(counts.items()):
-        found.setdefault(index, []).append(f"{count} x {kind}")
-    other = next((index for index, shown in found.items() if shown != found[0]), None)
+    found: dict[int, Counter[str]] = {}
+    for device in jax.devices():
+        found.setdefault(device.process_index, Counter())[device.device_kind] += 1
+    shown = {index: ", ".join(f"{count} x {kind}" for kind, count in each.items()) for index, each in found.items()}
+    other = next((index for index, text in shown.items() if text != shown[0]), None)
     if other is not None:
         raise ConfigError(
-            f"the processes have different devices: process 0 has {', '.join(found[0])}, process {other} has "
-            f"{', '.join(found[other])}; start every process with the same devices"
+            f"the processes have different devices: process 0 has {shown[0]}, process {other} has {shown[other]}; "
+            "start every process with the same devices"
         )
 
 
 def exchange(text: str) -> list[str]:
-    """Give every process the texts of all, in the order of the processes; where all are alike, only digests are sent.
-
-    Args:
-        text: of this process.
-    """
+    """Give every process the texts of all, in the order of the processes."""
     import numpy as np
     from jax.experimental import multihost_utils
 
-    content = text.encode()
-    head = np.frombuffer(len(content).to_bytes(4, "big") + hashlib.sha256(content).digest(), np.uint8)
+    content = np.frombuffer(text.encode(), np.uint8)
     meet()
-    heads = multihost_utils.process_allgather(head)
-    if (heads == head).all():
-        return [text] * len(heads)
-    sizes = [int.from_bytes(row[:4].tobytes(), "big") for row in heads]
-    padded = np.zeros(max(sizes), np.uint8)
-    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(content)))
     meet()  # each compiles the wider exchange
-    rows = multihost_utils.process_allgather(padded)
+    rows = multihost_utils.process_allgather(np.pad(content, (0, int(sizes.max()) - len(content))))
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -186,19 +172,15 @@ def differences(everyone: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
     Args:
         everyone: fact -> value and where it was set, of each process.
     """
-    first, found = everyone[0], []
+    found = []
     for name in sorted({name for facts in everyone for name in facts}):
-        values = [facts[name][0] if name in facts else None for facts in everyone]
-        index = next((index for index, value in enumerate(values) if value != values[0]), None)
+        values = [facts.get(name, ("none", "")) for facts in everyone]
+        index = next((index for index, (value, _) in enumerate(values) if value != values[0][0]), None)
         if index is not None:
-            shown = _shown(first, name), _shown(everyone[index], name)
-            found.append(f"{name}: process 0 has {shown[0]}, process {index} has {shown[1]}")
+            found.append(f"{name}: process 0 has {_shown(*values[0])}, process {index} has {_shown(*values[index])}")
     return found
 
 
-def _shown(facts: Mapping[str, Sequence[str]], name: str) -> str:
-    if name not in facts:
-        return "none"
-    value, where = facts[name]
+def _shown(value: str, where: str) -> str:
     value = value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 3]}..."
     return f"{value} ({where})" if where else value

@@ -1,7 +1,6 @@
 """Calls the functions that a config names; a mistake in what the user wrote is one line with its place. No jax here."""
 
 import difflib
-import hashlib
 import importlib
 import inspect
 import os
@@ -53,28 +52,6 @@ def call_function(
         return function(**given)
     except Exception as raised:
         _raise(f"{where}: {call.partition(':')[2]} raised", raised, module, error)
-
-
-def source_digest(group: str, call: str) -> dict[str, str | None]:
-    """The file that a function comes from and its SHA-256, to notice later that it changed.
-
-    Args:
-        group: of the config that names the function.
-        call: "module:function".
-
-    Returns:
-        `call`, `file` (its absolute path) and `sha256`; both None for a module without a file.
-
-    Raises:
-        UserError: as `call_function`.
-    """
-    module, function = _find(f"{group}.call={call}", call, ConfigError)
-    # A function may be imported into the module that the config names.
-    home = sys.modules.get(getattr(inspect.unwrap(function), "__module__", None) or "", module)
-    file = getattr(home, "__file__", None)
-    if file is None or not Path(file).is_file():
-        return {"call": call, "file": None, "sha256": None}
-    return {"call": call, "file": os.path.abspath(file), "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
 
 def _find(where: str, call: str, error: type[UserError]) -> tuple[ModuleType, Callable[..., Any]]:

@@ -14,7 +14,6 @@ from typing import Literal
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.devices import has_tpu_chips
-from jaxtrain.runtime.terminal import print_remark
 
 # Google's machines answer at once; elsewhere nobody does.
 _METADATA_SECONDS = 3
@@ -27,9 +26,7 @@ _ENDS = {
     "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "its host is about to be maintained"),
     "preempted": ("TRUE", "it is taken back"),
 }
-_CHANGE_SECONDS = 60
-_RETRY_SECONDS = 10.0
-_PAUSE_SECONDS = 0.5
+_ASK_AGAIN_SECONDS = 1.0
 # The variables with which the runtimes of NVIDIA and AMD, and Slurm through them, list the GPUs of a process.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -45,11 +42,7 @@ class Cluster:
 
 
 def environment_number(name: str) -> int | None:
-    """A whole number from the environment; None where the variable is not set.
-
-    Raises:
-        ConfigError: it is no whole number.
-    """
+    """A whole number from the environment; None where the variable is not set, a ConfigError where it is none."""
     text = os.environ.get(name)
     if text is None:
         return None
@@ -67,13 +60,10 @@ def detect_cluster() -> Cluster | None:
     """The cluster that the environment describes, or None for a single process.
 
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` come first; then Open MPI, Slurm, TPU slices of
-    several hosts and indexed Jobs of Kubernetes, whose details jax reads itself. A Kubernetes Job whose pods work on
-    their own sets `JOB_COMPLETION_INDEX` to nothing.
+    several hosts and indexed Jobs of Kubernetes, whose details jax reads itself.
 
     Raises:
-        ConfigError: the three variables are only partly set, or not numbers; a process in a Slurm job that `srun` did
-            not start; an Open MPI that does not say where the others are; a Job without the package that jax asks
-            Kubernetes with.
+        ConfigError: it describes one that cannot be joined.
     """
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if address:
@@ -127,8 +117,7 @@ def _tpu_vm_workers() -> str:
     if not has_tpu_chips() or "TPU_SKIP_MDS_QUERY" in os.environ:
         return ""
     host = os.environ.get("GCE_METADATA_IP", _METADATA_HOST)
-    found = _ask_metadata(host, "attributes/worker-network-endpoints", seconds=_METADATA_SECONDS)
-    return "" if found is None else found[0]
+    return _ask_metadata(host, "attributes/worker-network-endpoints") or ""
 
 
 def local_device_ids() -> list[int] | None:
@@ -178,10 +167,10 @@ def _whole(name: str) -> int | None:
 
 
 def watch_metadata(wanted: Literal["auto"] | bool, announce: Callable[[str], None]) -> Callable[[], None]:
-    """Watch Google's metadata server in the background, and announce the end of this VM once.
+    """Ask Google's metadata server every second, in the background, and announce the end of this VM once.
 
-    A notice that stands when the watching begins is shown and not announced: a process that was started again on the
-    same VM within the hour of a notice would otherwise never get to work. The VM still sends SIGTERM at its end.
+    A notice that stands when the watching begins is not announced: a process that was started again on the same VM
+    within the hour of a notice would otherwise never get to work. The VM still sends SIGTERM at its end.
 
     Args:
         wanted: True; False; or auto, which asks only where GCE_METADATA_HOST is set or the hardware says Google.
@@ -190,72 +179,47 @@ def watch_metadata(wanted: Literal["auto"] | bool, announce: Callable[[str], Non
     Returns:
         A function that ends the watching; it does not wait.
     """
-    stopped, once = threading.Event(), threading.Lock()
-    if wanted is False or (wanted == "auto" and not _may_have_server()):
-        return stopped.set
+    stopped = threading.Event()
+    host = os.environ.get("GCE_METADATA_HOST")
 
-    def announce_once(text: str) -> None:
-        if not stopped.is_set() and once.acquire(blocking=False):
-            announce(text)
+    def watch() -> None:
+        address = host or _METADATA_HOST
+        standing = {name for name, (fatal, _) in _ENDS.items() if _ask_metadata(address, name) == fatal}
+        while not stopped.wait(_ASK_AGAIN_SECONDS):
+            for name, (fatal, why) in _ENDS.items():
+                is_fatal = _ask_metadata(address, name) == fatal
+                if is_fatal and name not in standing and not stopped.is_set():
+                    announce(f"metadata server: {name} is {fatal}, {why}")
+                    return
+                if not is_fatal:
+                    standing.discard(name)
 
-    for name in _ENDS:
-        # Daemons: a request that waits for a change must not keep the process alive.
-        arguments = (name, announce_once, stopped, wanted is True)
-        threading.Thread(target=_follow, args=arguments, name=f"jaxtrain-notice-{name}", daemon=True).start()
+    if wanted is True or (wanted == "auto" and (host or _is_google())):
+        # A daemon: a request must not keep the process alive.
+        threading.Thread(target=watch, name="jaxtrain-notices", daemon=True).start()
     return stopped.set
 
 
-def _may_have_server() -> bool:
-    if os.environ.get("GCE_METADATA_HOST"):
-        return True
+def _is_google() -> bool:
     try:
         return "Google" in _PRODUCT.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
 
 
-def _follow(name: str, announce: Callable[[str], None], stopped: threading.Event, reports: bool) -> None:
-    """Follow one value until it says that the VM ends."""
-    fatal, why = _ENDS[name]
-    host = os.environ.get("GCE_METADATA_HOST") or _METADATA_HOST
-    text = f"metadata server: {name} is {fatal}, {why}"
-    found = _ask_metadata(host, name, seconds=_METADATA_SECONDS)
-    if found is None:
-        if reports and name == "preempted":
-            print_remark(f"notices.metadata=true, but no metadata server answers at {host}")
-        return
-    is_known = found[0] == fatal
-    if is_known:
-        print_remark(f"{text}: this was so when the run began, which goes on until SIGTERM")
-    etag = found[1]
-    while not stopped.is_set():
-        query = f"{name}?wait_for_change=true&timeout_sec={_CHANGE_SECONDS}&last_etag={etag}"
-        found = _ask_metadata(host, query, seconds=_CHANGE_SECONDS + _RETRY_SECONDS)
-        if found is None:
-            stopped.wait(_RETRY_SECONDS)
-            continue
-        value, etag = found
-        if value == fatal and not is_known:
-            announce(text)
-            return
-        is_known = is_known and value == fatal
-        stopped.wait(_PAUSE_SECONDS)  # a server that does not wait for a change must not be asked without pause
-
-
-def _ask_metadata(host: str, query: str, *, seconds: float) -> tuple[str, str] | None:
-    """A value of the metadata server and its tag; None: no answer."""
+def _ask_metadata(host: str, name: str) -> str | None:
+    """A value of the metadata server; None: no answer."""
     # Here, because it imports ssl, http and email, which a process elsewhere has no use for.
     import http.client
     import urllib.request
 
-    address = f"http://{host}/computeMetadata/v1/instance/{query}"
+    address = f"http://{host}/computeMetadata/v1/instance/{name}"
     request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
     # The server is on the link of this machine: a proxy of the environment does not know it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=seconds) as answer:
-            if answer.headers.get("Metadata-Flavor") != "Google":
-                return None
-            return answer.read(65_536).decode("utf-8", errors="replace").strip(), answer.headers.get("ETag") or "0"
+        with opener.open(request, timeout=_METADATA_SECONDS) as answer:
+            is_google = answer.headers.get("Metadata-Flavor") == "Google"
+            return answer.read(65_536).decode("utf-8", errors="replace").strip() if is_google else None
     except (OSError, ValueError, http.client.HTTPException):
         return None

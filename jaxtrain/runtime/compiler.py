@@ -34,12 +34,9 @@ class Option:
         backend: The backend, as in `device.platform`.
         name: Name of the option in XLA.
         value: Value of the option.
-        reason: Its effect on our programs.
-        seen: Where that effect was measured.
         several_devices: Whether the option is for programs of several devices only.
         updates: Whether the option is only for train steps on one device, and for those of models of convolutions.
-        older: Name of the option in older compilers; None: the same.
-        older_value: Value of the option under its older name.
+        older: Name of the option in older compilers, whose value is True; None: the same name and value.
         device_kinds: As in `device.device_kind`, the kinds that the option is for; empty: all of the backend.
         axes: The only mesh axes that may have several devices where the option is used; empty: all may.
         may_fail: Whether the compiler may give up on a program because of the option. Only steps that are compiled
@@ -49,92 +46,64 @@ class Option:
     backend: str
     name: str
     value: Value
-    reason: str
-    seen: str
     several_devices: bool = True
     updates: bool = False
     older: str | None = None
-    older_value: Value = True
     device_kinds: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
     may_fail: bool = False
 
 
-_PIPELINED = (
-    "gathers the next layer's weights and reduces the last layer's gradients during this layer: without it each layer "
-    "of an fsdp stack waits for its first gather and its last reduce-scatter; with all three options no layer waits"
-)
-_SEEN_PIPELINED = (
-    "jax 0.10.2 (by the older name), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 per GPU: 0 of 15 "
-    "collectives of the layer loops have no matmul beside them, 3 (128 MiB) without the options; temporaries take "
-    "9.71 GiB instead of 8.92. jax 0.12 knows the name; never run on a GPU"
-)
-
-_GPU = tuple(
-    Option(
-        "gpu",
-        f"xla_gpu_pipeline_{kind}",
-        "COLLECTIVE_PIPELINING_MODE_ON",
-        _PIPELINED,
-        _SEEN_PIPELINED,
-        # From jax 0.12 on the older name is accepted and means the default.
-        older=f"xla_gpu_enable_pipelined_{kind}",
-    )
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-)
-
-_SEEN_V5E = (
-    "libtpu 0.0.42.1, compiled for v5e:2x4, Llama-3 8B of 8 layers, fsdp=8, one sequence of 4,096 per chip "
-    "(docs/benchmarks.md): 65 % of the bytes with both options, 43 % without. On a model of width 1,024 and rows of "
-    "128 tokens the compiler runs out of vmem with them. Never run on a TPU"
-)
-
-# For layouts of data and fsdp, the only ones whose programs were looked at.
-_TPU = tuple(
-    Option(
-        "tpu",
-        name,
-        True,
-        "puts the steps of a reduce-scatter of gradients into the fusions of the matmuls beside it",
-        _SEEN_V5E,
-        device_kinds=("TPU v5 lite", "TPU v5e"),
-        axes=("data", "fsdp"),
-        may_fail=True,
-    )
-    for name in ("xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter", "xla_enable_async_reduce_scatter_fusion")
-)
-
-# These options were tried and left the program of jax 0.10.2 unchanged: the latency-hiding scheduler,
-# optimization_level=1 and (data=8) the analytical latency estimator on H100; the scheduler on v5p; asynchronous
-# collective fusion alone on v5e. Two collectives at a time (xla_gpu_experimental_parallel_collective_overlap_limit=2)
-# took fsdp=8 on H100 from 90 to 89 % of bytes beside matmuls. On v5p fused all-gathers and all-reduces take fsdp=8 from
-# 0 to 52 %, and are left out: libtpu 0.0.51 refused fused all-gathers there ("incorrect results, hang, SDC"), and that
-# 0.0.42.1 compiles them without a word does not make them safe. What else was tried is in docs/benchmarks.md.
 OPTIONS = (
-    Option(
-        "cpu",
-        "xla_cpu_experimental_ynn_fusion_type",
-        "",
-        "with it, batched products (attention) run on one thread; without it, Eigen's products run on all threads",
-        "jax 0.10.2 and 0.12.0.1, 2 cores: 96 products of 256 x 64 x 256 take 10 ms with it and 6 ms without, a step "
-        "of bench_cpu 2.25 and 2.13 s (medians of 8 interleaved runs, busy machine)",
-        several_devices=False,
+    # With it, batched products (attention) run on one thread; without it, Eigen's products run on all. jax 0.10.2 and
+    # 0.12.0.1, 2 cores: 96 products of 256 x 64 x 256 take 10 ms with it and 6 ms without, a step of bench_cpu 2.25 and
+    # 2.13 s (medians of 8 interleaved runs, busy machine).
+    Option("cpu", "xla_cpu_experimental_ynn_fusion_type", "", several_devices=False),
+    # Without it, the momentum of every parameter is copied before it is replaced, because the new parameters read it
+    # too. jax 0.10.2, 29 MB of parameters, SGD with momentum: 5 copies and 23 ms of processor time without it, none and
+    # 11 ms with it (medians of nine); AdamW and 53 M parameters of experts: 160 MB of temporaries less.
+    Option("cpu", "xla_cpu_copy_insertion_use_region_analysis", True, several_devices=False, updates=True),
+    # Gathers the next layer's weights and reduces the last layer's gradients during this layer. jax 0.10.2 (by older
+    # names), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 per GPU: 0 of 15 collectives of the layer
+    # loops have no matmul beside them, 3 (128 MiB) without; temporaries take 9.71 GiB instead of 8.92. From jax 0.12 on
+    # the older name is accepted and means the default. Never run on a GPU.
+    *(
+        Option(
+            "gpu",
+            f"xla_gpu_pipeline_{kind}",
+            "COLLECTIVE_PIPELINING_MODE_ON",
+            older=f"xla_gpu_enable_pipelined_{kind}",
+        )
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
     ),
-    Option(
-        "cpu",
-        "xla_cpu_copy_insertion_use_region_analysis",
-        True,
-        "without it, the momentum of every parameter is copied before it is replaced, because the new parameters read "
-        "it too",
-        "jax 0.10.2, 2 cores: 29 MB of parameters, SGD with momentum: 5 copies and 23 ms of processor time without it, "
-        "none and 11 ms with it (medians of nine, one after the other, busy machine); AdamW and 53 M parameters of "
-        "experts: 160 MB of temporaries less, copies of both moments less",
-        several_devices=False,
-        updates=True,
+    # Puts the steps of a reduce-scatter of gradients into the fusions of the matmuls beside it. libtpu 0.0.42.1,
+    # compiled for v5e:2x4, Llama-3 8B of 8 layers, fsdp=8, one sequence of 4,096 per chip (docs/benchmarks.md): 65 % of
+    # the bytes with both options, 43 % without. On a model of width 1,024 and rows of 128 tokens the compiler runs out
+    # of vmem with them. Only programs of data and fsdp were looked at. Never run on a TPU.
+    *(
+        Option("tpu", name, True, device_kinds=("TPU v5 lite", "TPU v5e"), axes=("data", "fsdp"), may_fail=True)
+        for name in (
+            "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter",
+            "xla_enable_async_reduce_scatter_fusion",
+        )
     ),
-    *_GPU,
-    *_TPU,
 )
+# On v5p fused all-gathers and all-reduces take fsdp=8 from 0 to 52 %, and are left out: libtpu 0.0.51 refused fused
+# all-gathers there ("incorrect results, hang, SDC"), and that 0.0.42.1 compiles them without a word does not make them
+# safe. What else was tried is in docs/benchmarks.md.
+
+# For programs that feed a model one token of each row: they read every weight, and little else. Figures: jax 0.10.2,
+# compiled for 8 x H100, one decode step of a Llama-3 8B of two layers, tensor=8, 8 rows of 2,048 positions; never run.
+_DECODING: dict[str, dict[str, Value]] = {
+    "gpu": {
+        # Products of one input (query, key and value; gate and up) stay apart, so that each reads its kernel where it
+        # stands in the stack; to merge them their kernels are copied: 144 MB more per device of 257 MB.
+        "xla_gpu_dot_merger_threshold_mb": "0",
+        # With it, the int8 kernels of all layers are converted to floats at once, which are written and read again:
+        # 240 MB more per device of 195 MB.
+        "xla_disable_hlo_passes": "slice-sinker",
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -143,7 +112,7 @@ class CompilerOptions:
 
     Attributes:
         used: Name -> value of each option that the compiler knows.
-        dropped: One line per option that the compiler does not know or refuses.
+        dropped: One line per option of the user that the compiler does not know.
         tried: Name -> value of options that `compile_lowered` adds, and leaves out where the compiler gives up.
     """
 
@@ -172,32 +141,33 @@ def choose_options(
     Raises:
         ConfigError: The compiler knows an option of the user but refuses its value.
     """
-    table = [
-        option
+    asked = dict(more or {})
+    table = {
+        option.name: option
         for option in OPTIONS
         if option.backend == device.platform
         and (num_devices > 1 or not option.several_devices)
         and (updates or not option.updates)
         and (not option.device_kinds or device.device_kind in option.device_kinds)
         and (not option.axes or (axes is not None and set(axes) <= set(option.axes)))
-    ]
-    asked = dict(more or {})
-    wanted = {option.name: option.value for option in table} | asked
-    refused = refused_options(device, tuple(sorted(wanted.items()))) if wanted else {}
+        and option.name not in asked
+    }
+    wanted = {name: option.value for name, option in table.items()} | asked
+    refused = refused_options(device, tuple(sorted(wanted.items())))
     for name, why in refused.items():
         if name in asked and _UNKNOWN not in why:
             raise ConfigError(f"compiler_options.{name}={asked[name]}: {why}; use another value, or leave it out")
-    older = {option.name: option for option in table if option.older is not None and option.name not in asked}
-    instead = {older[name].older: older[name].older_value for name in refused if name in older}
-    without = refused_options(device, tuple(sorted(instead.items()))) if instead else {}
-    known = {name: value for name, value in {**instead, **wanted}.items() if name not in {**refused, **without}}
-    tried = {option.name for option in table if option.may_fail} - set(asked)
+    older = {option.older: True for name, option in table.items() if option.older and name in refused}
+    wanted = older | wanted
+    refused |= refused_options(device, tuple(sorted(older.items())))
+    known = {name: value for name, value in wanted.items() if name not in refused}
+    tried = {name for name, option in table.items() if option.may_fail}
     return CompilerOptions(
         {name: value for name, value in known.items() if name not in tried},
         tuple(
             f"the compiler for {device.platform} does not know {name}, so programs go without it"
             for name in refused
-            if name not in older or older[name].older in without
+            if name in asked
         ),
         {name: value for name, value in known.items() if name in tried},
     )
@@ -226,6 +196,8 @@ def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict
     Returns:
         Name -> first line of the compiler's error.
     """
+    if not options:
+        return {}
     import jax
     import jax.numpy as jnp
 
@@ -264,34 +236,6 @@ def out_of_cache() -> Iterator[None]:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", kept_from)
 
 
-# For programs that feed a model one token of each row: they read every weight, and little else.
-_SEEN_DECODING = (
-    "jax 0.10.2, compiled for 8 x H100, one decode step of a Llama-3 8B of two layers, tensor=8, 8 rows of 2,048 "
-    "positions; never run on a GPU"
-)
-
-_DECODING = (
-    Option(
-        "gpu",
-        "xla_gpu_dot_merger_threshold_mb",
-        "0",
-        "products of one input (query, key and value; gate and up) stay apart, so that each reads its kernel where it "
-        "stands in the stack; to merge them their kernels are copied: 144 MB more per device of 257 MB",
-        _SEEN_DECODING,
-        several_devices=False,
-    ),
-    Option(
-        "gpu",
-        "xla_disable_hlo_passes",
-        "slice-sinker",
-        "with it, the int8 kernels of all layers are converted to floats at once, which are written and read again: "
-        "240 MB more per device of 195 MB",
-        _SEEN_DECODING,
-        several_devices=False,
-    ),
-)
-
-
 @functools.lru_cache
 def decoding_options(device: Any) -> dict[str, Value]:
     """The options that the compiler of a device accepts, as `jax.jit(compiler_options=...)` takes them.
@@ -299,8 +243,8 @@ def decoding_options(device: Any) -> dict[str, Value]:
     Args:
         device: a `jax.Device`, real or compile-only.
     """
-    wanted = {option.name: option.value for option in _DECODING if option.backend == device.platform}
-    refused = refused_options(device, tuple(sorted(wanted.items()))) if wanted else {}
+    wanted = _DECODING.get(device.platform, {})
+    refused = refused_options(device, tuple(sorted(wanted.items())))
     return {name: value for name, value in wanted.items() if name not in refused}
 
 
@@ -349,13 +293,9 @@ def compile_trying(
 
 
 def compile_lowered(lowered: "jax.stages.Lowered", tried: Mapping[str, Value]) -> Taken:
-    """Compile a lowered program as `compile_trying` does; processes of one run do the same, as their compilers do."""
-
-    def compile_with(more: Mapping[str, Value]) -> "jax.stages.Compiled":
-        given: Any = dict(more)  # jax declares fewer types of values than it takes
-        return lowered.compile(compiler_options=given) if given else lowered.compile()
-
-    return compile_trying(compile_with, tried)
+    """Compile a lowered program as `compile_trying` does."""
+    # jax declares fewer types of values than it takes.
+    return compile_trying(lambda more: lowered.compile(compiler_options=dict[str, Any](more) or None), tried)
 
 
 _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtrain_choices", default=None)

@@ -88,27 +88,15 @@ FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_pure": "bf16", 
 
 
 def device_peaks(device_kind: str) -> dict[str, float]:
-    """The dense peaks of one device by number format, in FLOP/s; empty where the device is not known.
-
-    Args:
-        device_kind: `device.device_kind`.
-    """
+    """The dense peaks of one device by number format, in FLOP/s; empty where the device is not known."""
     return {number_format: tera * _TERA for number_format, tera in _PEAKS.get(device_kind, {}).items()}
 
 
 def peak_flops(device_kind: str, policy: str) -> float | None:
-    """Returns the dense peak of one device in the number format of a precision policy.
+    """The dense peak of a kind of device under a precision policy, in FLOP/s; None where it is not known (a CPU).
 
-    Under fp8 all FLOPs are compared with the fp8 peak, including those of attention and the output layer, which run in
-    bf16. Published fp8 figures do the same; a mixed peak would give a higher utilization for the same step time. On a
-    device without fp8 units the policy runs in bf16, so the bf16 peak is returned.
-
-    Args:
-        device_kind: The kind of the device, as in `device.device_kind`.
-        policy: A precision policy; `bf16_pure` counts as bf16.
-
-    Returns:
-        FLOP/s, or None where the device (such as a CPU) or its figure for this format is not known.
+    Under fp8 all FLOPs are compared with the fp8 peak, as in published figures, though attention and the output layer
+    run in bf16. On a device without fp8 units the policy runs in bf16, so the bf16 peak is returned.
     """
     peaks = device_peaks(device_kind)
     peak = peaks.get(FORMATS.get(policy, ""))
@@ -157,11 +145,9 @@ _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus() -> list[str] | None:
-    """The GPUs that a process started here would see.
+    """The GPUs that a process started here would see, as CUDA_VISIBLE_DEVICES writes them.
 
-    Returns:
-        Their numbers or names, as CUDA_VISIBLE_DEVICES writes them; empty where there are none; None where the
-        environment keeps jax from using them, or says itself which ones this process uses.
+    None where the environment keeps jax from using them, or says itself which ones this process uses.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or (platforms and not re.search("cuda|gpu", platforms)):
@@ -212,17 +198,11 @@ _BUDGET_SECONDS = 1.0
 
 
 def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:
-    """Measure the rate of a square matrix product.
-
-    float32 is multiplied at full precision (not in TF32, not in three bf16 passes).
+    """Measure the rate of a square matrix product in FLOP/s, at full precision (no TF32, no bf16 passes of float32).
 
     Args:
         dtype: "float32" or "bfloat16".
         device: a `jax.Device`; None: the first device of this process.
-
-    Returns:
-        FLOP/s, with two operations per multiply-add; the median of five products, or of fewer where a product takes
-        more than a fifth of a second.
     """
     import jax
     import jax.numpy as jnp
@@ -239,14 +219,7 @@ def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:
 
 
 def memory_bytes_per_second(*, device: Any = None) -> float:
-    """Measure the rate of reading 256 MiB of device memory and writing them back.
-
-    Args:
-        device: a `jax.Device`; None: the first device of this process.
-
-    Returns:
-        Bytes read and written per second; the median of five runs.
-    """
+    """Measure the bytes per second of reading 256 MiB of device memory and writing them back."""
     import jax
     import numpy as np
 

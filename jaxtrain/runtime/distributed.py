@@ -5,7 +5,6 @@
 
 import contextlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number
 from jaxtrain.runtime.compiler import use_cache
 from jaxtrain.runtime.heartbeats import LOST
 from jaxtrain.runtime.relay import relayed
-from jaxtrain.runtime.terminal import keep_output_apart, print_remark
+from jaxtrain.runtime.terminal import print_remark
 
 JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
 _JOIN_SECONDS = 300
@@ -30,11 +29,7 @@ _ABORT_MARGIN_SECONDS = 60
 # Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
 # CUDA's context need a few GiB. XLA_PYTHON_CLIENT_MEM_FRACTION, where it is set, says otherwise.
 GPU_MEMORY_FRACTION = 0.92
-# The error after which this process left its cluster, which jax joins once only; empty: it did not.
-_left_after: list[str] = []
 _USED_BEFORE = "must be called before any JAX calls"
-# What Kubernetes answers where a right is missing: it would at every start.
-_REFUSED = re.compile(r"\b40[13]\b")
 
 
 class NotMetError(UserError):
@@ -76,11 +71,6 @@ def start(
     start_alone(emulate=emulate, compilation_cache=compilation_cache)
     cluster = detect_cluster()
     if cluster is not None and not jax.distributed.is_initialized():
-        if _left_after:
-            raise ConfigError(
-                f"this process left the others after an earlier error ({_left_after[0]}), and jax joins once: start "
-                "the program again"
-            )
         _join(cluster, lost_seconds)
 
 
@@ -128,16 +118,13 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
     started_again = cluster.coordinator is None and in_pod()
 
     def failure(reason: str) -> str:
-        pods = ", and that their service account may read pods and jobs" if cluster.source == "Kubernetes" else ""
-        return (
-            f"could not join the cluster found through {cluster.source}: {reason}; check that all processes started, "
-            f"and the address{pods}"
-        )
+        where = f"the cluster found through {cluster.source}"
+        rights = " and that their service account may read pods and jobs" if cluster.source == "Kubernetes" else ""
+        return f"could not join {where}: {reason}; check the address and that all processes started{rights}"
 
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""
-        count = f"the {cluster.num_processes}" if cluster.num_processes else "its"
-        print_remark(f"jaxtrain: {failure(f'{count} processes did not meet{where} within {timeout} s')}")
+        print_remark(f"jaxtrain: {failure(f'its processes did not meet{where} within {timeout} s')}")
         os._exit(LOST if started_again else ConfigError.exit_code)
 
     timer = threading.Timer(timeout, give_up)
@@ -152,14 +139,9 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
                 "and it was: call start() first, at the top of the program"
             ) from error
         line = failure((str(error).splitlines() or [type(error).__name__])[0][:200])
-        if started_again and _REFUSED.search(line) is None:
-            raise NotMetError(line) from error
-        raise ConfigError(line) from error
+        raise (NotMetError if started_again else ConfigError)(line) from error
     finally:
         timer.cancel()
-    # Only process 0 prints results; under `launch` the output of the others is shown to nobody.
-    if cluster.process_id in (0, None):
-        keep_output_apart()
 
 
 def _initialize(cluster: Cluster, timeout: int, lost_seconds: float | None) -> None:
@@ -197,15 +179,11 @@ def _coordinator_lost() -> None:
 
 @contextlib.contextmanager
 def on_main_process(resource: contextlib.AbstractContextManager[Any], *, does: str = "start the run") -> Iterator[None]:
-    """Enter a context on process 0 on behalf of all processes; if that fails, every process raises.
+    """Enter a context on process 0 on behalf of all; if that fails, it raises its UserError, the others a ConfigError.
 
     Args:
-        resource: the context, which only process 0 enters and leaves.
+        resource: the context.
         does: what entering it does, for the message of the other processes.
-
-    Raises:
-        UserError: on process 0, the error of the context.
-        ConfigError: on the other processes.
     """
     import jax
 
@@ -242,19 +220,6 @@ def leave(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def leave_together(reason: str) -> None:
-    """Leave the cluster, as every process does at this place: none is missed by another one, which would abort.
-
-    Args:
-        reason: the error, for the line of what would join later.
-    """
-    import jax
-
-    with contextlib.suppress(RuntimeError):
-        jax.distributed.shutdown()
-    _left_after.append(reason[:300])
 
 
 def is_main_process() -> bool:

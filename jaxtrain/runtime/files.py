@@ -77,21 +77,6 @@ def identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def move_folder(partial: Path, place: Path, *, last: str) -> None:
-    """Give a folder that is written whole its name.
-
-    Args:
-        partial: the folder, beside `place`.
-        place: its name; an empty folder that is there stays the one that it is, because somebody may be in it.
-        last: name of the file that tells readers that a folder is whole, which comes last.
-    """
-    if not place.exists():
-        partial.rename(place)
-        return
-    for file in sorted(partial.iterdir(), key=lambda file: file.name == last):
-        file.replace(place / file.name)
-
-
 def strict_json(value: Any) -> Any:
     """A value in types of strict JSON: NaN and infinities, which JSON does not have, become None.
 

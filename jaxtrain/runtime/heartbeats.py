@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxtrain.runtime.cluster import detect_cluster
+from jaxtrain.runtime.terminal import print_remark
 
 # The exit code of a run that stood still, or whose other processes are lost.
 LOST = 70
@@ -31,8 +32,6 @@ _CONNECT_SECONDS = 5.0
 _GIVE_UP_SECONDS = 60.0
 _ADDRESS_BYTES = 512
 Status = Mapping[str, Any]
-# Status of a process -> seconds of silence after which it counts as lost.
-Patience = Callable[[Status], float]
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,7 @@ class _Connection:
 
     def __init__(self, opened: socket.socket) -> None:
         opened.setblocking(False)
-        with contextlib.suppress(OSError):
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = opened
-        self._in, self._out = b"", b""
+        self.socket, self._in, self._out = opened, b"", b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """The messages that have come, and whether the connection is still open."""
@@ -93,12 +89,10 @@ class _Connection:
         except OSError:
             is_open = False
         *lines, self._in = self._in.split(b"\n")
-        found = []
         try:
-            found += [dict(json.loads(line)) for line in lines]
+            return [dict(json.loads(line)) for line in lines], is_open
         except (ValueError, TypeError, RecursionError):  # none of ours
-            return found, False
-        return found, is_open
+            return [], False
 
     def send(self, line: bytes) -> None:
         """Send a line, or keep what cannot be sent at once for the next call."""
@@ -125,13 +119,13 @@ class Exchange:
         self._woken, self._waker = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
 
-    def round(self, status: Status, seconds: float, patience: Patience) -> list[News]:
+    def round(self, status: Status, seconds: float, patience: Callable[[Status], float]) -> list[News]:
         """Tell the others the status, listen to them for up to some seconds, and return what happened.
 
         Args:
             status: of this process.
             seconds: how long to listen; less where something happens.
-            patience: how long each process may be silent.
+            patience: how long a process with some status may be silent.
         """
         self._status = status
         self._speak()
@@ -154,10 +148,6 @@ class Exchange:
     def leave(self, code: int, text: str) -> None:
         """Say farewell: this process ends by itself, with an exit code and, for an error, its line."""
         self._tell({"leave": code, "text": text})
-
-    def is_waiting(self) -> bool:
-        """Whether process 0, which jax waits for when a process exits, has not said farewell yet."""
-        return bool(self._process and self._open) and 0 not in self._left
 
     def forgive(self) -> None:
         """Count the silence of the others from now on: this process was not running itself."""
@@ -200,23 +190,19 @@ class Exchange:
         self._selector.register(opened, selectors.EVENT_READ, lambda: self._read(connection))
         return connection
 
-    def _drop(self, connection: _Connection) -> int | None:
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
-        return self._open.pop(connection, None)
-
     def _read(self, connection: _Connection) -> list[News]:
         messages, is_open = connection.read()
         news: list[News] = []
         for message in messages:
-            process = self._open.get(connection)
-            if process is not None:
-                news += self._hear(process, message)
+            if connection in self._open:
+                news += self._hear(self._open[connection], message)
             elif not self._welcome(connection, message):
                 is_open = False
                 break
         if not is_open:
-            process = self._drop(connection)
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            process = self._open.pop(connection, None)
             if process is not None and process not in self._left and not news:
                 news.append(News("lost", process, "its connection closed"))
         return news
@@ -270,9 +256,9 @@ class Hub(Exchange):
         self._tell({"peers": self._told(_MOST_TOLD)})
 
     def _told(self, most: int) -> list[list[Any]]:
-        known = [[0, socket.gethostname(), self._status, 0.0]]
         now = time.monotonic()
-        known += [[peer.process, peer.host, peer.status, now - peer.heard] for peer in self._known.values()]
+        known = [[peer.process, peer.host, peer.status, now - peer.heard] for peer in self._known.values()]
+        known.append([0, socket.gethostname(), self._status, 0.0])
         return sorted(known, key=lambda one: one[2].get("step", 0))[:most]
 
     def _accept(self) -> list[News]:
@@ -281,10 +267,9 @@ class Hub(Exchange):
         return []
 
     def _welcome(self, connection: _Connection, message: Mapping[str, Any]) -> bool:
-        process = message.get("process")
-        if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
-            return False
-        if not isinstance(process, int) or not 0 < process < self._num_processes or process in self._known:
+        process: Any = message.get("process")
+        is_ours = hmac.compare_digest(str(message.get("token")).encode(), self._token.encode())
+        if not is_ours or process in self._known or process not in range(1, self._num_processes):
             return False
         self._known[process] = Peer(process, str(message.get("host")), {}, time.monotonic())
         self._open[connection] = process
@@ -298,15 +283,12 @@ class Spoke(Exchange):
         process: index of this process.
         token: that shows whose it is.
         hosts: names and addresses of process 0, of which the first that answers is used.
-        port: that it listens on.
-        report: called with one line where none of them answers; the run goes on without heartbeats.
+        port: that it listens on. Where none of them answers the run goes on without heartbeats, and one line says so.
     """
 
-    def __init__(
-        self, process: int, token: str, *, hosts: Sequence[str], port: int, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, process: int, token: str, *, hosts: Sequence[str], port: int) -> None:
         super().__init__(process)
-        self._token, self._hosts, self._port, self._report = token, hosts, port, report
+        self._token, self._hosts, self._port = token, hosts, port
         self._give_up_at: float | None = time.monotonic() + _GIVE_UP_SECONDS
         self._has_heard_end = False
 
@@ -335,7 +317,7 @@ class Spoke(Exchange):
                 return
         if time.monotonic() > give_up_at:
             self._give_up_at = None
-            self._report(
+            print_remark(
                 f"jaxtrain: process {self._process} cannot reach the heartbeats of process 0 at "
                 f"{', '.join(self._hosts)} port {self._port}: open the port between the hosts"
             )
@@ -352,15 +334,10 @@ def _listening(host: str | None) -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def open_exchange(*, wanted: bool, report: Callable[[str], None]) -> Exchange:
+def open_exchange(*, wanted: bool) -> Exchange:
     """The exchange of this process with the others of its cluster; every process calls it.
 
-    Args:
-        wanted: whether process 0 listens; what it decides holds for all.
-        report: called with one line where process 0 cannot be reached.
-
-    Returns:
-        One that hears of nobody for a single process, and where heartbeats are not wanted.
+    A single process hears of nobody, and so do all where process 0 does not want heartbeats.
     """
     import jax
 
@@ -377,13 +354,10 @@ def open_exchange(*, wanted: bool, report: Callable[[str], None]) -> Exchange:
         token = secrets.token_hex(16)
         hub = Hub(jax.process_count(), token, host=host)
         hosts = [name for name in (host, socket.gethostname()) if name]
-        message = json.dumps({"hosts": list(dict.fromkeys(hosts)), "port": hub.port, "token": token}).encode()
+        message = json.dumps({"token": token, "hosts": list(dict.fromkeys(hosts)), "port": hub.port}).encode()
     padded = np.frombuffer(message.ljust(_ADDRESS_BYTES), np.uint8)
     # Over jax's own collectives, so that no address has to be known before and no secret is on a command line.
     told = np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes().strip()
     if hub is not None:
         return hub
-    if not told:
-        return Exchange(jax.process_index())
-    found = json.loads(told)
-    return Spoke(jax.process_index(), found["token"], hosts=found["hosts"], port=found["port"], report=report)
+    return Spoke(jax.process_index(), **json.loads(told)) if told else Exchange(jax.process_index())

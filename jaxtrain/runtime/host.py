@@ -12,7 +12,7 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -37,30 +37,18 @@ _is_paused = False
 _dropped: list[Callable[[], object]] = []
 
 
-def restart_environment(environment: Mapping[str, str], *, accelerator: bool) -> dict[str, str] | None:
-    """The environment to start a training process with, or None where a restart would change nothing.
-
-    Args:
-        environment: of this process; if it already sets malloc, it is not changed.
-        accelerator: whether steps run on a GPU or TPU, whose memory malloc does not manage.
-    """
-    own = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environment)
-    if own or accelerator or platform.libc_ver()[0] != "glibc":
-        return None
-    return {**environment, **SETTINGS}
-
-
 def restart(*, accelerator: bool) -> None:
     """Start this command again with `SETTINGS`, in this process; returns where that would change nothing.
 
     Args:
-        accelerator: see `restart_environment`.
+        accelerator: whether steps run on a GPU or TPU, whose memory malloc does not manage.
     """
-    environment = restart_environment(os.environ, accelerator=accelerator)
-    if environment is not None and sys.executable and sys.orig_argv:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    own = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
+    if own or accelerator or platform.libc_ver()[0] != "glibc" or not (sys.executable and sys.orig_argv):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **SETTINGS})
 
 
 def give_back_free_memory() -> None:

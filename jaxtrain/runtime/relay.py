@@ -96,7 +96,11 @@ async def _relay(listener: socket.socket, upstream: tuple[str, int], timeout: fl
         to_server.close()
         to_client.close()
 
-    server = await asyncio.start_unix_server(serve, sock=listener)
+    async def handle(from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # at the end; asyncio would report it on standard error
+            await serve(from_client, to_client)
+
+    server = await asyncio.start_unix_server(handle, sock=listener)
     parent = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(parent), sys.stdin)
     await parent.read()

@@ -1,16 +1,14 @@
 """What this program writes to standard output and error, in a terminal or below the cell of a notebook. No jax here."""
 
 import contextlib
-import io
 import os
 import sys
-from typing import Any, TextIO
+from typing import TextIO
 
 from jaxtrain.config.secrets import redacted_text
 
 # A terminal obeys these: it would recolour, retitle or overwrite what it shows, and some type text for the user.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-_is_program = False
 
 
 def in_notebook() -> bool:
@@ -47,31 +45,6 @@ def print_remark(line: str) -> None:
     with contextlib.suppress(OSError):
         stream.write(f"{shown}\n")
         stream.flush()
-
-
-def own_output() -> None:
-    """Make this process the program `jaxtrain`, whose standard output is for results."""
-    global _is_program
-    _is_program = True
-
-
-def keep_output_apart() -> None:
-    """Let standard output have what Python writes alone, where this process is the program `jaxtrain`.
-
-    What libraries write to descriptor 1 goes to standard error: Gloo, whose C++ code names the processes that it
-    connects at the first collective between them, would make `--json` unreadable.
-    """
-    if not _is_program:
-        return
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream of a test has no number
-        if sys.stdout.fileno() != 1:
-            return
-        sys.stdout.flush()
-        raw: Any = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
-        kept = os.dup(1)
-        os.dup2(2, 1)
-        # The same objects with another number, since some hold the stream that they found as they were made.
-        io.FileIO.__init__(raw, kept, "wb", closefd=False)
 
 
 def drop_unwritten(stream: TextIO) -> None:

@@ -1,6 +1,5 @@
 """Several processes started by one command: what is shown, which exit code comes back, and that none is left over."""
 
-import json
 import os
 import re
 import signal
@@ -168,16 +167,6 @@ def test_the_launcher_does_not_import_jax(tmp_path):
     assert done.stderr == ""
 
 
-@pytest.mark.long
-def test_results_alone_are_on_standard_output(tmp_path):
-    """Gloo, which connects CPU processes, writes to descriptor 1 itself."""
-    words = ["launch", "--processes", "2", "--emulate", "1", "--", "doctor", "--json"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "jaxtrain", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
-    assert json.loads(done.stdout)["devices"]["process_count"] == 2, done.stdout + done.stderr
-
-
 # Every device of both processes takes part in the sum.
 SCRIPT = """
 import sys
@@ -242,6 +231,6 @@ def test_processes_that_wait_for_others_in_vain_say_so(tmp_path):
         _, err = process.communicate(timeout=100)
         assert process.returncode == 2, err
         assert err == (
-            "jaxtrain: could not join the cluster found through JAX_COORDINATOR_ADDRESS within 1 s: "
-            f"the 2 processes did not meet at {address}; check that all processes started, and the address\n"
+            "jaxtrain: could not join the cluster found through JAX_COORDINATOR_ADDRESS: its processes did not meet at "
+            f"{address} within 1 s; check the address and that all processes started\n"
         )

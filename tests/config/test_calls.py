@@ -9,7 +9,7 @@ from jaxtrain.config.files import to_yaml
 from jaxtrain.config.kinds import called_parts, check_kinds
 from jaxtrain.config.load import describe
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.runtime.call import call_function, source_digest
+from jaxtrain.runtime.call import call_function
 
 MINE = """
 model: {call: mine.models:build, args: {width: 64, scales: {'layers.0': 0.5}}}
@@ -171,12 +171,3 @@ def test_an_error_of_ours_inside_keeps_its_type_and_says_where(package):
     package("from jaxtrain.errors import DataError\n\ndef read():\n    raise DataError('no rows')\n")
     with pytest.raises(DataError, match=r"^data.call=mine_test.parts:read: read: no rows \(mine_test/parts.py:4\)"):
         call_function("data", "mine_test.parts:read", {})
-
-
-def test_the_digest_is_of_the_file_that_defines_the_function(package):
-    home = package("def build():\n    return 1\n", "home")
-    package("from mine_test.home import build\n")
-    before = source_digest("model", "mine_test.parts:build")
-    assert before["file"] == str(home)
-    home.write_text("def build():\n    return 2\n")
-    assert source_digest("model", "mine_test.parts:build")["sha256"] != before["sha256"]

@@ -93,7 +93,7 @@ def fit(run_dir: Path, passing: Passing, **changes: Any) -> jt.Result:
         evaluation={"every": 2},
         checkpoint={"every": 2, "keep_last": 9},
         progress=progress,
-        overrides={"train.prefetch": 1, "train.workers": 1, "notices.patience_seconds": 1.0},
+        overrides={"train.prefetch": 1, "train.workers": 1},
     )
     return jt.fit(model(passing), jt.classification(), optax.adam(1e-2), **(arguments | changes))
 

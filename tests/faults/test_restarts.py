@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.commands.launch import how_ended
-from jaxtrain.run.supervise import Policy, is_restarted, keeps_old_run, read_position, resumed_words, supervise
+from jaxtrain.run.supervise import Policy, is_restarted, read_position, resumed_words, supervise
 
 KILLED = 128 + signal.SIGKILL
 # All at which a run saves.
@@ -75,10 +75,11 @@ def make_position(run_dir: Path, row: int, saved: int) -> None:
 
 @pytest.mark.parametrize(("ends", "restarts", "code", "waits", "line"), ENDS.values(), ids=ENDS)
 def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, waits, line):
-    numbers, left = [], iter(ends)
+    starts, left = [], iter(ends)
+    make_position(tmp_path, 0, 0)
 
-    def start(number: int) -> int:
-        numbers.append(number)
+    def start(number: int, has_begun: bool) -> int:
+        starts.append((number, has_begun))
         found, row, saved = next(left)
         make_position(tmp_path, row, saved)
         return found
@@ -86,7 +87,8 @@ def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, wai
     events = Waits(None)
     policy = Policy(restarts, tmp_path, events, how_ended, lambda: None)  # pyright: ignore[reportArgumentType]
     assert supervise(start, policy) == code
-    assert (numbers, events.found) == (list(range(len(ends))), waits)
+    began = [any(steps) for _, *steps in [(0, 0, 0), *ends[:-1]]]
+    assert (starts, events.found) == (list(enumerate(began)), waits)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == len(waits) + ("allows" in line or "twice" in line)
     assert line in (said or [""])[-1]
@@ -119,20 +121,9 @@ def test_a_run_with_restarts_passes_on_every_signal_at_which_a_run_saves(monkeyp
         assert main(["train", "quickstart", "--restarts", "2", "--run-dir", str(tmp_path)]) == 75, number.name
 
 
-def test_a_run_that_never_began_is_not_taken_for_the_one_before_it(tmp_path):
-    """`--resume never` moves earlier checkpoints away once its step is compiled; a failure before leaves them."""
-    make_position(tmp_path, 9, 5)
-    holds_old_run = keeps_old_run(tmp_path)
-    assert holds_old_run()
-    (tmp_path / "checkpoints").rename(tmp_path / "previous")
-    (tmp_path / "checkpoints").mkdir()
-    assert not holds_old_run()
-    assert resumed_words(["train", "x", "--resume", "never", "--resume=never"])[2:] == [
-        "--resume",
-        "auto",
-        "--resume=auto",
-    ]
-    assert (read_position(tmp_path).step, read_position(tmp_path / "previous").step) == (9, 0)
+def test_a_run_that_began_is_resumed_whatever_its_words_say():
+    words = resumed_words(["train", "x", "--resume", "never", "--resume=never"])
+    assert words == ["train", "x", "--resume", "auto", "--resume=auto"]
 
 
 # A program in place of python: it notes its start, then does what the word of this start says. The note is one write:

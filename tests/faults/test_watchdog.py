@@ -119,32 +119,22 @@ def test_a_lost_process_ends_the_other(running, victim: int, number: signal.Sign
 
 
 @pytest.mark.long
-def test_a_stuck_main_thread_is_named_by_all(running) -> None:
-    """Its heartbeats go on, and the other process waits for it in a collective."""
-    victim = 1
-    runs = running(2, step_seconds=3, compile_seconds=60)
-    runs.wait_for_steps(3)
-    runs.processes[victim].send_signal(signal.SIGUSR2)
-    assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
-    for index in (0, 1):
-        [line] = runs.lines(index)
-        assert line.startswith(f"jaxtrain: process {victim} of 2 "), runs.said()
-        check_clean(runs.said()[index])
-    assert "_stand_still" in runs.stacks(victim)
-
-
-@pytest.mark.long
-def test_a_stuck_source_of_one_process_is_named_by_all(running) -> None:
-    """The limit of the one that waits for data counts, not the shorter one of the other's step."""
+@pytest.mark.parametrize("stuck", ["main thread", "source"])
+def test_what_is_stuck_in_one_process_is_named_by_all(running, stuck: str) -> None:
+    """The limit of the one that stands still counts, not the shorter one of the other's step, which waits for it."""
     runs = running(2, step_seconds=3, compile_seconds=60, data_seconds=5)
     runs.wait_for_steps(3)
-    (runs.marks / "1").write_text("block")
+    if stuck == "source":
+        (runs.marks / "1").write_text("block")
+    else:  # its heartbeats go on
+        runs.processes[1].send_signal(signal.SIGUSR2)
     assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
     for index in (0, 1):
         [line] = runs.lines(index)
         assert line.startswith("jaxtrain: process 1 of 2 "), runs.said()
-        assert "waiting for data (limit: watchdog.data_seconds=5)" in line
+        assert stuck != "source" or "waiting for data (limit: watchdog.data_seconds=5)" in line
         check_clean(runs.said()[index])
+    assert stuck == "source" or "_stand_still" in runs.stacks(1)
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ def status(phase, step):
 def star(count):
     """A hub and spokes that have heard of each other."""
     hub = Hub(count, TOKEN, host=HOST)
-    spokes = [Spoke(index, TOKEN, hosts=[HOST], port=hub.port, report=pytest.fail) for index in range(1, count)]
+    spokes = [Spoke(index, TOKEN, hosts=[HOST], port=hub.port) for index in range(1, count)]
     try:
         for last in (False, False, True):
             for index, spoke in enumerate(spokes, 1):

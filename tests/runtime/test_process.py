@@ -15,12 +15,12 @@ from jaxtrain.runtime.host import SETTINGS
 WITH_WORKERS = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
-import jaxtrain.run.interrupt, jaxtrain.run.lock
+import jaxtrain.run.interrupt, jaxtrain.run.directory
 from jaxtrain.runtime.host import end_at_signals
 folder = Path(sys.argv[1])
 end_at_signals()
 fork = multiprocessing.get_context("fork")
-with jaxtrain.run.lock.RunLock(folder), jaxtrain.run.interrupt.Interrupt() as interrupt:
+with jaxtrain.run.directory.RunLock(folder), jaxtrain.run.interrupt.Interrupt() as interrupt:
     workers = [fork.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2)]
     for worker in workers:
         worker.start()
@@ -31,7 +31,7 @@ with jaxtrain.run.lock.RunLock(folder), jaxtrain.run.interrupt.Interrupt() as in
     os.killpg(0, signal.SIGINT)
     time.sleep(0.2)
     print(interrupt.requested(), flush=True)
-with jaxtrain.run.lock.RunLock(folder):  # the workers, which live, do not hold it
+with jaxtrain.run.directory.RunLock(folder):  # the workers, which live, do not hold it
     print("left", flush=True)
 """
 

@@ -17,7 +17,7 @@ from jaxtrain import __version__
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.stablehlo.program import BATCH, PLATFORMS, Program
 from jaxtrain.published.safetensors import DTYPES, write_safetensors
-from jaxtrain.runtime.files import move_folder, strict_json
+from jaxtrain.runtime.files import strict_json
 
 FILES = ("forward.bin", "weights.safetensors", "program.json", "read.py")
 # What StableHLO promises: openxla/stablehlo, docs/compatibility.md.
@@ -75,7 +75,7 @@ def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -
         text = json.dumps(strict_json(described), indent=2, ensure_ascii=False, allow_nan=False)
         (partial / "program.json").write_text(text + "\n", encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("read.py"), partial / "read.py")
-        move_folder(partial, place, last="program.json")
+        partial.rename(place)  # which may be an empty folder
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
