@@ -13,7 +13,6 @@ from jaxtrain.config.model import published_from
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.companions import TEXT_FILES
 from jaxtrain.interop.fresh import check_fits, fresh_parts
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
@@ -23,11 +22,10 @@ from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.directory import RunLock
 from jaxtrain.run.own_parts import own_parts
-from jaxtrain.run.published import FOLDER
+from jaxtrain.run.published import keep_texts
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.restore import describe_start, start_of, trained_leaves
 from jaxtrain.run.resume import run_metadata
-from jaxtrain.run.texts import texts_beside
 from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import assemble, open_run_data
 from jaxtrain.train.base import without_base
@@ -46,7 +44,7 @@ def import_run(
     base: str | Path | None = None,
     emulate: int | None = None,
 ) -> Path:
-    """Makes the directory of a run of a published model: its checkpoint at step 0, which every command opens.
+    """Makes the directory of a run of a published model.
 
     Args:
         path: The published folder or file, its id on the Hugging Face hub, or the folder of an adapter.
@@ -82,7 +80,7 @@ def import_run(
         record.open(loaded, run, metadata)
         record.begin()
         if base is not None and main:
-            _keep_texts(run_dir / FOLDER, path, base)
+            keep_texts(run_dir, path, base=base)
         with spent.measure("saving"), Checkpointer(run_dir / "checkpoints") as checkpointer:
             checkpointer.save(0, without_base(state, trained_leaves(run.step)), metadata=metadata)
         record.close("imported", {}, Progress(process_index=1))
@@ -124,15 +122,3 @@ def _config(path: Path, base: Path | None) -> dict[str, Any]:
         return tree | {"data": {"kind": "text", "sequence_length": length}}
     sizes = {"vocab_size": settings["vocab_size"], "sequence_length": length}
     return tree | {"data": {**made_up, "task": "tokens", **sizes}}
-
-
-def _keep_texts(kept: Path, adapter: Path, base: Path) -> None:
-    """Writes the chat template that an adapter came with over that of its base, in a run of both."""
-    file = tokenizer_origin(base)
-    files = {} if file is None else texts_beside(file, adapter)
-    if file is None or files == texts_beside(file, None):
-        return
-    for name in TEXT_FILES:
-        (kept / name).unlink(missing_ok=True)
-        if name in files:
-            (kept / name).write_bytes(files[name].encode())

@@ -31,7 +31,7 @@ from jaxtrain.run.import_run import check_class_order
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.own_parts import Given, own_parts
 from jaxtrain.run.record import RunRecord
-from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
+from jaxtrain.run.reference import first_reference, resumed_reference
 from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
 from jaxtrain.run.resume import (
     check_resumed,
@@ -108,7 +108,7 @@ def prepare_session(
             recorded = checkpointer.metadata().get("reference")
             make = functools.partial(_created, run, given.own_step)
             known = resumed_reference(run, run_dir, recorded, make, progress, main=main)
-            run, metadata["reference"] = with_known_reference(run, known), known.record
+            run, metadata["reference"] = known
         state, base = _compiled_state(
             run, run_dir, given.own_step, None if resumed is None else checkpointer, progress, spent
         )
@@ -131,7 +131,7 @@ def prepare_session(
             if run.awaits_reference:
                 with spent.measure("evaluation"):
                     known = first_reference(run, state, run_dir, progress, main=main)
-                run, metadata["reference"] = with_known_reference(run, known), known.record
+                run, metadata["reference"] = known
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
         record = RunRecord(run_dir, spent, report=progress.message)

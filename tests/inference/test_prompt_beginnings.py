@@ -19,7 +19,7 @@ from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.tokens import tokenizer_info
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.inference.text_stream import TokenTexts
-from jaxtrain.run.tokenizer import special_of_folder, special_of_run
+from jaxtrain.run.texts import special_of_folder, special_of_run
 
 GROUP = {
     "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16,
@@ -56,7 +56,7 @@ def read_everywhere(model, tokenizer, special) -> list[list[int]]:
     encoded = encode_prompts(model, tokenizer, ["hi"], add_special_tokens=special.added)
     assert encoded.given == [tokenizer.encode("hi").tolist()]  # the text does not show what was added
     served = PromptReader(tokenizer, None, vocab_size=258, special=special)
-    asked = task_tokens(tokenizer, {}, None, add_special_tokens=special.added)
+    asked = task_tokens(tokenizer, special, None)
     return [encoded.tokens[0].tolist(), list(served.of_text("hi").tokens), asked.contexts(["hi"])[0]]
 
 
