@@ -70,11 +70,10 @@ def export_run(
     """Writes a checkpoint of a run as a published folder; of a run with adapters, these alone, as PEFT has them.
 
     Args:
-        run_dir: Directory of the run.
-        folder: The folder to make; it may exist if it is empty.
+        run_dir, step: The run, and which checkpoint; None: the newest intact one.
+        folder: To make; it may exist if it is empty.
         dtype: float32, float16 or bfloat16; None: that of the published model that the run started from, else float32.
         max_shard_size: Most bytes per file, as in "5GB".
-        step: Step of the checkpoint; None: the newest intact one.
         merge: Whether adapters are added to their base as its folder stores it, and all weights are written.
         base: "nf4": linear layers are written in 4 bits, as bitsandbytes does; None: in floats.
         emulate: Number of CPU devices to emulate; None: the devices of the machine.
@@ -123,15 +122,7 @@ def export_folder(
     max_shard_size: str = "5GB",
     base: str | None = None,
 ) -> Path:
-    """Writes a published model as a published folder: in another dtype, in other shards or in 4 bits.
-
-    Tensors are read, written and forgotten one at a time.
-
-    Args:
-        path: The published folder, or a .gguf file.
-        folder, max_shard_size, base: As for `export_run`.
-        dtype: float32, float16 or bfloat16; None: that of each tensor.
-    """
+    """Writes a published folder or .gguf file again, tensor by tensor; see `export_run`."""
     opened = load_pretrained(path)
     published = opened.published
     held = [
@@ -247,11 +238,7 @@ def export_program(
 ) -> Path:
     """Write the forward pass of a checkpoint as a folder that runs where jaxtrain is not installed.
 
-    Args:
-        run_dir: directory of the run.
-        folder: to make; it may exist if it is empty.
-        batch: rows of a call; None: any number, or 1 where the model's program depends on it.
-        step: step of the checkpoint; None: the newest intact one.
+    `batch` is the number of rows of a call; None: any number, or 1 where the model's program depends on it.
     """
     folder = Path(folder).expanduser()
     check_flatbuffers()

@@ -25,12 +25,7 @@ _SEED = 1234
 
 @dataclass(frozen=True)
 class TaskScores:
-    """What a model reached.
-
-    Attributes:
-        step: of the checkpoint of a run; None: a published model.
-        rows: one for each metric of each task, as `result_rows` makes them.
-    """
+    """The step of a run's checkpoint, and one row for each metric of each task, as `result_rows` makes them."""
 
     step: int | None
     rows: list[dict[str, Any]]
@@ -136,8 +131,6 @@ def _task_errors(tasks: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if said.startswith("Sample larger than population"):  # of `random.sample`, by which the harness draws examples
-            raise ConfigError(f"--tasks {tasks}: --shots asks for more examples than the task has rows") from error
         raise DataError(
             f"--tasks {tasks}: {type(error).__name__}: {said[:300]}; tasks whose data is on this machine need no "
             "network (docs/evaluation_tasks.md), and --debug shows the traceback"

@@ -137,15 +137,9 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model, *, scal
 
 @dataclass(frozen=True)
 class RowReader:
-    """How a model reads the rows of a file.
+    """How a model reads the rows of a file; what came from Python, or a published model does not say, is None.
 
-    Attributes:
-        name: In messages.
-        model, data, task: Of its config; None: from Python, or of a published model.
-        tokenizer: Makes its tokens; None: it has none.
-        trained_on: The entry `data` of a run's `run.json`.
-        classes: Names of the classes; None: nothing names them.
-        images: How a published model wants its images; None: its files do not say it, or it is a run.
+    `trained_on` is the entry `data` of a run's `run.json`, and `images` says how a published model wants its images.
     """
 
     name: str
@@ -208,16 +202,7 @@ def predict_published(
 def predicted_rows(
     reader: RowReader, outputs_of: Callable[[Any], Any], path: str | Path, *, probabilities: bool
 ) -> list[dict[str, Any]]:
-    """Predicts the rows of a file; docs/predict.md lists its forms and those of the answers.
-
-    Args:
-        reader: How the model reads rows.
-        outputs_of: Rows -> outputs of the model, as `OpenedRun.predict` gives them.
-        path: A table, images, texts or arrays.
-        probabilities: Whether classes come with the probability of each.
-
-    Returns:
-        One dict per row, in the order of the file: `row` (from 1 on), of images `file`, and what the model gives.
+    """Predicts the rows of a file, one dict per row in its order; docs/predict.md lists the forms of both.
 
     Raises:
         ConfigError: The model gives something else, such as the next token, or `probabilities` of no classes.
@@ -294,10 +279,9 @@ def _plain(value: Any) -> float:
 
 
 def _class_names(names: Sequence[str] | None, num_classes: int) -> list[str]:
-    """A name for each output: those that are known, then numbers; of one name twice, each with its number."""
+    """The names that are known, then numbers."""
     known = () if names is None or len(names) > num_classes else names
-    found = [*known, *map(str, range(len(known), num_classes))]
-    return [f"{name} ({number})" if found.count(name) > 1 else name for number, name in enumerate(found)]
+    return [*known, *map(str, range(len(known), num_classes))]
 
 
 def _published_classes(config: Mapping[str, Any], *, name: str) -> Sequence[str] | None:

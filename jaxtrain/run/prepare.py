@@ -1,7 +1,6 @@
 """From a config to a session: data read, step compiled, state created or restored, files opened, in that order."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -105,10 +104,8 @@ def prepare_session(
         notes = [*loaded.notes, *notes]
         progress.banner(_banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"))
         if run.awaits_reference and resumed is not None:
-            recorded = checkpointer.metadata().get("reference")
-            make = functools.partial(_created, run, given.own_step)
-            known = resumed_reference(run, run_dir, recorded, make, progress, main=main)
-            run, metadata["reference"] = known
+            metadata["reference"] = checkpointer.metadata().get("reference")
+            run = resumed_reference(run, run_dir, metadata["reference"])
         state, base = _compiled_state(
             run, run_dir, given.own_step, None if resumed is None else checkpointer, progress, spent
         )
@@ -130,8 +127,7 @@ def prepare_session(
             keep_base(base, run, state, run_dir)
             if run.awaits_reference:
                 with spent.measure("evaluation"):
-                    known = first_reference(run, state, run_dir, progress, main=main)
-                run, metadata["reference"] = known
+                    run, metadata["reference"] = first_reference(run, state, run_dir, progress, main=main)
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
         record = RunRecord(run_dir, spent, report=progress.message)

@@ -6,19 +6,16 @@ Checkpoints hold a digest of the file, so that a run never goes on with other nu
 import dataclasses
 import hashlib
 import io
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.digest import digests
-from jaxtrain.checkpoint.storage import from_process_0, storable
 from jaxtrain.data import Data
 from jaxtrain.data.entries import with_entry
-from jaxtrain.errors import CheckpointError, DataError, UserError
+from jaxtrain.errors import CheckpointError, DataError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import write_bytes_atomic
 from jaxtrain.runtime.tree import path_name
@@ -35,14 +32,8 @@ FILE = "reference.npz"
 _BACK = "put the file of this run back, or start again with --resume never"
 
 
-def first_reference(
-    run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool
-) -> tuple[Run, dict[str, Any]]:
-    """Compute the numbers by the state that a run starts from; the main process writes the file.
-
-    Returns:
-        The run with the numbers in its rows, and the record for its checkpoints: SHA-256 of parameters and file.
-    """
+def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool) -> tuple[Run, str]:
+    """The run with the numbers in its rows, computed by the state that it starts from, and the digest of their file."""
     config, shards = run.config, run.step.mesh.size
     # As large as what a step computes at once.
     size = -(-(config.train.global_batch_size // config.train.accumulation_steps) // shards) * shards
@@ -60,30 +51,15 @@ def first_reference(
     np.savez(content, **arrays)
     if main:
         write_bytes_atomic(run_dir / FILE, content.getvalue())
-    return _with(run, arrays), {"params": _params_digest(state), "file": _sha256([content.getvalue()])}
+    return _with(run, arrays), _sha256([content.getvalue()])
 
 
-def resumed_reference(
-    run: Run, run_dir: Path, recorded: Any, create: Callable[[], "TrainState"], progress: Progress, *, main: bool
-) -> tuple[Run, dict[str, Any]]:
-    """Read the numbers of a run that goes on; where the file is gone, compute them again from the same start.
-
-    `recorded` is the record in its checkpoint, and `create` makes the state at step 0 again.
-    """
-    path, recorded = run_dir / FILE, recorded or {}
-    # Process 0 decides for all: another may see an older listing of a network file system.
-    if from_process_0(lambda: int(path.is_file())):
-        if _sha256([path.read_bytes()]) != recorded.get("file"):
-            raise CheckpointError(f"{path} is damaged or of another run; delete it and train again, or {_BACK}")
-        return _with(run, _read(path)), recorded
-    try:
-        state = create()
-    except UserError as error:
-        raise CheckpointError(f"{path} is missing, and the start of the run too ({error}); {_BACK}") from error
-    if _params_digest(state) != recorded.get("params"):
-        raise CheckpointError(f"{path} is missing, and the parameters at the start are others by now; {_BACK}")
-    progress.message(f"{path} is missing and is computed again, from the same parameters")
-    return first_reference(run, state, run_dir, progress, main=main)
+def resumed_reference(run: Run, run_dir: Path, recorded: str | None) -> Run:
+    """Read the numbers of a run that goes on; `recorded` is the digest of their file in its checkpoint."""
+    path = run_dir / FILE
+    if _sha256([path.read_bytes() if path.is_file() else b""]) != recorded:
+        raise CheckpointError(f"{path} is missing, damaged or of another run; {_BACK}")
+    return _with(run, _read(path))
 
 
 def _with(run: Run, arrays: Mapping[str, np.ndarray]) -> Run:
@@ -108,12 +84,10 @@ def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path)
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             return dict(file)
     except Exception as error:  # a dozen types of a damaged archive
-        raise CheckpointError(
-            f"{path} is missing or damaged ({error}); train this run again, which computes it"
-        ) from error
+        raise CheckpointError(f"{path} is missing or damaged ({error}); {_BACK}") from error
 
 
 def _rows_digest(rows: Any) -> str:
@@ -124,13 +98,6 @@ def _rows_digest(rows: Any) -> str:
         f"{path_name(path)} {np.asarray(leaf).dtype} {np.shape(leaf)}".encode() + np.asarray(leaf).tobytes()
         for path, leaf in leaves
     )
-
-
-def _params_digest(state: "TrainState") -> str:
-    """The same on every mesh."""
-    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.model_state))
-    found = digests(storable({path_name(path): leaf for path, leaf in leaves}))
-    return _sha256([json.dumps({path: list(sums) for path, sums in found.items()}, sort_keys=True).encode()])
 
 
 def _sha256(parts: Iterable[bytes]) -> str:

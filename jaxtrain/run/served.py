@@ -84,7 +84,7 @@ def open_served(
         if adapter is not None:
             raise ConfigError(f"--adapter is for published folders; write jaxtrain import {adapter} --base FOLDER")
         run = open_run(path, step=step, overrides=words, mesh=mesh, quantize=quantize)
-        return _served_run(run, name, encoder_decoders=encoder_decoders)
+        return served_run(run, name, encoder_decoders=encoder_decoders)
     if step is not None:
         raise ConfigError(f"--step {step} is for runs, and {path} is none; leave it out")
     if is_adapter_folder(path):
@@ -99,7 +99,9 @@ def open_served(
     check_fits(config.model)
     file, length = tokenizer_origin(path), settings_of(config.model).get("max_sequence_length")
     if length is None or file is None:
-        raise ConfigError(f"{path} is no model of texts with a tokenizer.json; serve one that reads and writes texts")
+        raise ConfigError(
+            f"{path} is no model of texts, or has no tokenizer.json; serve one that reads and writes texts"
+        )
     model = build_sharded_model(config, input_shape=(length,), mesh=mesh)
     tokenizer = _asked(model, config, load_tokenizer(file), path, encoder_decoders=encoder_decoders)
     return Served(
@@ -115,7 +117,8 @@ def open_served(
     )
 
 
-def _served_run(run: OpenedRun, name: str, *, encoder_decoders: bool) -> Served:
+def served_run(run: OpenedRun, name: str, *, encoder_decoders: bool) -> Served:
+    """A run to be asked; see `open_served`."""
     model = run.sharded_model
     tokenizer = _asked(model, run.config, run.tokenizer, run.run_dir, encoder_decoders=encoder_decoders)
     where = run.info, run.run_dir, tokenizer
@@ -141,7 +144,7 @@ def _folder_config(path: Path, words: list[str], adapter: str | Path | None) -> 
         tree["model"] |= {} if head is None else {"head": head}
     if adapter is not None:
         tree["finetune"] = {"adapter": str(adapter)}
-    if jax.default_backend() != "cpu" and not any(word.startswith("precision.policy=") for word in words):
+    if jax.default_backend() != "cpu":
         words = ["precision.policy=bf16_pure", *words]
     return load_config(tree, overrides=words, origin="serve").config
 
@@ -221,12 +224,8 @@ def open_writer(
 class Writing:
     """How texts are written.
 
-    Attributes:
-        new_tokens: tokens of each, at most; None: 200, or as many as the model has positions for.
-        sampling, seed, stop: how tokens are chosen, and texts at which one ends.
-        top: alternatives whose log-probabilities are given; None: no log-probabilities.
-        piece: tokens between two looks; None: all.
-        beams: beginnings that are followed for the most likely text, in place of random choices; None: no search.
+    `piece` tokens are between two looks (None: all), `top` alternatives get log-probabilities (None: there are none),
+    and with `beams` that many beginnings are followed for the most likely text, in place of random choices.
     """
 
     new_tokens: int | None
