@@ -452,13 +452,28 @@ class OpenedRun:
         Raises:
             ConfigError: the run has no tokenizer, or an option is out of range.
         """
+        from jaxtrain.inference.continued import continue_texts
         from jaxtrain.inference.sampling import Sampling
-        from jaxtrain.run.served import Writing, served_run, write
+        from jaxtrain.run.texts import special_of_run
 
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        writing = Writing(new_tokens, Sampling(**sampling), seed, stop, skip_special_tokens, piece=None, beams=beams)
-        written = list(write(served_run(self, self.run_dir.name, encoder_decoders=True), texts, writing))
-        found = ["".join(one.text for one in written if one.row == row) for row in range(len(texts))]
+        model, tokenizer = self.sharded_model, self.tokenizer
+        if model.model.decoder is None or tokenizer is None:
+            raise ConfigError(
+                f"{self.run_dir} (model {model.model.name}) does not write text, or has no tokenizer.json"
+            )
+        found = continue_texts(
+            model,
+            self.params,
+            tokenizer,
+            [prompts] if isinstance(prompts, str) else list(prompts),
+            new_tokens=new_tokens,
+            sampling=Sampling(**sampling),
+            seed=seed,
+            stop=stop,
+            beams=beams,
+            special=special_of_run(self.info, self.run_dir, tokenizer),
+            skip_special_tokens=skip_special_tokens,
+        )
         return found[0] if isinstance(prompts, str) else found
 
     def plot(self, *names: str) -> "CurveFigure":

@@ -25,7 +25,7 @@ from jaxtrain.config.published import published_settings
 from jaxtrain.data import Batches, Data, Tokenizer, load_tokenizer
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
-from jaxtrain.data.sources.images import centered_images, image_files, is_image_file, normalized
+from jaxtrain.data.sources.images import centered_images, image_files, normalized
 from jaxtrain.data.sources.published_images import published_images
 from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.data.sources.tables import scaled_like
@@ -49,12 +49,8 @@ from jaxtrain.train.parallelism import shard_model
 
 _BATCH = 32  # of a published model
 _ROWS = "the file"
-# What a row gives, by the head of a transformer; and what is no prediction for a row -> the command that uses it.
+# What a row gives, by the head of a transformer.
 _HEADS = {"sequence": "class", "token": "words", "regression": "number", "embedding": "embedding"}
-_ELSEWHERE = {
-    "language_model": "gives the next token; jaxtrain sample continues texts",
-    "masked_language_model": "gives hidden tokens; run.predict of jaxtrain.open_run gives their logits",
-}
 
 
 class Predictor:
@@ -228,26 +224,25 @@ def predicted_rows(
 
 def _kind(reader: RowReader) -> str:
     """What one row gives: class, number, embedding or words."""
-    if isinstance(reader.model, EncoderDecoderConfig):
-        raise ConfigError(f"{reader.name} writes texts, which is no prediction per row; use jaxtrain sample")
+    kind, tasks = None, {"classification": "class", "regression": "number"}
     if isinstance(reader.model, TransformerConfig):
-        head = reader.model.head_kind
-        if head in _ELSEWHERE:
-            raise ConfigError(f"the model of {reader.name} {_ELSEWHERE[head]}")
-        return "number" if reader.task == "reward" else _HEADS[head]
-    if reader.task not in ("classification", "regression"):
+        kind = "number" if reader.task == "reward" else _HEADS.get(reader.model.head_kind)
+    elif isinstance(reader.task, str) and not isinstance(reader.model, EncoderDecoderConfig):
+        kind = tasks.get(reader.task)
+    if kind is None:
         raise ConfigError(
-            f"{reader.name} was trained with a task of its own; use jaxtrain.open_run(...).predict(array)"
+            f"{reader.name} gives no class, number or embedding per row; jaxtrain sample continues texts, and "
+            "jaxtrain.open_run(...).predict(array) gives the outputs of any model"
         )
-    return "class" if reader.task == "classification" else "number"
+    return kind
 
 
 def _number_answers(outputs: np.ndarray, kind: str) -> Iterator[dict[str, Any]]:
     for values in outputs:
-        plain = [] if kind == "embedding" else [_plain(value) for value in values.ravel()]
         if kind == "embedding":
             yield {"embedding": values}
         else:
+            plain = [_plain(value) for value in values.ravel()]
             yield {"number": plain[0]} if len(plain) == 1 else {"numbers": plain}
 
 
@@ -315,9 +310,7 @@ def _read_rows(reader: RowReader, path: Path, kind: str) -> _FileRows:
     if reader.images is not None:
         files = _image_paths(path)
         return _FileRows(published_images(files, reader.images), files)
-    if reader.task == "reward":
-        raise ConfigError(f"{reader.name} scores chats, not the rows of a file (docs/preferences.md)")
-    if isinstance(reader.model, TransformerConfig):
+    if isinstance(reader.model, TransformerConfig) and reader.task != "reward":  # which scores chats
         return _read_texts(reader, path, of_words=kind == "words")
     more = "" if reader.trained_on else f"{PROCESSOR_FILE}, which says how an image becomes numbers, or "
     raise ConfigError(f"{reader.name} cannot read {path}; it takes {more}a .npy file of rows as the model takes them")
@@ -338,10 +331,8 @@ def _image_paths(path: Path) -> list[Path]:
     if path.is_dir():
         return image_files(path)
     file = require_file(path, what=_ROWS)
-    if is_image_file(file):
-        return [file]
     if file.suffix != ".txt":
-        raise DataError(f"{file} is no image; give a folder of images, an image, or a .txt file with a path per line")
+        return [file]
     found = [file.parent / Path(line.strip()).expanduser() for line in _lines(file)]
     for number, image in enumerate(found, start=1):
         if not image.is_file():

@@ -84,7 +84,7 @@ def open_served(
         if adapter is not None:
             raise ConfigError(f"--adapter is for published folders; write jaxtrain import {adapter} --base FOLDER")
         run = open_run(path, step=step, overrides=words, mesh=mesh, quantize=quantize)
-        return served_run(run, name, encoder_decoders=encoder_decoders)
+        return _served_run(run, name, encoder_decoders=encoder_decoders)
     if step is not None:
         raise ConfigError(f"--step {step} is for runs, and {path} is none; leave it out")
     if is_adapter_folder(path):
@@ -117,8 +117,7 @@ def open_served(
     )
 
 
-def served_run(run: OpenedRun, name: str, *, encoder_decoders: bool) -> Served:
-    """A run to be asked; see `open_served`."""
+def _served_run(run: OpenedRun, name: str, *, encoder_decoders: bool) -> Served:
     model = run.sharded_model
     tokenizer = _asked(model, run.config, run.tokenizer, run.run_dir, encoder_decoders=encoder_decoders)
     where = run.info, run.run_dir, tokenizer

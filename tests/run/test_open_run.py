@@ -111,7 +111,7 @@ WRONG = {
     "key": (lambda folder: jt.open_run(folder, overrides={"train.stps": 3}), "did you mean 'train.steps'?"),
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
-    "text model": (lambda folder: jt.open_run(folder).sample("a"), "gives neither text nor embeddings"),
+    "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) does not write text"),
     "one row": (of_rows(lambda inputs: inputs[0]), "the model mlp cannot be applied to inputs (float32[8, 8, 1])"),
     "no rows": (of_rows(lambda inputs: inputs[:0]), "the data has no rows"),
     "two sets": (of_rows(lambda _: jt.open_data({"kind": "digits"})), "write run.predict(data.validation), or"),

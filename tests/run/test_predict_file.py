@@ -225,7 +225,7 @@ def test_a_language_model_has_no_predictions(trained, tmp_path, cli):
     (tmp_path / "run.json").write_text(json.dumps(info))
     answer = cli("predict", str(tmp_path), "texts.txt")
     assert (answer.code, answer.out) == (2, "")
-    assert "gives the next token; jaxtrain sample continues texts" in answer.err
+    assert "gives no class, number or embedding per row; jaxtrain sample continues texts" in answer.err
 
 
 PUBLISHED = Path(__file__).parent.parent / "interop" / "published"
@@ -325,7 +325,7 @@ def test_a_reward_model_reads_no_texts_and_gives_scores(tmp_path):
     }
     config = load_config(tree).config
     reader = RowReader("run", config.model, None, data=config.data, task=config.task)
-    with pytest.raises(ConfigError, match="run scores chats, not the rows of a file"):
+    with pytest.raises(ConfigError, match="run cannot read texts"):
         predicted_rows(reader, len, "texts.txt", probabilities=False)
     np.save(tmp_path / "rows.npy", np.zeros((2, 16), np.int32))
     scores = predicted_rows(reader, lambda inputs: np.ones((2, 1)), tmp_path / "rows.npy", probabilities=False)
@@ -345,5 +345,5 @@ def test_a_run_from_python_takes_arrays(tmp_path):
         jt.fit(model, task, optax.sgd(0.0), run_dir=tmp_path / task.name, **options)
         found.append(jt.open_run(tmp_path / task.name, model=model))
     assert [row["class"] for row in found[0].predict_file(tmp_path / "rows.npy")] == ["2", "0", "1", "1"]
-    with pytest.raises(ConfigError, match="was trained with a task of its own"):
+    with pytest.raises(ConfigError, match="gives no class, number or embedding per row"):
         found[1].predict_file(tmp_path / "rows.npy")
