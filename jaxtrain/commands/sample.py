@@ -19,7 +19,7 @@ from jaxtrain.interop.weights import is_published
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import is_adapter_folder
 from jaxtrain.run.open_run import saved_config
-from jaxtrain.run.served import Writing, open_writer, search_continuations, write_answers, write_continuations
+from jaxtrain.run.served import Writing, open_writer, write
 from jaxtrain.runtime import distributed
 
 # Tokens between two looks for a stop, for which the host waits.
@@ -43,12 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     writing = _writing(arguments)
     with own_code(config):
         writer = open_writer(path, answers=answers, quantize=arguments.quantize, step=arguments.step)
-        if beams is not None:
-            found = search_continuations(writer, texts, writing, beams=beams)
-            written: Iterable[Written] = [Written(row, text, ended=True) for row, text in enumerate(found)]
-        else:
-            written = (write_answers if answers else write_continuations)(writer, texts, writing)
-        if arguments.json or writing.piece != 1:
+        written: Iterable[Written] = write(writer, texts, writing, answers=answers)
+        if arguments.json or writing.piece != 1 or beams is not None:
             written = list(written)  # an error comes before any text
         if distributed.is_main_process() and not arguments.json:
             print_stream(written, len(texts), scored=arguments.logprobs is not None)
@@ -74,7 +70,9 @@ def _writing(arguments: argparse.Namespace) -> Writing:
     # Without a stop nobody looks before the end.
     piece = 1 if arguments.stream or watched else _PIECE if arguments.stop else None
     skip = not arguments.special_tokens
-    return Writing(arguments.tokens, sampling, arguments.seed, arguments.stop, skip, arguments.logprobs, piece)
+    return Writing(
+        arguments.tokens, sampling, arguments.seed, arguments.stop, skip, arguments.logprobs, piece, arguments.beams
+    )
 
 
 def _prompts(given: Sequence[str] | None) -> Sequence[str]:

@@ -1,5 +1,6 @@
 """A run written for other programs: a published folder, a folder of adapters, or a portable program."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.files import read_run
-from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
+from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, published_from
 from jaxtrain.data import load_tokenizer
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.inference.stablehlo.folder import check_flatbuffers, check_folder, write_program
@@ -31,6 +32,10 @@ from jaxtrain.run.published import base_of_adapters, origin_of, tokenizer_file
 from jaxtrain.run.texts import exported_texts
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
+from jaxtrain.train.base import base_of
+from jaxtrain.train.given_params import paths_of
+from jaxtrain.train.start import restore_base
+from jaxtrain.train.state import merge_leaves
 
 # Rows on which merged weights are compared.
 _ROWS, _TOKENS = 4, 32
@@ -64,12 +69,11 @@ def export_run(
     """Writes a checkpoint of a run as a published folder; of a run with adapters, these alone, as PEFT has them.
 
     Args:
-        run_dir: Directory of the run.
-        folder: The folder to make; it may exist if it is empty.
+        run_dir, step: The run, and which checkpoint; None: the newest intact one.
+        folder: To make; it may exist if it is empty.
         dtype: float32, float16 or bfloat16; None: that of the published model that the run started from, else float32.
         max_shard_size: Most bytes per file, as in "5GB".
-        step: Step of the checkpoint; None: the newest intact one.
-        merge: Whether adapters are added to their base, and all weights are written.
+        merge: Whether adapters are added to their base as its folder stores it, and all weights are written.
         base: "nf4": linear layers are written in 4 bits, as bitsandbytes does; None: in floats.
         emulate: Number of CPU devices to emulate; None: the devices of the machine.
 
@@ -79,7 +83,7 @@ def export_run(
     """
     run_dir, folder, info = Path(run_dir), Path(folder), read_run(run_dir)
     distributed.start(emulate=emulate, compilation_cache=None)
-    run = open_run(run_dir, step=step)
+    run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"} if merge else {})
     model, file, origin = run.sharded_model.model, tokenizer_file(run_dir, info), origin_of(run_dir)
     settings, adapted = _settings(run), model.adapted
     has_adapters = adapted is not None and adapted.lora is not None
@@ -117,15 +121,7 @@ def export_folder(
     max_shard_size: str = "5GB",
     base: str | None = None,
 ) -> Path:
-    """Writes a published model as a published folder: in another dtype, in other shards or in 4 bits.
-
-    Tensors are read, written and forgotten one at a time.
-
-    Args:
-        path: The published folder, or a .gguf file.
-        folder, max_shard_size, base: As for `export_run`.
-        dtype: float32, float16 or bfloat16; None: that of each tensor.
-    """
+    """Writes a published folder or .gguf file again, tensor by tensor; see `export_run`."""
     opened = load_pretrained(path)
     published = opened.published
     held = [
@@ -161,7 +157,7 @@ def _write_merged(folder: Path, settings: Mapping[str, Any], run: OpenedRun, **h
         raise ConfigError("--merge compares logits in one process, and there are several; run it in one")
     model = run.sharded_model.model
     assert model.adapted is not None
-    inputs, params = _random_rows(settings), _as_float32(run.params)
+    inputs, params = _random_rows(settings), _as_float32(_with_stored_base(run))
     adapted, partial = _outputs(model, params, run.model_state, inputs), partial_of(folder)
     with partial_folder(folder):
         write_published(partial, settings, merge_adapters(params, model), run.model_state, **how)
@@ -180,6 +176,23 @@ def _write_merged(folder: Path, settings: Mapping[str, Any], run: OpenedRun, **h
     explained = "" if bound == math.inf else f" (rounding to {written} explains {bound:.1e})"
     print_remark(f"merged: logits differ by {difference:.1e} of their range from base and adapters{explained}")
     return folder
+
+
+def _with_stored_base(run: OpenedRun) -> Params:
+    """The parameters of a run that was opened in float32, with the frozen floats that its policy rounded as stored."""
+    record, dtypes = base_of(run.info), {name: str(leaf.dtype) for name, leaf in paths_of(run.params).items()}
+    digests = {} if record is None else record.digests
+    rounded = {name for name, (dtype, *_) in digests.items() if dtype != dtypes.get(name, dtype)}
+    if record is None or not rounded:
+        return run.params
+    stored = restore_base(
+        run.sharded_model,
+        dataclasses.replace(record, digests={}),  # without the dtypes of digests it is read as it is stored
+        run_dir=run.run_dir,
+        only=lambda path: path in rounded,
+        moved_to=published_from(run.config.model),
+    )
+    return merge_leaves(stored, run.params)
 
 
 def _random_rows(settings: Mapping[str, Any]) -> Any:
@@ -224,11 +237,7 @@ def export_program(
 ) -> Path:
     """Write the forward pass of a checkpoint as a folder that runs where jaxtrain is not installed.
 
-    Args:
-        run_dir: directory of the run.
-        folder: to make; it may exist if it is empty.
-        batch: rows of a call; None: any number, or 1 where the model's program depends on it.
-        step: step of the checkpoint; None: the newest intact one.
+    `batch` is the number of rows of a call; None: any number, or 1 where the model's program depends on it.
     """
     folder = Path(folder).expanduser()
     check_flatbuffers()
@@ -237,13 +246,12 @@ def export_program(
     distributed.start(compilation_cache=None)
     # On one device nothing is exchanged, and on a CPU every kernel is plain StableHLO.
     run = open_run(run_dir, step=step, mesh=make_mesh(devices=jax.devices("cpu")[:1]))
-    rows = _program_rows(run)
+    rows, config, task = _program_rows(run), run.config.model, str(run.config.task)
     program = make_program(run.sharded_model, run.params, run.model_state, rows, batch=batch)
     if program.reason is not None:
         print_remark(f"the program takes {program.batch} row per call, not any number: {program.reason}")
-    config = run.config.model
-    head = config.head_kind if isinstance(config, TransformerConfig) else str(run.config.task)
-    outputs = _OUTPUTS.get("reward" if run.config.task == "reward" else head, "outputs of the model")
+    head = config.head_kind if isinstance(config, TransformerConfig) and task != "reward" else task
+    outputs = _OUTPUTS.get(head, "outputs of the model")
     if isinstance(config, EncoderDecoderConfig):
         outputs = f"logits of the next token; decoder_tokens begin with {config.start_token}"
     about = {"run": run.run_dir.name, "step": run.step, "model": run.sharded_model.model.name}

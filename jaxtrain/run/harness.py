@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.files import is_run
-from jaxtrain.data.chat.formats import files_beside
 from jaxtrain.errors import ConfigError, DataError, UserError
-from jaxtrain.inference.harness.log_likelihood import scoring_decoder
 from jaxtrain.inference.harness.results import result_rows
 from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.published.config_file import tokenizer_origin
-from jaxtrain.published.peft import is_adapter_folder, open_adapter_folder
-from jaxtrain.run.open_run import open_run
-from jaxtrain.run.served import open_served, served_run
-from jaxtrain.run.texts import texts_beside
+from jaxtrain.run.served import open_writer
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
@@ -32,12 +25,7 @@ _SEED = 1234
 
 @dataclass(frozen=True)
 class TaskScores:
-    """What a model reached.
-
-    Attributes:
-        step: of the checkpoint of a run; None: a published model.
-        rows: one for each metric of each task, as `result_rows` makes them.
-    """
+    """The step of a run's checkpoint, and one row for each metric of each task, as `result_rows` makes them."""
 
     step: int | None
     rows: list[dict[str, Any]]
@@ -54,20 +42,17 @@ def evaluate_tasks(
     overrides: Sequence[str] = (),
     step: int | None = None,
     quantize: str | None = None,
-    report: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = print,
 ) -> TaskScores:
-    """Evaluates a model on tasks of lm-eval-harness.
+    """Scores a model on tasks of lm-eval-harness.
 
     Args:
-        path: directory of a run, published folder, GGUF file, or folder of an adapter that names a base which is here.
+        path, overrides, step, quantize: see `open_served`.
         tasks: paths of task files (`.yaml`), or names of tasks, groups and tags of the harness.
         limit: documents of each task, at most; None: all.
         shots: examples before each question; None: as the task says.
         chat: whether questions are written by the chat template of the model.
         batch_size: rows of a batch, at most; None: chosen from their lengths.
-        overrides: settings as on the command line ("parallel.tensor=8").
-        step: of a run: which checkpoint; None: the newest intact one.
-        quantize: number format of linear layers; None: as they are.
         report: receives lines on what is being computed.
 
     Raises:
@@ -80,24 +65,15 @@ def evaluate_tasks(
         'acc'
     """
     check_installed()
-    path = Path(path)
     with _beside_jax():
         opened = _opened(tasks, shots=shots)  # mistakes in tasks are found before parameters are read
-        if is_run(path):
-            run = open_run(path, step=step, overrides=overrides, quantize=quantize, report=report)
-            scoring_decoder(run.sharded_model)  # the model is checked before a checkpoint is read
-            served, files, step = served_run(run), files_beside(path / "tokenizer.json"), run.step
-        else:
-            served = open_served(path, step=step, overrides=overrides, quantize=quantize)
-            files = _published_files(path)
-        if chat and served.chat is None:
-            raise ConfigError(f"{path} has no chat template; leave --chat out to ask in plain text")
-        form = served.chat if chat else None
-        tokens = task_tokens(served.tokenizer, files, form, add_special_tokens=served.special.added)
+        served = open_writer(path, answers=chat, step=step, overrides=overrides, quantize=quantize)
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
         from jaxtrain.inference.harness.model import HarnessModel
 
+        form = served.chat if chat else None
+        tokens = task_tokens(served.tokenizer, served.special, form)
         held = served.sharded_model, served.params, served.model_state
         model = HarnessModel(*held, tokens, form=form, rows=batch_size, report=report)
         with _task_errors(", ".join(tasks)):
@@ -111,15 +87,7 @@ def evaluate_tasks(
                 fewshot_as_multiturn=chat,
             )
     assert found is not None  # only on further ranks of the harness, which there are none of
-    return TaskScores(step, result_rows(found))
-
-
-def _published_files(path: Path) -> dict[str, str]:
-    """The files of a published model that name its special tokens."""
-    adapter = path if is_adapter_folder(path) else None
-    base = str(path) if adapter is None else open_adapter_folder(adapter).config.base
-    file = None if base is None else tokenizer_origin(Path(base).expanduser())
-    return {} if file is None else texts_beside(file, adapter)
+    return TaskScores(served.step, result_rows(found))
 
 
 def check_installed() -> None:
@@ -163,8 +131,6 @@ def _task_errors(tasks: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if said.startswith("Sample larger than population"):  # of `random.sample`, by which the harness draws examples
-            raise ConfigError(f"--tasks {tasks}: --shots asks for more examples than the task has rows") from error
         raise DataError(
             f"--tasks {tasks}: {type(error).__name__}: {said[:300]}; tasks whose data is on this machine need no "
             "network (docs/evaluation_tasks.md), and --debug shows the traceback"

@@ -45,14 +45,7 @@ def import_run(
     base: str | Path | None = None,
     emulate: int | None = None,
 ) -> Path:
-    """Makes the directory of a run of a published model: its checkpoint at step 0, which every command opens.
-
-    Args:
-        path: The published folder or file, its id on the Hugging Face hub, or the folder of an adapter.
-        run_dir: The directory to make.
-        overrides: Settings of the run, as on the command line ("optimizer.kind=adamw").
-        base: The published model that an adapter is of.
-        emulate: Number of CPU devices to emulate; None: the devices of the machine.
+    """Makes the directory of a run of a published model, or of an adapter and its `base`.
 
     Raises:
         ConfigError: There is a run already, or a setting does not fit the model.

@@ -107,31 +107,26 @@ def saved_config(
         ConfigError: not a run, or a wrong key or value.
     """
     mend_run(run_dir, report)
-    info = read_run(run_dir)
+    info, changed = read_run(run_dir), _keys(overrides)
     saved = dict(info["config"])
-    kept = {"max_replicated_fraction"} & set(saved.get("parallel") or ())
-    saved["parallel"] = {key: saved["parallel"][key] for key in kept}
     for group, keys in _NOT_KEPT.items():
         if isinstance(saved.get(group), dict):
             saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
-    words = [] if isinstance(overrides, Mapping) else list(overrides)
-    keywords = dict[str, Any](overrides) if isinstance(overrides, Mapping) else {}
-    loaded = load_config(saved, overrides=words, keywords=keywords, origin="run.json")
-    held_out, changed = getattr(loaded.config.data, "validation_path", None), _keys(overrides)
+    parallel, data = saved.get("parallel") or {}, dict(saved.get("data") or {})
+    saved["parallel"] = {key: parallel[key] for key in {"max_replicated_fraction"} & set(parallel)}
+    held_out = data.get("validation_path")
     if held_out is not None and "data.path" in changed and "data.validation_path" not in changed:
         raise ConfigError(
             f"data.path would not be evaluated: the held-out rows of the run are those of data.validation_path="
             f"{held_out} (run.json); give data.validation_path in place of data.path"
         )
-    if not hasattr(loaded.config.data, "tokenizer") or any(key.startswith("data.tokenizer") for key in changed):
-        return loaded
-    tokenizer = None
-    with contextlib.suppress(DataError):  # who needs the tokenizer hears of it
-        tokenizer = tokenizer_file(Path(run_dir), info)
-    if tokenizer is None:
-        return loaded
-    keywords |= {"data.tokenizer.kind": "file", "data.tokenizer.path": str(tokenizer)}
-    return load_config(saved, overrides=words, keywords=keywords, origin="run.json")
+    if "tokenizer" in data and not any(key.startswith("data.tokenizer") for key in changed):
+        with contextlib.suppress(DataError):  # who needs the tokenizer hears of it
+            if (file := tokenizer_file(Path(run_dir), info)) is not None:
+                data["tokenizer"] = {**(data["tokenizer"] or {}), "kind": "file", "path": str(file)}
+                saved["data"] = data
+    given: dict[str, Any] = {"keywords" if isinstance(overrides, Mapping) else "overrides": overrides}
+    return load_config(saved, **given, origin="run.json")
 
 
 def _keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
@@ -170,10 +165,8 @@ class OpenedRun:
         return str(checkpoint_folder(self.run_dir) / str(self._wanted_step))
 
     def __repr__(self) -> str:
-        return f"Run {run_text(self.run_dir)}\n  checkpoints: {self._checkpoints_text()}"
-
-    def _checkpoints_text(self) -> str:
-        return ", ".join(map(str, self.checkpoints[-5:])) or "none"
+        steps = ", ".join(map(str, self.checkpoints[-5:])) or "none"
+        return f"Run {run_text(self.run_dir)}\n  checkpoints: {steps}"
 
     @property
     def info(self) -> dict[str, Any]:
@@ -191,10 +184,9 @@ class OpenedRun:
 
     @property
     def history(self) -> "dict[str, np.ndarray]":
-        """The metrics of the run as columns of one length, as they are on disk.
+        """The metrics of the run as columns of one length: `step`, int64 [N] ascending, then each metric, float64 [N].
 
-        `step`, int64 [N] ascending, then each metric, float64 [N], NaN at the steps that do not have it (evaluation
-        runs at few steps). `pandas.DataFrame(run.history)` is a table of it.
+        NaN stands at the steps that do not have a metric. `pandas.DataFrame(run.history)` is a table of it.
         """
         return read_history(self.run_dir / "metrics.jsonl")
 
@@ -249,16 +241,20 @@ class OpenedRun:
 
         if not self._has_other_data:
             check_evaluable(self.info, self.run_dir, needed=("data",))
-        config, saved = self.config, self._trained_on
-        task = config.task if isinstance(config.task, str) else None
-        length = getattr(config.model, "max_sequence_length", None)
-        how = {"sequence_length": length, "seed": config.seed, "task": task, "reading": saved.get("reading")}
-        if getattr(config.data, "validation_fraction", None) == 1:  # nothing is trained on here
-            plain = {"validation_fraction": 0.0} | ({"augment": False} if hasattr(config.data, "augment") else {})
-            data = open_data(config.data.model_copy(update=plain), **how)
-            data = data if data.validation is not None else dataclasses.replace(data, validation=data.train)
-        else:
-            data = open_data(config.data, **how)
+        config, group, saved = self.config, self.config.data, self._trained_on
+        held_out_alone = getattr(group, "validation_fraction", None) == 1  # nothing is trained on here
+        if held_out_alone:
+            plain = {"validation_fraction": 0.0} | ({"augment": False} if hasattr(group, "augment") else {})
+            group = group.model_copy(update=plain)
+        data = open_data(
+            group,
+            sequence_length=getattr(config.model, "max_sequence_length", None),
+            seed=config.seed,
+            task=config.task if isinstance(config.task, str) else None,
+            reading=saved.get("reading"),
+        )
+        if held_out_alone and data.validation is None:
+            data = dataclasses.replace(data, validation=data.train)
         before, after = saved.get("fingerprint"), json.loads(json.dumps(data.fingerprint))
         if not self._has_other_data and before not in (None, after):
             differ = ", ".join(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
@@ -369,10 +365,10 @@ class OpenedRun:
     def predict_file(
         self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
     ) -> list[dict[str, Any]]:
-        """One dict per row of a table, of images or of texts, in their order, as `jaxtrain predict` writes them.
+        """One dict per row of a file or folder, in its order, as `jaxtrain predict` writes them.
 
         Args:
-            path: a file or folder, which is read as the run read its own data; docs/predict.md lists the forms.
+            path: read as the run read its own data; docs/predict.md lists the forms.
             batch_size: see `predict`.
             probabilities: whether classes come with the probability of each.
 
@@ -426,26 +422,22 @@ class OpenedRun:
         prompts: str | Sequence[str],
         *,
         new_tokens: int | None = None,
-        temperature: float = 0.8,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
         stop: Sequence[str] = (),
         beams: int | None = None,
         seed: int = 0,
         skip_special_tokens: bool = True,
+        **sampling: Any,
     ) -> Any:
         """Continues texts.
 
         Args:
             prompts: a text, or a list of texts, which are continued in one batch.
             new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
-            temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
             stop: texts at which a continuation ends.
             beams: beginnings that are followed for the most likely text, in place of random choices; None: no search.
             seed: of the random choices.
             skip_special_tokens: whether special tokens that the model writes are left out.
+            sampling: of `Sampling`: temperature, top_k, top_p and the like.
 
         Returns:
             The prompt with its continuation, or a list of them.
@@ -457,24 +449,25 @@ class OpenedRun:
         from jaxtrain.inference.sampling import Sampling
         from jaxtrain.run.texts import special_of_run
 
-        model = self.sharded_model
-        if model.model.decoder is None or self.tokenizer is None:
-            what = "has no tokenizer.json" if self.tokenizer is None else "does not generate text"
-            raise ConfigError(f"{self.run_dir} (model {model.model.name}) {what}")
-        texts = continue_texts(
+        model, tokenizer = self.sharded_model, self.tokenizer
+        if model.model.decoder is None or tokenizer is None:
+            raise ConfigError(
+                f"{self.run_dir} (model {model.model.name}) does not write text, or has no tokenizer.json"
+            )
+        found = continue_texts(
             model,
             self.params,
-            self.tokenizer,
+            tokenizer,
             [prompts] if isinstance(prompts, str) else list(prompts),
             new_tokens=new_tokens,
-            sampling=Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=repetition_penalty),
+            sampling=Sampling(**sampling),
             seed=seed,
             stop=stop,
             beams=beams,
-            special=special_of_run(self.info, self.run_dir, self.tokenizer),
+            special=special_of_run(self.info, self.run_dir, tokenizer),
             skip_special_tokens=skip_special_tokens,
         )
-        return texts[0] if isinstance(prompts, str) else texts
+        return found[0] if isinstance(prompts, str) else found
 
     def plot(self, *names: str) -> "CurveFigure":
         """Curves of the run's metrics over steps, training and evaluation in one picture.

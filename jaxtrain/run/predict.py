@@ -25,7 +25,7 @@ from jaxtrain.config.published import published_settings
 from jaxtrain.data import Batches, Data, Tokenizer, load_tokenizer
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
-from jaxtrain.data.sources.images import centered_images, image_files, is_image_file, normalized
+from jaxtrain.data.sources.images import centered_images, image_files, normalized
 from jaxtrain.data.sources.published_images import published_images
 from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.data.sources.tables import scaled_like
@@ -51,11 +51,6 @@ _BATCH = 32  # of a published model
 _ROWS = "the file"
 # What a row gives, by the head of a transformer.
 _HEADS = {"sequence": "class", "token": "words", "regression": "number", "embedding": "embedding"}
-# What a model gives that is no prediction for a row -> the command that uses it.
-_ELSEWHERE = {
-    "language_model": "gives the next token; jaxtrain sample continues texts",
-    "masked_language_model": "gives hidden tokens; run.predict of jaxtrain.open_run gives their logits",
-}
 
 
 class Predictor:
@@ -75,9 +70,8 @@ class Predictor:
 
     def __call__(self, params: Params, model_state: ModelState, rows: grain.MapDataset, *, batch_size: int) -> Any:
         """Outputs of all rows, NumPy arrays [rows, ...]; the largest batch is rounded up to divide by the mesh."""
-        layout = self._model.layout
-        shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
-        size = shards
+        layout, vocab_size = self._model.layout, self._model.model.vocab_size
+        size = shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
         while size < min(len(rows), batch_size):  # few different sizes, since each is compiled for
             size *= 2
         size = min(size, -(-batch_size // shards) * shards)
@@ -85,37 +79,33 @@ class Predictor:
         spec = batches.spec()
         if "inputs" not in spec:
             raise DataError(f"the rows hold {', '.join(spec)}; predict reads their entry 'inputs'")
-        vocab_size = self._model.model.vocab_size
         limits = {} if vocab_size is None else {"inputs": vocab_size}
         check = functools.partial(check_ids, limits=limits, where="predict")
         shardings, found = batch_shardings(spec, layout, self._batch_axes, {}), []
         for k in range(len(batches)):
-            batch, left = batches.load(k, shardings, check=check), len(rows) - k * size
+            batch, left = batches.load(k, shardings, check=check), min(size, len(rows) - k * size)
             try:
                 outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
             except ConfigError as error:  # of the sharded model, which names the inputs
                 raise DataError(str(error)) from error
-            found.append(
-                jax.tree.map(lambda leaf, left=left: leaf[:left] if leaf.shape[:1] == (size,) else None, outputs)
-            )
-        return _without_none(jax.tree.map(lambda *parts: np.concatenate(parts), *found))
+            found.append(_per_row(outputs, size, left))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
     def _apply(self, params: Params, model_state: ModelState, inputs: Any) -> Any:
         with self._model.context():
             outputs, _ = self._model.apply(params, model_state, inputs, key=None, train=False)
         # NumPy has no bfloat16 of its own.
         return jax.tree.map(
-            lambda leaf: jnp.asarray(
-                leaf, jnp.float32 if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else None
-            ),
-            outputs,
+            lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, outputs
         )
 
 
-def _without_none(outputs: Any) -> Any:
-    if not isinstance(outputs, Mapping):
-        return outputs
-    return {name: _without_none(value) for name, value in outputs.items() if value is not None}
+def _per_row(outputs: Any, size: int, left: int) -> Any:
+    """The first rows of outputs, without the entries that have no value per row."""
+    if isinstance(outputs, Mapping):
+        found = {name: _per_row(value, size, left) for name, value in outputs.items()}
+        return {name: value for name, value in found.items() if value is not None}
+    return jax.tree.map(lambda leaf: leaf[:left] if leaf.shape[:1] == (size,) else None, outputs)
 
 
 def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model, *, scaled: bool) -> grain.MapDataset:
@@ -143,15 +133,9 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model, *, scal
 
 @dataclass(frozen=True)
 class RowReader:
-    """How a model reads the rows of a file.
+    """How a model reads the rows of a file; what came from Python, or a published model does not say, is None.
 
-    Attributes:
-        name: In messages.
-        model, data, task: Of its config; None: from Python, or of a published model.
-        tokenizer: Makes its tokens; None: it has none.
-        trained_on: The entry `data` of a run's `run.json`.
-        classes: Names of the classes; None: nothing names them.
-        images: How a published model wants its images; None: its files do not say it, or it is a run.
+    `trained_on` is the entry `data` of a run's `run.json`, and `images` says how a published model wants its images.
     """
 
     name: str
@@ -160,7 +144,7 @@ class RowReader:
     data: Group | None = None
     task: Any = None
     trained_on: Mapping[str, Any] = field(default_factory=dict)
-    classes: tuple[str, ...] | None = None
+    classes: Sequence[str] | None = None
     images: ImageProcessing | None = None
 
 
@@ -180,22 +164,14 @@ def run_reader(run_dir: Path, config: Config, info: Mapping[str, Any], tokenizer
         data=None if own["data"] is not None else config.data,
         task=None if is_own_task else config.task,
         trained_on=trained_on,
-        classes=None if classes is None else tuple(classes),
+        classes=classes,
     )
 
 
 def predict_published(
     path: str | Path, file: str | Path, *, batch_size: int | None = None, probabilities: bool = False
 ) -> list[dict[str, Any]]:
-    """Predicts the rows of a file with a published model, in float32 and on all devices.
-
-    Texts are in the column `text`, words in the column `words`; images become numbers as preprocessor_config.json says.
-
-    Args:
-        path: The folder of the model, with its tokenizer or its preprocessor_config.json.
-        file, probabilities: See `predicted_rows`.
-        batch_size: The largest batch; None: 32.
-    """
+    """Predicts the rows of a file with a published folder, in float32 and on all devices; see `predicted_rows`."""
     path = Path(published_place(path, what="published folder"))
     head = read_sentence_head(path, published_settings(str(path)))
     pretrained = load_pretrained(path, model=None if head is None else {"head": head})
@@ -222,23 +198,7 @@ def predict_published(
 def predicted_rows(
     reader: RowReader, outputs_of: Callable[[Any], Any], path: str | Path, *, probabilities: bool
 ) -> list[dict[str, Any]]:
-    """Predicts the rows of a file.
-
-    Args:
-        reader: How the model reads rows.
-        outputs_of: Rows -> outputs of the model, as `OpenedRun.predict` gives them.
-        path: A table (.csv, .jsonl, .parquet), images (a folder, a file, a .txt with a path per line), texts (a table,
-            or a .txt with a text per line) or arrays (.npy; .npz with the array `inputs`).
-        probabilities: Whether classes come with the probability of each.
-
-    Returns:
-        One dict per row, in the order of the file: `row` (from 1 on), of images `file`, and
-
-        - `class` and `probability`, with `probabilities` (class -> probability) where asked for;
-        - `number`, or `numbers` where the model gives several;
-        - `embedding`, float32 [D];
-        - `words` and `classes`, with `probabilities` (one per word) where asked for; the class of a word that a
-          truncated row has no token of is None.
+    """Predicts the rows of a file, one dict per row in its order; docs/predict.md lists the forms of both.
 
     Raises:
         ConfigError: The model gives something else, such as the next token, or `probabilities` of no classes.
@@ -252,58 +212,60 @@ def predicted_rows(
     outputs = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
     if not isinstance(outputs, np.ndarray):
         raise ConfigError(f"the model of {reader.name} gives several outputs and none is 'logits'; use run.predict")
+    if kind in ("class", "words"):
+        answers = _class_answers(_class_names(reader.classes, outputs.shape[-1]), rows, outputs, probabilities)
+    else:
+        answers = _number_answers(outputs, kind)
     return [
         {"row": number + 1, **({} if rows.files is None else {"file": str(rows.files[number])}), **found}
-        for number, found in enumerate(_answers(reader, kind, rows, outputs, probabilities))
+        for number, found in enumerate(answers)
     ]
 
 
 def _kind(reader: RowReader) -> str:
     """What one row gives: class, number, embedding or words."""
-    if isinstance(reader.model, EncoderDecoderConfig):
-        raise ConfigError(f"{reader.name} writes texts, which is no prediction per row; use jaxtrain sample")
+    kind, tasks = None, {"classification": "class", "regression": "number"}
     if isinstance(reader.model, TransformerConfig):
-        head = reader.model.head_kind
-        if head in _ELSEWHERE:
-            raise ConfigError(f"the model of {reader.name} {_ELSEWHERE[head]}")
-        return "number" if reader.task == "reward" else _HEADS[head]
-    if reader.task not in ("classification", "regression"):
+        kind = "number" if reader.task == "reward" else _HEADS.get(reader.model.head_kind)
+    elif isinstance(reader.task, str) and not isinstance(reader.model, EncoderDecoderConfig):
+        kind = tasks.get(reader.task)
+    if kind is None:
         raise ConfigError(
-            f"{reader.name} was trained with a task of its own, which does not say what its outputs mean; use "
-            "jaxtrain.open_run(...).predict(array)"
+            f"{reader.name} gives no class, number or embedding per row; jaxtrain sample continues texts, and "
+            "jaxtrain.open_run(...).predict(array) gives the outputs of any model"
         )
-    return "class" if reader.task == "classification" else "number"
+    return kind
 
 
-def _answers(
-    reader: RowReader, kind: str, rows: "_FileRows", outputs: np.ndarray, probabilities: bool
-) -> Iterator[dict[str, Any]]:
-    if kind == "embedding":
-        yield from ({"embedding": values} for values in outputs)
-    elif kind == "number":
-        for values in outputs.reshape(len(outputs), -1).tolist():
-            plain = [_plain(value) for value in values]
+def _number_answers(outputs: np.ndarray, kind: str) -> Iterator[dict[str, Any]]:
+    for values in outputs:
+        if kind == "embedding":
+            yield {"embedding": values}
+        else:
+            plain = [_plain(value) for value in values.ravel()]
             yield {"number": plain[0]} if len(plain) == 1 else {"numbers": plain}
-    else:
-        names = _class_names(reader.classes, outputs.shape[-1])
-        raised = np.exp(outputs.astype(np.float64) - outputs.max(-1, keepdims=True))
-        shares = raised / raised.sum(-1, keepdims=True)
 
-        def named(share_C: np.ndarray) -> dict[str, float]:
-            return {name: _plain(share) for name, share in zip(names, share_C, strict=True)}
 
-        if kind == "class":
-            for share_C in shares:
-                best = int(share_C.argmax())
-                more = {"probabilities": named(share_C)} if probabilities else {}
-                yield {"class": names[best], "probability": _plain(share_C[best]), **more}
-            return
-        assert rows.words is not None and rows.places is not None  # noqa: PT018
-        for share_LC, words, places in zip(shares, rows.words, rows.places, strict=True):
-            found = [None if place is None else share_LC[place] for place in places]
-            classes = [None if share is None else names[int(share.argmax())] for share in found]
-            more = [None if share is None else named(share) for share in found]
-            yield {"words": words, "classes": classes} | ({"probabilities": more} if probabilities else {})
+def _class_answers(
+    names: Sequence[str], rows: "_FileRows", outputs: np.ndarray, probabilities: bool
+) -> Iterator[dict[str, Any]]:
+    raised = np.exp(outputs.astype(np.float64) - outputs.max(-1, keepdims=True))
+    shares = raised / raised.sum(-1, keepdims=True)
+
+    def named(share_C: np.ndarray) -> dict[str, float]:
+        return {name: _plain(share) for name, share in zip(names, share_C, strict=True)}
+
+    if rows.words is None or rows.places is None:
+        for share_C in shares:
+            best = int(share_C.argmax())
+            more = {"probabilities": named(share_C)} if probabilities else {}
+            yield {"class": names[best], "probability": _plain(share_C[best]), **more}
+        return
+    for share_LC, words, places in zip(shares, rows.words, rows.places, strict=True):
+        found = [None if place is None else share_LC[place] for place in places]
+        classes = [None if share is None else names[int(share.argmax())] for share in found]
+        more = [None if share is None else named(share) for share in found]
+        yield {"words": words, "classes": classes} | ({"probabilities": more} if probabilities else {})
 
 
 def _plain(value: Any) -> float:
@@ -312,13 +274,12 @@ def _plain(value: Any) -> float:
 
 
 def _class_names(names: Sequence[str] | None, num_classes: int) -> list[str]:
-    """A name for each output: those that are known, then numbers; of one name twice, each with its number."""
+    """The names that are known, then numbers."""
     known = () if names is None or len(names) > num_classes else names
-    found = [*known, *map(str, range(len(known), num_classes))]
-    return [f"{name} ({number})" if found.count(name) > 1 else name for number, name in enumerate(found)]
+    return [*known, *map(str, range(len(known), num_classes))]
 
 
-def _published_classes(config: Mapping[str, Any], *, name: str) -> tuple[str, ...] | None:
+def _published_classes(config: Mapping[str, Any], *, name: str) -> Sequence[str] | None:
     if config.get("problem_type") == "multi_label_classification":
         raise ConfigError(f"{name} gives several classes per row (problem_type); jaxtrain.load_pretrained gives logits")
     return label_names(config)
@@ -349,14 +310,10 @@ def _read_rows(reader: RowReader, path: Path, kind: str) -> _FileRows:
     if reader.images is not None:
         files = _image_paths(path)
         return _FileRows(published_images(files, reader.images), files)
-    if reader.task == "reward":
-        raise ConfigError(f"{reader.name} scores chats, not the rows of a file (docs/preferences.md)")
-    if isinstance(reader.model, TransformerConfig):
+    if isinstance(reader.model, TransformerConfig) and reader.task != "reward":  # which scores chats
         return _read_texts(reader, path, of_words=kind == "words")
-    need = "a .npy file of rows as the model takes them"
-    if not reader.trained_on:
-        need = f"{PROCESSOR_FILE}, which says how an image becomes numbers, or {need}"
-    raise ConfigError(f"{reader.name} does not say how its rows are made of {path}; it takes {need}")
+    more = "" if reader.trained_on else f"{PROCESSOR_FILE}, which says how an image becomes numbers, or "
+    raise ConfigError(f"{reader.name} cannot read {path}; it takes {more}a .npy file of rows as the model takes them")
 
 
 def _read_array(path: Path) -> np.ndarray:
@@ -374,10 +331,8 @@ def _image_paths(path: Path) -> list[Path]:
     if path.is_dir():
         return image_files(path)
     file = require_file(path, what=_ROWS)
-    if is_image_file(file):
-        return [file]
     if file.suffix != ".txt":
-        raise DataError(f"{file} is no image; give a folder of images, an image, or a .txt file with a path per line")
+        return [file]
     found = [file.parent / Path(line.strip()).expanduser() for line in _lines(file)]
     for number, image in enumerate(found, start=1):
         if not image.is_file():
@@ -397,14 +352,16 @@ def _read_texts(reader: RowReader, path: Path, *, of_words: bool) -> _FileRows:
         columns = [data.words]
     elif isinstance(data, LabelledTextData):
         columns = [data.text, *([data.second_text] if data.second_text else [])]
-    if path.suffix == ".txt" and len(columns) > 1:
-        raise DataError(f"{path} has one text per line, and the run reads the columns {' and '.join(columns)}")
-    read = list_of if of_words else text_of
+    cells: list[list[Any]]
     if path.suffix == ".txt":
-        lines = _lines(require_file(path, what=_ROWS))
-        cells: list[list[Any]] = [[line.split() if of_words else line] for line in lines]
+        if len(columns) > 1:
+            raise DataError(f"{path} has one text per line, and the run reads the columns {' and '.join(columns)}")
+        cells = [[line.split() if of_words else line] for line in _lines(require_file(path, what=_ROWS))]
     else:
-        records = read_records(str(path), [(None, name) for name in columns], what=_ROWS)
+        read, records = (
+            list_of if of_words else text_of,
+            read_records(str(path), [(None, name) for name in columns], what=_ROWS),
+        )
         cells = [
             [read(value, where=one.where, column=name) for name, value in zip(columns, one.values, strict=True)]
             for one in records

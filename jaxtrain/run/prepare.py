@@ -28,7 +28,7 @@ from jaxtrain.run.evaluation import Evaluator, to_hold_out
 from jaxtrain.run.import_run import check_class_order
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
-from jaxtrain.run.reference import first_reference, resumed_reference, with_known_reference
+from jaxtrain.run.reference import first_reference, resumed_reference
 from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
 from jaxtrain.run.resume import (
     RECORD,
@@ -104,10 +104,8 @@ def prepare_session(
         for line in _banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"):
             progress.message(line)
         if run.awaits_reference and resumed is not None:
-            recorded = checkpointer.metadata().get("reference")
-            make = lambda: run.step.init(run.config.seed, **start_of(run, given.own_step))  # noqa: E731
-            known = resumed_reference(run, run_dir, recorded, make, progress, main=main)
-            run, metadata["reference"] = with_known_reference(run, known), known.record
+            metadata["reference"] = checkpointer.metadata().get("reference")
+            run = resumed_reference(run, run_dir, metadata["reference"])
         state, base = _compiled_state(
             run, run_dir, given.own_step, None if resumed is None else checkpointer, progress, spent
         )
@@ -129,8 +127,7 @@ def prepare_session(
             keep_base(base, run, state, run_dir)
             if run.awaits_reference:
                 with spent.measure("evaluation"):
-                    known = first_reference(run, state, run_dir, progress, main=main)
-                run, metadata["reference"] = with_known_reference(run, known), known.record
+                    run, metadata["reference"] = first_reference(run, state, run_dir, progress, main=main)
         # Where no step will give a row, it is read before run.json is begun again.
         row = finished_row(run_dir) if has_ended else {}
         record = RunRecord(run_dir, spent, report=progress.message)

@@ -6,19 +6,16 @@ Checkpoints hold a digest of the file, so that a run never goes on with other nu
 import dataclasses
 import hashlib
 import io
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.digest import digests
-from jaxtrain.checkpoint.storage import from_process_0, storable
 from jaxtrain.data import Data
 from jaxtrain.data.entries import with_entry
-from jaxtrain.errors import CheckpointError, DataError, UserError
+from jaxtrain.errors import CheckpointError, DataError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import write_bytes_atomic
 from jaxtrain.runtime.tree import path_name
@@ -35,21 +32,12 @@ FILE = "reference.npz"
 _BACK = "put the file of this run back, or start again with --resume never"
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """The numbers of all rows, float32 [N, ...], and a record: SHA-256 of the parameters and of the file."""
-
-    train: np.ndarray
-    validation: np.ndarray | None
-    record: dict[str, Any]
-
-
-def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool) -> Reference:
-    """Compute the numbers by the state that a run starts from; the main process writes the file."""
-    config, data, shards = run.config, run.data, run.step.mesh.size
+def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool) -> tuple[Run, str]:
+    """The run with the numbers in its rows, computed by the state that it starts from, and the digest of their file."""
+    config, shards = run.config, run.step.mesh.size
     # As large as what a step computes at once.
     size = -(-(config.train.global_batch_size // config.train.accumulation_steps) // shards) * shards
-    sets = {"train": (data.train, "the training rows"), "validation": (data.validation, "the held-out rows")}
+    sets = {"train": (run.data.train, "the training rows"), "validation": (run.data.validation, "the held-out rows")}
     arrays: dict[str, Any] = {}
     with progress.phase(f"reference of task {run.step.task.name}") as phase:
         for name, (rows, what) in sets.items():
@@ -57,51 +45,26 @@ def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Prog
                 how = {"batch_size": size, "workers": reading_threads(config), "what": what}
                 arrays[name] = compute_reference(run.step, state.params, state.model_state, rows, **how)
         phase.note(f"{sum(map(len, arrays.values())):,} rows, kept in {FILE}")
-    if data.validation is not None:
-        arrays["held_out"] = _rows_digest(data.validation)
+    if run.data.validation is not None:
+        arrays["held_out"] = _rows_digest(run.data.validation)
     content = io.BytesIO()
     np.savez(content, **arrays)
     if main:
         write_bytes_atomic(run_dir / FILE, content.getvalue())
-    record = {"params": _params_digest(state), "file": _sha256([content.getvalue()])}
-    return Reference(arrays["train"], arrays.get("validation"), record)
+    return _with(run, arrays), _sha256([content.getvalue()])
 
 
-def resumed_reference(
-    run: Run,
-    run_dir: Path,
-    recorded: Any,
-    create: Callable[[], "TrainState"],
-    progress: Progress,
-    *,
-    main: bool,
-) -> Reference:
-    """Read the numbers of a run that goes on; where the file is gone, compute them again from the same start.
-
-    `recorded` is the record in its checkpoint, and `create` makes the state at step 0 again.
-    """
-    path, recorded = run_dir / FILE, recorded or {}
-    # Process 0 decides for all: another may see an older listing of a network file system.
-    if from_process_0(lambda: int(path.is_file())):
-        if _sha256([path.read_bytes()]) != recorded.get("file"):
-            raise CheckpointError(f"{path} is damaged or of another run; delete it and train again, or {_BACK}")
-        arrays = _read(path)
-        return Reference(arrays["train"], arrays.get("validation"), recorded)
-    try:
-        state = create()
-    except UserError as error:
-        raise CheckpointError(f"{path} is missing, and the start of the run too ({error}); {_BACK}") from error
-    if _params_digest(state) != recorded.get("params"):
-        raise CheckpointError(f"{path} is missing, and the parameters at the start are others by now; {_BACK}")
-    progress.message(f"{path} is missing and is computed again, from the same parameters")
-    return first_reference(run, state, run_dir, progress, main=main)
+def resumed_reference(run: Run, run_dir: Path, recorded: str | None) -> Run:
+    """Read the numbers of a run that goes on; `recorded` is the digest of their file in its checkpoint."""
+    path = run_dir / FILE
+    if _sha256([path.read_bytes() if path.is_file() else b""]) != recorded:
+        raise CheckpointError(f"{path} is missing, damaged or of another run; {_BACK}")
+    return _with(run, _read(path))
 
 
-def with_known_reference(run: Run, reference: Reference) -> Run:
-    """The run with the numbers in its rows."""
-    data = with_reference(run.data, reference.train, reference.validation)
-    batches = training_batches(run.config, data)
-    return dataclasses.replace(run, data=data, batches=batches, awaits_reference=False)
+def _with(run: Run, arrays: Mapping[str, np.ndarray]) -> Run:
+    data = with_reference(run.data, arrays["train"], arrays.get("validation"))
+    return dataclasses.replace(run, data=data, batches=training_batches(run.config, data), awaits_reference=False)
 
 
 def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path) -> "Data | grain.MapDataset":
@@ -112,8 +75,8 @@ def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path)
     arrays = _read(run_dir / FILE)
     if str(arrays.get("held_out")) != _rows_digest(held_out):
         raise DataError(
-            f"task {task.name!r} compares with numbers that {run_dir / FILE} does not have of these rows; evaluate the "
-            f"held-out rows of the run itself, or give rows with an entry '{ENTRY}'"
+            f"{run_dir / FILE} has no numbers of these rows for task {task.name!r}; evaluate the held-out rows of the "
+            f"run itself, or give rows with an entry '{ENTRY}'"
         )
     known = with_entry(held_out, ENTRY, arrays["validation"])
     return dataclasses.replace(rows, validation=known) if isinstance(rows, Data) else known
@@ -121,30 +84,20 @@ def evaluated_rows(rows: "Data | grain.MapDataset", task: "Task", run_dir: Path)
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             return dict(file)
     except Exception as error:  # a dozen types of a damaged archive
-        raise CheckpointError(
-            f"{path} is missing or damaged ({error}); give the training command of this run again, which computes it"
-        ) from error
+        raise CheckpointError(f"{path} is missing or damaged ({error}); {_BACK}") from error
 
 
 def _rows_digest(rows: Any) -> str:
     """Of the content of rows, whatever they come from."""
     content = ({name: entry for name, entry in rows[i].items() if name != ENTRY} for i in range(len(rows)))
-    leaves = (jax.tree_util.tree_leaves_with_path(row) for row in content)
+    leaves = (leaf for row in content for leaf in jax.tree_util.tree_leaves_with_path(row))
     return _sha256(
         f"{path_name(path)} {np.asarray(leaf).dtype} {np.shape(leaf)}".encode() + np.asarray(leaf).tobytes()
-        for row in leaves
-        for path, leaf in row
+        for path, leaf in leaves
     )
-
-
-def _params_digest(state: "TrainState") -> str:
-    """The same on every mesh."""
-    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.model_state))
-    found = digests(storable({path_name(path): leaf for path, leaf in leaves}))
-    return _sha256([json.dumps({path: list(sums) for path, sums in found.items()}, sort_keys=True).encode()])
 
 
 def _sha256(parts: Iterable[bytes]) -> str:

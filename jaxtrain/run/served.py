@@ -13,6 +13,7 @@ from jaxtrain.config.files import is_run
 from jaxtrain.config.load import load_config
 from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.config.schema import Config
+from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.formats import published_format
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError
@@ -44,7 +45,6 @@ from jaxtrain.train.start import accept_start
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-_POLICY = "precision.policy"
 # Tokens of an answer where nobody says how many.
 _ANSWER_TOKENS = 200
 
@@ -79,16 +79,12 @@ def open_served(
         CheckpointError: its files are missing or damaged.
     """
     name = name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf")
-    path = Path(published_place(path, what="run or published folder"))
-    words = list(overrides)
+    path, words = Path(published_place(path, what="run or published folder")), list(overrides)
     if is_run(path):
         if adapter is not None:
-            raise ConfigError(
-                f"--adapter {adapter} goes over a published folder, and {path} is a run; make a run of both: jaxtrain "
-                f"import {adapter} --base FOLDER -o RUN_DIR"
-            )
+            raise ConfigError(f"--adapter is for published folders; write jaxtrain import {adapter} --base FOLDER")
         run = open_run(path, step=step, overrides=words, mesh=mesh, quantize=quantize)
-        return served_run(run, name=name, encoder_decoders=encoder_decoders)
+        return _served_run(run, name, encoder_decoders=encoder_decoders)
     if step is not None:
         raise ConfigError(f"--step {step} is for runs, and {path} is none; leave it out")
     if is_adapter_folder(path):
@@ -100,20 +96,44 @@ def open_served(
         )
     distributed.start()
     config = _folder_config(path, words, adapter)
-    served = _served_folder(path, config, adapter=adapter, quantize=quantize, mesh=mesh, name=name)
-    _check_says_something(served.sharded_model, config, path, encoder_decoders=encoder_decoders)
-    return served
+    check_fits(config.model)
+    file, length = tokenizer_origin(path), settings_of(config.model).get("max_sequence_length")
+    if length is None or file is None:
+        raise ConfigError(
+            f"{path} is no model of texts, or has no tokenizer.json; serve one that reads and writes texts"
+        )
+    model = build_sharded_model(config, input_shape=(length,), mesh=mesh)
+    tokenizer = _asked(model, config, load_tokenizer(file), path, encoder_decoders=encoder_decoders)
+    return Served(
+        name,
+        model,
+        *_folder_weights(path, config, model, adapter=adapter, quantize=quantize),
+        tokenizer,
+        published_format(texts_beside(file, adapter), str(adapter or path), tokenizer),
+        _embeds(config),
+        int(time.time()),
+        length,
+        special_of_folder(file, tokenizer, adapter=adapter),
+    )
 
 
-def served_run(run: OpenedRun, *, name: str = "run", encoder_decoders: bool = False) -> Served:
-    """A run to be asked; see `open_served`."""
-    _check_says_something(run.sharded_model, run.config, run.run_dir, encoder_decoders=encoder_decoders)
-    tokenizer = _checked_tokenizer(run.tokenizer, run.run_dir)
+def _served_run(run: OpenedRun, name: str, *, encoder_decoders: bool) -> Served:
+    model = run.sharded_model
+    tokenizer = _asked(model, run.config, run.tokenizer, run.run_dir, encoder_decoders=encoder_decoders)
     where = run.info, run.run_dir, tokenizer
-    chat, special, embeds = format_of_run(*where), special_of_run(*where), _embeds(run.config)
-    length = getattr(run.config.model, "max_sequence_length", None)
-    held = run.sharded_model, run.params, run.model_state
-    return Served(name, *held, tokenizer, chat, embeds, int(time.time()), length, special)
+    return Served(
+        name,
+        model,
+        run.params,
+        run.model_state,
+        tokenizer,
+        format_of_run(*where),
+        _embeds(run.config),
+        int(time.time()),
+        getattr(run.config.model, "max_sequence_length", None),
+        special_of_run(*where),
+        run.step,
+    )
 
 
 def _folder_config(path: Path, words: list[str], adapter: str | Path | None) -> Config:
@@ -123,27 +143,15 @@ def _folder_config(path: Path, words: list[str], adapter: str | Path | None) -> 
         tree["model"] |= {} if head is None else {"head": head}
     if adapter is not None:
         tree["finetune"] = {"adapter": str(adapter)}
-    if jax.default_backend() != "cpu" and not any(word.startswith(f"{_POLICY}=") for word in words):
-        words = [f"{_POLICY}=bf16_pure", *words]
+    if jax.default_backend() != "cpu":
+        words = ["precision.policy=bf16_pure", *words]
     return load_config(tree, overrides=words, origin="serve").config
 
 
-def _served_folder(
-    path: Path,
-    config: Config,
-    *,
-    adapter: str | Path | None,
-    quantize: str | None,
-    mesh: "Mesh | None",
-    name: str,
-) -> Served:
-    """A published folder to be asked."""
-    check_fits(config.model)
-    file, length = tokenizer_origin(path), settings_of(config.model).get("max_sequence_length")
-    tokenizer = _checked_tokenizer(None if file is None else load_tokenizer(file), path)
-    if length is None or file is None:
-        raise ConfigError(f"{path} is no model of texts; serve one that reads and writes texts")
-    model = build_sharded_model(config, input_shape=(length,), mesh=mesh)
+def _folder_weights(
+    path: Path, config: Config, model: ShardedModel, *, adapter: str | Path | None, quantize: str | None
+) -> tuple[Any, Any]:
+    """Parameters and model state of a published model."""
     # With another head than the published one, that head is not read; an embedding need not have parameters.
     settings = settings_in(str(path), published_settings(str(path)))
     theirs = [row.path for row in published_family(str(path)).tensors(settings) if isinstance(row, Entry)]
@@ -157,10 +165,7 @@ def _served_folder(
     if quantize is not None:
         params, remark = quantized_params(params, model, quantize)
         print_remark(remark)
-    chat = published_format(texts_beside(file, adapter), str(adapter or path), tokenizer)
-    special, embeds = special_of_folder(file, tokenizer, adapter=adapter), _embeds(config)
-    state = start.model_state or {}
-    return Served(name, model, params, state, tokenizer, chat, embeds, int(time.time()), length, special)
+    return params, start.model_state or {}
 
 
 def _base_of(adapter: Path) -> Path:
@@ -175,19 +180,15 @@ def _base_of(adapter: Path) -> Path:
     return base
 
 
-def _checked_tokenizer(tokenizer: Any, path: Path) -> BpeTokenizer | ByteTokenizer:
-    if not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
-        raise ConfigError(f"{path} has no tokenizer.json, so that nobody can ask it; put the model's own there")
-    return tokenizer
-
-
 def _embeds(config: Config) -> bool:
     head = getattr(config.model, "head", None)
     return head is not None and head.kind == "embedding"
 
 
-def _check_says_something(model: ShardedModel, config: Config, path: Path, *, encoder_decoders: bool) -> None:
-    """Raises where a model gives neither text nor embeddings."""
+def _asked(
+    model: ShardedModel, config: Config, tokenizer: Tokenizer | None, path: Path, *, encoder_decoders: bool
+) -> BpeTokenizer | ByteTokenizer:
+    """The tokenizer of a model that can be asked, before its parameters are read."""
     decoder = model.model.decoder
     if decoder is None and not _embeds(config):
         raise ConfigError(
@@ -196,17 +197,34 @@ def _check_says_something(model: ShardedModel, config: Config, path: Path, *, en
         )
     if decoder is not None and decoder.encode is not None and not encoder_decoders:
         raise ConfigError(f"{path} reads its prompt with an encoder, which cannot be batched; use jaxtrain sample")
+    if not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
+        raise ConfigError(f"{path} has no tokenizer.json, so that nobody can ask it; put the model's own there")
+    return tokenizer
+
+
+def open_writer(
+    path: str | Path,
+    *,
+    answers: bool = False,
+    quantize: str | None = None,
+    step: int | None = None,
+    overrides: Iterable[str] = (),
+) -> Served:
+    """What writes texts: `open_served` of a model that does, and with `answers` has a chat template."""
+    served = open_served(path, quantize=quantize, step=step, overrides=overrides, encoder_decoders=True)
+    if served.embeds:
+        raise ConfigError(f"{path} gives embeddings and no text; use jaxtrain predict or jaxtrain serve")
+    if answers and served.chat is None:
+        raise ConfigError(f"{path} has no chat template; leave --chat out, and ask in plain text")
+    return served
 
 
 @dataclass(frozen=True)
 class Writing:
     """How texts are written.
 
-    Attributes:
-        new_tokens: tokens of each, at most; None: 200, or as many as the model has positions for.
-        sampling, seed, stop: how tokens are chosen, and texts at which one ends.
-        top: alternatives whose log-probabilities are given; None: no log-probabilities.
-        piece: tokens between two looks; None: all.
+    `piece` tokens are between two looks (None: all), `top` alternatives get log-probabilities (None: there are none),
+    and with `beams` that many beginnings are followed for the most likely text, in place of random choices.
     """
 
     new_tokens: int | None
@@ -216,74 +234,56 @@ class Writing:
     skip_special_tokens: bool = True
     top: int | None = None
     piece: int | None = 1
+    beams: int | None = None
 
 
-def open_writer(
-    path: str | Path, *, answers: bool = False, quantize: str | None = None, step: int | None = None
-) -> Served:
-    """What writes texts: `open_served` of a model that does, and with `answers` has a chat template."""
-    served = open_served(path, quantize=quantize, step=step, encoder_decoders=True)
-    if served.embeds:
-        raise ConfigError(f"{path} gives embeddings and no text; use jaxtrain predict or jaxtrain serve")
-    if answers and served.chat is None:
-        raise ConfigError(f"{path} has no chat template; use -p TEXT to continue a text")
-    return served
-
-
-def search_continuations(writer: Served, prompts: Sequence[str], writing: Writing, *, beams: int) -> list[str]:
-    """Find the most likely texts by following so many beginnings; options that draw tokens are refused."""
-    return continue_texts(
-        writer.sharded_model,
-        writer.params,
-        writer.tokenizer,
-        prompts,
-        new_tokens=writing.new_tokens,
-        sampling=writing.sampling,
-        seed=writing.seed,
-        stop=writing.stop,
-        beams=beams,
-        special=writer.special,
-        skip_special_tokens=writing.skip_special_tokens,
-    )
-
-
-def write_continuations(writer: Served, prompts: Sequence[str], writing: Writing) -> Iterator[Written]:
-    """Continue texts in one batch; each prompt is the first that its row gives out."""
-    model, tokenizer = writer.sharded_model.model, writer.tokenizer
-    encoded = encode_prompts(model, tokenizer, prompts, add_special_tokens=writer.special.added)
-    new_tokens = writing.new_tokens
-    if new_tokens is None:
-        new_tokens = default_new_tokens(decoder_of(model), encoded)
-    for row, given in enumerate(encoded.given):
-        if given:
-            yield Written(row, tokenizer.decode(given))
-    ends = {*writer.special.stop, *(() if encoded.end is None else (encoded.end,))}
-    begins = [not given for given in encoded.given]
-    yield from _written(writer, encoded.tokens, writing, new_tokens=new_tokens, stop_tokens=ends, begins=begins)
-
-
-def write_answers(writer: Served, questions: Sequence[str], writing: Writing) -> Iterator[Written]:
-    """Answer questions in one batch, each a conversation of its own, with a model that has a chat template."""
-    assert writer.chat is not None
-    encoded, room = encode_questions(writer.sharded_model, writer.tokenizer, writer.chat, questions)
-    wanted = _ANSWER_TOKENS if writing.new_tokens is None else writing.new_tokens
-    ends, begins = answer_ends(writer.chat, writer.tokenizer), [True] * len(questions)
-    new_tokens = max(1, min(wanted, room))
-    yield from _written(writer, encoded, writing, new_tokens=new_tokens, stop_tokens=ends, begins=begins)
-
-
-def _written(writer: Served, encoded: Any, writing: Writing, **options: Any) -> Iterator[Written]:
-    vocab_size, top = writer.sharded_model.model.vocab_size, writing.top
-    return write_texts(
-        writer.sharded_model,
-        writer.params,
-        writer.tokenizer,
-        encoded,
-        sampling=writing.sampling,
-        seed=writing.seed,
-        stop=writing.stop,
-        hidden=special_tokens(writer.tokenizer) if writing.skip_special_tokens else (),
+def write(writer: Served, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
+    """Continue texts in one batch, each given out before its continuation, or answer them by the chat template."""
+    model, params, tokenizer, special = writer.sharded_model, writer.params, writer.tokenizer, writer.special
+    sampling, seed, stop, new_tokens = writing.sampling, writing.seed, writing.stop, writing.new_tokens
+    if writing.beams is not None:
+        found = continue_texts(
+            model,
+            params,
+            tokenizer,
+            texts,
+            new_tokens=new_tokens,
+            sampling=sampling,
+            seed=seed,
+            stop=stop,
+            beams=writing.beams,
+            special=special,
+            skip_special_tokens=writing.skip_special_tokens,
+        )
+        yield from (Written(row, text, ended=True) for row, text in enumerate(found))
+        return
+    if answers:
+        assert writer.chat is not None
+        tokens, room = encode_questions(model, tokenizer, writer.chat, texts)
+        new_tokens = max(1, min(_ANSWER_TOKENS if new_tokens is None else new_tokens, room))
+        ends, begins = answer_ends(writer.chat, tokenizer), [True] * len(texts)
+    else:
+        encoded = encode_prompts(model.model, tokenizer, texts, add_special_tokens=special.added)
+        if new_tokens is None:
+            new_tokens = default_new_tokens(decoder_of(model.model), encoded)
+        tokens, begins = encoded.tokens, [not given for given in encoded.given]
+        ends = {*special.stop, *(() if encoded.end is None else (encoded.end,))}
+        for row, given in enumerate(encoded.given):
+            if given:
+                yield Written(row, tokenizer.decode(given))
+    vocab_size, top = model.model.vocab_size, writing.top
+    yield from write_texts(
+        model,
+        params,
+        tokenizer,
+        tokens,
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
+        stop_tokens=ends,
+        hidden=special_tokens(tokenizer) if writing.skip_special_tokens else (),
+        begins=begins,
         top=top if top is None or vocab_size is None else min(top, vocab_size),
         piece=writing.piece,
-        **options,
     )

@@ -80,51 +80,44 @@ def exported_texts(
     model: Model,
     config: Config | None = None,
 ) -> Texts:
-    """What a run was trained to read and write, where its published model does not say the same.
+    """What a run was trained to read and write, where its published model (`origin`) does not say the same.
 
-    Args:
-        info: The content of run.json.
-        tokenizer: Of the run.
-        origin: What the run kept of the published model that it started from, or None.
-        model: Of the run.
-        config: Of the run, which says how its rows are framed; None: they are not.
-
-    Raises:
-        DataError: A file of the published model is malformed.
+    `info` is the content of run.json; `config` says how rows are framed, None: they are not.
     """
     if not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
         return Texts()
-    files = {} if origin is None else {name: _decoded(text) for name, text in origin.files.items()}
-    said = {} if origin is None else origin.config
+    start = Origin({}, {}, {}) if origin is None else origin
+    files = {
+        name: text.decode(errors="replace") if isinstance(text, bytes) else text for name, text in start.files.items()
+    }
+    ends = parse_json(files.get(GENERATION, "{}")).get(_END_ID, start.config.get(_END_ID))
+    ends = {one for one in (ends if isinstance(ends, list) else [ends]) if isinstance(one, int)}
     form = format_of_reading((info.get("data") or {}).get("reading"))
     if form is not None:
-        return _of_chats(form, tokenizer, files, said, is_new=origin is None)
+        return _of_chats(form, tokenizer, files, ends, is_new=origin is None)
     found = Texts()
-    if model.decoder is not None:
-        found = _of_documents(info, tokenizer, files, said, reads=model.decoder.encode is not None)
+    if model.decoder is not None and "tokenizer.json" in files:
+        found = _of_chosen_end(info, tokenizer, ends)
+    elif model.decoder is not None:
+        found = _of_documents(tokenizer, start.config, reads=model.decoder.encode is not None)
     if config is None or not isinstance(tokenizer, BpeTokenizer) or not _is_framed(config):
         return found
     return _with_frame(found, tokenizer, files, config, is_new=origin is None)
 
 
-def _of_documents(
-    info: Mapping[str, Any],
-    tokenizer: BpeTokenizer | ByteTokenizer,
-    files: Mapping[str, str],
-    said: Mapping[str, Any],
-    *,
-    reads: bool,
-) -> Texts:
-    """Where the texts of a run end: as it chose itself, or as a tokenizer says that came with no published model."""
-    if "tokenizer.json" in files:
-        data = (info.get("config") or {}).get("data") or {}
-        name = (data.get("tokenizer") or {}).get("end") or ""
-        end = tokenizer.token_id(name)
-        if end is None or end != tokenizer.end_of_text or end in _end_ids(files, said):
-            return Texts()
-        return Texts(tokens={_END: name}, ids={_END_ID: end})
-    end = encoder_prompts(tokenizer).end if reads else tokenizer.end_of_text
-    ids = {"bos_token_id": None, _END_ID: end}
+def _of_chosen_end(info: Mapping[str, Any], tokenizer: BpeTokenizer | ByteTokenizer, ends: set[int]) -> Texts:
+    """The end of its texts that a run chose itself over a published model."""
+    data = (info.get("config") or {}).get("data") or {}
+    name = (data.get("tokenizer") or {}).get("end") or ""
+    end = tokenizer.token_id(name)
+    if end is None or end != tokenizer.end_of_text or end in ends:
+        return Texts()
+    return Texts(tokens={_END: name}, ids={_END_ID: end})
+
+
+def _of_documents(tokenizer: BpeTokenizer | ByteTokenizer, said: Mapping[str, Any], *, reads: bool) -> Texts:
+    """Where texts end by a tokenizer that came with no published model."""
+    ids = {"bos_token_id": None, _END_ID: encoder_prompts(tokenizer).end if reads else tokenizer.end_of_text}
     if not reads:  # an encoder-decoder begins with its padding, which its family numbers
         ids["pad_token_id"] = special_ids(tokenizer, None).padding
     ids = {key: said.get(key, one) for key, one in ids.items()}
@@ -135,7 +128,7 @@ def _of_chats(
     form: ChatFormat,
     tokenizer: BpeTokenizer | ByteTokenizer,
     files: Mapping[str, str],
-    said: Mapping[str, Any],
+    ends: set[int],
     *,
     is_new: bool,
 ) -> Texts:
@@ -150,9 +143,9 @@ def _of_chats(
     ids: dict[str, Any] = {"bos_token_id": None, "pad_token_id": None} if is_new else {}
     ids |= {f"{name}_id": tokenizer.token_id(tokens[name]) for name in ("bos_token", "pad_token") if name in tokens}
     # An answer of the run ends with a document, too.
-    ends = list(dict.fromkeys([*form.stop, *(() if tokenizer.end_of_text is None else (tokenizer.end_of_text,))]))
-    if set(_end_ids(files, said)) not in (set(form.stop), set(ends)):
-        ids[_END_ID] = ends if len(ends) > 1 else ends[0]
+    own = list(dict.fromkeys([*form.stop, *(() if tokenizer.end_of_text is None else (tokenizer.end_of_text,))]))
+    if ends not in (set(form.stop), set(own)):
+        ids[_END_ID] = own if len(own) > 1 else own[0]
     return Texts(None if theirs is not None and theirs.source == form.source else form.source, tokens, ids)
 
 
@@ -194,17 +187,7 @@ def _with_frame(
     return replace(found, tokens={**tokens, **found.tokens}, ids=numbers, tokenizer=framed)
 
 
-def _end_ids(files: Mapping[str, str], config: Mapping[str, Any]) -> list[int]:
-    """The ids at which other programs end the texts of a published model."""
-    found = parse_json(files.get(GENERATION, "{}")).get(_END_ID, config.get(_END_ID))
-    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
-
-
 def _names(tokenizer: BpeTokenizer | ByteTokenizer, tokens: Mapping[str, Any]) -> dict[str, str]:
     """The texts by which files name tokens, of those that have one of their own."""
     texts = {name: tokenizer.decode([one]) for name, one in tokens.items() if isinstance(one, int)}
     return {name: text for name, text in texts.items() if tokenizer.token_id(text) == tokens[name]}
-
-
-def _decoded(text: str | bytes) -> str:
-    return text.decode(errors="replace") if isinstance(text, bytes) else text

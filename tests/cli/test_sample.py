@@ -127,24 +127,24 @@ def test_scores_follow_their_text(capsys):
     ]  # fmt: skip
 
 
-def interrupted(*_):
+def interrupted(*_, **__):
     yield Written(0, "half a li")
     raise KeyboardInterrupt
 
 
-def endless(*_):
+def endless(*_, **__):
     while True:
         yield Written(0, "more and more")
 
 
 def test_ctrl_c_ends_the_line(cli, text_run, monkeypatch):
-    monkeypatch.setattr("jaxtrain.commands.sample.write_continuations", interrupted)
+    monkeypatch.setattr("jaxtrain.commands.sample.write", interrupted)
     answer = cli("sample", str(text_run), "-p", "a", "--stream")
     assert (answer.code, answer.out, answer.err) == (130, "half a li\n", "")
 
 
 def test_a_reader_that_leaves_ends_the_stream_quietly(text_run, monkeypatch, capfd):
-    monkeypatch.setattr("jaxtrain.commands.sample.write_continuations", endless)
+    monkeypatch.setattr("jaxtrain.commands.sample.write", endless)
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as left:

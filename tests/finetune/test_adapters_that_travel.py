@@ -135,6 +135,17 @@ def test_a_quantized_base_is_merged_as_floats(cli, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_a_run_in_bf16_is_merged_into_the_base_as_it_is_stored(imported, cli, tmp_path, monkeypatch):
+    """The base that it computes with is rounded; what is written equals the merge of a run in fp32 to the last bit."""
+    monkeypatch.chdir(tmp_path)
+    words = ("import", str(ADAPTER), "precision.policy=bf16", "--base", str(LLAMA), "-o", "run")
+    assert cli(*words).code == 0
+    for run, out in (("run", "out"), (str(imported), "wanted")):
+        assert cli("export", run, "-o", out, "--merge").code == 0
+    assert Path("out/model.safetensors").read_bytes() == Path("wanted/model.safetensors").read_bytes()
+
+
+@pytest.mark.long
 def test_a_run_starts_from_an_adapter_and_needs_it_no_more(tmp_path):
     shutil.copytree(ADAPTER, tmp_path / "adapter")
     config = {**CONFIG, "finetune": {"adapter": str(tmp_path / "adapter")}}

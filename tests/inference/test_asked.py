@@ -16,6 +16,7 @@ from jaxtrain.inference.harness.generation import fitted, read_generation
 from jaxtrain.inference.harness.log_likelihood import LogLikelihood
 from jaxtrain.inference.harness.scored import Scored, batches_of, scored_pair
 from jaxtrain.inference.harness.tokens import task_tokens
+from jaxtrain.inference.special import SpecialTokens
 
 LENGTH = 24
 NEWLINE = 10
@@ -54,7 +55,7 @@ def log_softmax(sharded, params):
 
 @pytest.fixture(scope="module")
 def asked(sharded, params):
-    return AskedModel(sharded, params, {}, task_tokens(ByteTokenizer(), {}, None))
+    return AskedModel(sharded, params, {}, task_tokens(ByteTokenizer(), SpecialTokens(), None))
 
 
 PAIRS = {
@@ -176,11 +177,11 @@ def test_a_tokenizer_with_a_first_token_puts_it_before_contexts_once():
     model.add_special_tokens(["<s>", "</s>"])
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    files = {"tokenizer_config.json": '{"bos_token": "<s>", "eos_token": "</s>"}'}
-    tokens = task_tokens(BpeTokenizer(model), files, None)
+    special = SpecialTokens(True, (1,), {"bos_token": "<s>", "eos_token": "</s>"})
+    tokens = task_tokens(BpeTokenizer(model), special, None)
     assert (tokens.leading, tokens.prefix, tokens.stop) == ((0,), 0, {1})
     assert tokens.pairs([("a b", " a"), ("", "b"), ("a ", "b")]) == [([0, 2, 3], [2]), ([0], [3]), ([0, 2], [3])]
     # In chats, special tokens that the template writes are read, and its own first token is not doubled.
     form = ChatFormat(BUILT_IN["plain"], "plain", {"eos_token": "</s>"}, (1,))
-    chats = task_tokens(BpeTokenizer(model), files, form)
+    chats = task_tokens(BpeTokenizer(model), special, form)
     assert chats.contexts(["<s> a </s>", "a"]) == [[0, 2, 1], [0, 2]]

@@ -56,7 +56,7 @@ def read_everywhere(model, tokenizer, special) -> list[list[int]]:
     encoded = encode_prompts(model, tokenizer, ["hi"], add_special_tokens=special.added)
     assert encoded.given == [tokenizer.encode("hi").tolist()]  # the text does not show what was added
     served = PromptReader(tokenizer, None, vocab_size=258, special=special)
-    asked = task_tokens(tokenizer, {}, None, add_special_tokens=special.added)
+    asked = task_tokens(tokenizer, special, None)
     return [encoded.tokens[0].tolist(), list(served.of_text("hi").tokens), asked.contexts(["hi"])[0]]
 
 

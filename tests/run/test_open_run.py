@@ -82,74 +82,50 @@ def test_averaged_parameters_of_the_newest_step_are_read(run, trained):
 
 
 def test_rows_as_people_have_them(run, held_out):
-    inputs, _ = held_out
+    inputs, targets = held_out
     wanted = run.predict(inputs)
     forms = {
         "float64": inputs.astype(np.float64),
         "jax": jax.numpy.asarray(inputs),
         "lists": inputs.tolist(),
-        "rows": jt.ArrayRows({"inputs": inputs}),
         "grain": grain.MapDataset.source([{"inputs": row} for row in inputs]),
-        "data without held-out rows": jt.open_data({"kind": "digits", "validation_fraction": 0}),
     }
     for name, form in forms.items():
-        found = run.predict(form)
-        if name == "data without held-out rows":
-            assert len(found) == 1797
-        else:
-            np.testing.assert_array_equal(found, wanted, err_msg=name)
-
-
-def test_rows_are_evaluated_as_people_have_them(run, held_out):
-    """A pair and a dict of arrays were no rows: a KeyError, and advice to write something else."""
-    inputs, targets = held_out
-    wanted = run.evaluate(jt.ArrayRows({"inputs": inputs, "targets": targets}))
+        np.testing.assert_array_equal(run.predict(form), wanted, err_msg=name)
+    assert len(run.predict(jt.open_data({"kind": "digits", "validation_fraction": 0}))) == 1797
+    found = run.evaluate(jt.ArrayRows({"inputs": inputs, "targets": targets}))
     right = (by_hand(run, inputs).argmax(-1) == targets).mean()
-    assert wanted["eval_accuracy"] == pytest.approx(right, rel=1e-6)
-    for form in ((inputs, targets), {"inputs": inputs, "targets": jax.numpy.asarray(targets)}):
-        assert run.evaluate(form) == wanted
-    for wrong, line in (
-        ((inputs[:0], targets[:0]), "data has no rows"),
-        ({"inputs": inputs}, "the task needs an entry 'targets'"),
-    ):
-        with pytest.raises(UserError) as caught:
-            run.evaluate(wrong)
-        assert line in str(caught.value)
+    assert found["eval_accuracy"] == pytest.approx(right, rel=1e-6)
+    assert run.evaluate((inputs, targets)) == run.evaluate({"inputs": inputs, "targets": targets}) == found
+    with pytest.raises(UserError, match="the task needs an entry 'targets'"):
+        run.evaluate({"inputs": inputs})
+
+
+def of_rows(make):
+    """Predicts rows that do not fit, made of eight by eight pixels."""
+    return lambda folder: jt.open_run(folder).predict(make(np.zeros((21, 8, 8, 1), np.float32)))
 
 
 WRONG = {
-    "one row": (lambda inputs: inputs[0], "the model mlp cannot be applied to inputs (float32[8, 8, 1])"),
-    "cropped": (lambda inputs: inputs[:, :4], "the model mlp cannot be applied to inputs (float32[32, 4, 8, 1])"),
-    "no rows": (lambda inputs: inputs[:0], "the data has no rows"),
-    "two sets": (lambda inputs: jt.open_data({"kind": "digits"}), "write run.predict(data.validation), or data.train"),
-    "no inputs": (lambda inputs: jt.ArrayRows({"x": inputs}), "the rows hold x, weights; predict reads their entry"),
-}
-
-
-def test_rows_that_do_not_fit(run, held_out):
-    for wrong, line in WRONG.values():
-        with pytest.raises(DataError) as caught:
-            run.predict(wrong(held_out[0]))
-        assert line in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
-GIVEN = {
     "no run": (lambda folder: jt.open_run(folder.parent), "is not a run: it has no run.json"),
-    "inside a run": (lambda folder: jt.open_run(folder / "checkpoints"), "did you mean"),
     "key": (lambda folder: jt.open_run(folder, overrides={"train.stps": 3}), "did you mean 'train.steps'?"),
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
-    "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) "),
+    "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) does not write text"),
+    "one row": (of_rows(lambda inputs: inputs[0]), "the model mlp cannot be applied to inputs (float32[8, 8, 1])"),
+    "no rows": (of_rows(lambda inputs: inputs[:0]), "the data has no rows"),
+    "two sets": (of_rows(lambda _: jt.open_data({"kind": "digits"})), "write run.predict(data.validation), or"),
+    "no inputs": (of_rows(lambda inputs: jt.ArrayRows({"x": inputs})), "the rows hold x, weights; predict reads"),
 }
 
 
-def test_wrong_arguments_are_one_line(trained):
-    for call, line in GIVEN.values():
-        with pytest.raises(UserError) as caught:
-            call(trained.run_dir)
-        assert line in str(caught.value)
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_one_line(trained, name):
+    call, line = WRONG[name]
+    with pytest.raises(UserError) as caught:
+        call(trained.run_dir)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.long

@@ -149,45 +149,34 @@ def parsed(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_columns_are_found_by_their_names(trained, tmp_path, cli):
+def test_columns_are_found_by_their_names_and_forms_of_the_answer_agree(trained, tmp_path, cli):
     """In another order, with others between them and without the target; JSON lines as well as CSV."""
     folder = trained("table")
-    lines = (folder / "rows.csv").read_text().splitlines()[1:]
-    cells = [line.split(",") for line in lines]
+    cells = [line.split(",") for line in (folder / "rows.csv").read_text().splitlines()[1:]]
     (tmp_path / "other.csv").write_text(
         "\n".join(["name,height,width", *(f'"a, {i}",{row[1]},{row[0]}' for i, row in enumerate(cells))])
     )
     objects = [json.dumps({"height": float(row[1]), "width": int(row[0])}) for row in cells]
     (tmp_path / "other.jsonl").write_text("\n".join(objects))
-    answers = [
-        cli("predict", str(folder / "run"), str(path))
+    words = ("--probabilities", "--batch", "5")
+    first, *others = [
+        cli("predict", str(folder / "run"), str(path), *words)
         for path in (folder / "rows.csv", tmp_path / "other.csv", tmp_path / "other.jsonl")
     ]
-    assert [answer.code for answer in answers] == [0, 0, 0], answers
-    assert answers[0].out == answers[1].out == answers[2].out
-    found = parsed(answers[0].out)
-    assert list(found[0]) == ["row", "class", "probability"]
-    assert len(found) == 32
-    assert {row["class"] for row in found} <= {"ant", "bee"}
-
-
-def test_forms_of_the_answer_agree(trained, tmp_path, cli):
-    folder = trained("table")
-    words = ("predict", str(folder / "run"), str(folder / "rows.csv"), "--probabilities", "--batch", "5")
-    printed, as_json = cli(*words), cli(*words, "--json")
+    assert first.code == 0, first.err
+    assert [other.out for other in others] == [first.out] * 2
+    words = ("predict", str(folder / "run"), str(folder / "rows.csv"), *words)
+    as_json = cli(*words, "--json")
     for name in ("a.csv", "a.jsonl"):
         assert cli(*words, "--out", str(tmp_path / name)).out == ""
-    assert (tmp_path / "a.csv").read_text() == printed.out
+    assert (tmp_path / "a.csv").read_text() == first.out
     assert (tmp_path / "a.jsonl").read_text() == as_json.out
-    rows, objects = parsed(printed.out), [json.loads(line) for line in as_json.out.splitlines()]
+    rows, objects = parsed(first.out), [json.loads(line) for line in as_json.out.splitlines()]
     assert objects == jt.open_run(folder / "run").predict_file(folder / "rows.csv", probabilities=True, batch_size=5)
     assert list(rows[0]) == ["row", "class", "probability", "probability_ant", "probability_bee"]
     for row, one in zip(rows, objects, strict=True):
-        assert (int(row["row"]), row["class"], float(row["probability"])) == (
-            one["row"],
-            one["class"],
-            one["probability"],
-        )
+        assert (int(row["row"]), row["class"]) == (one["row"], one["class"])
+        assert float(row["probability"]) == one["probability"]
         assert float(row["probability_bee"]) == one["probabilities"]["bee"]
         assert sum(one["probabilities"].values()) == pytest.approx(1, abs=1e-6)
 
@@ -236,7 +225,7 @@ def test_a_language_model_has_no_predictions(trained, tmp_path, cli):
     (tmp_path / "run.json").write_text(json.dumps(info))
     answer = cli("predict", str(tmp_path), "texts.txt")
     assert (answer.code, answer.out) == (2, "")
-    assert "gives the next token; jaxtrain sample continues texts" in answer.err
+    assert "gives no class, number or embedding per row; jaxtrain sample continues texts" in answer.err
 
 
 PUBLISHED = Path(__file__).parent.parent / "interop" / "published"
@@ -327,24 +316,6 @@ def test_a_published_model_reads_images(name, published, tmp_path, cli):
         assert row["class"] == f"label {int(shares.argmax())}"
 
 
-# Names that the data gave -> names of four outputs.
-NAMES = {
-    "fewer classes than outputs": (("ant", "bee"), ["ant", "bee", "2", "3"]),
-    "classes that are called by numbers": (("2", "3"), ["2 (0)", "3 (1)", "2 (2)", "3 (3)"]),
-    "two classes of one name": (("ant", "bee", "ant", "cat"), ["ant (0)", "bee", "ant (2)", "cat"]),
-}
-
-
-def test_every_output_has_a_name_of_its_own(tmp_path):
-    model = load_config({"task": "classification", "model": {"kind": "mlp", "hidden_dims": [8]}}).config.model
-    np.save(tmp_path / "rows.npy", np.zeros((4, 2)))
-    for classes, wanted in NAMES.values():
-        reader = RowReader("run", model, None, task="classification", classes=classes)
-        rows = predicted_rows(reader, lambda inputs: 9 * np.eye(4), tmp_path / "rows.npy", probabilities=True)
-        assert [row["class"] for row in rows] == wanted
-        assert [list(row["probabilities"]) for row in rows] == [wanted] * 4
-
-
 def test_a_reward_model_reads_no_texts_and_gives_scores(tmp_path):
     """A text without its template would get a score that means nothing, and one class the probability 1."""
     tree = {
@@ -354,7 +325,7 @@ def test_a_reward_model_reads_no_texts_and_gives_scores(tmp_path):
     }
     config = load_config(tree).config
     reader = RowReader("run", config.model, None, data=config.data, task=config.task)
-    with pytest.raises(ConfigError, match="run scores chats, not the rows of a file"):
+    with pytest.raises(ConfigError, match="run cannot read texts"):
         predicted_rows(reader, len, "texts.txt", probabilities=False)
     np.save(tmp_path / "rows.npy", np.zeros((2, 16), np.int32))
     scores = predicted_rows(reader, lambda inputs: np.ones((2, 1)), tmp_path / "rows.npy", probabilities=False)
@@ -374,5 +345,5 @@ def test_a_run_from_python_takes_arrays(tmp_path):
         jt.fit(model, task, optax.sgd(0.0), run_dir=tmp_path / task.name, **options)
         found.append(jt.open_run(tmp_path / task.name, model=model))
     assert [row["class"] for row in found[0].predict_file(tmp_path / "rows.npy")] == ["2", "0", "1", "1"]
-    with pytest.raises(ConfigError, match="was trained with a task of its own"):
+    with pytest.raises(ConfigError, match="gives no class, number or embedding per row"):
         found[1].predict_file(tmp_path / "rows.npy")

@@ -3,18 +3,18 @@
 Shapes are Python lists: rows are padded where they become arrays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.encoding import ChatEncoder, chat_encoder
-from jaxtrain.data.chat.formats import ChatFormat, published_tokens
-from jaxtrain.data.special import NamedTokens
+from jaxtrain.data.chat.formats import ChatFormat
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, encode_all
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import DataError
 from jaxtrain.inference.prompts import leading_tokens
+from jaxtrain.inference.special import SpecialTokens
 
 # What stands between two documents of bytes, which have no token for it.
 _NEWLINE = ord("\n")
@@ -87,33 +87,16 @@ class TaskTokens:
         return found
 
 
-def task_tokens(
-    tokenizer: Tokenizer | None, files: Mapping[str, str], form: ChatFormat | None, *, add_special_tokens: bool = True
-) -> TaskTokens:
+def task_tokens(tokenizer: BpeTokenizer | ByteTokenizer, special: SpecialTokens, form: ChatFormat | None) -> TaskTokens:
     """Finds how the texts of tasks are encoded.
 
     Args:
-        tokenizer: Of the model.
-        files: Of the published model, as `files_beside` reads them; empty: there was none.
+        tokenizer, special: Of the model.
         form: Of the chats in which the tasks ask; None: they ask in plain texts.
-        add_special_tokens: Whether what the tokenizer's file puts before a text stands before one.
-
-    Raises:
-        ConfigError: There is no tokenizer.
     """
-    if tokenizer is None:
-        raise ConfigError("the run has no tokenizer.json, so it cannot read the texts of a task")
-    chats = None
-    if form is not None:
-        if not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
-            raise ConfigError("the run has no tokenizer.json, so it cannot read chats")
-        chats = chat_encoder(tokenizer)
-    leading = leading_tokens(tokenizer) if add_special_tokens else ()
-    names, ends = published_tokens(files, tokenizer) if files and isinstance(tokenizer, NamedTokens) else ({}, ())
-    begin = (
-        tokenizer.token_id(names["bos_token"]) if "bos_token" in names and isinstance(tokenizer, NamedTokens) else None
-    )
-    end = next(iter(ends), tokenizer.end_of_text)
-    prefix = next((i for i in (begin, end) if i is not None), _NEWLINE)
-    stop = {*ends, *(() if form is None else form.stop), tokenizer.end_of_text} - {None}
-    return TaskTokens(tokenizer, leading, prefix, frozenset(i for i in stop if i is not None), chats)
+    leading = leading_tokens(tokenizer) if special.added else ()
+    begin, end = tokenizer.token_id(special.named.get("bos_token", "")), tokenizer.end_of_text
+    stop = dict.fromkeys([*special.stop, *(() if end is None else (end,)), *(() if form is None else form.stop)])
+    known = begin if begin is not None else next(iter(special.stop), end)
+    prefix = _NEWLINE if known is None else known
+    return TaskTokens(tokenizer, leading, prefix, frozenset(stop), None if form is None else chat_encoder(tokenizer))

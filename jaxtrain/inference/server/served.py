@@ -27,6 +27,7 @@ class Served:
         created: when it was opened, seconds since 1970.
         max_length: positions that the model has; None: it does not say.
         special: what is known of its special tokens.
+        step: of the checkpoint of a run; None: it is no run.
     """
 
     name: str
@@ -39,3 +40,4 @@ class Served:
     created: int
     max_length: int | None = None
     special: SpecialTokens = field(default_factory=SpecialTokens)
+    step: int | None = None
