@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config, Loaded, load_config
-from jaxtrain.config.files import read_run
+from jaxtrain.config.files import read_run, recorded_parts
 from jaxtrain.config.model import published_from
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.runinfo import run_text
 from jaxtrain.run.directory import mend_run
-from jaxtrain.run.published import read_tokenizer, tokenizer_file
-from jaxtrain.run.resume import check_evaluable
 from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
@@ -122,11 +120,28 @@ def saved_config(
         )
     if "tokenizer" in data and not any(key.startswith("data.tokenizer") for key in changed):
         with contextlib.suppress(DataError):  # who needs the tokenizer hears of it
+            from jaxtrain.run.published import tokenizer_file
+
             if (file := tokenizer_file(Path(run_dir), info)) is not None:
                 data["tokenizer"] = {**(data["tokenizer"] or {}), "kind": "file", "path": str(file)}
                 saved["data"] = data
     given: dict[str, Any] = {"keywords" if isinstance(overrides, Mapping) else "overrides": overrides}
     return load_config(saved, **given, origin="run.json")
+
+
+def _check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:
+    """Raise where a command would take a part from the config that came from Python in the run."""
+    parts = recorded_parts(record)
+    own = [part for part in needed if parts[part] is not None]
+    if own:
+        shown = " and ".join(f"{part} ({parts[part]})" for part in own)
+        given = "".join(f", {part}=..." for part in own if part != "data")
+        how = f"jt.open_run({str(run_dir)!r}{given})" + (".evaluate(data)" if "data" in own else "")
+        other = ", or give other data with data.kind=... data.path=..." if "data" in own else ""
+        raise ConfigError(
+            f"{run_dir} was trained with {shown} from Python, which its config does not describe: write {how} in "
+            f"Python{other}"
+        )
 
 
 def _keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
@@ -227,6 +242,8 @@ class OpenedRun:
     @functools.cached_property
     def tokenizer(self) -> "Tokenizer | None":
         """What made the run's tokens; None where the run has none."""
+        from jaxtrain.run.published import read_tokenizer
+
         return read_tokenizer(self.run_dir, self.info)
 
     @functools.cached_property
@@ -240,7 +257,7 @@ class OpenedRun:
         from jaxtrain.data import open_data
 
         if not self._has_other_data:
-            check_evaluable(self.info, self.run_dir, needed=("data",))
+            _check_evaluable(self.info, self.run_dir, needed=("data",))
         config, group, saved = self.config, self.config.data, self._trained_on
         held_out_alone = getattr(group, "validation_fraction", None) == 1  # nothing is trained on here
         if held_out_alone:
@@ -271,7 +288,7 @@ class OpenedRun:
         from jaxtrain.runtime import distributed
 
         if self._own_model is None:
-            check_evaluable(self.info, self.run_dir, needed=("model",))
+            _check_evaluable(self.info, self.run_dir, needed=("model",))
         distributed.start(compilation_cache=self.config.compilation_cache)
         from jaxtrain.train.assemble import build_sharded_model
         from jaxtrain.train.output_scale import with_output_scale
@@ -310,7 +327,7 @@ class OpenedRun:
         # A shipped task that came from Python is the one that the config names.
         is_shipped = info.get("task_is_shipped") is True and info.get("task") == self.config.task
         if self._own_task is None and not is_shipped:
-            check_evaluable(info, self.run_dir, needed=("task",))
+            _check_evaluable(info, self.run_dir, needed=("task",))
         return self._own_task or build_task(self.config)
 
     @functools.cached_property

@@ -173,21 +173,6 @@ def _state_names(state: Any) -> Iterator[str]:
             yield from _state_names(part)
 
 
-def check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:
-    """Raise where a command would take a part from the config that came from Python in the run."""
-    parts = recorded_parts(record)
-    own = [part for part in needed if parts[part] is not None]
-    if own:
-        shown = " and ".join(f"{part} ({parts[part]})" for part in own)
-        given = "".join(f", {part}=..." for part in own if part != "data")
-        how = f"jt.open_run({str(run_dir)!r}{given})" + (".evaluate(data)" if "data" in own else "")
-        other = ", or give other data with data.kind=... data.path=..." if "data" in own else ""
-        raise ConfigError(
-            f"{run_dir} was trained with {shown} from Python, which its config does not describe: write {how} in "
-            f"Python{other}"
-        )
-
-
 def part_changes(record: Mapping[str, Any], given: OwnParts, run_dir: Path) -> list[str]:
     """Model, task and optimizer that differ from those of the record by name, as `task classification -> brier`."""
     saved = recorded_parts(record)

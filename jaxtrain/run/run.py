@@ -16,7 +16,6 @@ from jaxtrain.run.callbacks import Callback, EarlyStopping, Given, sorted_callba
 from jaxtrain.run.directory import RunLock, folder_of, mend_run, wait_for_holder
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.agreement import Facts, check_devices, said_by_main, together
-from jaxtrain.runtime.files import files_for_the_group
 
 if TYPE_CHECKING:
     import optax
@@ -176,7 +175,6 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
         with interrupt.free_to_leave():
             wait_for_holder(folder, looks=main, goes_on=waits_on)
         with (
-            files_for_the_group(),
             shown,
             distributed.on_main_process(RunLock(folder)),
             watched(limits(loaded.config.watchdog), folder) as activity,

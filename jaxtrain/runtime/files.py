@@ -1,27 +1,12 @@
 """Small files, written atomically: a reader sees the complete old text or the complete new one."""
 
-import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-
-@contextlib.contextmanager
-def files_for_the_group() -> Iterator[None]:
-    """Let what is written inside be read by its owner and the group alone: files 0640, folders 0750, or stricter.
-
-    A run holds data, texts and settings of its owner, and libraries write parts of it with the modes of the process.
-    """
-    before = os.umask(0o077)  # which is read by setting it
-    os.umask(before | 0o027)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:

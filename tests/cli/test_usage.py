@@ -29,7 +29,11 @@ USAGE = {
     "wrong type": ("train quickstart train.steps=many", 2, r"train\.steps is 'many' \(command line\); it takes int"),
     "missing data": ("train quickstart data.path=/no/such.txt", 3, r"data\.path /no/such\.txt does not exist"),
     "filter that matches nothing": ("config quickstart --only optimzer", 2, r"--only optimzer: .*'optimizer'"),
-    "resume without a checkpoint": ("train quickstart --resume must --run-dir new", 4, r"no checkpoint in new/"),
+    "resume without a checkpoint": (
+        "train quickstart --resume must --run-dir new",
+        4,
+        r"no checkpoint in \S*/new/checkpoints",
+    ),
     "evaluating nothing": ("eval nowhere", 2, r"no run at nowhere; .*run\.json"),
     "a folder that is no run": ("eval folder", 2, r"folder is not a run: it has no run\.json"),
     "a published folder": ("eval published", 2, r"published is not a run: .*jaxtrain import published -o RUN_DIR"),

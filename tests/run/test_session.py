@@ -1,7 +1,6 @@
 """A run as a whole: what it writes, what it evaluates and keeps, how it ends, and every mistake by its exit code."""
 
 import json
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,9 +165,6 @@ def train_linear(folder, steps, seed):
 @pytest.mark.long
 def test_two_runs_in_two_threads(tmp_path):
     alone = [train_linear(tmp_path / f"alone{seed}", 8, seed) for seed in (1, 2)]
-    umask = os.umask(0o022)
-    os.umask(umask)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda seed: train_linear(tmp_path / str(seed), 8, seed), (1, 2)))
     assert found == alone
-    assert os.umask(umask) == umask
