@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from jaxtrain.config import Loaded
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import RUN_FILE
 from jaxtrain.config.schema import check_run_name
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.time_spent import earlier_seconds, read_restarts
 from jaxtrain.runtime.cluster import environment_number, in_pod
 from jaxtrain.runtime.files import write_json_atomic
@@ -26,6 +27,8 @@ from jaxtrain.runtime.host import attempt, drop_in_children
 from jaxtrain.runtime.terminal import in_notebook, print_remark
 
 LOCK_NAME = "lock"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_DIGEST = "tokenizer_sha256"  # of that file, in run.json
 _JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
 _JOIN_SECONDS = 300
 _LOOK_SECONDS = 1.0
@@ -224,3 +227,21 @@ def seconds_before(run_dir: Path, before: Mapping[str, Any], *, start: int, bega
         # The supervisor had given up: that nobody started the run until then is no time of the run.
         began_at = min(began_at, max(*ends, last_sign or 0.0))
     return earlier_seconds(before, rows, step=start, began_at=began_at, last_sign=last_sign)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a small file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
+    """The intact tokenizer file of a run; None where the run has none."""
+    path, wanted = run_dir / TOKENIZER_FILE, info.get(TOKENIZER_DIGEST)
+    is_there = path.is_file()
+    if wanted is None or (is_there and file_digest(path) == wanted):
+        return path if is_there else None
+    state = "is damaged, or not the run's" if is_there else "is gone"
+    raise DataError(
+        f"{path} {state}, and without it the run reads and writes no text; run 'jaxtrain train {run_dir}' again, "
+        "which writes it where the data of the run is still there"
+    )

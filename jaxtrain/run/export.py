@@ -27,8 +27,9 @@ from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.merge import merge_adapters
 from jaxtrain.models.model import Model, ModelState, Params, parameter_shapes
+from jaxtrain.run.directory import tokenizer_file
 from jaxtrain.run.open_run import OpenedRun, open_run
-from jaxtrain.run.published import base_of_adapters, origin_of, tokenizer_file
+from jaxtrain.run.published import base_of_adapters, origin_of
 from jaxtrain.run.texts import exported_texts
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark

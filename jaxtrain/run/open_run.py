@@ -17,7 +17,7 @@ from jaxtrain.config.model import published_from
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.runinfo import run_text
-from jaxtrain.run.directory import mend_run
+from jaxtrain.run.directory import mend_run, tokenizer_file
 from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
@@ -120,8 +120,6 @@ def saved_config(
         )
     if "tokenizer" in data and not any(key.startswith("data.tokenizer") for key in changed):
         with contextlib.suppress(DataError):  # who needs the tokenizer hears of it
-            from jaxtrain.run.published import tokenizer_file
-
             if (file := tokenizer_file(Path(run_dir), info)) is not None:
                 data["tokenizer"] = {**(data["tokenizer"] or {}), "kind": "file", "path": str(file)}
                 saved["data"] = data

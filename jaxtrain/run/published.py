@@ -4,7 +4,6 @@ What was trained is no text without its tokenizer, and with the small files of i
 published folder again.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,19 +14,16 @@ from typing import Any
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
 from jaxtrain.data import Tokenizer, load_tokenizer
-from jaxtrain.errors import DataError
 from jaxtrain.interop.base_digest import base_digests
 from jaxtrain.interop.save import Origin, saved_dtypes
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import PublishedModel, find_places, open_published
+from jaxtrain.run.directory import TOKENIZER_FILE, file_digest, tokenizer_file
 from jaxtrain.runtime.files import write_json_atomic
 
 # Folder of a run: config.json and the tokenizer files of the model that it started from.
 FOLDER = "published"
 _RECORD = "origin.json"
-TOKENIZER_FILE = "tokenizer.json"
-# Of the file, in run.json.
-DIGEST_KEY = "tokenizer_sha256"
 
 
 def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bool) -> dict[str, Any] | None:
@@ -84,24 +80,7 @@ def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> str:
     temporary = run_dir / f".{TOKENIZER_FILE}.{os.getpid()}.tmp"
     tokenizer.save(temporary)
     temporary.replace(run_dir / TOKENIZER_FILE)
-    return _digest(run_dir / TOKENIZER_FILE)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
-    """The intact tokenizer file of a run; None where the run has none."""
-    path, wanted = run_dir / TOKENIZER_FILE, info.get(DIGEST_KEY)
-    is_there = path.is_file()
-    if wanted is None or (is_there and _digest(path) == wanted):  # a run without text, which may be imported with one
-        return path if is_there else None
-    state = "is damaged, or not the run's" if is_there else "is gone"
-    raise DataError(
-        f"{path} {state}, and without it the run reads and writes no text; run 'jaxtrain train {run_dir}' again, "
-        "which writes it where the data of the run is still there"
-    )
+    return file_digest(run_dir / TOKENIZER_FILE)
 
 
 def read_tokenizer(run_dir: Path, info: Mapping[str, Any]) -> Tokenizer | None:

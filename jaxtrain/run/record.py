@@ -26,8 +26,8 @@ from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.run.callbacks import EARLY_STOPPED
-from jaxtrain.run.directory import KEPT, seconds_before
-from jaxtrain.run.published import DIGEST_KEY, TOKENIZER_FILE, keep_published, keep_tokenizer
+from jaxtrain.run.directory import KEPT, TOKENIZER_DIGEST, TOKENIZER_FILE, seconds_before
+from jaxtrain.run.published import keep_published, keep_tokenizer
 from jaxtrain.run.resume import RECORD
 from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.runtime.distributed import is_main_process
@@ -116,7 +116,7 @@ class RunRecord:
 
     def _keep_tokenizer(self) -> None:
         if self._info is not None and self._run.data.tokenizer is not None:
-            self._info[DIGEST_KEY] = keep_tokenizer(self._run_dir, self._run.data.tokenizer)
+            self._info[TOKENIZER_DIGEST] = keep_tokenizer(self._run_dir, self._run.data.tokenizer)
 
     def _write_info(self, **changes: Any) -> None:
         info = {**(self._info or {}), "seconds": self.spent.seconds(), **changes}

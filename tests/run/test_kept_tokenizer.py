@@ -12,13 +12,14 @@ from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data import build_tokenizer
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
+from jaxtrain.run.directory import TOKENIZER_DIGEST, TOKENIZER_FILE
 from jaxtrain.run.export import export_run
-from jaxtrain.run.published import DIGEST_KEY, TOKENIZER_FILE, keep_tokenizer, read_tokenizer
+from jaxtrain.run.published import keep_tokenizer, read_tokenizer
 
 
 def test_a_tokenizer_that_is_damaged_or_gone(tmp_path: Path) -> None:
     tokenizer, path = ByteTokenizer(["<a>"]), tmp_path / TOKENIZER_FILE
-    info = {DIGEST_KEY: keep_tokenizer(tmp_path, tokenizer)}
+    info = {TOKENIZER_DIGEST: keep_tokenizer(tmp_path, tokenizer)}
     found = read_tokenizer(tmp_path, info)
     assert isinstance(found, ByteTokenizer)
     assert found.special == ("<a>",)
@@ -29,7 +30,7 @@ def test_a_tokenizer_that_is_damaged_or_gone(tmp_path: Path) -> None:
         ):
             read_tokenizer(tmp_path, info)
         path.unlink(missing_ok=True)
-    assert keep_tokenizer(tmp_path, tokenizer) == info[DIGEST_KEY]
+    assert keep_tokenizer(tmp_path, tokenizer) == info[TOKENIZER_DIGEST]
     assert load_tokenizer(path).vocab_size == tokenizer.vocab_size
 
 
