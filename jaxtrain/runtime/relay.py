@@ -88,6 +88,7 @@ async def _relay(listener: socket.socket, upstream: tuple[str, int], timeout: fl
         if answers.done() and not asks.done():
             # The coordinator may have gone: what the client says is heard until it ends the connection itself.
             asks.cancel()
+            await asyncio.wait([asks])
             try:
                 await asyncio.wait_for(from_client.read(), _LOST_SECONDS)
             except TimeoutError:
