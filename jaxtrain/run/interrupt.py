@@ -70,6 +70,7 @@ class Interrupt:
         self._notice = self._reason = ""
         self._since: float | None = None
         self._ends = contextlib.ExitStack()
+        self._threads = threading.enumerate()
 
     def __enter__(self) -> Self:
         import jax
@@ -83,6 +84,12 @@ class Interrupt:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._ends.close()
+        if self._wanted and not _is_interactive():
+            left = [thread for thread in threading.enumerate() if thread not in self._threads]
+            ending = threading.Event()
+            threading.Thread(target=self._end_if_stuck, args=(ending, left), name="jaxtrain-end", daemon=True).start()
+            # As the interpreter begins to end, before it waits for threads; only there does it have a hook.
+            threading._register_atexit(ending.set)  # pyright: ignore[reportAttributeAccessIssue]
         if kind is StopNow:  # raised as a block that it may leave was just over
             raise self._left() from None
 
@@ -196,6 +203,13 @@ class Interrupt:
 
         self._ends.callback(drop_in_children(forget))
         self._ends.callback(end)
+
+    def _end_if_stuck(self, ending: threading.Event, left: list[threading.Thread]) -> None:
+        """End a program that was asked to stop, whose interpreter waits for threads whose data does not come."""
+        ending.wait()
+        time.sleep(_LEAVING_SECONDS)
+        if any(thread.is_alive() for thread in left):
+            _end(_STOPPED_AT_ONCE if self._presses > 1 else PreemptedError.exit_code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, once it is in Python again."""
