@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -242,13 +243,13 @@ def _launch_once(
 
 def _wait(processes: Sequence[subprocess.Popen[str]], signalled: threading.Event) -> int:
     """Wait until all processes have ended; after a failure, stop the others. Returns the exit code of `run_launch`."""
-    running = dict(enumerate(processes))
+    running, ended = dict(enumerate(processes)), queue.SimpleQueue[tuple[int, int]]()
+    for number, process in running.items():  # each in a thread: which one ended first decides
+        threading.Thread(target=lambda n=number, p=process: ended.put((n, p.wait())), daemon=True).start()
     failure, orderly, deadline = 0, 0, None
     while running:
-        for index, process in list(running.items()):
-            status = process.poll()
-            if status is None:
-                continue
+        with contextlib.suppress(queue.Empty):
+            index, status = ended.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
             del running[index]
             code = exit_code(status)
             if code in _ORDERLY:
@@ -265,7 +266,6 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signalled: threading.Event
             for process in running.values():
                 kill_child(process)
             deadline = None
-        time.sleep(0.02)
     return failure or orderly
 
 
