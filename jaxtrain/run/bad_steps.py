@@ -1,15 +1,8 @@
-"""Numbers that go wrong: spikes, steps that are not finite, and copies of an array that differ between devices.
-
-What looks into a step that was not finite runs after such a step and never otherwise: the batch is read again by its
-number, and its gradients are computed by a program of their own, while the next step is under way, so that the
-parameters may be one update later; the file says so.
-"""
+"""Numbers that go wrong: spikes, steps that are not finite, and copies of an array that differ between devices."""
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +18,7 @@ from jaxtrain.config.schema import SpikesConfig
 from jaxtrain.data.row_names import row_name
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import CorruptionError
-from jaxtrain.layout.state_entries import counting_dims
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.task import Batch
 from jaxtrain.run.resume import SpikeError, batch_of, recorded
 from jaxtrain.run.saving import is_due
@@ -40,7 +31,7 @@ from jaxtrain.train.update import Metrics
 
 # Lines and files of one process; after these the counts of skipped steps go on alone.
 _MOST_SHOWN = 10
-# Arrays, rows and devices that a line names, and those that a file does.
+# Rows and devices that a line names, and rows that a file does.
 _SHOWN, _LISTED = 3, 20
 
 
@@ -54,7 +45,6 @@ class BadSteps:
         settle: waits for the save that is under way.
         metadata: of the next checkpoint, with the roll backs of the run.
         progress: what people see.
-        spent: where the time goes.
     """
 
     def __init__(
@@ -66,36 +56,22 @@ class BadSteps:
         settle: Callable[[], object],
         metadata: Mapping[str, Any],
         progress: Progress,
-        spent: TimeSpent,
     ) -> None:
-        self._spent, self._settle, self._run_dir = spent, settle, run_dir
+        self._settle, self._run_dir = settle, run_dir
         self._run, self._checkpointer, self._metadata, self._progress = run, checkpointer, metadata, progress
-        self._everywhere = NamedSharding(run.step.mesh, PartitionSpec())
-        self._counts = jax.jit(self._counted, out_shardings=self._everywhere)
         self._shown = 0
 
-    def note(self, number: int, metrics: Mapping[str, jax.Array]) -> float:
-        """Look at the metrics of a step that is done.
-
-        Returns:
-            Seconds of it that count as compiling, and as no step.
-
-        Raises:
-            SpikeError: it was a spike, and the run is to go back.
-        """
+    def note(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Look at the metrics of a step that is done; a SpikeError says that the run is to go back."""
         spikes = self._run.config.spikes
         if spikes is not None and int(metrics["spiked"]):
             self._spiked(spikes, number, float(metrics["loss"]), float(metrics["grad_norm"]))
-            return 0.0
+            return
         # A batch without weight is skipped without a fault.
         is_empty = float(metrics["weight"]) == 0 and float(metrics["grad_norm"]) == 0
-        if not int(metrics["skipped_in_a_row"]) or self._shown == _MOST_SHOWN or is_empty:
-            return 0.0
-        self._shown += 1
-        began = time.monotonic()
-        with self._spent.measure("compiling"):
+        if int(metrics["skipped_in_a_row"]) and self._shown < _MOST_SHOWN and not is_empty:
+            self._shown += 1
             self._progress.message(self._explained(number, metrics))
-        return time.monotonic() - began
 
     def _spiked(self, spikes: SpikesConfig, number: int, loss: float, grad_norm: float) -> None:
         rolled_back = recorded(self._metadata)
@@ -135,65 +111,26 @@ class BadSteps:
         return None if found < 0 else found
 
     def _explained(self, number: int, metrics: Mapping[str, jax.Array]) -> str:
-        """One line on a step that was not finite; the rest goes into its file."""
+        """One line on a step that was not finite, which its file says too."""
         run, k = self._run, batch_of(number - 1, recorded(self._metadata))
-        numbers = None if isinstance(run.batches, BatchStream) else run.batches.row_numbers(k)
-        listed = None if numbers is None else numbers.tolist()
-        found: dict[str, Any] = {"step": number, "batch": k, "batch_rows": listed}
+        found: dict[str, Any] = {"step": number, "batch": k}
         found |= {name: float(metrics[name]) for name in ("loss", "grad_norm", "loss_scale") if name in metrics}
-        state = run.step.last_state()
-        try:
-            if state is not None and numbers is not None:
-                # An iterable gives no batch twice: of its steps only the metrics are known.
-                found |= self._looked_into(number, state, run.step.loader(run.batches)(k), numbers)
-        except jax.errors.JaxRuntimeError as error:  # the memory for the gradients, most likely
-            found["error"] = str(error).splitlines()[0]
+        rows = []
+        if not isinstance(run.batches, BatchStream):  # an iterable gives no batch twice
+            numbers = run.batches.row_numbers(k)
+            for place, entries in self._rows_with(run.step.loader(run.batches)(k))[:_LISTED]:
+                index = int(numbers[place])
+                source = row_name(run.data.train, index)
+                rows.append({"place": place, "not_finite": entries, "row": index, "source": source})
+            found |= {"batch_rows": numbers.tolist(), "rows": rows}
         path = self._run_dir / "nonfinite" / f"step_{number}.json"
         if jax.process_index() == 0:
             # No run is lost over a file that helps to understand it.
             with contextlib.suppress(OSError):
                 path.parent.mkdir(exist_ok=True)
                 write_json_atomic(path, found)
-        return _line(found, path)
-
-    def _looked_into(self, number: int, state: TrainState, batch: Any, numbers: np.ndarray) -> dict[str, Any]:
-        found: dict[str, Any] = {"parameters_of_step": int(state.step)}
-        # The random numbers of the step that is looked into.
-        state = replace(state, step=jax.device_put(np.int32(number - 1), state.step.sharding))
-        gradients = self._run.step.gradients(state, batch).tree
-        trees = {"parameters": state.params, "model_state": state.model_state, "gradients": gradients}
-        found |= {name: self._table(tree) for name, tree in trees.items()}
-        found["rows"] = []
-        if not found["parameters"] and not found["model_state"]:  # else every row would be at fault
-            for place, entries in self._rows_with(batch)[:_LISTED]:
-                index = int(numbers[place])
-                source = row_name(self._run.data.train, index)
-                found["rows"].append({"place": place, "not_finite": entries, "row": index, "source": source})
-        return found
-
-    def _counted(self, tree: Any) -> dict[str, jax.Array]:
-        """Path -> how many numbers are not finite, int32 by the dims that count layers and experts."""
-        model = self._run.step.model
-        stack = None if model.parts is None else model.parts.stack
-        found = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                name = path_name(path)
-                layers = counting_dims(name, leaf.shape, model.axes, stack=stack)
-                rest = tuple(dim for dim in range(leaf.ndim) if dim not in layers)
-                found[name] = jnp.sum(~jnp.isfinite(leaf), axis=rest, dtype=jnp.int32)
-        return found
-
-    def _table(self, tree: Any) -> list[dict[str, Any]]:
-        """The first arrays of a tree that hold numbers that are not finite."""
-        sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        rows = []
-        for name, counts in jax.device_get(self._counts(tree)).items():
-            if counts.any():
-                row = {"path": name, "count": int(counts.sum()), "of": sizes[name]}
-                layers = {"layers": [list(map(int, at)) for at in np.argwhere(counts)]} if counts.ndim else {}
-                rows.append(row | layers)
-        return rows[:_LISTED]
+        said = f"step {number} is not finite and skipped (loss {found['loss']:.4g}): batch {k}"
+        return f"{said}{f', row {_listed(map(_row_text, rows))}' if rows else ''}; {path}"
 
     def _rows_with(self, batch: Any) -> list[tuple[int, list[str]]]:
         """Places of the rows that hold numbers that are not finite, and the entries that do."""
@@ -205,31 +142,17 @@ class BadSteps:
                 if leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.floating)
             }
 
+        everywhere = NamedSharding(self._run.step.mesh, PartitionSpec())
         found: dict[int, list[str]] = {}
-        for name, rows in jax.device_get(jax.jit(marked, out_shardings=self._everywhere)(batch)).items():
+        for name, rows in jax.device_get(jax.jit(marked, out_shardings=everywhere)(batch)).items():
             for place in np.flatnonzero(rows).tolist():
                 found.setdefault(place, []).append(name)
         return sorted(found.items())
 
 
-def _line(found: Mapping[str, Any], path: Path) -> str:
-    said = f"step {found['step']} is not finite and skipped (loss {found['loss']:.4g}): batch {found['batch']}"
-    if found.get("rows"):
-        said += f", row {_listed(map(_row_text, found['rows']))}"
-    for kind in ("parameters", "model_state", "gradients"):
-        if found.get(kind):
-            said += f"; not finite in {kind.replace('_', ' ')}: {_listed(map(_array_text, found[kind]))}"
-    return f"{said}; {path}"
-
-
 def _row_text(row: Mapping[str, Any]) -> str:
     parts = [*filter(None, [row["source"]]), *(f"{entry} not finite" for entry in row["not_finite"])]
     return f"{row['row']} ({', '.join(parts)})"
-
-
-def _array_text(row: Mapping[str, Any]) -> str:
-    at = f"[{','.join(map(str, row['layers'][0]))}]" if row.get("layers") else ""
-    return f"{row['path']}{at} ({row['count']:,} of {row['of']:,})"
 
 
 def _listed(texts: Iterable[str]) -> str:

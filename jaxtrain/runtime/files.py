@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,15 +41,6 @@ def write_text_atomic(path: Path, text: str) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write a value atomically, as indented strict JSON (NaN and infinities become null)."""
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def put_aside(path: Path) -> Path | None:
-    """Rename a folder that stands where a file of ours belongs; returns its new path, None where there is none."""
-    if path.is_symlink() or not path.is_dir():
-        return None
-    target = path.with_name(f"{path.name}.foreign-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}")
-    path.rename(target)
-    return target
 
 
 def identity(path: Path) -> tuple[int, int] | None:

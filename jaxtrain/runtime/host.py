@@ -29,8 +29,6 @@ SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "268435456",
 }
-# Set by the supervisor of a run: 0 at its first start, then the number of the restart.
-ATTEMPT = "JAXTRAIN_ATTEMPT"
 # Ctrl-C is Python's own, and ends the process at once as well.
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _is_paused = False
@@ -81,12 +79,6 @@ def resume_collector() -> None:
         gc.freeze()
         gc.enable()
         _is_paused = False
-
-
-def attempt() -> int | None:
-    """The number of restarts before this process; None: no supervisor started it."""
-    text = os.environ.get(ATTEMPT, "")
-    return int(text) if text.isdigit() else None
 
 
 def drop_in_children(drop: Callable[[], object]) -> Callable[[], None]:
@@ -143,8 +135,13 @@ def end_process(code: int) -> NoReturn:
     """
     if threading.active_count() > 1:
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+        exit_at_once(code)
     sys.exit(code)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End this process with what it printed, and nothing else: its main thread, or another one, is stuck."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

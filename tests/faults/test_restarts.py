@@ -130,7 +130,9 @@ def test_a_run_that_began_is_resumed_whatever_its_words_say():
 # where PYTHONUNBUFFERED is set, print writes the line end apart, and the other process writes between the two.
 CHILD = """
 import os, signal, sys, time
-number = int(os.environ["JAXTRAIN_ATTEMPT"])
+started = f"started-{os.environ['JAX_PROCESS_ID']}"
+number = int(os.path.exists(started))
+open(started, "w").close()
 sys.stderr.write(f"start {number} of process {os.environ['JAX_PROCESS_ID']}\\n")
 sys.stderr.flush()
 if os.environ["JAX_PROCESS_ID"] == "0":
