@@ -38,13 +38,7 @@ _SHOWN, _LISTED = 3, 20
 class BadSteps:
     """Looks at the metrics of every step once it is done. Every process calls it, in the same order.
 
-    Args:
-        run: what is trained.
-        run_dir: of the run; the main process writes `nonfinite/step_N.json` there.
-        checkpointer: of the run.
-        settle: waits for the save that is under way.
-        metadata: of the next checkpoint, with the roll backs of the run.
-        progress: what people see.
+    `settle` waits for the save that is under way; `metadata`, of the next checkpoint, has the roll backs of the run.
     """
 
     def __init__(
@@ -74,12 +68,11 @@ class BadSteps:
             self._progress.message(self._explained(number, metrics))
 
     def _spiked(self, spikes: SpikesConfig, number: int, loss: float, grad_norm: float) -> None:
-        rolled_back = recorded(self._metadata)
+        rolled_back, why = recorded(self._metadata), ""
         what = (
             f"step {number} is a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}, more than {spikes.sigmas:g} "
             f"deviations above the last {spikes.window} steps"
         )
-        why = ""
         if spikes.action == "roll_back" and len(rolled_back) >= spikes.max_roll_backs:
             why = f" (spikes.max_roll_backs={spikes.max_roll_backs} are done)"
         elif spikes.action == "roll_back":
@@ -143,11 +136,9 @@ class BadSteps:
             }
 
         everywhere = NamedSharding(self._run.step.mesh, PartitionSpec())
-        found: dict[int, list[str]] = {}
-        for name, rows in jax.device_get(jax.jit(marked, out_shardings=everywhere)(batch)).items():
-            for place in np.flatnonzero(rows).tolist():
-                found.setdefault(place, []).append(name)
-        return sorted(found.items())
+        found = jax.device_get(jax.jit(marked, out_shardings=everywhere)(batch))
+        places = sorted({place for rows in found.values() for place in np.flatnonzero(rows).tolist()})
+        return [(place, [name for name, rows in found.items() if rows[place]]) for place in places]
 
 
 def _row_text(row: Mapping[str, Any]) -> str:
@@ -163,20 +154,15 @@ def _listed(texts: Iterable[str]) -> str:
 class CheckedStep:
     """A step after which, at multiples of `every`, all copies of each array must have the same bits on all devices.
 
-    One program digests the whole state, compiled at its first use: it reads every array once.
-
-    Args:
-        step: compiled.
-        every: steps between comparisons.
-        start: steps done before the first call.
+    One program digests the whole state, compiled at its first use: it reads every array once. `start`: the steps done
+    before the first call.
     """
 
     def __init__(self, step: TrainStep, every: int, *, start: int) -> None:
         self._step, self._every, self._number, self._checked = step, every, start, 0
         leaves = jax.tree_util.tree_leaves_with_path(step.abstract_state)
         self._devices = list(step.mesh.devices.flat)
-        self._paths = [path_name(path) for path, _ in leaves]
-        self._groups = [_groups(leaf.sharding, leaf.shape, self._devices) for _, leaf in leaves]
+        self._groups = {path_name(path): _groups(leaf, self._devices) for path, leaf in leaves}
         self._digests = _digest_program([leaf.sharding.spec for _, leaf in leaves], step.state_on_host, step.mesh)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -195,26 +181,23 @@ class CheckedStep:
     def _check_copies(self, state: TrainState) -> None:
         # Awaited: with two programs in flight, emulated devices can wait for each other for ever.
         digests = np.asarray(self._digests(jax.block_until_ready(state)).addressable_data(0))
-        for i, path in enumerate(self._paths):
-            for group in self._groups[i]:
-                values = [tuple(digests[place, i].tolist()) for place in group]
-                usual, count = Counter(values).most_common(1)[0]
+        for i, (path, groups) in enumerate(self._groups.items()):
+            for group in groups:
+                values = {place: tuple(digests[place, i].tolist()) for place in group}
+                usual, count = Counter(values.values()).most_common(1)[0]
                 if count == len(group):
                     continue
                 # Without a majority (two replicas) all are named.
                 is_known = 2 * count > len(group)
-                places = [p for p, value in zip(group, values, strict=True) if value != usual or not is_known]
-                which = f"{self._named(places)} {'other bits than the rest' if is_known else 'different bits'}"
+                devices = [self._devices[place] for place in group if values[place] != usual or not is_known]
+                named = _listed(f"{device.id} (process {device.process_index})" for device in devices)
+                named = f"device {named} holds" if len(devices) == 1 else f"devices {named} hold"
                 since = f"they were equal after step {self._checked}" if self._checked else "since when is not known"
                 raise CorruptionError(
-                    f"after step {self._number} the copies of {path} differ: {which}, which is silent corruption; "
+                    f"after step {self._number} the copies of {path} differ: {named} "
+                    f"{'other bits than the rest' if is_known else 'different bits'}, which is silent corruption; "
                     f"{since}: delete the checkpoints that may hold it, and run again without that device"
                 )
-
-    def _named(self, places: Sequence[int]) -> str:
-        """Devices of the mesh as the subject of a sentence: `device 3 (process 0) holds`."""
-        shown = [f"{self._devices[i].id} (process {self._devices[i].process_index})" for i in places]
-        return f"device {shown[0]} holds" if len(places) == 1 else f"devices {_listed(shown)} hold"
 
 
 def _digest_program(specs: Sequence[PartitionSpec], on_host: Any, mesh: Mesh) -> Callable[[TrainState], jax.Array]:
@@ -226,20 +209,17 @@ def _digest_program(specs: Sequence[PartitionSpec], on_host: Any, mesh: Mesh) ->
     # What is replicated is read by each device from its own memory: inside `shard_map` nothing else is known of it.
     mapped = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(), check_vma=False)
 
-    def digests(state: TrainState) -> jax.Array:
-        arrays = []
-        for leaf, is_far in zip(jax.tree.leaves(state), jax.tree.leaves(on_host), strict=True):
-            near = jax.device_put(leaf, jax.memory.Space.Device) if is_far else leaf
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            arrays.append(jax.random.key_data(near) if is_key else near)
-        return mapped(*arrays)
+    def near(leaf: jax.Array, is_far: bool) -> jax.Array:
+        leaf = jax.device_put(leaf, jax.memory.Space.Device) if is_far else leaf
+        return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
-    return jax.jit(digests)
+    return jax.jit(lambda state: mapped(*map(near, jax.tree.leaves(state), jax.tree.leaves(on_host))))
 
 
-def _groups(sharding: jax.sharding.Sharding, shape: tuple[int, ...], devices: Sequence[Any]) -> list[list[int]]:
+def _groups(leaf: jax.ShapeDtypeStruct, devices: Sequence[Any]) -> list[list[int]]:
     """Positions of the devices that hold the same part of an array."""
-    parts, groups = sharding.devices_indices_map(shape), {}
+    assert leaf.sharding is not None
+    parts, groups = leaf.sharding.devices_indices_map(leaf.shape), {}
     for position, device in enumerate(devices):
         groups.setdefault(str(parts[device]), []).append(position)
     return list(groups.values())

@@ -61,7 +61,7 @@ class Interrupt:
         # Closes the run on another thread, in a block that may be left, and the lock of whoever does so.
         self._close: Callable[[], object] | None = None
         self._closing = threading.Lock()
-        self._notice = self._reason = ""
+        self._reason = ""
         self._since: float | None = None
         self._ends = contextlib.ExitStack()
 
@@ -96,13 +96,9 @@ class Interrupt:
 
     @contextlib.contextmanager
     def free_to_leave(self, close: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A block in which nothing is lost by leaving: a signal raises at once, also out of a compilation.
+        """A block in which nothing is lost by leaving: a signal raises a PreemptedError at once, also in a compilation.
 
-        Args:
-            close: closes the files of the run; called on another thread where the main thread does not come back.
-
-        Raises:
-            PreemptedError: the run is to stop.
+        `close` closes the files of the run; it is called on another thread where the main thread does not come back.
         """
         try:
             with self._raising(close):
@@ -112,11 +108,7 @@ class Interrupt:
             raise self._left() from None
 
     def until_asked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, until the run is to stop; a signal also ends the wait for one that does not come.
-
-        Raises:
-            StoppedWaiting: instead of a batch.
-        """
+        """The batches, until the run is to stop: StoppedWaiting comes then, also in place of a batch that does not."""
         while True:
             try:
                 self.check()
@@ -207,13 +199,13 @@ class Interrupt:
 
     def _announce(self, text: str) -> None:
         """Take a notice for a signal; called on another thread."""
-        self._notice = text
+        self._reason, self._since = self._reason or text, self._since or time.monotonic()
+        if signal.SIGTERM not in self._previous:
+            self._say(signal.SIGTERM)
         if self._several or self._previous:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             self._wanted = True
-        if signal.SIGTERM not in self._previous:
-            self._say(signal.SIGTERM)
 
     def _watch(self, descriptor: int) -> None:
         presses, is_told, insisted = 0, False, None
@@ -235,8 +227,8 @@ class Interrupt:
 
     def _note_reason(self, number: int) -> None:
         if self._since is None:  # the main thread may be quicker than the one that watches
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            self._reason, self._since = self._notice or name, time.monotonic()
+            self._reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self._since = time.monotonic()
 
     def _say(self, number: int) -> None:
         self._note_reason(number)

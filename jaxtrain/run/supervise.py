@@ -70,9 +70,7 @@ def supervise(
     how_ended: Callable[[int], str],
     with_less: Callable[[], str | None] = lambda: None,
 ) -> int:
-    """Start a run, and start it again after each failure that another start may get over.
-
-    It waits 1, 2, 4 ... 60 s, and 1 s again after a new checkpoint.
+    """Start a run, and again after each failure that another start may get over, after 1, 2, 4 ... 60 s.
 
     Args:
         start: runs the processes until they have ended; receives the number of restarts before, and whether one of

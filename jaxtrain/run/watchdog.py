@@ -33,8 +33,6 @@ _TICK_SECONDS, _LONGEST_TICK_SECONDS = 1.0, 4.0
 # Whoever waits in the same collective as the process that failed gets an error of the network too, a moment before or
 # after the reason is known.
 _REASON_SECONDS = 5.0
-# A process that failed by itself says its own line first.
-_OWN_ERROR_SECONDS = 2.0
 # The end must not wait for a file system that hangs, nor for a terminal that nobody reads.
 _END_SECONDS, _WRITE_SECONDS = 10.0, 2.0
 # While a process starts, one call into C code can keep its other threads from running for a minute.
@@ -50,13 +48,9 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Moment:
-    """What a process is doing.
+    """What a process is doing: phase, step (from 1; 0 before the first), last step that is known to be done.
 
-    Attributes:
-        phase: such as `compiling`, `step` or `saving`.
-        step: the step that it works on, counted from 1; 0 before the first one.
-        done: the last step that is known to be done.
-        since: `time.monotonic()` when the phase began, or last made progress.
+    `since` is `time.monotonic()` when the phase began, or last made progress.
     """
 
     phase: str
@@ -66,14 +60,7 @@ class Moment:
 
 
 class Activity:
-    """Follows what the main thread does; the watchdog's thread reads it, without a lock, as whole frozen records.
-
-    Args:
-        clock: gives seconds that never go back.
-
-    Attributes:
-        moment: what the process is doing.
-    """
+    """Follows what the main thread does; the watchdog's thread reads `moment`, without a lock, as whole records."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -131,10 +118,7 @@ class Activity:
 def budget(config: WatchdogConfig, moment: Moment, *, median: float | None) -> tuple[float, str]:
     """Seconds that a phase may take without progress, and the key that sets them.
 
-    Args:
-        config: the limits.
-        moment: what the process is doing.
-        median: seconds of a usual step; None before the first step of this process is done.
+    `median` is the seconds of a usual step; None before the first step of this process is done.
     """
     key = _LIMITS.get(moment.phase, "other_seconds")
     limit: float = getattr(config, key)
@@ -160,14 +144,7 @@ def is_behind(own: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
 
 
 class Watchdog:
-    """Watches one process of a run, from a thread of its own.
-
-    Args:
-        config: the limits.
-        activity: of the main thread.
-        exchange: with the other processes.
-        run_dir: stacks are written below it.
-    """
+    """Watches one process of a run, from a thread of its own; stacks are written below the directory of the run."""
 
     def __init__(self, config: WatchdogConfig, activity: Activity, exchange: Exchange, run_dir: Path) -> None:
         self._config, self._activity, self._exchange = config, activity, exchange
@@ -176,7 +153,6 @@ class Watchdog:
         tick = min(_LONGEST_TICK_SECONDS, max(_TICK_SECONDS, exchange.num_processes / _PROCESSES_PER_SECOND))
         self._tick = min(tick, min(limits) / 4)
         self._woke = 0.0
-        self._left: tuple[float, News] | None = None
         self._farewell: tuple[int, str] | None = None
         self._thread = threading.Thread(target=self._watch, name="jaxtrain-watchdog", daemon=True)
 
@@ -217,17 +193,13 @@ class Watchdog:
             return
         for one in news:
             self._hear(one)
-        if self._left is not None and now - self._left[0] > _OWN_ERROR_SECONDS:
-            left = self._left[1]
-            self._end(f"{self._named(left.process)} ended with exit code {left.code}: {left.text}", left.code)
         self._check(now)
 
     def _hear(self, one: News) -> None:
         if one.kind == "end":
             self._end(one.text, LOST)
         if one.kind == "left":
-            self._left = self._left or (time.monotonic(), one)
-            return
+            self._end(f"{self._named(one.process)} ended with exit code {one.code}: {one.text}", one.code)
         status = next((peer.status for peer in self._exchange.peers() if peer.process == one.process), {})
         self._end(f"{self._named(one.process)} was lost, last heard of {_place(status)}: {one.text}", LOST)
 
@@ -293,12 +265,9 @@ def _place(status: Mapping[str, Any]) -> str:
 
 @contextmanager
 def watched(config: WatchdogConfig | None, run_dir: Path) -> Iterator[Activity]:
-    """Watch a run until the block is left, unless `config` is None; every process enters it, after `jax.distributed`.
+    """Watch a run, which tells its phases and steps; every process enters this, after `jax.distributed`.
 
-    In a notebook nothing is watched: to end the kernel would take the user's other work along.
-
-    Yields:
-        What the run is to tell of its phases and steps.
+    Nothing is watched where `config` is None, nor in a notebook: to end the kernel would take other work along.
     """
     activity, exchange = Activity(), open_exchange(wanted=config is not None)
     if config is None or in_notebook():

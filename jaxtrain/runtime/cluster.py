@@ -67,12 +67,6 @@ def detect_cluster() -> Cluster | None:
         return _at_address(address)
     # Before Slurm, inside whose jobs mpirun works too.
     if (environment_number("OMPI_COMM_WORLD_SIZE") or 1) > 1:
-        if "OMPI_MCA_orte_hnp_uri" not in os.environ:
-            raise ConfigError(
-                "this Open MPI does not say where its first process is (OMPI_MCA_orte_hnp_uri; version 5 dropped it); "
-                "set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE and "
-                "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK in each process, or use Slurm's srun"
-            )
         return Cluster("Open MPI")
     # A batch job that asks for nodes only has no count of tasks; srun starts one per node.
     tasks = environment_number("SLURM_NTASKS") or environment_number("SLURM_JOB_NUM_NODES") or 1
@@ -145,17 +139,9 @@ def local_device_ids() -> list[int] | None:
 
 
 def _slurm_tasks_on_node() -> int | None:
-    """This node's entry in a Slurm step's counts: "2(x3),1" is 2 tasks on three nodes and 1 on a fourth."""
-    counts: list[int] = []
-    for entry in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
-        if found is None:
-            return None
-        counts += [int(found[1])] * int(found[2] or 1)
-    node = _whole("SLURM_NODEID")
-    if len(set(counts)) == 1:
-        return counts[0]
-    return None if node is None or node >= len(counts) else counts[node]
+    """The tasks of a Slurm step on each node, where all have as many: "2(x4)" is 2 tasks on each of four nodes."""
+    found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip())
+    return None if found is None else int(found[1])
 
 
 def _whole(name: str) -> int | None:

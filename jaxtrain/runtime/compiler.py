@@ -129,12 +129,7 @@ def choose_options(
 
 
 def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]:
-    """Lines for the banner: the user's options, and those that the compiler does not accept.
-
-    Args:
-        options: all options of a program.
-        asked: names of the user's options.
-    """
+    """Lines for the banner: the user's options (`asked`), and those that the compiler does not accept."""
     shown = {name: options.used[name] for name in asked if name in options.used}
     used = ", ".join(f"{name}={value if value != '' else 'none'}" for name, value in shown.items())
     return [*([f"compiler options: {used}"] if used else []), *options.dropped]
@@ -151,8 +146,6 @@ def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict
     Returns:
         Name -> first line of the compiler's error.
     """
-    if not options:
-        return {}
     import jax
     import jax.numpy as jnp
 
@@ -167,7 +160,7 @@ def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict
             return (str(error).splitlines() or [type(error).__name__])[0]
         return None
 
-    if refusal(dict(options)) is None:
+    if not options or refusal(dict(options)) is None:
         return {}
     # One by one, because an error names at most one option.
     alone = {name: refusal({name: value}) for name, value in options}
@@ -247,18 +240,13 @@ def cache_folder(setting: str | None) -> Path | None:
         return None
     if setting != "auto":
         return local_path(setting, what="compilation_cache").expanduser()
-    root = os.environ.get("JAXTRAIN_CACHE_DIR")
-    if root:
-        return local_path(root, what="JAXTRAIN_CACHE_DIR").expanduser() / "compiled"
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home).expanduser() / "jaxtrain" / "compiled"
+    root = os.environ.get("JAXTRAIN_CACHE_DIR") or Path(home) / "jaxtrain"
+    return local_path(root, what="JAXTRAIN_CACHE_DIR").expanduser() / "compiled"
 
 
 def use_cache(setting: str | None) -> None:
-    """Let jax keep compiled programs in the folder of `compilation_cache`, which is made if need be.
-
-    Args:
-        setting: see `cache_folder`.
+    """Let jax keep compiled programs in the folder of `compilation_cache` (see `cache_folder`), made if need be.
 
     Raises:
         ConfigError: a folder that was asked for cannot be used; where it is that of auto, one line says so.
@@ -268,17 +256,15 @@ def use_cache(setting: str | None) -> None:
     folder = cache_folder(setting)
     if folder is None:
         return
-    reason = None
     try:
         # Compiled programs are run as they are read: nobody else may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         reason = f"the compilation cache {folder} cannot be used: {error.strerror}"
-    if reason is None:
+        if setting != "auto" or os.environ.get("JAXTRAIN_CACHE_DIR"):
+            raise ConfigError(f"{reason}; set compilation_cache=null or another folder") from None
+        print_remark(f"{reason}; programs are compiled, but not kept")
+    else:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    elif setting != "auto" or os.environ.get("JAXTRAIN_CACHE_DIR"):
-        raise ConfigError(f"{reason}; set compilation_cache=null or another folder")
-    else:
-        print_remark(f"{reason}; programs are compiled, but not kept")

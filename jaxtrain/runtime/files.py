@@ -20,14 +20,13 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
 
 
 def _write_atomic(path: Path, parts: Iterable[bytes]) -> None:
-    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -70,8 +69,6 @@ def strict_json(value: Any) -> Any:
 
 def plain_number(value: Any) -> float | int | None:
     """A number of any library as a Python int or float, and None for NaN, infinities and other objects."""
-    if isinstance(value, int):
-        return int(value)
     if not is_number(value):
         return None
     try:
@@ -83,10 +80,8 @@ def plain_number(value: Any) -> float | int | None:
 
 def is_number(value: Any) -> bool:
     """Whether a value is one number of any library that Python's `float` takes; NaN and infinities are."""
-    if isinstance(value, (str, bytes)):
-        return False
     try:
         float(value)
     except (TypeError, ValueError):
         return False
-    return True
+    return not isinstance(value, str | bytes)

@@ -36,14 +36,7 @@ Status = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """What is known of a process.
-
-    Attributes:
-        process: its index.
-        host: its host's name.
-        status: what it said last, see `Activity.status`.
-        heard: `time.monotonic()` when it said so.
-    """
+    """What is known of a process: what it said last (see `Activity.status`), and when, by `time.monotonic()`."""
 
     process: int
     host: str
@@ -53,15 +46,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class News:
-    """Something that ends a run, or may.
-
-    Attributes:
-        kind: `lost` (the connection closed without a farewell, or the process is silent), `left` (it ended with an
-            error) or `end` (a process found a reason to end them all).
-        process: index of the process.
-        text: the reason.
-        code: exit code, of `left`.
-    """
+    """Something that ends a run: a process is lost (silent, or its connection closed without a farewell), left with an
+    error and its exit code, or found a reason to end them all."""
 
     kind: Literal["lost", "left", "end"]
     process: int
@@ -141,12 +127,9 @@ class Exchange:
             self._give_up_at = time.monotonic() + _GIVE_UP_SECONDS
 
     def round(self, status: Status, seconds: float, patience: Callable[[Status], float]) -> list[News]:
-        """Tell the others the status, listen to them for up to some seconds, and return what happened.
+        """Tell the others the status, listen for up to some seconds, and return what happened.
 
-        Args:
-            status: of this process.
-            seconds: how long to listen; less where something happens.
-            patience: how long a process with some status may be silent.
+        `patience` gives the seconds that a process with some status may be silent.
         """
         self._status = status
         if self._is_main:

@@ -85,10 +85,7 @@ def drop_in_children(drop: Callable[[], object]) -> Callable[[], None]:
     """Have something dropped in every child that is forked from here on, as by `multiprocessing.Pool` of data code.
 
     A child has copies of every descriptor and handler: a lock that outlives its holder, a signal that ends the worker
-    alone and is taken for one to the run.
-
-    Args:
-        drop: called in the child, on its only thread, before any other code of it.
+    alone and is taken for one to the run. `drop` is called in the child, on its only thread, before any other code.
 
     Returns:
         A function that takes it back.
@@ -97,12 +94,7 @@ def drop_in_children(drop: Callable[[], object]) -> Callable[[], None]:
         _dropped.append(lambda: None)  # registered once, because Python has no way to take it back
         os.register_at_fork(after_in_child=lambda: [each() for each in reversed(_dropped)])
     _dropped.append(drop)
-
-    def take_back() -> None:
-        with contextlib.suppress(ValueError):
-            _dropped.remove(drop)
-
-    return take_back
+    return lambda: _dropped.remove(drop) if drop in _dropped else None
 
 
 def end_at_signals() -> None:
