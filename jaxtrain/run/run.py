@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # writes. Whether data at another path is the same data is told by its content.
 MAY_DIFFER = (
     *("compilation_cache", "data.path", "data.validation_path", "data.tokenizer.path", "train.prefetch"),
-    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.trackio", "logging.mlflow"),
+    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.mlflow"),
     *("logging.project", "logging.tags"),
 )
 
