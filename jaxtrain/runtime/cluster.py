@@ -122,15 +122,18 @@ def local_device_ids() -> list[int] | None:
         JAX_LOCAL_DEVICE_IDS or, where the number of processes on the node is not known, those that jax chooses.
     """
     # Open MPI comes first, as in jax: under Slurm each of its daemons is a task that starts several processes.
-    index, processes = _whole("OMPI_COMM_WORLD_LOCAL_RANK"), _whole("OMPI_COMM_WORLD_LOCAL_SIZE")
+    index, processes = (
+        environment_number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        environment_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
     if index is None or processes is None:
-        index, processes = _whole("SLURM_LOCALID"), _slurm_tasks_on_node()
+        index, processes = environment_number("SLURM_LOCALID"), _slurm_tasks_on_node()
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or index is None or processes is None:
         return None
     if processes == 1:
         return []
     shown = next((os.environ[name] for name in _VISIBLE if os.environ.get(name)), None)
-    visible, on_node = None if shown is None else len(shown.split(",")), _whole("SLURM_GPUS_ON_NODE")
+    visible, on_node = None if shown is None else len(shown.split(",")), environment_number("SLURM_GPUS_ON_NODE")
     is_bound = bool(os.environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     if visible is not None and (visible < processes or visible < (on_node or 0) or is_bound):
         return []  # each process sees only its own GPUs, numbered from 0
@@ -142,11 +145,6 @@ def _slurm_tasks_on_node() -> int | None:
     """The tasks of a Slurm step on each node, where all have as many: "2(x4)" is 2 tasks on each of four nodes."""
     found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip())
     return None if found is None else int(found[1])
-
-
-def _whole(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else None
 
 
 def watch_metadata(announce: Callable[[str], None]) -> Callable[[], None]:

@@ -22,47 +22,32 @@ Value = bool | int | float | str
 _UNKNOWN = "No such compile option"
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of the compiler of a backend; one that a compiler does not know is left out.
-
-    Attributes:
-        backend: The backend, as in `device.platform`.
-        name: Name of the option in XLA.
-        value: Value of the option.
-        several_devices: Whether the option is for programs of several devices only.
-        updates: Whether the option is only for train steps on one device, and for those of models of convolutions.
-    """
-
-    backend: str
-    name: str
-    value: Value
-    several_devices: bool = True
-    updates: bool = False
-
-
-OPTIONS = (
+# Backend, as in `device.platform` -> name -> value; what a compiler does not know is left out. Of every program:
+OPTIONS: dict[str, dict[str, Value]] = {
     # With it, batched products (attention) run on one thread; without it, Eigen's products run on all. jax 0.10.2 and
     # 0.12.0.1, 2 cores: 96 products of 256 x 64 x 256 take 10 ms with it and 6 ms without, a step of bench_cpu 2.25 and
     # 2.13 s (medians of 8 interleaved runs, busy machine).
-    Option("cpu", "xla_cpu_experimental_ynn_fusion_type", "", several_devices=False),
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
+}
+# Of train steps on one device, and of those of models of convolutions:
+OF_UPDATES: dict[str, dict[str, Value]] = {
     # Without it, the momentum of every parameter is copied before it is replaced, because the new parameters read it
     # too. jax 0.10.2, 29 MB of parameters, SGD with momentum: 5 copies and 23 ms of processor time without it, none and
     # 11 ms with it (medians of nine); AdamW and 53 M parameters of experts: 160 MB of temporaries less.
-    Option("cpu", "xla_cpu_copy_insertion_use_region_analysis", True, several_devices=False, updates=True),
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
+}
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+# Of programs of several devices:
+OF_SEVERAL: dict[str, dict[str, Value]] = {
     # Gathers the next layer's weights and reduces the last layer's gradients during this layer. jax 0.10.2 (by the
     # second names), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 per GPU: 0 of 15 collectives of
     # the layer loops have no matmul beside them, 3 (128 MiB) without; temporaries take 9.71 GiB instead of 8.92. From
     # jax 0.12 on the first names are known, and the second are accepted and mean nothing. Never run on a GPU.
-    *(
-        option
-        for kind in ("all_gather", "reduce_scatter", "all_reduce")
-        for option in (
-            Option("gpu", f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON"),
-            Option("gpu", f"xla_gpu_enable_pipelined_{kind}", True),
-        )
-    ),
-)
+    "gpu": {
+        **{f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _COLLECTIVES},
+        **{f"xla_gpu_enable_pipelined_{kind}": True for kind in _COLLECTIVES},
+    },
+}
 # TPUs have none: options that fuse collectives make the compiler for v5e run out of vmem on narrow models, and libtpu
 # refused those for v5p ("incorrect results, hang, SDC"); docs/benchmarks.md has what they would give.
 
@@ -108,13 +93,9 @@ def choose_options(
         ConfigError: The compiler knows an option of the user but refuses its value.
     """
     asked = dict(more or {})
-    table = {
-        option.name: option.value
-        for option in OPTIONS
-        if option.backend == device.platform
-        and (num_devices > 1 or not option.several_devices)
-        and (updates or not option.updates)
-    }
+    table = OPTIONS.get(device.platform, {})
+    table = table | (OF_UPDATES.get(device.platform, {}) if updates else {})
+    table = table | (OF_SEVERAL.get(device.platform, {}) if num_devices > 1 else {})
     wanted = table | asked
     refused = refused_options(device, tuple(sorted(wanted.items())))
     for name, why in refused.items():
