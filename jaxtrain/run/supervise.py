@@ -45,11 +45,7 @@ def read_position(run_dir: Path | None) -> Position:
 
 
 def is_restarted(code: int, *, has_trained: bool) -> bool:
-    """Whether an end with an exit code is a fault that another start may get over.
-
-    A failure of checkpoints (4) is one while the run trained, where storage failed; at its start no checkpoint can be
-    used, and none could be used the next time.
-    """
+    """Whether another start may get over an end: of checkpoints (4) where the run trained, and storage failed."""
     return has_trained if code == CheckpointError.exit_code else code not in _NEVER
 
 

@@ -112,14 +112,10 @@ def _tpu_vm_workers() -> str:
 
 
 def local_device_ids() -> list[int] | None:
-    """The argument `local_device_ids` of `jax.distributed.initialize` for a process of Slurm or Open MPI.
+    """The numbers of this process's GPUs among those that it sees; []: all of them; None: those that jax chooses.
 
-    By itself jax gives every such process one GPU, by the number of the process on the node: correct with one process
-    per GPU, but with one process per node it hides all GPUs except the first.
-
-    Returns:
-        The numbers of this process's GPUs among those that it sees; an empty list: all that it sees; None: those of
-        JAX_LOCAL_DEVICE_IDS or, where the number of processes on the node is not known, those that jax chooses.
+    By itself jax gives every process of Slurm or Open MPI one GPU, by the number of the process on the node: correct
+    with one process per GPU, but with one process per node it hides all GPUs except the first.
     """
     # Open MPI comes first, as in jax: under Slurm each of its daemons is a task that starts several processes.
     index, processes = (
@@ -154,11 +150,7 @@ def watch_metadata(announce: Callable[[str], None]) -> Callable[[], None]:
     watching begins is not announced: a process that was started again on the same VM within the hour of a notice would
     never get to work. The VM still sends SIGTERM at its end.
 
-    Args:
-        announce: called on a background thread with the text of the notice.
-
-    Returns:
-        A function that ends the watching; it does not wait.
+    `announce` is called on a background thread. Returns a function that ends the watching, and does not wait.
     """
     stopped, address = threading.Event(), os.environ.get("GCE_METADATA_HOST")
 

@@ -67,12 +67,7 @@ _DECODING: dict[str, dict[str, Value]] = {
 
 @dataclass(frozen=True)
 class CompilerOptions:
-    """The options for programs on some devices.
-
-    Attributes:
-        used: Name -> value of each option that the compiler knows.
-        dropped: One line per option of the user that the compiler does not know.
-    """
+    """Name -> value of each option that the compiler knows; a line per option of the user that it does not know."""
 
     used: Mapping[str, Value]
     dropped: tuple[str, ...] = ()
@@ -81,12 +76,10 @@ class CompilerOptions:
 def choose_options(
     device: Any, num_devices: int, more: Mapping[str, Value] | None = None, *, updates: bool = False
 ) -> CompilerOptions:
-    """The compiler options for a program on devices like this one.
+    """The compiler options for a program of several devices like this one, real or compile-only.
 
     Args:
-        device: a `jax.Device`, real or compile-only.
-        num_devices: Number of devices of the program.
-        more: Options of the user, which replace those of the table.
+        more: Options of the user, which replace those of the tables.
         updates: Whether the program is a train step on one device, or one of a model of convolutions.
 
     Raises:
@@ -118,14 +111,9 @@ def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]
 
 @functools.lru_cache
 def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict[str, str]:
-    """The options that the compiler of a device refuses, found by compiling a program of one addition.
+    """The options, (name, value), that the compiler of a device refuses: name -> first line of its error.
 
-    Args:
-        device: a `jax.Device`, real or compile-only.
-        options: (name, value) pairs.
-
-    Returns:
-        Name -> first line of the compiler's error.
+    Found by compiling a program of one addition.
     """
     import jax
     import jax.numpy as jnp
@@ -167,11 +155,7 @@ def out_of_cache() -> Iterator[None]:
 
 @functools.lru_cache
 def decoding_options(device: Any) -> dict[str, Value]:
-    """The options that the compiler of a device accepts, as `jax.jit(compiler_options=...)` takes them.
-
-    Args:
-        device: a `jax.Device`, real or compile-only.
-    """
+    """The options of decoding programs that the compiler of a device accepts."""
     wanted = _DECODING.get(device.platform, {})
     refused = refused_options(device, tuple(sorted(wanted.items())))
     return {name: value for name, value in wanted.items() if name not in refused}
@@ -182,11 +166,7 @@ _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtr
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[str]]:
-    """Collect the lines of `note_choice` inside the context, each line once; a context around it gets them too.
-
-    Yields:
-        The list of lines, which grows while the context is open.
-    """
+    """Collect the lines of `note_choice` inside the context, each line once; a context around it gets them too."""
     notes: list[str] = []
     token = _notes.set(notes)
     try:
@@ -199,12 +179,9 @@ def record_choices() -> Iterator[list[str]]:
 
 
 def note_choice(operation: str, chosen: str, refused: list[tuple[str, str]]) -> None:
-    """Record which implementation an operation uses while a step is traced.
+    """Record which implementation an operation (such as "attention") uses while a step is traced.
 
-    Args:
-        operation: name of the operation, such as "attention".
-        chosen: name of the implementation.
-        refused: name of each implementation that comes before it in the table, and why it was not chosen.
+    `refused` has each implementation that comes before it in the table, and why it was not chosen.
     """
     notes = _notes.get()
     line = f"{operation}: {chosen}" + "".join(f", not {name} ({why})" for name, why in refused)
