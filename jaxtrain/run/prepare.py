@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.config import Loaded
-from jaxtrain.config.kinds import check_kinds, check_roll_back
+from jaxtrain.config.kinds import check_kinds
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.interop.fresh import check_fits, fresh_notes
@@ -154,7 +154,6 @@ def prepare_session(
 def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config, data = loaded.config, given.data
-    check_roll_back(config.spikes, config.checkpoint)
     if given.own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if given.model is None and data is None:
