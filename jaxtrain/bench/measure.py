@@ -116,7 +116,7 @@ def measure(
         answer["step"] = _step(config, workload, measured, answer, reasons)
     # The choices of implementations and compiler options are known after the step was traced.
     answer["choices"] = list(step.choices)
-    answer["compiler_options"] = dict(step.compiled_with)
+    answer["compiler_options"] = dict(step.compiler_options.used)
     return answer | {"reasons": reasons}
 
 
