@@ -20,10 +20,9 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import RUN_FILE
 from jaxtrain.config.schema import check_run_name
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
-from jaxtrain.metrics.time_spent import earlier_seconds, read_restarts
 from jaxtrain.runtime.cluster import environment_number, in_pod
 from jaxtrain.runtime.files import write_json_atomic
-from jaxtrain.runtime.host import attempt, drop_in_children
+from jaxtrain.runtime.host import drop_in_children
 from jaxtrain.runtime.terminal import in_notebook, print_remark
 
 LOCK_NAME = "lock"
@@ -201,9 +200,7 @@ def mend_run(run_dir: str | Path | None, report: Callable[[str], None] = print_r
 
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
-    # Rows of this supervisor's are of this run, whose first start did not live to its first save.
-    names = _OF_A_RUN if attempt() else (*_OF_A_RUN, "restarts.jsonl")
-    old = [run_dir / name for name in names if (run_dir / name).exists()]
+    old = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
     if not old:
         return None
     # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
@@ -212,21 +209,6 @@ def set_aside(run_dir: Path) -> Path | None:
     for path in old:
         path.rename(folder / path.name)
     return folder
-
-
-def seconds_before(run_dir: Path, before: Mapping[str, Any], *, start: int, began_at: float) -> dict[str, float]:
-    """Part -> seconds of the processes before this one, by the run.json that they left."""
-    rows, number = read_restarts(run_dir), attempt()
-    if not start:
-        # The file may hold rows of an earlier run too; those of this supervisor are the last.
-        rows = rows[-number:] if number else []
-    metrics = run_dir / "metrics.jsonl"
-    last_sign = metrics.stat().st_mtime if metrics.is_file() else None
-    ends = [row["ended"] for row in rows if "ended" in row]
-    if not number and ends:
-        # The supervisor had given up: that nobody started the run until then is no time of the run.
-        began_at = min(began_at, max(*ends, last_sign or 0.0))
-    return earlier_seconds(before, rows, step=start, began_at=began_at, last_sign=last_sign)
 
 
 def file_digest(path: Path) -> str:

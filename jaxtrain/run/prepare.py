@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.config import Loaded
-from jaxtrain.config.kinds import check_kinds, check_roll_back
+from jaxtrain.config.kinds import check_kinds
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.interop.fresh import check_fits, fresh_notes
@@ -43,7 +43,7 @@ from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
 from jaxtrain.run.session import Session
 from jaxtrain.run.watchdog import Activity
 from jaxtrain.runtime.agreement import Facts, together
-from jaxtrain.runtime.compiler import Taken, cache_folder, compile_lowered, option_notes, record_choices
+from jaxtrain.runtime.compiler import cache_folder, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.train.assemble import Run, assemble, open_run_data
@@ -154,7 +154,6 @@ def prepare_session(
 def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config, data = loaded.config, given.data
-    check_roll_back(config.spikes, config.checkpoint)
     if given.own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if given.model is None and data is None:
@@ -176,7 +175,7 @@ def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
 
 def _facts(run: Run) -> Facts:
     """What all processes must have alike: the rows of each batch, and the options that each compiler accepts."""
-    options = {**run.step.compiler_options.used, **run.step.compiler_options.tried}
+    options = run.step.compiler_options.used
     named = {f"data ({name})": value for name, value in flat(run.stream).items()}
     named |= {f"compiler option {name}": value for name, value in options.items()}
     return {name: (str(value), "") for name, value in named.items()}
@@ -273,32 +272,28 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
     collectives of the two threads could meet in another order in another process.
     """
     seen: set[str] = set()
-    chosen: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
         seen.add(event.removeprefix("/jax/compilation_cache/"))
 
     with contextlib.ExitStack() as ends:
 
-        def attempt() -> tuple[Taken, Phase]:
+        def attempt() -> Phase:
             try:
                 with progress.phase("tracing") as tracing, record_choices() as choices:
                     lowered = run.step.trace(run.batches.spec()).lower()
                     tracing.note("; ".join(choices))
-                chosen.extend(choices)
                 phase = ends.enter_context(progress.phase("compiling"))
                 jax.monitoring.register_event_listener(listen)
                 ends.callback(jax.monitoring.unregister_event_listener, listen)
-                taken = compile_lowered(lowered, run.step.compiler_options.tried)
-                run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
-                return taken, phase
+                run.step.use(lowered.compile(), choices=choices)
+                return phase
             finally:
                 if created is not None and jax.process_count() > 1:
                     wait([created])
 
-        taken, phase = together(attempt)
+        phase = together(attempt)
         kept = run.config.compilation_cache is not None
         # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
         found = "cache_hits" in seen and "cache_misses" not in seen
-        cached = "from cache" if found else "cached next time" if kept else ""
-        phase.note("; ".join([*([cached] if cached else []), *taken.lines]))
+        phase.note("from cache" if found else "cached next time" if kept else "")

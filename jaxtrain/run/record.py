@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
-from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
+from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
-from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, flat_scalars, open_writers
+from jaxtrain.metrics.writers import MultiWriter, Scalars, flat_scalars, open_writers
 from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.run.callbacks import EARLY_STOPPED
-from jaxtrain.run.directory import KEPT, TOKENIZER_DIGEST, TOKENIZER_FILE, seconds_before
+from jaxtrain.run.directory import KEPT, TOKENIZER_DIGEST, TOKENIZER_FILE
 from jaxtrain.run.published import keep_published, keep_tokenizer
 from jaxtrain.run.resume import RECORD
 from jaxtrain.runtime.devices import peak_flops
@@ -56,8 +55,6 @@ class RunRecord:
         self._writes = False  # the main process, unless the run was done before
         self._unwritten = False
         self._writers, self._trackers = MultiWriter(()), Trackers(run_dir)
-        self._metrics: LastingWriter | None = None
-        self._saved: dict[int, Mapping[str, float]] = {}  # step -> where the time had gone when it was saved
 
     def open(
         self, loaded: Loaded, run: Run, metadata: Mapping[str, Any], *, start: int = 0, has_ended: bool = False
@@ -69,18 +66,14 @@ class RunRecord:
         check_trackers(run.config.logging)
         info = _described(loaded, run, metadata)
         before = read_run_info(self._run_dir) if start else {}
-        # Before the rows of lost steps are dropped, which changes when the file was last written.
-        earlier = seconds_before(self._run_dir, before, start=start, began_at=self.spent.began_at)
         self._open_writers(start)
         is_base = run.config.finetune.lora is not None
         info["published"] = keep_published(self._run_dir, run.config.model, is_resumed=start > 0, is_base=is_base)
         info["created"] = before.get("created") or info["created"]
         resumes = [step for step in before.get("resumed_after") or [] if step < start]
         info["resumed_after"] = [*resumes, start] if start else []
-        info["seconds"] = earlier
-        info["saves"] = [save_entry(start, earlier, at=self.spent.began_at)]
-        self._saved = {start: earlier}
-        self.spent.after(earlier)
+        info["seconds"] = before.get("seconds") or {}
+        self.spent.after(info["seconds"])
         self._info = info
         self._writes = not (has_ended and before.get("status") in ("done", EARLY_STOPPED))
         if self._writes:
@@ -91,9 +84,6 @@ class RunRecord:
     def _open_writers(self, step: int) -> None:
         logging = self._run.config.logging
         self._writers = open_writers(self._run_dir, logging, resumed_step=step, report=self._report)
-        metrics = self._writers.writers[0]
-        assert isinstance(metrics, LastingWriter)
-        self._metrics = metrics
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -138,31 +128,25 @@ class RunRecord:
     def keep_time(self, step: int) -> None:
         """Write into run.json where the time went until this save: a run that is killed goes on counting from it."""
         self.look()
-        if self._info is not None:
-            entry = save_entry(step, self.spent.seconds(), at=time.time())
-            self._saved[step] = entry["seconds"]
-            self._info["saves"] = with_save(self._info.get("saves"), entry)
-            if self._writes:
-                self._try_to_write(self._write_info, "run.json")
+        if self._writes:
+            self._try_to_write(self._write_info, "run.json")
 
     def look(self) -> None:
         """Write again what is gone of the run directory, which may be deleted, moved or unmounted, and say so."""
-        metrics = self._metrics
-        if not self._writes or metrics is None:
+        if not self._writes:
             return
         is_gone = identity(self._run_dir) != self._identity
         names = ["run.json", *([TOKENIZER_FILE] if self._run.data.tokenizer is not None else [])]
         missing = [name for name in names if not (self._run_dir / name).is_file()]
-        if not (is_gone or missing) and metrics.is_in_place():
+        if not (is_gone or missing):
             return
 
         def write() -> None:
             self._run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
             self._identity = identity(self._run_dir)
-            found = [] if metrics.is_in_place() else [metrics.write_again()]
             self._keep_tokenizer()
             self._write_info()
-            found += [f"{name} is written again" for name in missing]
+            found = [f"{name} is written again" for name in missing]
             self._report(f"{what} while the run goes on: {', '.join(found)}")
 
         what = f"{self._run_dir} was deleted, moved or unmounted" if is_gone else f"files of {self._run_dir} are gone"
@@ -170,8 +154,6 @@ class RunRecord:
 
     def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json."""
-        if step in self._saved:
-            self.spent.lose_steps(self._saved[step])
         if self._info is not None:
             self._writers.close()
             self._open_writers(step)
@@ -283,7 +265,7 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
         **{key: metadata.get(key) for key in ("from_python", "base")},
         **{key: metadata[key] for key in (RECORD,) if key in metadata},
         "choices": list(run.step.choices),
-        "compiler_options": dict(run.step.compiled_with),
+        "compiler_options": dict(run.step.compiler_options.used),
     }
 
 

@@ -40,7 +40,6 @@ _SET_BACK = "set it back, use another run directory, or start again with --resum
 _SAME_TRAINING = (
     *(f"{group}." for group in ("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile")),
     "checks.",
-    "notices.",
     *(f"{key} " for key in ("name", "compilation_cache", "optimizer.offload", "model.attention")),
     *(f"train.{key} " for key in ("prefetch", "workers", "max_skipped_in_a_row")),
     *("loss.logits ", "loss.block ", "compiler_options", "watchdog"),

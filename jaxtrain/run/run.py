@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.schema import EarlyStoppingConfig, NoticesConfig, limits
+from jaxtrain.config.schema import EarlyStoppingConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # writes. Whether data at another path is the same data is told by its content.
 MAY_DIFFER = (
     *("compilation_cache", "data.path", "data.validation_path", "data.tokenizer.path", "train.prefetch"),
-    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.trackio", "logging.mlflow"),
+    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.mlflow"),
     *("logging.project", "logging.tags"),
 )
 
@@ -164,7 +164,7 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
         check_trackers(loaded.config.logging)
     main = distributed.is_main_process()
     shown = given.progress or Progress(process_index=0 if main else 1)
-    with Interrupt(loaded.config.notices or NoticesConfig()) as interrupt:
+    with Interrupt() as interrupt:
 
         def waits_on(is_held: bool) -> bool:
             is_held = said_by_main(is_held)
@@ -187,7 +187,7 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
                 if main:
                     mend_run(folder, shown.message)
                 session = prepare_session(loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity)
-            with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
+            with closing_on_failure(lambda status: close_session(session, status)):
                 state, done = train(session)
                 return Result(folder, state, final_metrics(session), done)
 

@@ -96,11 +96,6 @@ class RunSaves:
         self._is_wanted = False
         self._seen = SeenComplete()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save was under way at the last `check`, so that the watchdog counts its time."""
-        return self._pending is not None and self._unheard is None and self._complete != self._pending
-
     def is_due(self, number: int) -> bool:
         """Whether the state after step `number` is to be saved; asked once after every step."""
         minutes, by_clock = self._config.every_minutes, False

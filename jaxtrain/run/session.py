@@ -70,7 +70,6 @@ def close_session(session: Session, status: str) -> None:
     except StorageError:
         session.record.close("failed", final_metrics(session), session.progress)
         raise
-    session.activity.writes(None)
     with session.activity.during("report"):
         asked = session.interrupt.seconds_since
         session.record.close(status, final_metrics(session), session.progress, is_asked=lambda: bool(asked()))
@@ -137,8 +136,6 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
     with record.spent.measure("saving"):
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, loss=loss, score=score)
-    if began:
-        session.activity.writes(session.checkpointer.directory / str(number))
     record.keep_time(number)
     return began
 

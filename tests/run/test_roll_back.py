@@ -1,10 +1,5 @@
 """Which batch a step reads in a run that went back: a pure function of what is recorded."""
 
-import pytest
-
-from jaxtrain.config.kinds import check_roll_back
-from jaxtrain.config.schema import CheckpointConfig, SpikesConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.run.resume import SpikeError, batch_of, recorded, with_spike
 
 
@@ -36,23 +31,3 @@ def test_batches_after_roll_backs() -> None:
         # No batch is read twice in the line of steps that stays.
         read = [batch_of(k, rolled_back) for k in range(100)]
         assert read == sorted(set(read))
-
-
-def test_checkpoints_must_reach_back_far_enough() -> None:
-    def check(every: int | None, keep_last: int) -> None:
-        spikes = SpikesConfig(action="roll_back", roll_back_steps=100)
-        check_roll_back(spikes, CheckpointConfig(every=every, keep_last=keep_last))
-
-    for every, keep_last, message in (
-        (None, 2, "set checkpoint.every, such as 100"),
-        (50, 2, "set checkpoint.keep_last=3"),
-        (100, 1, "set checkpoint.keep_last=2"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check(every, keep_last)
-    for every, keep_last in ((100, 2), (50, 3)):
-        check(every, keep_last)
-        # Indeed: from every spike some checkpoint that is kept is old enough, once there are enough.
-        for spike in range(10 * every + 1, 11 * every + 1):
-            saved = [step for step in range(every, spike, every)][-keep_last:]
-            assert any(step <= spike - 100 for step in saved)

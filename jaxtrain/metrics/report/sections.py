@@ -23,15 +23,14 @@ from jaxtrain.metrics.report.html import (
     text,
 )
 from jaxtrain.metrics.report.run_files import RunFiles, read_json
-from jaxtrain.metrics.time_spent import OTHER, PARTS, read_restarts
+from jaxtrain.metrics.time_spent import OTHER, PARTS
 
 _MOST_CLASSES, _MOST_CONFUSIONS, _LONG_NAME = 20, 10, 5
 _MOST_PARAMETERS, _FEW_PARAMETERS = 400, 12
-# The colours of the page by their names in its style sheet; what failures cost is hatched.
+# The colours of the page by their names in its style sheet.
 _PART_COLORS = {
     **{"steps": "series-1", "waiting for data": "series-2", "compiling": "series-4", "evaluation": "series-3"},
     **{"saving": "series-5", "sampling": "series-6", "reading data": "series-7", "creating state": "series-8"},
-    **{"starting": "ink", "lost steps": "series-1", "restarting": "series-8"},
 }
 
 
@@ -95,43 +94,23 @@ def _worst(found: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def time_bar(run: RunFiles) -> str:
-    """Show where the wall time went, as one stacked bar with its numbers; below it the restarts, if there were any."""
+    """Show where the wall time went, as one stacked bar with its numbers."""
     recorded = mapping(run.info.get("seconds"))
     seconds = {part: recorded.get(part) or 0.0 for part in (*PARTS, OTHER)}
-    total, cost = sum(seconds.values()), seconds["lost steps"] + seconds["restarting"]
+    total = sum(seconds.values())
     if total <= 0:
         return ""
     bar = key = ""
     for part, spent in sorted(seconds.items(), key=lambda item: (item[0] == OTHER, -item[1])):
         color = f"var(--{_PART_COLORS.get(part, 'line')})"
-        if part in ("lost steps", "restarting"):
-            color = f"repeating-linear-gradient(45deg,{color} 0 4px,transparent 4px 8px)"
         label = f"{part}: {format_duration(spent)} ({100 * spent / total:.1f} %)"
         if spent >= 0.0005:
             bar += f'<span style="width:{100 * spent / total:.2f}%;background:{color}" title="{label}"></span>'
             key += f'<li><i style="background:{color}"></i>{label}</li>'
     starts = f", over {len(run.resumed_steps) + 1} starts of the run" if run.resumed_steps else ""
     note = f"{format_duration(total)} in all{starts}."
-    goodput = (
-        f"Goodput {100 * seconds['steps'] / total:.1f} %: the share of the time that went into steps that count. "
-        f"Failures cost {format_duration(cost)}: lost steps, and the time until the run went on (hatched)."
-    )
     body = f'{soft(note)}<div class="bar" role="img" aria-label="{note}">{bar}</div><ul class="bar-key">{key}</ul>'
-    return section("Where the time went", body + (soft(goodput) if cost else "") + _restarts(run))
-
-
-def _restarts(run: RunFiles) -> str:
-    """List the failures after which a supervisor started the run again."""
-    shown = [
-        (
-            moment(row.get("time")),
-            row.get("signal") or f"exit code {row.get('exit_code')}",
-            *(f"{row.get(key) or 0:,}" for key in ("step", "saved_step", "lost_steps")),
-        )
-        for row in read_restarts(run.run_dir)
-    ]
-    table = grid(("failed", "how", "at step", "newest checkpoint", "lost steps"), shown, numbers=(2, 3, 4))
-    return folded(f"restarts: {len(shown)}", table) if shown else ""
+    return section("Where the time went", body)
 
 
 def checkpoints(run: RunFiles) -> str:
