@@ -24,7 +24,7 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.metrics.history import read_rows
-from jaxtrain.runtime.files import identity, plain_number, put_aside, write_bytes_atomic, write_lines_atomic
+from jaxtrain.runtime.files import plain_number, put_aside, write_lines_atomic
 
 Scalars = Mapping[str, float | int | None]
 
@@ -113,6 +113,8 @@ class JsonlWriter:
     def append(self, row: Mapping[str, object]) -> None:
         """Write a row of JSON values, all of it or nothing; see `scalars`."""
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        if not self.path.exists():  # deleted, with its folder perhaps, while it was open
+            JsonlWriter.close(self)
         file = self._open()
         size = file.seek(0, os.SEEK_END)
         try:
@@ -136,26 +138,6 @@ class JsonlWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def is_in_place(self) -> bool:
-        """Whether the file that is open is the one at its path; True where none is open."""
-        if self._file is None:
-            return True
-        found = os.fstat(self._file.fileno())
-        return identity(self.path) == (found.st_dev, found.st_ino)
-
-    def write_again(self) -> str:
-        """Write the file at its path again, with the rows of the open file, whose name is gone; says so."""
-        content = b""
-        if self._file is not None:
-            self._file.seek(0)
-            content = self._file.read()
-        self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        put_aside(self.path)
-        write_bytes_atomic(self.path, content)
-        self._open()
-        return f"{self.path.name} is written again"
 
     def _open(self) -> io.FileIO:
         if self._file is None:

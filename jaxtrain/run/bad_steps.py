@@ -30,7 +30,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.task import Batch
 from jaxtrain.run.resume import SpikeError, batch_of, recorded
-from jaxtrain.run.saving import is_due
+from jaxtrain.run.session import is_due
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run

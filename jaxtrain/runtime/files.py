@@ -53,15 +53,6 @@ def put_aside(path: Path) -> Path | None:
     return target
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file or folder from another one that comes to its path, device and inode; None: there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 def strict_json(value: Any) -> Any:
     """A value in types of strict JSON: NaN and infinities, which JSON does not have, become None.
 

@@ -37,7 +37,6 @@ def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
         word_list(_words(run)),
         _sample(run),
         _curves(run),
-        sections.mistakes(run),
         sections.time_bar(run),
         sections.checkpoints(run),
         sections.settings(run),
