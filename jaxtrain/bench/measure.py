@@ -36,10 +36,10 @@ _NEVER_MINUTES = 10_080
 # folder of checkpoints, and asks no service. Saves by the clock are those that spikes.action=roll_back accepts.
 _QUIET = (
     *("logging.report=false", "logging.tensorboard=false"),
-    *("logging.wandb=false", "logging.trackio=false", "logging.mlflow=false"),
+    *("logging.wandb=false", "logging.mlflow=false"),
     *("checkpoint.directory=null", "checkpoint.mirror=null"),
     *("checkpoint.every=null", f"checkpoint.every_minutes={_NEVER_MINUTES}"),
-    *("profile.start_step=null", "notices.metadata=false"),
+    "profile.start_step=null",
 )
 
 

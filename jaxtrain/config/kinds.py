@@ -1,5 +1,6 @@
 """Whether the groups of a config belong together. No jax here: `config` and `plan` ask too."""
 
+import math
 from collections.abc import Sequence
 
 from jaxtrain.config.base import Call
@@ -196,17 +197,20 @@ def check_sizes(
     None: not known, or none; what the model leaves to the data is not compared.
     """
     model = config.model
-    vocabulary, longest = getattr(model, "vocab_size", None), getattr(model, "max_sequence_length", None)
-    outputs = getattr(model, "num_classes", None) or getattr(model, "num_outputs", None)
-    outputs = outputs or getattr(getattr(model, "head", None), "num_labels", None)
-    if vocabulary and vocab_size and vocab_size > vocabulary:
+
+    def room(*keys: str, of: object = model) -> float:
+        return next((size for key in keys if (size := getattr(of, key, None))), math.inf)
+
+    vocabulary, longest = room("vocab_size"), room("max_sequence_length")
+    outputs = min(room("num_classes", "num_outputs"), room("num_labels", of=getattr(model, "head", None)))
+    if (vocab_size or 0) > vocabulary:
         published = published_from(model)
         write = f"set model.vocab_size={vocab_size} or more, or leave it out"
         if published is not None:
             write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
         raise ConfigError(f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}")
-    if outputs and num_outputs and num_outputs > outputs:
+    if (num_outputs or 0) > outputs:
         raise ConfigError(f"the model has {outputs} outputs but the data {num_outputs} classes or columns")
     for key, length in (("data.sequence_length", sequence_length), ("data.target_length", decoder_length)):
-        if longest and length and length > longest:
+        if (length or 0) > longest:
             raise ConfigError(f"{key}={length} exceeds model.max_sequence_length={longest}; lower it")

@@ -1,56 +1,24 @@
-"""Where the wall time of a run goes: seconds per part, over all processes that worked on it one after another.
+"""Where the wall time of a run goes: seconds per part, over all processes that worked on it. No jax here."""
 
-No jax here.
-"""
-
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
-from pathlib import Path
-from typing import Any, Literal, get_args
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, get_args
 
 Part = Literal[
-    "reading data",
-    "compiling",
-    "creating state",
-    "steps",
-    "waiting for data",
-    "evaluation",
-    "saving",
-    "sampling",
-    "starting",
+    "reading data", "compiling", "creating state", "steps", "waiting for data", "evaluation", "saving", "sampling"
 ]
 PARTS: tuple[str, ...] = get_args(Part)
 OTHER = "other"
-# One line per restart of the run, written by its supervisor.
-RESTARTS_FILE = "restarts.jsonl"
-_BEGAN: ContextVar[float | None] = ContextVar("began", default=None)
-
-
-@contextmanager
-def counted_from(began: float) -> Iterator[None]:
-    """Count the time of a run from a moment of `time.monotonic()` before it, as `starting`."""
-    token = _BEGAN.set(began)
-    try:
-        yield
-    finally:
-        _BEGAN.reset(token)
 
 
 class TimeSpent:
-    """Adds up the seconds of each part of a run, those of `earlier` processes too; see `after`.
-
-    `during` marks a block as a part for others, such as the watchdog.
-    """
+    """Adds up the seconds of each part of a run; `during` marks a block as a part for others, such as the watchdog."""
 
     def __init__(self, *, during: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        self._during, self._earlier = during, dict[str, float]()
+        self._during, self._began = during, time.monotonic()
+        self._earlier: Mapping[str, float] = {}
         self._own = dict.fromkeys(PARTS, 0.0)
-        called = time.monotonic()
-        self._began = _BEGAN.get() or called
-        self._own["starting"] = called - self._began
 
     def after(self, earlier: Mapping[str, float]) -> None:
         """Take note of the seconds of the processes before this one."""
@@ -75,15 +43,3 @@ class TimeSpent:
         wall = time.monotonic() - self._began
         own = {**self._own, OTHER: max(0.0, wall - sum(self._own.values()))}
         return {part: round(seconds + self._earlier.get(part, 0.0), 3) for part, seconds in own.items()}
-
-
-def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `restarts.jsonl`; where each process has a supervisor, the first row of an end counts."""
-    rows: list[dict[str, Any]] = []
-    with suppress(OSError):
-        for line in (run_dir / RESTARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                row = json.loads(line)
-                if not (rows and row.get("began", 0) < rows[-1].get("ended", 0)):
-                    rows.append(row)
-    return rows

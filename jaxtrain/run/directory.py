@@ -17,7 +17,7 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import RUN_FILE
 from jaxtrain.config.schema import check_run_name
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.runtime.host import attempt, drop_in_children
+from jaxtrain.runtime.host import drop_in_children
 from jaxtrain.runtime.terminal import print_remark
 
 LOCK_NAME = "lock"
@@ -122,9 +122,7 @@ def _holder(descriptor: int) -> str:
 
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
-    # Rows of this supervisor's are of this run, whose first start did not live to its first save.
-    names = _OF_A_RUN if attempt() else (*_OF_A_RUN, "restarts.jsonl")
-    old = [run_dir / name for name in names if (run_dir / name).exists()]
+    old = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
     if not old:
         return None
     # Nanoseconds, since two runs can be set aside within a second; the names sort by time.

@@ -50,10 +50,6 @@ class StepClock:
         seconds, self._end = now - self._end - next_wait + waited, now
         return seconds
 
-    def leave_out(self, seconds: float) -> None:
-        """Seconds since the last step are of no step."""
-        self._end += seconds
-
 
 def train(session: Session) -> tuple[TrainState, int]:
     """Train to the last step, or until the run stops early; then evaluate, save, sample and report."""
@@ -158,7 +154,6 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         settle=session.saves.settle,
         metadata=session.metadata,
         progress=session.progress,
-        spent=session.record.spent,
     )
     profile = _Profile(session)
     session.progress.start(config.steps, start)
@@ -177,7 +172,7 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
         profile.after_step(number)
         session.steps.note(number, metrics, seconds, waited)
         session.watch.metrics = metrics
-        clock.leave_out(bad_steps.note(number, metrics))
+        bad_steps.note(number, metrics)
         host.resume_collector()  # beside the next step, which is under way
         if in_a_row >= config.max_skipped_in_a_row:
             raise DivergedError(_given_up(in_a_row, number, metrics))
@@ -205,8 +200,6 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
             if interrupt.requested() or number == config.steps:
                 break
             session.saves.check()
-            if not session.saves.is_writing:
-                session.activity.writes(None)
             wants_save = session.saves.is_due(number)
             if wants_save or is_due(number, run.config.evaluation.every) or session.watch.sees(number):
                 settle()

@@ -39,7 +39,7 @@ from jaxtrain.run.resume import RECORD, check_resumed, choose_start, own_parts, 
 from jaxtrain.run.session import RunSaves, Session, begin_folder, take_folder
 from jaxtrain.run.watchdog import Activity
 from jaxtrain.runtime.agreement import Facts, together
-from jaxtrain.runtime.compiler import Taken, cache_folder, compile_lowered, option_notes, record_choices
+from jaxtrain.runtime.compiler import cache_folder, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.train.assemble import Run, assemble, open_run_data
@@ -168,7 +168,7 @@ def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
 
 def _facts(run: Run) -> Facts:
     """What all processes must have alike: the rows of each batch, and the options that each compiler accepts."""
-    options = {**run.step.compiler_options.used, **run.step.compiler_options.tried}
+    options = run.step.compiler_options.used
     named = {f"data ({name})": value for name, value in flat(run.stream).items()}
     named |= {f"compiler option {name}": value for name, value in options.items()}
     return {name: (str(value), "") for name, value in named.items()}
@@ -286,31 +286,27 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
     collectives of the two threads could meet in another order in another process.
     """
     seen: set[str] = set()
-    chosen: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
         seen.add(event.removeprefix("/jax/compilation_cache/"))
 
     with contextlib.ExitStack() as ends:
 
-        def attempt() -> tuple[Taken, Phase]:
+        def attempt() -> Phase:
             try:
                 with progress.phase("tracing") as tracing, record_choices() as choices:
                     lowered = run.step.trace(run.batches.spec()).lower()
                     tracing.note("; ".join(choices))
-                chosen.extend(choices)
                 phase = ends.enter_context(progress.phase("compiling"))
                 jax.monitoring.register_event_listener(listen)
                 ends.callback(jax.monitoring.unregister_event_listener, listen)
-                taken = compile_lowered(lowered, run.step.compiler_options.tried)
-                run.step.use(taken.compiled, choices=[*chosen, *taken.lines], tried=taken.tried)
-                return taken, phase
+                run.step.use(lowered.compile(), choices=choices)
+                return phase
             finally:
                 if created is not None and jax.process_count() > 1:
                     wait([created])
 
-        taken, phase = together(attempt)
+        phase = together(attempt)
         # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
         found = "cache_hits" in seen and "cache_misses" not in seen
-        cached = "from cache" if found else "cached next time" if run.config.compilation_cache is not None else ""
-        phase.note("; ".join([*([cached] if cached else []), *taken.lines]))
+        phase.note("from cache" if found else "cached next time" if run.config.compilation_cache is not None else "")

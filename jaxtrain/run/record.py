@@ -186,7 +186,7 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
         **{key: metadata.get(key) for key in ("from_python", "base")},
         **{key: metadata[key] for key in (RECORD,) if key in metadata},
         "choices": list(step.choices),
-        "compiler_options": dict(step.compiled_with),
+        "compiler_options": dict(step.compiler_options.used),
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.schema import EarlyStoppingConfig, NoticesConfig, limits
+from jaxtrain.config.schema import EarlyStoppingConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import flat
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # writes. Whether data at another path is the same data is told by its content.
 MAY_DIFFER = (
     *("compilation_cache", "data.path", "data.validation_path", "data.tokenizer.path", "train.prefetch"),
-    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.trackio", "logging.mlflow"),
+    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.mlflow"),
     *("logging.project", "logging.tags"),
 )
 
@@ -165,7 +165,7 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
     main = distributed.is_main_process()
     shown = given.progress or Progress(process_index=0 if main else 1)
     with (
-        Interrupt(loaded.config.notices or NoticesConfig()) as interrupt,
+        Interrupt() as interrupt,
         shown,
         distributed.on_main_process(RunLock(folder)),
         watched(limits(loaded.config.watchdog), folder) as activity,
@@ -176,7 +176,7 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
 
         with interrupt.free_to_leave():
             session = prepare_session(loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity)
-        with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
+        with closing_on_failure(lambda status: close_session(session, status)):
             state, done = train(session)
             return Result(folder, state, final_metrics(session), done)
 

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import RECORD_ITEM, SaveError, live_steps
-from jaxtrain.checkpoint.places import Place, SeenComplete
+from jaxtrain.checkpoint.directory import SaveError, live_steps
+from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import NOTE, Owner, checkpoint_folder, configured_folder, set_steps_aside, take
 from jaxtrain.checkpoint.storage import everyone, from_process_0
 from jaxtrain.config.schema import CheckpointConfig
@@ -101,12 +101,6 @@ class RunSaves:
         self._unheard: SaveError | None = None  # by the other processes
         self._pending: int | None = None
         self._complete = checkpointer.latest_step()
-        self._seen = SeenComplete()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save was under way at the last `check`, so that the watchdog counts its time."""
-        return self._pending is not None and self._unheard is None and self._complete != self._pending
 
     def is_due(self, number: int) -> bool:
         """Whether the state after step `number` is to be saved; asked once after every step."""
@@ -117,7 +111,7 @@ class RunSaves:
         return by_clock or is_due(number, self._config.every)
 
     def check(self) -> None:
-        """Look whether the save that is under way has failed or is complete; called after every step."""
+        """Look whether the save that is under way has failed; called after every step."""
         try:
             self._checkpointer.check()
         except SaveError as error:
@@ -125,9 +119,6 @@ class RunSaves:
                 self._unheard = error
             else:
                 self._note_failure(error)
-        folder, pending = self._checkpointer.directory, self._pending
-        if pending is not None and self._seen(folder / str(pending), item=RECORD_ITEM):
-            self._complete = pending
 
     def save(
         self, number: int, state: TrainState, *, metadata: Mapping[str, Any], loss: float | None, score: float | None
@@ -148,7 +139,7 @@ class RunSaves:
         self._agree(failure)
         self._saved_at = time.monotonic()
         if failure is None:
-            self._pending, self._failure, self._seen = number, None, SeenComplete()
+            self._pending, self._failure = number, None
         return began
 
     def settle(self, *, hurry: bool = False) -> bool:
@@ -248,7 +239,6 @@ def close_session(session: Session, status: str) -> None:
     except StorageError:
         session.record.close("failed", final_metrics(session), session.progress)
         raise
-    session.activity.writes(None)
     with session.activity.during("report"):
         asked = session.interrupt.seconds_since
         session.record.close(status, final_metrics(session), session.progress, is_asked=lambda: bool(asked()))
@@ -305,7 +295,6 @@ def _write(session: Session, number: int, state: TrainState) -> bool:
         saved = without_base(state, trained_leaves(session.run.step))
         began = session.saves.save(number, saved, metadata=session.metadata, loss=loss, score=score)
     if began:
-        session.activity.writes(session.checkpointer.directory / str(number))
         record.update(save_seconds=round(time.monotonic() - began_at, 3))
     return began
 

@@ -3,6 +3,7 @@
 The only reader of cluster environment. Nothing is joined here.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -10,7 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.devices import has_tpu_chips
@@ -22,10 +22,7 @@ _PRODUCT = Path("/sys/class/dmi/id/product_name")
 # What ends a VM (https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice and
 # https://cloud.google.com/compute/docs/instances/create-use-preemptible). A VM that migrates while it runs loses
 # nothing and goes on.
-_ENDS = {
-    "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "its host is about to be maintained"),
-    "preempted": ("TRUE", "it is taken back"),
-}
+_ENDS = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
 _ASK_AGAIN_SECONDS = 1.0
 # The variables with which the runtimes of NVIDIA and AMD, and Slurm through them, list the GPUs of a process.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -70,12 +67,6 @@ def detect_cluster() -> Cluster | None:
         return _at_address(address)
     # Before Slurm, inside whose jobs mpirun works too.
     if (environment_number("OMPI_COMM_WORLD_SIZE") or 1) > 1:
-        if "OMPI_MCA_orte_hnp_uri" not in os.environ:
-            raise ConfigError(
-                "this Open MPI does not say where its first process is (OMPI_MCA_orte_hnp_uri; version 5 dropped it); "
-                "set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE and "
-                "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK in each process, or use Slurm's srun"
-            )
         return Cluster("Open MPI")
     # A batch job that asks for nodes only has no count of tasks; srun starts one per node.
     tasks = environment_number("SLURM_NTASKS") or environment_number("SLURM_JOB_NUM_NODES") or 1
@@ -148,17 +139,9 @@ def local_device_ids() -> list[int] | None:
 
 
 def _slurm_tasks_on_node() -> int | None:
-    """This node's entry in a Slurm step's counts: "2(x3),1" is 2 tasks on three nodes and 1 on a fourth."""
-    counts: list[int] = []
-    for entry in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
-        if found is None:
-            return None
-        counts += [int(found[1])] * int(found[2] or 1)
-    node = _whole("SLURM_NODEID")
-    if len(set(counts)) == 1:
-        return counts[0]
-    return None if node is None or node >= len(counts) else counts[node]
+    """The tasks of a Slurm step on each node, where all have as many: "2(x4)" is 2 tasks on each of four nodes."""
+    found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip())
+    return None if found is None else int(found[1])
 
 
 def _whole(name: str) -> int | None:
@@ -166,45 +149,38 @@ def _whole(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def watch_metadata(wanted: Literal["auto"] | bool, announce: Callable[[str], None]) -> Callable[[], None]:
+def watch_metadata(announce: Callable[[str], None]) -> Callable[[], None]:
     """Ask Google's metadata server every second, in the background, and announce the end of this VM once.
 
-    A notice that stands when the watching begins is not announced: a process that was started again on the same VM
-    within the hour of a notice would otherwise never get to work. The VM still sends SIGTERM at its end.
+    Nobody is asked where neither GCE_METADATA_HOST is set nor the hardware says Google. A notice that stands when the
+    watching begins is not announced: a process that was started again on the same VM within the hour of a notice would
+    never get to work. The VM still sends SIGTERM at its end.
 
     Args:
-        wanted: True; False; or auto, which asks only where GCE_METADATA_HOST is set or the hardware says Google.
         announce: called on a background thread with the text of the notice.
 
     Returns:
         A function that ends the watching; it does not wait.
     """
-    stopped = threading.Event()
-    host = os.environ.get("GCE_METADATA_HOST")
+    stopped, address = threading.Event(), os.environ.get("GCE_METADATA_HOST")
+
+    def asked() -> set[str]:
+        return {name for name, fatal in _ENDS.items() if _ask_metadata(address or _METADATA_HOST, name) == fatal}
 
     def watch() -> None:
-        address = host or _METADATA_HOST
-        standing = {name for name, (fatal, _) in _ENDS.items() if _ask_metadata(address, name) == fatal}
+        standing = asked()
         while not stopped.wait(_ASK_AGAIN_SECONDS):
-            for name, (fatal, why) in _ENDS.items():
-                is_fatal = _ask_metadata(address, name) == fatal
-                if is_fatal and name not in standing and not stopped.is_set():
-                    announce(f"metadata server: {name} is {fatal}, {why}")
-                    return
-                if not is_fatal:
-                    standing.discard(name)
+            found = asked()
+            if (new := found - standing) and not stopped.is_set():
+                announce(f"metadata server: {(name := new.pop())} is {_ENDS[name]}")
+                return
+            standing = found
 
-    if wanted is True or (wanted == "auto" and (host or _is_google())):
-        # A daemon: a request must not keep the process alive.
-        threading.Thread(target=watch, name="jaxtrain-notices", daemon=True).start()
+    with contextlib.suppress(OSError):
+        if address or "Google" in _PRODUCT.read_text(encoding="utf-8", errors="replace"):
+            # A daemon: a request must not keep the process alive.
+            threading.Thread(target=watch, name="jaxtrain-notices", daemon=True).start()
     return stopped.set
-
-
-def _is_google() -> bool:
-    try:
-        return "Google" in _PRODUCT.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
 
 
 def _ask_metadata(host: str, name: str) -> str | None:

@@ -200,21 +200,18 @@ _BUDGET_SECONDS = 1.0
 def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:
     """Measure the rate of a square matrix product in FLOP/s, at full precision (no TF32, no bf16 passes of float32).
 
-    Args:
-        dtype: "float32" or "bfloat16".
-        device: a `jax.Device`; None: the first device of this process.
+    `dtype` is "float32" or "bfloat16", `device` a `jax.Device`; None: the first of this process.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    device = jax.local_devices()[0] if device is None else device
+    device = device or jax.local_devices()[0]
     size = _SIZES.get(device.platform, 2048)
     # Not zeros or ones: accelerators draw less power on those and clock higher.
     values = np.random.default_rng(0).standard_normal((size, size), np.float32)
     matrix = jax.device_put(jnp.asarray(values, dtype), device)
     multiply = jax.jit(lambda a: jnp.matmul(a, a, precision=jax.lax.Precision.HIGHEST))
-    multiply(matrix).block_until_ready()
     return 2 * size**3 / _median_seconds(lambda: multiply(matrix).block_until_ready())
 
 
@@ -223,19 +220,14 @@ def memory_bytes_per_second(*, device: Any = None) -> float:
     import jax
     import numpy as np
 
-    device = jax.local_devices()[0] if device is None else device
-    values = [jax.device_put(np.ones(2**26, np.float32), device)]
+    values = [jax.device_put(np.ones(2**26, np.float32), device or jax.local_devices()[0])]
     # In place, because with a new buffer the time to allocate pages would be measured too.
     scale = jax.jit(lambda x: x * np.float32(1.0000001), donate_argnums=0)
-
-    def run() -> None:
-        values.append(scale(values.pop()).block_until_ready())
-
-    run()
-    return 2 * 4 * 2**26 / _median_seconds(run)
+    return 2 * 4 * 2**26 / _median_seconds(lambda: values.append(scale(values.pop()).block_until_ready()))
 
 
 def _median_seconds(run: Callable[[], object]) -> float:
+    run()  # compiles
     seconds: list[float] = []
     while len(seconds) < _REPEATS and sum(seconds) < _BUDGET_SECONDS:
         started = time.perf_counter()

@@ -35,7 +35,7 @@ def test_a_warm_start_reads_what_the_cold_one_compiled(tmp_path):
 LOUD = [
     *(f"logging.{name}=true" for name, field in LoggingConfig.model_fields.items() if field.annotation is bool),
     *("checkpoint.directory=gs://b/c", "checkpoint.mirror=gs://b/d", "checkpoint.every_minutes=0.01"),
-    *("profile.start_step=1", "notices.metadata=true", "spikes.action=roll_back", "compilation_cache=/mine"),
+    *("profile.start_step=1", "spikes.action=roll_back", "compilation_cache=/mine"),
 ]
 
 
@@ -68,8 +68,6 @@ def test_a_timed_start_leaves_nothing_but_its_folder(tmp_path, monkeypatch):
     assert (config.checkpoint.directory, config.checkpoint.mirror, config.checkpoint.every) == (None, None, None)
     assert config.checkpoint.every_minutes == measure._NEVER_MINUTES
     assert config.profile.start_step is None
-    assert config.notices is not None
-    assert config.notices.metadata is False
     assert config.compilation_cache == str(tmp_path / "a cache")
 
 

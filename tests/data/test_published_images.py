@@ -30,7 +30,7 @@ def test_the_numbers_are_those_of_transformers(tmp_path, name, image):
     Image.fromarray(MADE[f"image/{image}"]).save(tmp_path / "image.png")
     # The pixels are the same; transformers multiplies and divides them in another order.
     expected = MADE[f"made/{name}/{image}"]
-    # The fixture is of Pillow 13; Pillow 12, which trackio asks for, rounds some pixels to the level beside.
+    # The fixture is of Pillow 13; Pillow 12 rounds some pixels to the level beside.
     level = (
         0.0 if int(PIL.__version__.partition(".")[0]) >= 13 else 1.001 * processing.scale / min(processing.deviation)
     )

@@ -23,6 +23,7 @@ import optax
 
 import jaxtrain as jt
 from jaxtrain.metrics.progress import Phase, Progress
+from jaxtrain.runtime.host import end_process
 
 STEPS = 6
 _RNG = np.random.default_rng(0)
@@ -164,4 +165,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())  # as the command line does

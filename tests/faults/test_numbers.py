@@ -37,10 +37,8 @@ def test_a_step_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
         found = json.loads((tmp_path / "nonfinite" / f"step_{step}.json").read_text())
         assert found["batch_rows"] == rows_of(step - 1).tolist()
         assert [(one["row"], one["not_finite"]) for one in found["rows"]] == rows
-        assert found["parameters"] == []
-        assert {one["path"] for one in found["gradients"]} >= (set() if step == 31 else {"output/kernel"})
     said = [line for line in lines if "is not finite and skipped" in line]
-    assert f"batch 20, row {row} (inputs not finite); not finite in gradients: layers/0/kernel (16 of" in said[0]
+    assert f"batch 20, row {row} (inputs not finite); " in said[0]
     assert "batch 30; " in said[1]
     assert len(said) == 2
     assert metrics(tmp_path)[33]["skipped_steps"] == 2
@@ -136,30 +134,3 @@ def test_spikes_in_a_row_end_the_run(tmp_path: Path) -> None:
         jt.DivergedError, match=r"were spikes .* 3 steps in a row, up to step 23; parameters are as before"
     ):
         train(tmp_path, table(spikes=(20, 21, 22, 23)), **keys)
-
-
-@pytest.mark.long
-def test_a_parameter_that_is_not_finite_is_named_with_its_layer(tmp_path: Path) -> None:
-    """The batch is innocent: no row is named."""
-    size = {"num_layers": 3, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 8, "vocab_size": 32}
-    model = jt.build_model({"kind": "transformer", **size}, input_shape=(8,))
-    params, _ = jax.jit(model.init)(jax.random.key(0))
-    kernel = params["blocks"]["mlp"]["up"]["kernel"]
-    params["blocks"]["mlp"]["up"]["kernel"] = kernel.at[1, 3, 5].set(jnp.nan)
-    tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
-    progress = Lines()
-    jt.fit(
-        model,
-        jt.language_modeling(),
-        optax.sgd(0.1),
-        data={"inputs": tokens[:, :-1], "targets": tokens[:, 1:]},
-        batch_size=8,
-        steps=2,
-        params=params,
-        run_dir=tmp_path,
-        logging={"tensorboard": False, "report": False},
-        progress=progress,
-    )
-    line = next(line for line in progress.lines if "step 1 is not finite" in line)
-    assert "batch 0; not finite in parameters: blocks/mlp/up/kernel[1] (1 of " in line
-    assert " row" not in line.split(";")[0]

@@ -143,7 +143,8 @@ def test_what_vanishes_while_a_run_goes_on_is_written_again(
     run_dir = tmp_path / "run"
     _, shown = train(run_dir, {5: once_complete(run_dir, 4, lambda: lose(run_dir))}, checkpoint__every=4)
     assert len(shown.said(said)) == 1
-    assert logged(run_dir) == logged(undisturbed), "every row is there once"
+    first = 6 if lose is shutil.rmtree else 1
+    assert logged(run_dir) == [row for row in logged(undisturbed) if row[0] >= first], "every row since is there once"
     assert json.loads((run_dir / "run.json").read_text())["status"] == "done"
     assert end(run_dir) == end(undisturbed)
     # Another process finds the run whole.

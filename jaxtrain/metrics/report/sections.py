@@ -20,19 +20,18 @@ from jaxtrain.metrics.report.html import (
     soft,
 )
 from jaxtrain.metrics.report.run_files import RunFiles
-from jaxtrain.metrics.time_spent import OTHER, PARTS, read_restarts
+from jaxtrain.metrics.time_spent import OTHER, PARTS
 
 _MOST_PARAMETERS, _FEW_PARAMETERS = 400, 12
 # The colours of the page by their names in its style sheet.
 _PART_COLORS = {
     **{"steps": "series-1", "waiting for data": "series-2", "compiling": "series-4", "evaluation": "series-3"},
     **{"saving": "series-5", "sampling": "series-6", "reading data": "series-7", "creating state": "series-8"},
-    "starting": "ink",
 }
 
 
 def time_bar(run: RunFiles) -> str:
-    """Show where the wall time went, as one stacked bar with its numbers; below it the restarts, if there were any."""
+    """Show where the wall time went, as one stacked bar with its numbers."""
     recorded = mapping(run.info.get("seconds"))
     seconds = {part: recorded.get(part) or 0.0 for part in (*PARTS, OTHER)}
     total = sum(seconds.values())
@@ -48,21 +47,7 @@ def time_bar(run: RunFiles) -> str:
     starts = f", over {len(run.resumed_steps) + 1} starts of the run" if run.resumed_steps else ""
     note = f"{format_duration(total)} in all{starts}."
     body = f'{soft(note)}<div class="bar" role="img" aria-label="{note}">{bar}</div><ul class="bar-key">{key}</ul>'
-    return section("Where the time went", body + _restarts(run))
-
-
-def _restarts(run: RunFiles) -> str:
-    """List the failures after which a supervisor started the run again."""
-    shown = [
-        (
-            moment(row.get("time")),
-            row.get("signal") or f"exit code {row.get('exit_code')}",
-            *(f"{row.get(key) or 0:,}" for key in ("step", "saved_step", "lost_steps")),
-        )
-        for row in read_restarts(run.run_dir)
-    ]
-    table = grid(("failed", "how", "at step", "newest checkpoint", "lost steps"), shown, numbers=(2, 3, 4))
-    return folded(f"restarts: {len(shown)}", table) if shown else ""
+    return section("Where the time went", body)
 
 
 def checkpoints(run: RunFiles) -> str:
