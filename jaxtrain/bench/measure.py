@@ -33,7 +33,7 @@ _START_LIMIT_SECONDS = 600.0
 # A week: no timed start takes so long.
 _NEVER_MINUTES = 10_080
 # Settings added to those of the config, so that the process writes nothing outside of its temporary folder, claims no
-# folder of checkpoints, and asks no service. Saves by the clock are those that spikes.action=roll_back accepts.
+# folder of checkpoints, and asks no service.
 _QUIET = (
     *("logging.report=false", "logging.tensorboard=false"),
     *("logging.wandb=false", "logging.mlflow=false"),

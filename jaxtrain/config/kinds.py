@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxtrain.config.base import Call
 from jaxtrain.config.data import CalledData, ChatData, MaskCorruption, gives_pairs
 from jaxtrain.config.model import CalledModel, TransformerConfig, published_from
-from jaxtrain.config.schema import CheckpointConfig, Config, FinetuneConfig, LossConfig, SpikesConfig
+from jaxtrain.config.schema import Config, FinetuneConfig, LossConfig
 from jaxtrain.errors import ConfigError
 
 # Kind of data -> what its rows are; of the others: examples.
@@ -171,17 +171,6 @@ def check_loss(config: Config) -> None:
             raise ConfigError(
                 f"loss.{name}={value} is for task={_LOSS[name][0]}, but task={task_name(config)}; leave it out"
             )
-
-
-def check_roll_back(spikes: SpikesConfig | None, checkpoint: CheckpointConfig) -> None:
-    """Raise a ConfigError where spikes go back to checkpoints that are not kept (saves by the clock are not judged)."""
-    every = checkpoint.every
-    if spikes is None or spikes.action != "roll_back" or (every is None and checkpoint.every_minutes is not None):
-        return
-    needed = 0 if every is None else 1 + -(-(spikes.roll_back_steps - 1) // every)
-    if every is None or checkpoint.keep_last < needed:
-        write = f"checkpoint.keep_last={needed}" if every else "checkpoint.every, such as 100"
-        raise ConfigError(f"spikes.roll_back_steps={spikes.roll_back_steps} goes back to no checkpoint; set {write}")
 
 
 def check_sizes(

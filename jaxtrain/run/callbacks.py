@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtrain.config.load import load_config
-from jaxtrain.config.schema import EarlyStoppingConfig, is_higher_better
+from jaxtrain.config.schema import Config, EarlyStoppingConfig, is_higher_better
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import read_rows
 from jaxtrain.metrics.progress import Progress
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
     from jaxtrain.models.task import Task
-    from jaxtrain.train.assemble import Run
     from jaxtrain.train.own_step import OwnStep
     from jaxtrain.train.state import TrainState
 
@@ -41,7 +40,7 @@ class Moment:
 
     Example:
         >>> seen = jt.Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
-        >>> norms = jt.Callback(on_step=lambda moment: moment.log({"gradients": moment.gradients()}), every=100)
+        >>> weights = jt.Callback(on_step=lambda moment: moment.log({"weights": moment.state.params}), every=100)
     """
 
     step: int
@@ -49,7 +48,6 @@ class Moment:
     state: "TrainState"
     run_dir: Path
     _log: Callable[[int, Mapping[str, Any]], None] = field(repr=False, default=lambda step, values: None)
-    _gradients: Callable[[], Any] | None = field(repr=False, default=None)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write numbers, histograms and images to metrics.jsonl, TensorBoard, the trackers and the report.
@@ -59,7 +57,7 @@ class Moment:
         Args:
             values: name -> a number; an array of one dim, of which the histogram is logged, or the pair (counts, edges)
                 of `np.histogram`; an image [H, W], [H, W, 1] or [H, W, 3], uint8 or scaled to its range, at most 512
-                pixels high and wide; or a nested dict of arrays, such as gradients, with a histogram for each.
+                pixels high and wide; or a nested dict of arrays, such as parameters, with a histogram for each.
 
         Raises:
             ConfigError: a value is none of these, or has the name of a metric of the run.
@@ -69,19 +67,6 @@ class Moment:
         if taken is not None:
             raise ConfigError(f"moment.log: {taken!r} is a metric of the run; use another name")
         self._log(self.step, values)
-
-    def gradients(self) -> Any:
-        """The mean gradients of the batch of this step at the state after it; every process calls it.
-
-        Returns:
-            A tree like the parameters, float32, None in place of frozen ones; see `TrainStep.gradients`.
-
-        Raises:
-            ConfigError: called in `on_evaluation` or `on_save`, which have no batch.
-        """
-        if self._gradients is None:
-            raise ConfigError("moment.gradients() needs the batch of a step; call it in on_step")
-        return self._gradients()
 
 
 @dataclass(frozen=True)
@@ -210,25 +195,22 @@ class Watch:
 
     Attributes:
         metrics: of the last step.
-        batch: of the last step that a callback sees.
         status, reason: why the run stops; None and empty: it does not.
     """
 
     def __init__(
         self,
-        run: "Run",
+        config: Config,
         run_dir: Path,
         callbacks: Sequence[Callback],
         *,
         start: int,
         log: Callable[[int, Mapping[str, Any]], None],
     ) -> None:
-        config = run.config
         self.rule, self._every = config.evaluation.early_stopping, config.evaluation.every
-        self._run, self._run_dir, self._callbacks, self._log = run, run_dir, callbacks, log
+        self._run_dir, self._callbacks, self._log = run_dir, callbacks, log
         self._keeps_best, self._last = config.checkpoint.keep_best, config.train.steps
         self.metrics: Mapping[str, Any] = {}
-        self.batch: Any = None
         self.status: str | None = None
         self.reason = ""
         self._evaluations: dict[int, float] = {}  # those that were due
@@ -257,10 +239,8 @@ class Watch:
 
             from jaxtrain.metrics.writers import flat_scalars
 
-            batch, metrics = self.batch, flat_scalars(jax.device_get(dict(self.metrics)))
-            gradients = None if batch is None else lambda: self._run.step.gradients(state, batch).tree
-            moment = Moment(number, metrics, state, self._run_dir, self._log, gradients)
-            self._call("on_step", self._due(number), moment)
+            metrics = flat_scalars(jax.device_get(dict(self.metrics)))
+            self._call("on_step", self._due(number), Moment(number, metrics, state, self._run_dir, self._log))
 
     def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: "TrainState") -> None:
         """Follow the metric of early stopping, and call `on_evaluation`."""
@@ -289,11 +269,6 @@ class Watch:
         if self._score is None or self._score[0] != number or not math.isfinite(self._score[1]):
             return None
         return self._score[1]
-
-    def go_back(self, number: int) -> None:
-        """Forget the evaluations after step `number`, which is the last one of the run again."""
-        self._evaluations = {step: value for step, value in self._evaluations.items() if step <= number}
-        self._score = self._best_step = None
 
     def wants_save(self, number: int) -> bool:
         """Whether the evaluation after this step was the best so far, and the best is to be kept."""

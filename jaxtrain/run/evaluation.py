@@ -280,15 +280,12 @@ def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, 
     if isinstance(targets, np.ndarray | np.generic):
         check_fit(config, data, jax.ShapeDtypeStruct(targets.shape, targets.dtype), own_task=own_task)
     sizes = {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
-    found = parameter_shapes(model_of(config, **sizes))
-    adapted = sharded_model.model.adapted
-    trained = parameter_shapes(sharded_model.model if adapted is None else adapted.original)
-    for path, leaf in trained.items():
-        shape = found[path].shape if path in found else None
-        if shape != leaf.shape:
+    found, model = parameter_shapes(model_of(config, **sizes)), sharded_model.model
+    for path, leaf in parameter_shapes(model if model.adapted is None else model.adapted.original).items():
+        if path not in found or found[path].shape != leaf.shape:
             raise ConfigError(
                 f"the data does not fit the run: its rows {list(data.input_shape)} with "
-                f"{data.num_outputs or data.vocab_size} outputs make {path} {shape}, which was trained as "
+                f"{data.num_outputs or data.vocab_size} outputs make another {path} than the trained one "
                 f"{leaf.shape}; give data of the same sizes"
             )
 

@@ -12,8 +12,6 @@ from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps, CheckedStep
 from jaxtrain.run.interrupt import StoppedWaiting
-from jaxtrain.run.restore import frozen_params, restored_state
-from jaxtrain.run.resume import SpikeError, batch_of, recorded, with_spike
 from jaxtrain.run.sample import sample_text
 from jaxtrain.run.session import (
     Session,
@@ -30,7 +28,6 @@ from jaxtrain.run.session import (
 )
 from jaxtrain.runtime import host
 from jaxtrain.train.assemble import Run
-from jaxtrain.train.base import with_base
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 
@@ -63,7 +60,12 @@ def train(session: Session) -> tuple[TrainState, int]:
             evaluate_state(session, done, state)
             add_evaluation(session, done)
         if not had_ended and watch.status is None:
-            state, done = _train_steps(session)
+            state, done = _run_steps(session)
+            # The loop pauses after a step only if another one follows.
+            if done > session.start and watch.status is None:
+                with saving_on_failure(session, done, state):
+                    watch.stepped(done, state)
+            session.steps.end()  # before the evaluation of that step
         if done < last and watch.status is None:
             stop_run(session, done, state)
         evaluate_state(session, done, state)
@@ -102,59 +104,14 @@ def _sampled(session: Session, done: int, state: TrainState) -> str | None:
     return sample
 
 
-def _train_steps(session: Session) -> tuple[TrainState, int]:
+def _run_steps(session: Session) -> tuple[TrainState, int]:
     """Run the steps that are left; returns the state and the number of the last step that ran."""
-    start, state = session.start, session.state
-    while True:
-        try:
-            state, done = _run_steps(session, start, state)
-            break
-        except SpikeError as error:
-            # The traceback holds the state that is given up.
-            spike, frozen = error.with_traceback(None), frozen_params(session.run.step)
-        session.saves.settle()
-        with session.record.spent.measure("creating state"):
-            # The next save abandons those after it.
-            state = restored_state(session.run.step, session.checkpointer, spike.to_step)
-            state = state if frozen is None else with_base(state, frozen)
-        start = spike.to_step
-        _go_back(session, spike)
-    # The loop pauses after a step only if another one follows.
-    if done > start and session.watch.status is None:
-        with saving_on_failure(session, done, state):
-            session.watch.stepped(done, state)
-    if session.watch.status is not None:
-        session.steps.end()  # before the evaluation of that step
-    return state, done
-
-
-def _go_back(session: Session, spike: SpikeError) -> None:
-    """Forget what was noted of the steps after the one that the run goes back to."""
-    spikes, metadata, step = session.run.config.spikes, session.metadata, spike.to_step
-    assert spikes is not None, "no step is a spike without the group"
-    session.activity.begins_at(step)
-    metadata.update(with_spike(metadata, spike, skip_batches=spikes.skip_batches))
-    session.record.go_back(step, metadata)
-    session.steps.go_back()
-    session.watch.go_back(step)
-    session.metrics, session.evaluated = {}, None
-
-
-def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainState, int]:
-    """Run the steps from a state on, which is donated; a SpikeError says that the run is to go back."""
     run, config, interrupt = session.run, session.run.config.train, session.interrupt
+    start, state = session.start, session.state
     step = _checked(run, start)
     depth = queue_depth(run.batches.spec()) if config.prefetch == "auto" else config.prefetch
-    load, rolled_back = run.step.loader(run.batches), recorded(session.metadata)
-    loaded = prefetch(lambda k: load(batch_of(k, rolled_back)), start, config.steps, depth=depth)
-    bad_steps = BadSteps(
-        run,
-        session.run_dir,
-        checkpointer=session.checkpointer,
-        settle=session.saves.settle,
-        metadata=session.metadata,
-        progress=session.progress,
-    )
+    loaded = prefetch(run.step.loader(run.batches), start, config.steps, depth=depth)
+    bad_steps = BadSteps(run, session.run_dir, session.progress)
     profile = _Profile(session)
     session.progress.start(config.steps, start)
     batches = session.activity.fed(interrupt.until_asked(loaded), first=start + 1)
@@ -191,7 +148,6 @@ def _run_steps(session: Session, start: int, state: TrainState) -> tuple[TrainSt
                     _data_failed(session, number - 1, state, error)
                 raise
             waited = time.perf_counter() - asked
-            session.watch.batch = batch if session.watch.sees(number) else None
             if pending is None:
                 clock.begin()
             state, metrics = step(state, batch)

@@ -15,8 +15,7 @@ from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.checkpoint.run_folder import Owner
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded
-from jaxtrain.config.kinds import check_kinds, check_roll_back
-from jaxtrain.data.stream import BatchStream
+from jaxtrain.config.kinds import check_kinds
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.interop.fresh import check_fits, fresh_notes
 from jaxtrain.layout.degrees import config_degrees
@@ -35,7 +34,7 @@ from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
 from jaxtrain.run.reference import first_reference, resumed_reference
 from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
-from jaxtrain.run.resume import RECORD, check_resumed, choose_start, own_parts, run_metadata
+from jaxtrain.run.resume import check_resumed, choose_start, own_parts, run_metadata
 from jaxtrain.run.session import RunSaves, Session, begin_folder, take_folder
 from jaxtrain.run.watchdog import Activity
 from jaxtrain.runtime.agreement import Facts, together
@@ -107,9 +106,6 @@ def prepare_session(
         start = 0 if resumed is None else int(state.step)
         activity.begins_at(start)
         metadata["base"] = None if base is None else base.as_json()
-        if start:
-            saved = checkpointer.metadata(start)
-            metadata |= {key: saved[key] for key in (RECORD,) if key in saved}
         if resumed is None:
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
             _begin_directory(run, run_dir, checkpointer, progress)
@@ -119,7 +115,7 @@ def prepare_session(
                     main = is_main_process()
                     run, metadata["reference"] = first_reference(run, state, run_dir, progress, main=main)
         record = RunRecord(run_dir, spent, report=progress.message)
-        watch = Watch(run, run_dir, sorted_callbacks(given.callbacks)[0], start=start, log=record.log)
+        watch = Watch(run.config, run_dir, sorted_callbacks(given.callbacks)[0], start=start, log=record.log)
         has_ended = start >= run.config.train.steps or watch.status is not None
         is_over = has_ended and _has_closed(run_dir)
         if not is_over:
@@ -147,7 +143,6 @@ def prepare_session(
 def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
     config, data = loaded.config, given.data
-    check_roll_back(config.spikes, config.checkpoint)
     if given.own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if given.model is None and data is None:
@@ -158,10 +153,6 @@ def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
     if config.evaluation.early_stopping is not None and opened.validation is None:
         raise ConfigError(
             f"evaluation.early_stopping needs held-out rows, and the data has none; {to_hold_out(config)}"
-        )
-    if config.spikes is not None and config.spikes.action == "roll_back" and isinstance(opened.train, BatchStream):
-        raise ConfigError(
-            "spikes.action=roll_back reads batches by their number, and an iterable has none; set spikes.action=skip"
         )
     return assemble(config, opened, name=loaded.name, model=given.model, task=given.task, own=given.own_step)
 

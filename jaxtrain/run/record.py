@@ -11,7 +11,6 @@ import jax
 from jaxtrain.config import Loaded
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import ConfigError, StorageError
-from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
@@ -25,12 +24,10 @@ from jaxtrain.models.tasks import is_shipped
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.run.directory import TOKENIZER_DIGEST
 from jaxtrain.run.published import keep_published, keep_tokenizer
-from jaxtrain.run.resume import RECORD
 from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
-from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
 
 
@@ -88,14 +85,6 @@ class RunRecord:
             self._info |= changes
             with contextlib.suppress(OSError):  # what is there is older, and no worse
                 self._write_info()
-
-    def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json."""
-        if self._info is not None:
-            self._writers.close()
-            logging = self._run.config.logging
-            self._writers = open_writers(self._run_dir, logging, resumed_step=step, report=self._report)
-            self.update(**{RECORD: metadata[RECORD]})
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
@@ -182,26 +171,10 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
         **info,
         "task": step.task.name,
         "task_is_shipped": is_shipped(step.task),
-        "parameters": _parameters(run),
         **{key: metadata.get(key) for key in ("from_python", "base")},
-        **{key: metadata[key] for key in (RECORD,) if key in metadata},
         "choices": list(step.choices),
         "compiler_options": dict(step.compiler_options.used),
     }
-
-
-def _parameters(run: Run) -> dict[str, str]:
-    """Parameter path -> `float32[160,448] fsdp,-`: dtype, shape, mesh axes of each dimension; `frozen` at the end."""
-    trainable = run.step.program.settings.trainable
-    sizes, found = run.step.mesh.shape, {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(run.step.sharded_model.abstract_params):
-        name = path_name(path)
-        axes = ["+".join(axis for axis in entry_axes(entry) if sizes[axis] > 1) or "-" for entry in leaf.sharding.spec]
-        sharding = ",".join(axes) if any(axis != "-" for axis in axes) else ""
-        parts = [f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]", sharding]
-        parts.append("" if trainable is None or trainable(name) else "frozen")
-        found[name] = " ".join(part for part in parts if part)
-    return found
 
 
 class StepLog:
@@ -232,10 +205,6 @@ class StepLog:
             # A device that failed gives nothing, a full disk takes nothing, and what ends the run says that it did.
             with contextlib.suppress(jax.errors.JaxRuntimeError, StorageError):
                 self._log(*self._unlogged)
-
-    def go_back(self) -> None:
-        """Forget the last step, which the run went back before."""
-        self._unlogged = None
 
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         self._unlogged = None

@@ -11,14 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, live_steps, read_info
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, read_info
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
-from jaxtrain.checkpoint.mirror import mirror_folder
-from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import checkpoint_folder, find_checkpoint
 from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.config.arguments import is_store_address
-from jaxtrain.config.files import is_run, read_run
 from jaxtrain.config.model import published_from
 from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.fresh import fresh_parts
@@ -96,13 +93,13 @@ def keep_base(record: BaseRecord | None, run: Run, state: TrainState, run_dir: P
             checkpointer.save(0, {"params": frozen}, metadata={})
 
 
-def saved_form(step: TrainStep, checkpointer: Checkpointer, at: int | None = None) -> TrainState:
-    """The state that a checkpoint of a run holds, as shapes with shardings.
+def saved_form(step: TrainStep, checkpointer: Checkpointer) -> TrainState:
+    """The state that the newest intact checkpoint of a run holds, as shapes with shardings.
 
     Its history of losses and its loss scale have the form of the checkpoint: spikes and fp16 may come and go.
     """
     target, leaves = without_base(step.abstract_state, trained_leaves(step)), {}
-    for candidate in reversed(checkpointer.steps()) if at is None else [at]:
+    for candidate in reversed(checkpointer.steps()):
         with contextlib.suppress(DamagedError):
             leaves = checkpointer.info(candidate).leaves
             break
@@ -115,12 +112,12 @@ def saved_form(step: TrainStep, checkpointer: Checkpointer, at: int | None = Non
     return target
 
 
-def restored_state(step: TrainStep, checkpointer: Checkpointer, at: int | None = None) -> TrainState:
-    """The state of a checkpoint, the newest intact one where none is named; frozen parameters of adapters are None.
+def _restored_state(step: TrainStep, checkpointer: Checkpointer) -> TrainState:
+    """The state of the newest intact checkpoint; frozen parameters of adapters are None.
 
     A history of losses or a loss scale of another form begins anew.
     """
-    state = checkpointer.restore(saved_form(step, checkpointer, at), step=at)
+    state = checkpointer.restore(saved_form(step, checkpointer))
     wanted, settings = step.abstract_state, step.program.settings
     rule, scaling = settings.spikes, settings.loss_scaling
     begun: dict[str, Callable[[], Any]] = {
@@ -138,21 +135,13 @@ def resumed_state(
     run: Run, run_dir: Path, own_step: OwnStep, checkpointer: Checkpointer
 ) -> tuple[TrainState, BaseRecord | None]:
     """The newest intact state of a run, whole, and its base where checkpoints do not hold it."""
-    state, trains, path = restored_state(run.step, checkpointer), trained_leaves(run.step), own_step.params
+    state, trains, path = _restored_state(run.step, checkpointer), trained_leaves(run.step), own_step.params
     record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
     if record is None or trains is None:
         return state, None
     moved_to = published_from(run.config.model) if path is None else str(path) if isinstance(path, str | Path) else None
     only, model = (lambda path: not trains(path)), run.step.sharded_model
     return with_base(state, restore_base(model, record, run_dir=run_dir, only=only, moved_to=moved_to)), record
-
-
-def frozen_params(step: TrainStep) -> Params | None:
-    """The parameters that checkpoints of a run do not hold, from its last state; None: they hold all."""
-    trains, state = trained_leaves(step), step.last_state()
-    if trains is None or state is None:
-        return None
-    return select_leaves(state.params, lambda path: not trains(path))
 
 
 def restore_for_evaluation(
@@ -178,7 +167,7 @@ def restore_for_evaluation(
         CheckpointError: there is none, none is intact, it is of another model, or its base is gone or another.
     """
     damaged: dict[int, str] = {}
-    with Checkpointer(_folder(run_dir, report), read_only=True) as checkpoints:
+    with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpoints:
         if step is not None:
             return _restore(checkpoints, sharded_model, step, run_dir, moved_to)
         # Both parts must be of one step, so a damaged one is passed over here and not in the checkpointer.
@@ -192,17 +181,6 @@ def restore_for_evaluation(
     if damaged:
         raise CheckpointError(f"no intact checkpoint is left in {run_dir}: {next(iter(damaged.values()))}")
     raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
-
-
-def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
-    """The checkpoints of a run, or their second copies where there are none."""
-    folder = checkpoint_folder(run_dir)
-    settings = read_run(run_dir)["config"].get("checkpoint") if is_run(run_dir) else None
-    copies = mirror_folder((settings or {}).get("mirror"), run_dir)
-    if copies is None or live_steps(folder) or not list_steps(copies):
-        return folder
-    report(f"no checkpoint is left in {folder}: the copies in {copies} are used")
-    return copies
 
 
 def _restore(

@@ -1,17 +1,8 @@
-"""Whether a run goes on from the newest checkpoint of its directory, what may have changed, and which batches follow.
+"""Whether a run goes on from the newest checkpoint of its directory, and what may have changed since."""
 
-Batch numbers are a pure function of the steps and the recorded roll backs: a run that is resumed reads the batches that
-an undisturbed one reads. A kill before the first checkpoint of a new line resumes the old line and goes back once more.
-
-Source of roll backs: Chowdhery et al. 2022 (PaLM), section 5.1, which restarts about 100 steps before a spike and skips
-200 to 500 batches.
-"""
-
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +26,6 @@ if TYPE_CHECKING:
 
 OwnParts = dict[str, str | None]
 RESUME_MODES = ("auto", "must", "never")
-RECORD = "rolled_back"
 _GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to go on with the change"
 _SET_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
@@ -166,58 +156,3 @@ def part_changes(record: Mapping[str, Any], given: OwnParts, run_dir: Path) -> d
         for part in _GIVEN_AGAIN
         if saved[part] != given[part]
     }
-
-
-@dataclass(frozen=True)
-class RollBack:
-    """One time that a run went back.
-
-    Attributes:
-        from_step: the step that was a spike.
-        to_step: the step whose checkpoint was restored.
-        first_batch: number of the first batch that was left out.
-        num_batches: batches that were left out.
-        loss, grad_norm: of the spike.
-    """
-
-    from_step: int
-    to_step: int
-    first_batch: int
-    num_batches: int
-    loss: float
-    grad_norm: float
-
-
-class SpikeError(Exception):
-    """A step was a spike, and the run goes back; caught inside the run."""
-
-    def __init__(self, step: int, loss: float, grad_norm: float, *, to_step: int) -> None:
-        super().__init__(step, loss, grad_norm)
-        self.step, self.loss, self.grad_norm, self.to_step = step, loss, grad_norm, to_step
-
-
-def recorded(metadata: Mapping[str, Any]) -> tuple[RollBack, ...]:
-    """The roll backs of a run, in their order, as the metadata of a checkpoint has them."""
-    return tuple(RollBack(**one) for one in metadata.get(RECORD, ()))
-
-
-def batch_of(k: int, rolled_back: Sequence[RollBack]) -> int:
-    """The number of the batch that is read after k steps.
-
-    A roll back moves all later steps past the batches that it leaves out, until one to an earlier step takes its place.
-    """
-    return k + sum(
-        one.num_batches
-        for i, one in enumerate(rolled_back)
-        if one.to_step <= k and all(later.to_step >= one.to_step for later in rolled_back[i + 1 :])
-    )
-
-
-def with_spike(metadata: Mapping[str, Any], spike: SpikeError, *, skip_batches: int) -> dict[str, Any]:
-    """The entry of the metadata that records the roll backs, with one more."""
-    rolled_back, step = recorded(metadata), spike.to_step
-    # Of a roll back to a later step nothing stays in the new line: its batches are in the range of this one.
-    first = batch_of(step, [one for one in rolled_back if one.to_step <= step])
-    count = max(skip_batches, batch_of(spike.step - 1, rolled_back) + 1 - first)
-    done = RollBack(spike.step, step, first, count, spike.loss, spike.grad_norm)
-    return {RECORD: [dataclasses.asdict(one) for one in (*rolled_back, done)]}

@@ -40,7 +40,6 @@ def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
         sections.time_bar(run),
         sections.checkpoints(run),
         sections.settings(run),
-        sections.parameters(run),
         sections.about(run),
     ]
     path = run.run_dir / "report.html" if path is None else Path(path)

@@ -1,11 +1,9 @@
 """The parts of a report below its curves: time, checkpoints, settings, parameters, what ran."""
 
-import math
-
 from jaxtrain.config.files import is_replaced
 from jaxtrain.config.load import describe, load_config, value_text
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.metrics.format import format_bytes, format_count, format_duration
+from jaxtrain.metrics.format import format_bytes, format_duration
 from jaxtrain.metrics.history import flat
 from jaxtrain.metrics.report.html import (
     breakable,
@@ -22,7 +20,6 @@ from jaxtrain.metrics.report.html import (
 from jaxtrain.metrics.report.run_files import RunFiles
 from jaxtrain.metrics.time_spent import OTHER, PARTS
 
-_MOST_PARAMETERS, _FEW_PARAMETERS = 400, 12
 # The colours of the page by their names in its style sheet.
 _PART_COLORS = {
     **{"steps": "series-1", "waiting for data": "series-2", "compiling": "series-4", "evaluation": "series-3"},
@@ -99,27 +96,6 @@ def settings(run: RunFiles) -> str:
     body = (f"<p>From Python: {breakable(given)}</p>" if own else "") + shown
     folded_rest = folded(f"the other {len(others)} settings", facts(others))
     return section("Settings that differ from the defaults", body + folded_rest)
-
-
-def parameters(run: RunFiles) -> str:
-    """List the parameters; more than a few are folded."""
-    rows = []
-    for path, described in mapping(run.info.get("parameters")).items():
-        dtype, _, rest = described.partition("[")
-        shape, _, sharding = rest.partition("]")
-        sizes = [int(size) for size in shape.split(",") if size]
-        rows.append((path, " x ".join(map(str, sizes)) or "scalar", dtype, math.prod(sizes), sharding.strip()))
-    total = sum(size for *_, size, _ in rows)
-    cells = [
-        (path, shape, dtype, f"{size:,}", f"{100 * size / max(total, 1):.1f} %", sharding or "replicated")
-        for path, shape, dtype, size, sharding in rows[:_MOST_PARAMETERS]
-    ]
-    table = grid(("path", "shape", "dtype", "numbers", "share", "sharding"), cells, numbers=(3, 4))
-    table += soft(f"and {len(rows) - len(cells):,} more" if len(rows) > len(cells) else "")
-    mesh = ", ".join(f"{axis} {size}" for axis, size in mapping(run.info.get("mesh")).items() if size != 1)
-    head = f"{total:,} numbers ({format_count(total)}) in {len(rows)} arrays.{f' Mesh: {mesh}.' if mesh else ''}"
-    body = soft(head) + (table if len(rows) <= _FEW_PARAMETERS else folded("the arrays", table))
-    return section("Parameters", body) if rows else ""
 
 
 def about(run: RunFiles) -> str:
