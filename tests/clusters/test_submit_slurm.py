@@ -39,7 +39,7 @@ WRONG = {
     "--output logs/%j.out": "--output {work}/logs/%j.out: there is no folder {work}/logs, and Slurm makes none",
     "--run": "no sbatch on PATH, so nothing was submitted; use -o FILE",
     "data.call=my:rows data.args.api_key=abc": "data.args.api_key holds a secret, which would be shown",
-    "--mtbf-hours 24": "runs/quickstart holds no run with two saves or more; add --save-seconds",
+    "--mtbf-hours 24": "runs/quickstart holds no run with a save; add --save-seconds",
     "--sbatch=--signal=USR1@60": "--sbatch=--signal=USR1@60: the script sets --signal itself",
     "--sbatch=--array=0-3": "--sbatch=--array=0-3: the script sets --array itself, or starts one job per run directory",
 }

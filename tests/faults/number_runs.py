@@ -107,10 +107,6 @@ def corrupt(setattr: Callable[..., None], *, call: int, device: int | None) -> N
     setattr(jt.TrainStep, "__call__", step)
 
 
-class Killed(BaseException):
-    """Ends a run as a signal that cannot be caught does: nothing is saved."""
-
-
 def main(run_dir: Path) -> None:
     """One rank of a run whose second one has a bad device, and whose batch 2 has a row that is not a number."""
     jt.start(emulate=2)
