@@ -60,20 +60,17 @@ def task_name(config: Config) -> str:
     return config.task.call if isinstance(config.task, Call) else config.task
 
 
-def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = None) -> None:
+def check_kinds(config: Config, *, own_task: bool = False, own_data: bool = False) -> None:
     """Raise a ConfigError where the kinds of task, model and data do not belong together; looks at no data.
 
-    Args:
-        config: with a model of its own (a user's model in its place is nothing to check here).
-        own_task: whether a task from Python takes the place of the config's.
-        unit: tokens or examples, of data from Python that may take the place of the config's; None: it is the config's.
+    `own_task` and `own_data` say that a task or data from Python takes the place of the config's.
     """
     check_freeze(config.finetune, config.optimizer.freeze)
     if config.precision.policy == "fp8" and config.finetune.base is not None:
         raise ConfigError("precision.policy=fp8 beside finetune.base, which is no float; use precision.policy=bf16")
     own = own_task or isinstance(config.task, Call)
-    if unit is not None or not isinstance(config.data, CalledData):  # whose rows are known once it was called
-        _check_rows(config, own_task=own, unit=unit)
+    if not (own_data or isinstance(config.data, CalledData)):
+        _check_rows(config, own_task=own)
     if not own:
         _check_model(config)
     if not own_task:  # which may read them
@@ -128,16 +125,10 @@ def _check_model(config: Config) -> None:
         )
 
 
-def _check_rows(config: Config, *, own_task: bool, unit: str | None) -> None:
+def _check_rows(config: Config, *, own_task: bool) -> None:
     """Raise where task or model take other rows than the data gives."""
     data, model, task = config.data, config.model, config.task
     form, source = row_form(config), f"data.kind={data.kind}"
-    if isinstance(data, CalledData):
-        if isinstance(model, CalledModel):
-            return  # they know of each other
-        form, source = _form_of_unit(config, unit), f"data.call={data.call}"
-    elif unit is not None and (form != "examples") != (unit == "tokens"):
-        form, source = _form_of_unit(config, unit), "the data given"
     tasks, models = _TAKEN[form]
     if not isinstance(task, Call) and task not in tasks:
         hidden = {"masked_language_modeling": "mask", "sequence_to_sequence": "spans"}.get(task)
@@ -152,16 +143,6 @@ def _check_rows(config: Config, *, own_task: bool, unit: str | None) -> None:
     start = getattr(getattr(data, "corruption", None) or data, "decoder_start", None)
     if start is not None and getattr(model, "start_token", start) != start:
         raise ConfigError(f"the decoder of the data begins with {start}; set model.start_token={start}")
-
-
-def _form_of_unit(config: Config, unit: str | None) -> str:
-    """The rows of data from Python: tokens in an array, or what the task takes where its inputs are several arrays."""
-    if isinstance(config.task, Call) or config.task in ("language_modeling", "classification", "regression"):
-        has_head = getattr(config.model, "head", None) is not None and config.model.kind == "transformer"
-        if has_head and config.task != "language_modeling":
-            return "labelled text"
-        return "tokens" if unit == "tokens" else "examples"
-    return next(form for form, (tasks, _) in _TAKEN.items() if config.task in tasks)
 
 
 def check_loss(config: Config) -> None:

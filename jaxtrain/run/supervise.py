@@ -5,8 +5,6 @@ verifies the checkpoint, and goes on from an older one where the newest is damag
 """
 
 import contextlib
-import json
-import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -16,11 +14,10 @@ from typing import NamedTuple
 from jaxtrain.checkpoint.directory import live_steps
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
+from jaxtrain.metrics.history import read_rows
 from jaxtrain.runtime.terminal import print_remark
 
 _LONGEST_WAIT_SECONDS = 60
-# What is read of the end of metrics.jsonl: many rows.
-_TAIL_BYTES = 1 << 16
 # An end that would come again (a mistake in the config, data that is wrong, the same numbers from the same batches), or
 # that somebody asked for: saved on a signal, Ctrl-C, a reader that left.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
@@ -39,25 +36,16 @@ class Position(NamedTuple):
 
 def read_position(run_dir: Path | None) -> Position:
     """How far the run of a directory is; damaged or missing files count as nothing done."""
-    saved, row = 0, 0
     if run_dir is None:
         return Position()
+    saved, rows = 0, read_rows(run_dir / "metrics.jsonl")
     with contextlib.suppress(CheckpointError):
         saved = max(live_steps(checkpoint_folder(run_dir)), default=0)
-    with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        for line in file.read().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line may be half of one
-                row = int(json.loads(line)["step"])
-    return Position(max(row, saved), saved)
+    return Position(max([saved, *(row["step"] for row in rows)]), saved)
 
 
 def is_restarted(code: int, *, has_trained: bool) -> bool:
-    """Whether an end with an exit code is a fault that another start may get over.
-
-    A failure of checkpoints (4) is one while the run trained, where storage failed; at its start no checkpoint can be
-    used, and none could be used the next time.
-    """
+    """Whether another start may get over an end: of checkpoints (4) where the run trained, and storage failed."""
     return has_trained if code == CheckpointError.exit_code else code not in _NEVER
 
 

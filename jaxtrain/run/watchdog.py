@@ -27,12 +27,12 @@ from jaxtrain.runtime.terminal import in_notebook, print_remark
 _KEPT_STEPS, _TIMES_MEDIAN = 101, 10
 WAITING_FOR_DATA, IN_STEP = "waiting for data", "step"
 _INTERRUPTED = 130
-# Process 0 hears at most this many processes per second, so that it stays below half a percent of a core.
-_PROCESSES_PER_SECOND = 64
-_TICK_SECONDS, _LONGEST_TICK_SECONDS = 1.0, 4.0
+_TICK_SECONDS = 1.0
 # Whoever waits in the same collective as the process that failed gets an error of the network too, a moment before or
 # after the reason is known.
 _REASON_SECONDS = 5.0
+# A process that failed by itself says its own line first.
+_OWN_ERROR_SECONDS = 2.0
 # The end must not wait for a file system that hangs, nor for a terminal that nobody reads.
 _END_SECONDS, _WRITE_SECONDS = 10.0, 2.0
 # While a process starts, one call into C code can keep its other threads from running for a minute.
@@ -150,9 +150,9 @@ class Watchdog:
         self._config, self._activity, self._exchange = config, activity, exchange
         self._run_dir, self._shown_dir = run_dir.absolute(), run_dir  # a script may change the working directory
         limits = [value for key, value in config.model_dump().items() if key.endswith("_seconds")]
-        tick = min(_LONGEST_TICK_SECONDS, max(_TICK_SECONDS, exchange.num_processes / _PROCESSES_PER_SECOND))
-        self._tick = min(tick, min(limits) / 4)
+        self._tick = min(_TICK_SECONDS, min(limits) / 4)
         self._woke = 0.0
+        self._left: tuple[float, News] | None = None
         self._farewell: tuple[int, str] | None = None
         self._thread = threading.Thread(target=self._watch, name="jaxtrain-watchdog", daemon=True)
 
@@ -193,13 +193,17 @@ class Watchdog:
             return
         for one in news:
             self._hear(one)
+        if self._left is not None and now - self._left[0] > _OWN_ERROR_SECONDS:
+            left = self._left[1]
+            self._end(f"{self._named(left.process)} ended with exit code {left.code}: {left.text}", left.code)
         self._check(now)
 
     def _hear(self, one: News) -> None:
         if one.kind == "end":
             self._end(one.text, LOST)
         if one.kind == "left":
-            self._end(f"{self._named(one.process)} ended with exit code {one.code}: {one.text}", one.code)
+            self._left = self._left or (time.monotonic(), one)
+            return
         status = next((peer.status for peer in self._exchange.peers() if peer.process == one.process), {})
         self._end(f"{self._named(one.process)} was lost, last heard of {_place(status)}: {one.text}", LOST)
 

@@ -30,11 +30,7 @@ _numbers = itertools.count()
 
 
 def meet() -> None:
-    """Wait until every process is here; nothing happens where there is only one.
-
-    Call it before the first collective after work that takes one process longer than another, such as compiling.
-    Every process calls it, in the main thread, at the same places.
-    """
+    """Wait until every process is here, before the first collective after work that takes some longer than others."""
     import jax
 
     if jax.process_count() > 1:
@@ -59,14 +55,9 @@ def compiled_by_all(mesh: "Mesh", compile_program: Callable[[], object]) -> None
 
 
 def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda work: {}) -> Work:
-    """Do the same work in every process, and go on only if all did it and say the same of it.
+    """Do the same work in every process, and go on only if all did it and say the same of it; returns what it gave.
 
-    Args:
-        work: is called. It may contain no collective, since a process that fails would be missing in it.
-        says: gives facts of its result that must be the same in all processes.
-
-    Returns:
-        What the work gave.
+    The work may contain no collective, since a process that fails would be missing in it.
 
     Raises:
         UserError: the error of the work; where it failed in another process only, one of the same exit code that names

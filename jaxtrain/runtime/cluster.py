@@ -112,25 +112,24 @@ def _tpu_vm_workers() -> str:
 
 
 def local_device_ids() -> list[int] | None:
-    """The argument `local_device_ids` of `jax.distributed.initialize` for a process of Slurm or Open MPI.
+    """The numbers of this process's GPUs among those that it sees; []: all of them; None: those that jax chooses.
 
-    By itself jax gives every such process one GPU, by the number of the process on the node: correct with one process
-    per GPU, but with one process per node it hides all GPUs except the first.
-
-    Returns:
-        The numbers of this process's GPUs among those that it sees; an empty list: all that it sees; None: those of
-        JAX_LOCAL_DEVICE_IDS or, where the number of processes on the node is not known, those that jax chooses.
+    By itself jax gives every process of Slurm or Open MPI one GPU, by the number of the process on the node: correct
+    with one process per GPU, but with one process per node it hides all GPUs except the first.
     """
     # Open MPI comes first, as in jax: under Slurm each of its daemons is a task that starts several processes.
-    index, processes = _whole("OMPI_COMM_WORLD_LOCAL_RANK"), _whole("OMPI_COMM_WORLD_LOCAL_SIZE")
+    index, processes = (
+        environment_number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        environment_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
     if index is None or processes is None:
-        index, processes = _whole("SLURM_LOCALID"), _slurm_tasks_on_node()
+        index, processes = environment_number("SLURM_LOCALID"), _slurm_tasks_on_node()
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or index is None or processes is None:
         return None
     if processes == 1:
         return []
     shown = next((os.environ[name] for name in _VISIBLE if os.environ.get(name)), None)
-    visible, on_node = None if shown is None else len(shown.split(",")), _whole("SLURM_GPUS_ON_NODE")
+    visible, on_node = None if shown is None else len(shown.split(",")), environment_number("SLURM_GPUS_ON_NODE")
     is_bound = bool(os.environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     if visible is not None and (visible < processes or visible < (on_node or 0) or is_bound):
         return []  # each process sees only its own GPUs, numbered from 0
@@ -144,11 +143,6 @@ def _slurm_tasks_on_node() -> int | None:
     return None if found is None else int(found[1])
 
 
-def _whole(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else None
-
-
 def watch_metadata(announce: Callable[[str], None]) -> Callable[[], None]:
     """Ask Google's metadata server every second, in the background, and announce the end of this VM once.
 
@@ -156,11 +150,7 @@ def watch_metadata(announce: Callable[[str], None]) -> Callable[[], None]:
     watching begins is not announced: a process that was started again on the same VM within the hour of a notice would
     never get to work. The VM still sends SIGTERM at its end.
 
-    Args:
-        announce: called on a background thread with the text of the notice.
-
-    Returns:
-        A function that ends the watching; it does not wait.
+    `announce` is called on a background thread. Returns a function that ends the watching, and does not wait.
     """
     stopped, address = threading.Event(), os.environ.get("GCE_METADATA_HOST")
 

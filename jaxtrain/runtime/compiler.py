@@ -22,47 +22,32 @@ Value = bool | int | float | str
 _UNKNOWN = "No such compile option"
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of the compiler of a backend; one that a compiler does not know is left out.
-
-    Attributes:
-        backend: The backend, as in `device.platform`.
-        name: Name of the option in XLA.
-        value: Value of the option.
-        several_devices: Whether the option is for programs of several devices only.
-        updates: Whether the option is only for train steps on one device, and for those of models of convolutions.
-    """
-
-    backend: str
-    name: str
-    value: Value
-    several_devices: bool = True
-    updates: bool = False
-
-
-OPTIONS = (
+# Backend, as in `device.platform` -> name -> value; what a compiler does not know is left out. Of every program:
+OPTIONS: dict[str, dict[str, Value]] = {
     # With it, batched products (attention) run on one thread; without it, Eigen's products run on all. jax 0.10.2 and
     # 0.12.0.1, 2 cores: 96 products of 256 x 64 x 256 take 10 ms with it and 6 ms without, a step of bench_cpu 2.25 and
     # 2.13 s (medians of 8 interleaved runs, busy machine).
-    Option("cpu", "xla_cpu_experimental_ynn_fusion_type", "", several_devices=False),
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
+}
+# Of train steps on one device, and of those of models of convolutions:
+OF_UPDATES: dict[str, dict[str, Value]] = {
     # Without it, the momentum of every parameter is copied before it is replaced, because the new parameters read it
     # too. jax 0.10.2, 29 MB of parameters, SGD with momentum: 5 copies and 23 ms of processor time without it, none and
     # 11 ms with it (medians of nine); AdamW and 53 M parameters of experts: 160 MB of temporaries less.
-    Option("cpu", "xla_cpu_copy_insertion_use_region_analysis", True, several_devices=False, updates=True),
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
+}
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+# Of programs of several devices:
+OF_SEVERAL: dict[str, dict[str, Value]] = {
     # Gathers the next layer's weights and reduces the last layer's gradients during this layer. jax 0.10.2 (by the
     # second names), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 per GPU: 0 of 15 collectives of
     # the layer loops have no matmul beside them, 3 (128 MiB) without; temporaries take 9.71 GiB instead of 8.92. From
     # jax 0.12 on the first names are known, and the second are accepted and mean nothing. Never run on a GPU.
-    *(
-        option
-        for kind in ("all_gather", "reduce_scatter", "all_reduce")
-        for option in (
-            Option("gpu", f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON"),
-            Option("gpu", f"xla_gpu_enable_pipelined_{kind}", True),
-        )
-    ),
-)
+    "gpu": {
+        **{f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _COLLECTIVES},
+        **{f"xla_gpu_enable_pipelined_{kind}": True for kind in _COLLECTIVES},
+    },
+}
 # TPUs have none: options that fuse collectives make the compiler for v5e run out of vmem on narrow models, and libtpu
 # refused those for v5p ("incorrect results, hang, SDC"); docs/benchmarks.md has what they would give.
 
@@ -82,12 +67,7 @@ _DECODING: dict[str, dict[str, Value]] = {
 
 @dataclass(frozen=True)
 class CompilerOptions:
-    """The options for programs on some devices.
-
-    Attributes:
-        used: Name -> value of each option that the compiler knows.
-        dropped: One line per option of the user that the compiler does not know.
-    """
+    """Name -> value of each option that the compiler knows; a line per option of the user that it does not know."""
 
     used: Mapping[str, Value]
     dropped: tuple[str, ...] = ()
@@ -96,25 +76,19 @@ class CompilerOptions:
 def choose_options(
     device: Any, num_devices: int, more: Mapping[str, Value] | None = None, *, updates: bool = False
 ) -> CompilerOptions:
-    """The compiler options for a program on devices like this one.
+    """The compiler options for a program of several devices like this one, real or compile-only.
 
     Args:
-        device: a `jax.Device`, real or compile-only.
-        num_devices: Number of devices of the program.
-        more: Options of the user, which replace those of the table.
+        more: Options of the user, which replace those of the tables.
         updates: Whether the program is a train step on one device, or one of a model of convolutions.
 
     Raises:
         ConfigError: The compiler knows an option of the user but refuses its value.
     """
     asked = dict(more or {})
-    table = {
-        option.name: option.value
-        for option in OPTIONS
-        if option.backend == device.platform
-        and (num_devices > 1 or not option.several_devices)
-        and (updates or not option.updates)
-    }
+    table = OPTIONS.get(device.platform, {})
+    table = table | (OF_UPDATES.get(device.platform, {}) if updates else {})
+    table = table | (OF_SEVERAL.get(device.platform, {}) if num_devices > 1 else {})
     wanted = table | asked
     refused = refused_options(device, tuple(sorted(wanted.items())))
     for name, why in refused.items():
@@ -137,14 +111,9 @@ def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]
 
 @functools.lru_cache
 def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict[str, str]:
-    """The options that the compiler of a device refuses, found by compiling a program of one addition.
+    """The options, (name, value), that the compiler of a device refuses: name -> first line of its error.
 
-    Args:
-        device: a `jax.Device`, real or compile-only.
-        options: (name, value) pairs.
-
-    Returns:
-        Name -> first line of the compiler's error.
+    Found by compiling a program of one addition.
     """
     import jax
     import jax.numpy as jnp
@@ -186,11 +155,7 @@ def out_of_cache() -> Iterator[None]:
 
 @functools.lru_cache
 def decoding_options(device: Any) -> dict[str, Value]:
-    """The options that the compiler of a device accepts, as `jax.jit(compiler_options=...)` takes them.
-
-    Args:
-        device: a `jax.Device`, real or compile-only.
-    """
+    """The options of decoding programs that the compiler of a device accepts."""
     wanted = _DECODING.get(device.platform, {})
     refused = refused_options(device, tuple(sorted(wanted.items())))
     return {name: value for name, value in wanted.items() if name not in refused}
@@ -201,11 +166,7 @@ _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtr
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[str]]:
-    """Collect the lines of `note_choice` inside the context, each line once; a context around it gets them too.
-
-    Yields:
-        The list of lines, which grows while the context is open.
-    """
+    """Collect the lines of `note_choice` inside the context, each line once; a context around it gets them too."""
     notes: list[str] = []
     token = _notes.set(notes)
     try:
@@ -218,12 +179,9 @@ def record_choices() -> Iterator[list[str]]:
 
 
 def note_choice(operation: str, chosen: str, refused: list[tuple[str, str]]) -> None:
-    """Record which implementation an operation uses while a step is traced.
+    """Record which implementation an operation (such as "attention") uses while a step is traced.
 
-    Args:
-        operation: name of the operation, such as "attention".
-        chosen: name of the implementation.
-        refused: name of each implementation that comes before it in the table, and why it was not chosen.
+    `refused` has each implementation that comes before it in the table, and why it was not chosen.
     """
     notes = _notes.get()
     line = f"{operation}: {chosen}" + "".join(f", not {name} ({why})" for name, why in refused)

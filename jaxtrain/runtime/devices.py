@@ -145,10 +145,7 @@ _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus() -> list[str] | None:
-    """The GPUs that a process started here would see, as CUDA_VISIBLE_DEVICES writes them.
-
-    None where the environment keeps jax from using them, or says itself which ones this process uses.
-    """
+    """The GPUs that a process started here would see; None where the environment keeps jax from them, or shares them."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or (platforms and not re.search("cuda|gpu", platforms)):
         return None
@@ -165,18 +162,9 @@ def visible_gpus() -> list[str] | None:
 
 
 def gpu_shares(gpus: list[str], num_processes: int, *, must_divide: bool = True) -> list[dict[str, str]]:
-    """The environment that gives each of several processes its GPUs.
+    """The environment (CUDA_VISIBLE_DEVICES) that gives each process its share of the GPUs, in their order.
 
-    Args:
-        gpus: what `visible_gpus` found.
-        num_processes: number of processes.
-        must_divide: whether every GPU is to be used; else some may be left over.
-
-    Returns:
-        For each process the variable CUDA_VISIBLE_DEVICES, with GPUs in their order; nothing where there are none.
-
-    Raises:
-        ConfigError: the GPUs cannot be shared out.
+    Raises a ConfigError where they cannot be shared out equally, though some may be left over unless `must_divide`.
     """
     if not gpus:
         return [{} for _ in range(num_processes)]
@@ -193,8 +181,7 @@ def gpu_shares(gpus: list[str], num_processes: int, *, must_divide: bool = True)
 
 # Side of the matrices: large enough that a product takes longer than its dispatch, which takes about 0.1 ms.
 _SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}
-_REPEATS = 5
-_BUDGET_SECONDS = 1.0
+_REPEATS, _BUDGET_SECONDS = 5, 1.0
 
 
 def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:

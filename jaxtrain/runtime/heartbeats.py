@@ -100,8 +100,7 @@ class Exchange:
         token: what a process must show.
         hosts: names and addresses of process 0, of which the first that answers is used. Process 0 itself listens on
             the first, or on every address of this machine where it is none of this machine's.
-        port: that process 0 listens on; of process 0 itself: any. Where no host answers at it, the run goes on without
-            heartbeats, and one line says so.
+        port: that process 0 listens on. Where no host answers, the run goes on without heartbeats, and a line says so.
     """
 
     def __init__(

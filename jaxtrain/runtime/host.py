@@ -36,11 +36,7 @@ _dropped: list[Callable[[], object]] = []
 
 
 def restart(*, accelerator: bool) -> None:
-    """Start this command again with `SETTINGS`, in this process; returns where that would change nothing.
-
-    Args:
-        accelerator: whether steps run on a GPU or TPU, whose memory malloc does not manage.
-    """
+    """Start this command again with `SETTINGS`, in this process, unless steps run on an accelerator or they are set."""
     own = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
     if own or accelerator or platform.libc_ver()[0] != "glibc" or not (sys.executable and sys.orig_argv):
         return

@@ -11,7 +11,7 @@ import pytest
 from jaxtrain import from_functions, make_mesh, make_train_step, regression
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime import compiler
-from jaxtrain.runtime.compiler import OPTIONS, choose_options, option_notes
+from jaxtrain.runtime.compiler import OF_SEVERAL, OF_UPDATES, OPTIONS, choose_options, option_notes
 
 BATCH = {"inputs": np.ones((2, 4), np.float32), "targets": np.ones((2, 1), np.float32)}
 
@@ -38,8 +38,7 @@ def test_options_reach_the_program(tmp_path, way):
 
 def test_an_unknown_option_is_told_and_the_others_are_used():
     step = small_step(xla_no_such_option=1, xla_llvm_disable_expensive_passes=False)
-    of_cpu = [option for option in OPTIONS if option.backend == "cpu"]
-    shipped = {option.name: option.value for option in of_cpu}
+    shipped = OPTIONS["cpu"] | OF_UPDATES["cpu"]
     assert step.compiler_options.used == {**shipped, "xla_llvm_disable_expensive_passes": False}
     assert step.compiler_options.dropped == (
         "the compiler for cpu does not know xla_no_such_option, so programs go without it",
@@ -62,7 +61,7 @@ def test_a_compiler_gets_the_names_that_it_knows(monkeypatch, known):
     )
     gpu = SimpleNamespace(platform="gpu")
     chosen = choose_options(gpu, 8)
-    assert set(chosen.used) == {one.name for one in OPTIONS if one.backend == "gpu" and known in one.name}
+    assert set(chosen.used) == {name for name in OF_SEVERAL["gpu"] if known in name}
     assert chosen.dropped == ()
     assert choose_options(gpu, 1).used == {}, "one card has nobody to wait for"
     # What a user says of either name stands, and the banner shows it.
