@@ -226,12 +226,7 @@ def _read_params(checkpoints: Checkpointer, wanted: Params, info: CheckpointInfo
     if base_of(info.metadata) is not None:
         return found
 
-    def cast(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if leaf.dtype == like.dtype:
-            return leaf
-        return jax.jit(lambda leaf: leaf.astype(like.dtype), out_shardings=like.sharding)(leaf)
-
-    return jax.tree.map(cast, found, wanted)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), found, wanted)
 
 
 def quantized_params(params: Params, sharded_model: ShardedModel, format: str) -> tuple[Params, str]:
