@@ -37,7 +37,7 @@ def _run_restarted(arguments: argparse.Namespace) -> int:
 
         def start(number: int, has_begun: bool) -> int:
             mode = "auto" if has_begun and arguments.resume == "never" else arguments.resume
-            child = start_child([*JAXTRAIN, *words, "--resume", mode])
+            child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={})
             signals.children.clear()
             signals.add(child)
             try:

@@ -26,7 +26,7 @@ from typing import Any, Self
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.runtime.cluster import watch_metadata
 from jaxtrain.runtime.host import drop_in_children, end_at_signal, exit_at_once
-from jaxtrain.runtime.terminal import in_notebook, print_remark
+from jaxtrain.runtime.terminal import drop_unwritten, in_notebook, print_remark
 
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # Slurm warns by USR1 or USR2 (--signal), and a terminal that is lost by HUP. A program may use them for something else,
@@ -255,11 +255,9 @@ class Interrupt:
 
 def _forget_lost_terminal() -> None:
     """Send what is printed nowhere, where the terminal is gone: writing to it would end the run with an error."""
-    for descriptor in (1, 2):
+    for stream in (sys.__stdout__, sys.__stderr__):
         try:
-            termios.tcgetattr(descriptor)
+            termios.tcgetattr(stream.fileno() if stream else -1)
         except termios.error as error:
-            if error.args[0] == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+            if stream and error.args[0] == errno.EIO:
+                drop_unwritten(stream)

@@ -145,7 +145,7 @@ _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus() -> list[str] | None:
-    """The GPUs that a process started here would see; None where the environment keeps jax from them or shares them."""
+    """The GPUs that a process started here would see; None where the environment says which ones jax uses, or none."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or (platforms and not re.search("cuda|gpu", platforms)):
         return None

@@ -64,7 +64,7 @@ def test_a_timed_start_leaves_nothing_but_its_folder(tmp_path, monkeypatch):
     config = load_config("digits_mlp", overrides=words).config
     assert [name for name, value in config.logging if value is True] == []
     assert (config.checkpoint.directory, config.checkpoint.mirror, config.checkpoint.every) == (None, None, None)
-    assert config.checkpoint.every_minutes == measure._NEVER_MINUTES
+    assert config.checkpoint.every_minutes is None
     assert config.profile.start_step is None
     assert config.compilation_cache == str(tmp_path / "a cache")
 
