@@ -142,8 +142,6 @@ def test_a_loss_over_the_batch_is_evaluated_in_batches_of_the_run_alone():
         return held_out_rows(config, given, sharded, task=task, max_batches=None)
 
     assert found(3).num_batches == 2
-    with pytest.raises(
-        ConfigError, match=r"the 4 shards .*use 3 devices, .*global_batch_size=8"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"the 4 shards .*use 3 devices, .*global_batch_size=8") as error:
         found(4)
     assert "\n" not in str(error.value)
