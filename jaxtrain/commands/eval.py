@@ -43,8 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
             # A mistake in the layout is found before anything is restored.
             evaluator.feed.shardings(held_out.batches.spec())
             state = run.state
-            for remark in held_out.remarks:
-                progress.message(remark)
         with progress.phase("evaluating") as phase:
             metrics = flat_scalars(evaluate_rows(evaluator, state, held_out))
             data = run.config.data

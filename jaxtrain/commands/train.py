@@ -8,7 +8,7 @@ import sys
 
 from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.config import load_config
-from jaxtrain.run.directory import folder_of, mend_run
+from jaxtrain.run.directory import folder_of
 from jaxtrain.run.supervise import supervise
 
 
@@ -19,7 +19,6 @@ def run(arguments: argparse.Namespace) -> int:
     from jaxtrain.commands.shared import own_code
     from jaxtrain.run.run import run_config
 
-    mend_run(arguments.config)
     loaded = load_config(arguments.config, overrides=arguments.overrides)
     with own_code(loaded.config):
         run_config(loaded, run_dir=arguments.run_dir, resume=arguments.resume, emulate=arguments.emulate)
@@ -29,7 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_restarted(arguments: argparse.Namespace) -> int:
     """Train in a process of its own, and start it again after failures; the exit code of the last start."""
     config, overrides, run_dir = arguments.config, arguments.overrides, arguments.run_dir
-    mend_run(config)
     folder = folder_of(load_config(config, overrides=overrides), run_dir)
     options = [] if run_dir is None else ["--run-dir", run_dir]
     options += [] if arguments.emulate is None else ["--emulate", str(arguments.emulate)]

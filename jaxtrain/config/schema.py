@@ -256,20 +256,12 @@ class LoggingConfig(Group):
 class SpikesConfig(Group):
     """Steps whose loss or gradient norm is far above those before them (docs/reliability.md)."""
 
-    action: Literal["skip", "roll_back"] = "skip"
-    """skip: such a step leaves the state as it was; roll_back: go back to a checkpoint and past the data around it."""
     watch: Literal["loss", "grad_norm", "both"] = "both"
     """The metrics that are compared."""
     window: Annotated[int, Field(ge=4, le=65536)] = 128
     """Number of the last accepted steps that are compared with; the first half window of a run is always accepted."""
     sigmas: Positive = 6.0
     """A spike is more than this many standard deviations above the mean of the window."""
-    roll_back_steps: PositiveInt = 100
-    """roll_back: the checkpoint is at least this many steps before the spike."""
-    skip_batches: PositiveInt = 300
-    """roll_back: batches that are left out from the checkpoint on; more where the spike's own batch is beyond them."""
-    max_roll_backs: PositiveInt = 3
-    """roll_back: most times per run; later spikes are skipped."""
 
 
 class ChecksConfig(Group):
@@ -418,7 +410,7 @@ class Config(Group):
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
     spikes: SpikesConfig | None = None
-    """What is done about spikes of the loss or the gradient norm ({action: skip}, or roll_back); null: nothing."""
+    """Which steps are spikes of loss or gradient norm and leave the state as it was ({}: the defaults); null: none."""
     checks: ChecksConfig | None = None
     """Comparisons that find devices at fault ({replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()

@@ -11,17 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.digest import shard_sums
-from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.schema import SpikesConfig
 from jaxtrain.data.row_names import row_name
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import CorruptionError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.task import Batch
-from jaxtrain.run.resume import SpikeError, batch_of, recorded
-from jaxtrain.run.saving import is_due
+from jaxtrain.run.session import is_due
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
@@ -36,27 +33,13 @@ _SHOWN, _LISTED = 3, 20
 
 
 class BadSteps:
-    """Looks at the metrics of every step once it is done. Every process calls it, in the same order.
+    """Looks at the metrics of every step once it is done. Every process calls it, in the same order."""
 
-    `settle` waits for the save that is under way; `metadata`, of the next checkpoint, has the roll backs of the run.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        run_dir: Path,
-        *,
-        checkpointer: Checkpointer,
-        settle: Callable[[], object],
-        metadata: Mapping[str, Any],
-        progress: Progress,
-    ) -> None:
-        self._settle, self._run_dir = settle, run_dir
-        self._run, self._checkpointer, self._metadata, self._progress = run, checkpointer, metadata, progress
-        self._shown = 0
+    def __init__(self, run: Run, run_dir: Path, progress: Progress) -> None:
+        self._run, self._run_dir, self._progress, self._shown = run, run_dir, progress, 0
 
     def note(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Look at the metrics of a step that is done; a SpikeError says that the run is to go back."""
+        """Look at the metrics of a step that is done."""
         spikes = self._run.config.spikes
         if spikes is not None and int(metrics["spiked"]):
             self._spiked(spikes, number, float(metrics["loss"]), float(metrics["grad_norm"]))
@@ -68,44 +51,16 @@ class BadSteps:
             self._progress.message(self._explained(number, metrics))
 
     def _spiked(self, spikes: SpikesConfig, number: int, loss: float, grad_norm: float) -> None:
-        rolled_back, why = recorded(self._metadata), ""
-        what = (
-            f"step {number} is a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}, more than {spikes.sigmas:g} "
-            f"deviations above the last {spikes.window} steps"
-        )
-        if spikes.action == "roll_back" and len(rolled_back) >= spikes.max_roll_backs:
-            why = f" (spikes.max_roll_backs={spikes.max_roll_backs} are done)"
-        elif spikes.action == "roll_back":
-            to_step = self._step_before(number - spikes.roll_back_steps)
-            if to_step is not None:
-                self._progress.message(f"{what}; going back to step {to_step}")
-                raise SpikeError(number, loss, grad_norm, to_step=to_step)
-            why = f" (no checkpoint is {spikes.roll_back_steps} steps before it)"
         self._shown += 1
         if self._shown <= _MOST_SHOWN:
-            self._progress.message(f"{what}; batch {batch_of(number - 1, rolled_back)} is skipped{why}")
-
-    def _step_before(self, last: int) -> int | None:
-        """The newest checkpoint of this line of steps up to a step; None: there is none."""
-        # A save that is still being written counts: which step a run goes back to must not depend on the disk.
-        self._settle()
-        rolled_back = recorded(self._metadata)
-        after = rolled_back[-1].to_step if rolled_back else 0
-
-        def newest() -> int:
-            for step in reversed(self._checkpointer.steps()):
-                # Steps of an abandoned line are there until the first save of the one that took its place.
-                is_ours = step <= after or recorded(self._checkpointer.metadata(step)) == rolled_back
-                if step <= last and (not rolled_back or is_ours):
-                    return step
-            return -1
-
-        found = from_process_0(newest)
-        return None if found < 0 else found
+            self._progress.message(
+                f"step {number} is a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}, more than "
+                f"{spikes.sigmas:g} deviations above the last {spikes.window} steps; batch {number - 1} is skipped"
+            )
 
     def _explained(self, number: int, metrics: Mapping[str, jax.Array]) -> str:
         """One line on a step that was not finite, which its file says too."""
-        run, k = self._run, batch_of(number - 1, recorded(self._metadata))
+        run, k = self._run, number - 1
         found: dict[str, Any] = {"step": number, "batch": k}
         found |= {name: float(metrics[name]) for name in ("loss", "grad_norm", "loss_scale") if name in metrics}
         rows = []

@@ -17,7 +17,7 @@ from jaxtrain.config.model import published_from
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.runinfo import run_text
-from jaxtrain.run.directory import mend_run, tokenizer_file
+from jaxtrain.run.directory import tokenizer_file
 from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ def saved_config(
     Raises:
         ConfigError: not a run, or a wrong key or value.
     """
-    mend_run(run_dir, report)
     info, changed = read_run(run_dir), _keys(overrides)
     saved = dict(info["config"])
     for group, keys in _NOT_KEPT.items():
@@ -414,8 +413,6 @@ class OpenedRun:
 
         held_out, evaluator = self.held_out(data), self.evaluator
         evaluator.feed.shardings(held_out.batches.spec())  # a mistake in the data is found before a checkpoint is read
-        for remark in held_out.remarks:
-            self._report(remark)
         return evaluate_rows(evaluator, self.state, held_out)
 
     def held_out(self, data: Any = None) -> "HeldOutRows":

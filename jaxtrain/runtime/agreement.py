@@ -40,19 +40,6 @@ def meet() -> None:
         multihost.get_barrier_sync_fn()(key=f"jaxtrain {next(_numbers)}", timeout_ms=_LONGEST_WAIT_MILLISECONDS)
 
 
-def said_by_main(verdict: bool) -> bool:
-    """Give every process the verdict of process 0; that of the others is dropped."""
-    import jax
-
-    if jax.process_count() == 1:
-        return verdict
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    meet()
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(verdict)))
-
-
 def compiled_by_all(mesh: "Mesh", compile_program: Callable[[], object]) -> None:
     """Compile a program in every process before one of them runs it, and waits in its first collective for the others.
 

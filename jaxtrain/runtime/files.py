@@ -42,15 +42,6 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file or folder from another one that comes to its path, device and inode; None: there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 def strict_json(value: Any) -> Any:
     """A value in types of strict JSON: NaN and infinities, which JSON does not have, become None.
 

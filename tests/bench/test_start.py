@@ -34,7 +34,7 @@ def test_a_warm_start_reads_what_the_cold_one_compiled(tmp_path):
 LOUD = [
     *(f"logging.{name}=true" for name, field in LoggingConfig.model_fields.items() if field.annotation is bool),
     *("checkpoint.directory=gs://b/c", "checkpoint.mirror=gs://b/d", "checkpoint.every_minutes=0.01"),
-    *("profile.start_step=1", "spikes.action=roll_back", "compilation_cache=/mine"),
+    *("profile.start_step=1", "compilation_cache=/mine"),
 ]
 
 

@@ -132,7 +132,7 @@ def test_mistake_is_one_line(cli, places, words, code, pattern):
 
 # id: (words after the run, exit code, pattern); the run is a text run with checkpoints of steps 2 and 4
 RUN_MISTAKES = {
-    "step that is not there": ("eval {text} --step 3", 4, r"no checkpoint of step 3 in .*; there are 2, 4"),
+    "step that is not there": ("eval {text} --step 3", 4, r"no checkpoint of step 3 in .*: it holds 2, 4"),
     "key that belongs to training": ("eval {text} model.num_layers=3", 2, r"model\.num_layers=3 cannot change"),
     "no held-out rows": (
         "eval {text} data.validation_fraction=0",

@@ -38,7 +38,6 @@ PHASES: dict[str, int | None] = {
     "training row 22": 5,
     "held-out row 6": 2,
     "held-out row 40": 6,
-    "finding mistakes": 6,
 }
 
 
