@@ -14,7 +14,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError, DataError, UserError
 from jaxtrain.inference.harness.results import result_rows
 from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.run.served import open_writer
+from jaxtrain.run.open_model import open_writer, tokenizer_of
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
@@ -66,20 +66,20 @@ def evaluate_tasks(
     """
     check_installed()
     with _beside_jax():
-        opened = _opened(tasks, shots=shots)  # mistakes in tasks are found before parameters are read
-        served = open_writer(path, answers=chat, step=step, overrides=overrides, quantize=quantize)
+        found_tasks = _tasks(tasks, shots=shots)  # mistakes in tasks are found before parameters are read
+        opened = open_writer(path, answers=chat, step=step, overrides=overrides, quantize=quantize)
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
         from jaxtrain.inference.harness.model import HarnessModel
 
-        form = served.chat if chat else None
-        tokens = task_tokens(served.tokenizer, served.special, form)
-        held = served.sharded_model, served.params, served.model_state
+        form = opened.chat if chat else None
+        tokens = task_tokens(tokenizer_of(opened), opened.special, form)
+        held = opened.sharded_model, opened.params, opened.model_state
         model = HarnessModel(*held, tokens, form=form, rows=batch_size, report=report)
         with _task_errors(", ".join(tasks)):
             found = evaluate(
                 lm=model,
-                task_dict=opened,
+                task_dict=found_tasks,
                 limit=limit,
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=False,
@@ -87,7 +87,7 @@ def evaluate_tasks(
                 fewshot_as_multiturn=chat,
             )
     assert found is not None  # only on further ranks of the harness, which there are none of
-    return TaskScores(served.step, result_rows(found))
+    return TaskScores(opened.step, result_rows(found))
 
 
 def check_installed() -> None:
@@ -96,7 +96,7 @@ def check_installed() -> None:
         raise ConfigError("--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'")
 
 
-def _opened(tasks: Sequence[str], *, shots: int | None) -> dict[str, Any]:
+def _tasks(tasks: Sequence[str], *, shots: int | None) -> dict[str, Any]:
     """The tasks and groups with their data, as `TaskManager.load` gives them."""
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 

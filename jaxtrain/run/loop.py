@@ -14,7 +14,6 @@ from jaxtrain.run.evaluation import held_out_details
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.restore import frozen_params, restored_state
 from jaxtrain.run.resume import SpikeError, batch_of, recorded, with_spike
-from jaxtrain.run.sample import sample_text
 from jaxtrain.run.saving import is_due
 from jaxtrain.run.session import (
     Session,
@@ -110,6 +109,8 @@ def _finish(session: Session, done: int, state: TrainState) -> str | None:
             with spent.measure("evaluation"):
                 record.held_out(held_out_details(session.run, state, done, session.progress))
         with spent.measure("sampling"):
+            from jaxtrain.run.open_model import sample_text
+
             sample = sample_text(session.run, state, session.progress)
         if sample is not None:
             record.sample(done, sample)
