@@ -85,7 +85,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
 
     progress = Progress(process_index=0 if main else 1)
     with own_code(config), progress, progress.phase("evaluating") as phase:
-        found = evaluate_tasks(
+        step, rows = evaluate_tasks(
             path,
             listed,
             limit=arguments.limit,
@@ -100,7 +100,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     if not main:
         return 0
     if arguments.json:
-        print_json({"run_dir": path, "step": found.step, "tasks": found.rows})
+        print_json({"run_dir": path, "step": step, "tasks": rows})
     else:
-        print_table(HEADER, shown_rows(found.rows))
+        print_table(HEADER, shown_rows(rows))
     return 0

@@ -29,18 +29,13 @@ from jaxtrain.models.model import Model, ModelState, Params, parameter_shapes
 from jaxtrain.run.directory import tokenizer_file
 from jaxtrain.run.open_model import OpenedModel, open_model
 from jaxtrain.run.open_run import OpenedRun, open_run
-from jaxtrain.run.published import base_of_adapters, exported_texts, origin_of
+from jaxtrain.run.published import exported_texts, kept_published
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.base import base_of
 from jaxtrain.train.given_params import paths_of
 from jaxtrain.train.start import restore_base
 from jaxtrain.train.state import merge_leaves
-
-# Rows on which merged weights are compared.
-_ROWS, _TOKENS = 4, 32
-# Sums of float32 in another order, as a share of the range of the logits: the tests of published models allow as much.
-_SUMS = 1e-4
 
 
 def export_run(
@@ -72,7 +67,7 @@ def export_run(
     run_dir, folder, info = Path(run_dir), Path(folder), read_run(run_dir)
     distributed.start(emulate=emulate, compilation_cache=None)
     run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"} if merge else {})
-    model, file, origin = run.sharded_model.model, tokenizer_file(run_dir, info), origin_of(run_dir)
+    model, file, (origin, record) = run.sharded_model.model, tokenizer_file(run_dir, info), kept_published(run_dir)
     settings, adapted = _settings(run), model.adapted
     has_adapters = adapted is not None and adapted.lora is not None
     if merge and not has_adapters:
@@ -82,7 +77,6 @@ def export_run(
     if has_adapters and not merge:
         if base is not None or dtype not in (None, "float32"):
             raise ConfigError("adapters are written in float32; leave --base and --dtype out, or add --merge")
-        base_name, digests = base_of_adapters(run_dir)
         return write_adapter(
             folder,
             settings,
@@ -90,8 +84,8 @@ def export_run(
             model=model,
             base_config={} if origin is None else origin.config,
             base_files=companions(texts.ids, {} if origin is None else origin.files, tokenizer, texts),
-            base_name=base_name,
-            digests=digests,
+            base_name=record.get("folder"),
+            digests=record.get("parameters", {}),
         )
     original = model if adapted is None else adapted.original
     how = {"origin": origin, "dtype": dtype, "max_shard_size": max_shard_size, "tokenizer": tokenizer, "texts": texts}
@@ -140,46 +134,39 @@ def _settings(run: OpenedRun) -> dict[str, Any]:
 
 
 def _write_merged(folder: Path, settings: Mapping[str, Any], run: OpenedRun, **how: Any) -> Path:
-    """Writes base and adapters added up, if what is written gives their logits; else a CheckpointError."""
+    """Write base and adapters added up, if what is written gives their logits; else a CheckpointError."""
     if jax.process_count() > 1:
         raise ConfigError("--merge compares logits in one process, and there are several; run it in one")
-    model = run.sharded_model.model
+    model, rows = run.sharded_model.model, _random_rows(settings)
     assert model.adapted is not None
-    inputs, params = _random_rows(settings), _as_float32(_with_stored_base(run))
-    adapted, partial = _outputs(model, params, run.model_state, inputs), partial_of(folder)
+    params, partial = _with_stored_base(run), partial_of(folder)
+    adapted = _logits(model, params, run.model_state, rows)
     with partial_folder(folder):
-        write_published(partial, settings, merge_adapters(params, model), run.model_state, **how)
+        write_published(partial, settings, merge_adapters(_as_float32(params), model), run.model_state, **how)
         opened = load_pretrained(partial)  # what others will read
-        found = _outputs(opened.model, _as_float32(opened.params), opened.model_state, inputs)
+        found = _logits(opened.model, opened.params, opened.model_state, rows)
         difference = float(np.abs(adapted - found).max() / (np.ptp(adapted) or 1.0))
-        written, bound = opened.published.source.config["dtype"], math.inf
-        if how["packing"] is None:
-            bound = _rounding(written, model.adapted.original)
+        written = opened.published.source.config["dtype"]
+        bound = math.inf if how["packing"] is not None else _rounding(written, model.adapted.original)
         if not difference <= bound:
             raise CheckpointError(
                 f"the merged model is not the base with its adapters: its logits differ by {difference:.1e} of their "
                 f"range, and rounding to {written} explains {bound:.1e}; use --dtype float32, or leave --merge out"
             )
         name_folder(folder, last="config.json")
-    explained = "" if bound == math.inf else f" (rounding to {written} explains {bound:.1e})"
-    print_remark(f"merged: logits differ by {difference:.1e} of their range from base and adapters{explained}")
+    print_remark(f"merged: logits differ by {difference:.1e} of their range from base and adapters")
     return folder
 
 
 def _with_stored_base(run: OpenedRun) -> Params:
     """The parameters of a run that was opened in float32, with the frozen floats that its policy rounded as stored."""
     record, dtypes = base_of(run.info), {name: str(leaf.dtype) for name, leaf in paths_of(run.params).items()}
-    digests = {} if record is None else record.digests
-    rounded = {name for name, (dtype, *_) in digests.items() if dtype != dtypes.get(name, dtype)}
-    if record is None or not rounded:
+    if record is None:
         return run.params
-    stored = restore_base(
-        run.sharded_model,
-        dataclasses.replace(record, digests={}),  # without the dtypes of digests it is read as it is stored
-        run_dir=run.run_dir,
-        only=lambda path: path in rounded,
-        moved_to=published_from(run.config.model),
-    )
+    rounded = {name for name, (dtype, *_) in record.digests.items() if dtype != dtypes.get(name, dtype)}
+    unchecked = dataclasses.replace(record, digests={})  # without the dtypes of digests it is read as it is stored
+    where = {"run_dir": run.run_dir, "moved_to": published_from(run.config.model)}
+    stored = restore_base(run.sharded_model, unchecked, only=lambda path: path in rounded, **where)
     return merge_leaves(stored, run.params)
 
 
@@ -188,18 +175,16 @@ def _random_rows(settings: Mapping[str, Any]) -> Any:
     draw = np.random.default_rng(0)
     if "vocab_size" not in settings:
         size = settings.get("image_size") or 224
-        return jnp.asarray(draw.normal(size=(_ROWS, size, size, settings.get("channels", 3))), jnp.float32)
-    shape = (_ROWS, min(_TOKENS, settings["max_sequence_length"]))
-    tokens = jnp.asarray(draw.integers(0, settings["vocab_size"], shape), jnp.int32)
+        return jnp.asarray(draw.normal(size=(4, size, size, settings.get("channels", 3))), jnp.float32)
+    tokens = draw.integers(0, settings["vocab_size"], (4, min(32, settings["max_sequence_length"])))
+    tokens = jnp.asarray(tokens, jnp.int32)
     return {"tokens": tokens, "decoder_tokens": tokens} if settings["kind"] == "encoder_decoder" else tokens
 
 
-def _outputs(model: Model, params: Params, model_state: ModelState, inputs: Any) -> np.ndarray:
-    def apply(params: Params, model_state: ModelState, inputs: Any) -> Any:
-        outputs, _ = model.apply(params, model_state, inputs, key=None, train=False)
-        return outputs["logits"] if isinstance(outputs, Mapping) else outputs
-
-    return np.asarray(jax.jit(apply)(params, model_state, inputs), np.float32)
+def _logits(model: Model, params: Params, model_state: ModelState, inputs: Any) -> np.ndarray:
+    apply = jax.jit(lambda *trees: model.apply(*trees, key=None, train=False)[0])
+    outputs = apply(_as_float32(params), model_state, inputs)
+    return np.asarray(outputs["logits"] if isinstance(outputs, Mapping) else outputs, np.float32)
 
 
 def _as_float32(params: Params) -> Params:
@@ -212,12 +197,13 @@ def _rounding(written: str, model: Model) -> float:
     """What rounding explains of the largest difference of logits, as a share of their range.
 
     Each number is off by up to half a unit in its last place: outputs of a layer by a share `eps / sqrt(48)`, those of
-    N layers in a row by sqrt(N) times that, and the largest of some thousand logits by 8 times the mean.
+    N layers in a row by sqrt(N) times that, and the largest of some thousand logits by 8 times the mean. Sums of
+    float32 in another order add 1e-4, as in the tests of published models.
     """
     shapes = parameter_shapes(model)
     stacks = (shapes[path].shape[: len(shapes[path].shape) - sum(dims)] for path, dims in model.linears.items())
     kernels = sum(math.prod(stack) for stack in stacks) or 1
-    return _SUMS + 8 * float(jnp.finfo(jnp.dtype(written)).eps) * math.sqrt(kernels / 48)
+    return 1e-4 + 8 * float(jnp.finfo(jnp.dtype(written)).eps) * math.sqrt(kernels / 48)
 
 
 def export_program(path: str | Path, folder: str | Path, *, batch: int | None = None, step: int | None = None) -> Path:

@@ -341,7 +341,7 @@ class OpenedRun:
 
         Returns:
             NumPy arrays [rows, ...] in the structure of the model's outputs (logits of a classifier); floats are
-            float32. Entries without a value per row are left out.
+            float32. Of several outputs, `logits` alone.
 
         Raises:
             ConfigError: a model from Python was not given.
@@ -396,7 +396,12 @@ class OpenedRun:
         own = data is None and not self._has_other_data
         given = self.data if data is None else data
         _check_read_alike(given, self._trained_on)
-        given = given if isinstance(given, Data | MapDataset) else rows_of(given)
+        if not isinstance(given, Data | MapDataset):
+            if "mean" in (self._trained_on.get("reading") or {}):
+                raise DataError(
+                    "a run on a table is evaluated on jaxtrain.open_data({...}, reading=...), not on arrays"
+                )
+            given = rows_of(given)
         rows = evaluated_rows(given, self.task, self.run_dir, own=own)
         found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit)
         if isinstance(rows, Data) and self._own_model is None:

@@ -30,7 +30,7 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.parallel.division import batch_shards
-from jaxtrain.run.published import origin_of, published_classes
+from jaxtrain.run.published import kept_published, published_classes
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.batch import batch_shardings
 from jaxtrain.train.checks import check_ids
@@ -74,24 +74,18 @@ class Predictor:
                 outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
             except ConfigError as error:  # of the sharded model, which names the inputs
                 raise DataError(str(error)) from error
-            found.append(_per_row(outputs, size, left))
+            found.append(jax.tree.map(lambda leaf, left=left: leaf[:left], outputs))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
     def _apply(self, params: Params, model_state: ModelState, inputs: Any) -> Any:
         with self._model.context():
             outputs, _ = self._model.apply(params, model_state, inputs, key=None, train=False)
+        if isinstance(outputs, Mapping) and "logits" in outputs:
+            outputs = outputs["logits"]  # what else a model with experts gives is for its loss
         # NumPy has no bfloat16 of its own.
         return jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, outputs
         )
-
-
-def _per_row(outputs: Any, size: int, left: int) -> Any:
-    """The first rows of outputs, without the entries that have no value per row."""
-    if isinstance(outputs, Mapping):
-        found = {name: _per_row(value, size, left) for name, value in outputs.items()}
-        return {name: value for name, value in found.items() if value is not None}
-    return jax.tree.map(lambda leaf: leaf[:left] if leaf.shape[:1] == (size,) else None, outputs)
 
 
 def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model) -> grain.MapDataset:
@@ -131,7 +125,6 @@ def predict_file(
         raise ConfigError(f"{name} gives {kind}s, which have no probabilities; leave --probabilities out")
     rows, files = _read_rows(model, Path(path).expanduser())
     outputs = model.predict(rows, batch_size=batch_size)
-    outputs = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
     if not isinstance(outputs, np.ndarray):
         raise ConfigError(f"the model of {name} gives several outputs and none is 'logits'; use run.predict")
     names = _class_names(model, outputs.shape[-1]) if kind == "class" else []
@@ -157,7 +150,7 @@ def _kind(model: "OpenedModel") -> str:
 def _class_names(model: "OpenedModel", num_classes: int) -> list[str]:
     """The names that are known, then numbers."""
     known, run_dir = model.classes, getattr(model, "run_dir", None)
-    origin = None if run_dir is None else origin_of(run_dir)
+    origin = None if run_dir is None else kept_published(run_dir)[0]
     if known is None and origin is not None:
         known = published_classes(origin.config, os.fspath(model))
     known = () if known is None or len(known) > num_classes else known

@@ -28,7 +28,7 @@ from jaxtrain.interop.companions import SETTINGS, TEMPLATE, TEXT_FILES, Texts
 from jaxtrain.interop.fresh import fresh_parts
 from jaxtrain.interop.save import Origin, saved_dtypes
 from jaxtrain.interop.settings import settings_in, settings_of
-from jaxtrain.interop.weights import PublishedModel, find_places, open_published
+from jaxtrain.interop.weights import find_places, open_published
 from jaxtrain.models.model import Model
 from jaxtrain.published.config_file import read_published_config, tokenizer_origin
 from jaxtrain.published.heads import label_names
@@ -62,36 +62,25 @@ def keep_published(
     write_json_atomic(kept / "config.json", dict(published.source.config))
     record = {"folder": str(Path(path).resolve()), "dtypes": saved_dtypes(published)}
     if is_base:
-        record["parameters"] = _parameters(published, model)
+        settings = settings_in(published.path, published.settings)
+        if settings_of(model).get("tie_embeddings") is False and settings.get("tie_embeddings"):
+            settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
+        record["parameters"] = base_digests(published, find_places(published, settings).params)
     write_json_atomic(kept / _RECORD, record)
     return record
 
 
-def origin_of(run_dir: Path) -> Origin | None:
-    """What a run kept of the published model that it started from, or None."""
+def kept_published(run_dir: Path) -> tuple[Origin | None, dict[str, Any]]:
+    """What a run kept of the published model that it started from, and `keep_published`'s record; None and {} of none.
+
+    The record has the `folder`, and under adapters the digests of its `parameters`.
+    """
     kept = run_dir / FOLDER
     if not (kept / "config.json").is_file():
-        return None
+        return None, {}
     small = [file for file in sorted(kept.iterdir()) if file.name not in ("config.json", _RECORD)]
     config, record = (json.loads((kept / name).read_text(encoding="utf-8")) for name in ("config.json", _RECORD))
-    return Origin(config, {file.name: file.read_bytes() for file in small}, record.get("dtypes", {}))
-
-
-def base_of_adapters(run_dir: Path) -> tuple[str | None, dict[str, str]]:
-    """Where the published model was that a run started from, or None; and the digests of its parameters."""
-    file = run_dir / FOLDER / _RECORD
-    if not file.is_file():
-        return None, {}
-    record = json.loads(file.read_text(encoding="utf-8"))
-    return record["folder"], record.get("parameters", {})
-
-
-def _parameters(published: PublishedModel, model: Group) -> dict[str, str]:
-    """Path -> digest of the parameters of a published model, read as a run of this model group reads it."""
-    settings = settings_in(published.path, published.settings)
-    if settings_of(model).get("tie_embeddings") is False and settings.get("tie_embeddings"):
-        settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
-    return base_digests(published, find_places(published, settings).params)
+    return Origin(config, {file.name: file.read_bytes() for file in small}, record.get("dtypes", {})), record
 
 
 def check_class_order(config: Config, classes: Sequence[str] | None) -> None:

@@ -223,6 +223,8 @@ def test_data_that_scales_itself_is_not_taken_for_the_runs(tmp_path):
     np.testing.assert_allclose(run.predict(rows), by_hand(run, inputs), atol=1e-6)
     columns = inputs * np.array(reading["deviation"]) + reading["mean"]
     np.testing.assert_allclose(run.predict(columns), by_hand(run, inputs), atol=1e-5)
+    with pytest.raises(DataError, match="a run on a table is evaluated on"):
+        run.evaluate((columns, np.zeros(40, np.int32)))
 
 
 @pytest.mark.long
