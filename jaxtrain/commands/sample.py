@@ -12,7 +12,7 @@ from jaxtrain.commands.shared import own_code, print_table, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.written import TokenScore, Written
-from jaxtrain.run.open_model import Writing, open_writer, write
+from jaxtrain.run.open_model import Writing, open_model, write, writer_of
 from jaxtrain.runtime import distributed
 
 # Tokens between two looks for a stop, for which the host waits.
@@ -30,8 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     texts = arguments.chat if answers else _prompts(arguments.prompt)
     distributed.start(emulate=arguments.emulate)
     writing = _writing(arguments)
-    writer = open_writer(arguments.run_dir, answers=answers, quantize=arguments.quantize, step=arguments.step)
-    with own_code(writer.config):
+    model = open_model(arguments.run_dir, quantize=arguments.quantize, step=arguments.step)
+    with own_code(model.config):
+        writer = writer_of(model, answers=answers)
         written: Iterable[Written] = write(writer, texts, writing, answers=answers)
         if arguments.json or writing.piece != 1 or beams is not None:
             written = list(written)  # an error comes before any text

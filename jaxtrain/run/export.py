@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -248,5 +249,5 @@ def _program_rows(opened: OpenedModel) -> Mapping[str, jax.ShapeDtypeStruct]:
             names |= {"segments": length} | ({"token_types": length} if config.token_types else {})
         return {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in names.items()}
     if not shape or dtype is None:
-        raise ConfigError(f"{opened.__fspath__()} does not say the shape of its rows; use jax.export on its model")
+        raise ConfigError(f"{os.fspath(opened)} does not say the shape of its rows; use jax.export on its model")
     return {"inputs": jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))}

@@ -13,7 +13,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError, DataError, UserError
 from jaxtrain.inference.harness.results import result_rows
 from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.run.open_model import open_writer, tokenizer_of
+from jaxtrain.run.open_model import open_model, tokenizer_of, writer_of
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
@@ -58,7 +58,7 @@ def evaluate_tasks(
         logging.getLogger(name).setLevel(logging.ERROR)
     with contextlib.redirect_stdout(sys.stderr):
         found_tasks = _tasks(tasks, shots=shots)  # mistakes in tasks are found before parameters are read
-        opened = open_writer(path, answers=chat, **how)
+        opened = writer_of(open_model(path, **how), answers=chat)
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
         from jaxtrain.inference.harness.model import HarnessModel
@@ -67,10 +67,10 @@ def evaluate_tasks(
         tokens = task_tokens(tokenizer_of(opened), opened.special, form)
         held = opened.sharded_model, opened.params, opened.model_state
         model = HarnessModel(*held, tokens, form=form, rows=batch_size, report=report)
-        options = {"limit": limit, "bootstrap_iters": _BOOTSTRAP, "log_samples": False}
+        options: dict[str, Any] = {"limit": limit, "bootstrap_iters": _BOOTSTRAP, "log_samples": False}
+        options |= {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
         with _task_errors(", ".join(tasks)):
-            chats = {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
-            found = evaluate(lm=model, task_dict=found_tasks, **options, **chats)
+            found = evaluate(lm=model, task_dict=found_tasks, **options)
     assert found is not None  # only on further ranks of the harness, which there are none of
     return opened.step, result_rows(found)
 

@@ -1,10 +1,11 @@
 """The one way to open a model with its weights: a run, a published folder or GGUF file, an adapter; and what it writes.
 
-Everything that asks a trained model opens it here: serve, sample, predict, the harness and the export of programs.
+Serve, sample, predict, the harness and the export of programs open theirs here.
 """
 
 import fnmatch
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.formats import ChatFormat, format_of_reading, published_format
+from jaxtrain.data.special import NamedTokens
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.inference.chat import answer_ends, answer_questions, encode_questions
@@ -161,17 +163,15 @@ def open_model(
     config = _folder_config(path, words, adapter)
     check_fits(config.model)
     file, settings = tokenizer_origin(path), settings_of(config.model)
-    size = settings.get("image_size") or 224
-    shape = (settings.get("max_sequence_length"),) if "vocab_size" in settings else (size, size, 3)
-    tokenizer = None if file is None else load_tokenizer(file)
-    files = {} if file is None else texts_beside(file, adapter)
-    named = tokenizer if isinstance(tokenizer, BpeTokenizer | ByteTokenizer) else None
+    size: int = settings.get("image_size") or 224
+    shape = (size, size, 3) if "vocab_size" not in settings else (int(settings["max_sequence_length"]),)
+    tokenizer, files = (None, {}) if file is None else (load_tokenizer(file), texts_beside(file, adapter))
     return OpenedFolder(
         path=path,
         config=config,
         sharded_model=build_sharded_model(config, input_shape=shape, mesh=mesh),
         tokenizer=tokenizer,
-        chat=None if named is None else published_format(files, str(adapter or path), named),
+        chat=published_format(files, str(adapter or path), tokenizer) if isinstance(tokenizer, NamedTokens) else None,
         special=special_of_files(files, tokenizer, added=True),
         adapter=adapter,
         quantize=quantize,
@@ -195,65 +195,49 @@ def _base_of(adapter: Path) -> Path:
     named = open_adapter_folder(adapter).config.base
     base = None if named is None else Path(published_place(Path(named).expanduser(), what=f"the base of {adapter}"))
     if base is None or not is_published(base):
-        raise ConfigError(
-            f"{adapter / CONFIG} names the base {named}, which is not here; give BASE --adapter {adapter}"
-        )
+        raise ConfigError(f"{adapter / CONFIG} names the base {named}, which is not here; put it there")
     return base
 
 
 def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Served:
-    """A model for the server: `open_model` with its weights; `name` is what clients call it, None: the path's end."""
+    """A model for the server, by `open_model`; `name` is what clients call it, None: the last part of the path."""
     model = open_model(path, **how)
-    embeds = _embeds(model)
-    if model.sharded_model.model.decoder is None and not embeds:
+    sharded, decoder, embeds = model.sharded_model, model.sharded_model.model.decoder, _embeds(model)
+    if not embeds and (decoder is None or decoder.encode is not None):
         raise ConfigError(
-            f"{model.__fspath__()} gives neither text nor embeddings; serve a language model, or an encoder with "
-            "model.head.kind=embedding model.head.pooling=mean"
+            f"{path} cannot be served: it gives neither embeddings nor the next token alone; sample an encoder-decoder "
+            "with jaxtrain sample, or set model.head.kind=embedding model.head.pooling=mean for an encoder"
         )
-    if not embeds and decoder_of(model.sharded_model.model).encode is not None:
-        raise ConfigError(f"{path} reads its prompt with an encoder, which cannot be batched; use jaxtrain sample")
     return Served(
-        name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf"),
-        model.sharded_model,
-        model.params,
-        model.model_state,
-        tokenizer_of(model),
-        model.chat,
-        embeds,
-        int(time.time()),
-        getattr(model.config.model, "max_sequence_length", None),
-        model.special,
-        model.step,
+        name=name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf"),
+        sharded_model=sharded,
+        tokenizer=tokenizer_of(model),
+        params=model.params,
+        model_state=model.model_state,
+        chat=model.chat,
+        embeds=embeds,
+        created=int(time.time()),
+        max_length=getattr(model.config.model, "max_sequence_length", None),
+        special=model.special,
+        step=model.step,
     )
 
 
-def open_writer(path: str | Path, *, answers: bool = False, **how: Any) -> OpenedModel:
-    """A model that writes texts, and with `answers` has a chat template: see `open_model`."""
-    model = writer_of(open_model(path, **how))
-    if answers and model.chat is None:
-        raise ConfigError(f"{path} has no chat template; leave --chat out, and ask in plain text")
-    return model
-
-
-def writer_of(model: OpenedModel) -> OpenedModel:
-    """The model, if it writes texts."""
+def writer_of(model: OpenedModel, *, answers: bool = False) -> OpenedModel:
+    """The model, if it writes texts, and with `answers` has a chat template."""
     if _embeds(model) or model.sharded_model.model.decoder is None:
-        raise ConfigError(
-            f"{model.__fspath__()} (model {model.sharded_model.model.name}) writes no text; use jaxtrain predict, or "
-            "jaxtrain serve for embeddings"
-        )
-    tokenizer_of(model)
+        name = model.sharded_model.model.name
+        raise ConfigError(f"{os.fspath(model)} (model {name}) writes no text; use jaxtrain predict or jaxtrain serve")
+    if answers and model.chat is None:
+        raise ConfigError(f"{os.fspath(model)} has no chat template; leave --chat out, and ask in plain text")
     return model
 
 
 def tokenizer_of(model: OpenedModel) -> BpeTokenizer | ByteTokenizer:
     """The tokenizer of a model that is asked in texts."""
-    tokenizer = model.tokenizer
-    if not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
-        raise ConfigError(
-            f"{model.__fspath__()} has no tokenizer.json, so that nobody can ask it; put the model's own there"
-        )
-    return tokenizer
+    if not isinstance(model.tokenizer, BpeTokenizer | ByteTokenizer):
+        raise ConfigError(f"{os.fspath(model)} has no tokenizer.json, so that nobody can ask it; put its own there")
+    return model.tokenizer
 
 
 def _embeds(model: OpenedModel) -> bool:
@@ -281,7 +265,7 @@ class Writing:
 
 def write(writer: OpenedModel, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
     """Continue texts in one batch, each given out before its continuation, or answer them by the chat template."""
-    model, params, tokenizer, special = writer.sharded_model, writer.params, tokenizer_of(writer), writer.special
+    tokenizer, model, params, special = tokenizer_of(writer), writer.sharded_model, writer.params, writer.special
     new_tokens, skip = writing.new_tokens, writing.skip_special_tokens
     chosen: dict[str, Any] = {"sampling": writing.sampling, "seed": writing.seed, "stop": writing.stop}
     if writing.beams is not None:

@@ -1,6 +1,6 @@
 """Opening a finished (or running) run: each part of it is read when it is first used.
 
-Curves need no checkpoint and no jax, predictions need no training data.
+Curves need no checkpoint and no jax, predictions no training data.
 """
 
 import contextlib
@@ -143,12 +143,7 @@ def _keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class OpenedRun:
-    """A run, opened by `open_run`.
-
-    Attributes:
-        run_dir: its directory.
-        config: of the run, with its parallel degrees replaced by those of this machine.
-    """
+    """A run, opened by `open_run`: its directory, and its config with the parallel degrees of this machine."""
 
     run_dir: Path
     config: Config

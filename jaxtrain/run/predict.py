@@ -137,9 +137,10 @@ def _kind(model: "OpenedModel") -> str:
     """What one row gives: class, number or embedding."""
     info, config = model.info, model.config.model
     task = info.get("task") if info.get("task_is_shipped", True) else None
-    is_transformer = isinstance(config, TransformerConfig) and recorded_parts(info)["model"] is None
-    kind = _HEADS.get(config.head_kind) if is_transformer else _TASKS.get(str(task))
-    if kind is None or config.kind == "encoder_decoder" or task == "reward":  # which scores chats
+    kind = _TASKS.get(str(task))
+    if isinstance(config, TransformerConfig) and recorded_parts(info)["model"] is None:
+        kind = _HEADS.get(config.head_kind)
+    if kind is None or task == "reward":  # which scores chats
         raise ConfigError(
             f"{os.fspath(model)} gives no class, number or embedding per row of a file; jaxtrain sample continues "
             "texts, and jaxtrain.open_run(...).predict(array) gives the outputs of any model"
@@ -162,7 +163,7 @@ def _read_rows(model: "OpenedModel", path: Path) -> tuple[Any, list[Path] | None
     data, trained_on = model.config.data, model.info.get("data") or {}
     reading, shape = trained_on.get("reading") or {}, trained_on.get("input_shape")
     if reading.get("kind") == "table":
-        sizes = {"num_columns": shape[0], "target": getattr(data, "target", None)}
+        sizes = {"num_columns": trained_on["input_shape"][0], "target": getattr(data, "target", None)}
         return read_input_columns(str(path), reading.get("columns"), **sizes), None
     if isinstance(data, ImageFolderData | ImageRecordsData):
         files = [path] if path.is_file() else image_files(path)

@@ -37,7 +37,7 @@ def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Prog
     how: dict[str, Any] = {"batch_size": size, "workers": reading_threads(config)}
     sets = {"train": (run.data.train, "the training rows"), "validation": (run.data.validation, "the held-out rows")}
     with progress.phase(f"reference of task {run.step.task.name}") as phase:
-        arrays = {
+        arrays: dict[str, Any] = {
             name: compute_reference(run.step, state.params, state.model_state, rows, what=what, **how)
             for name, (rows, what) in sets.items()
             if rows is not None
@@ -76,8 +76,8 @@ def evaluated_rows(
         return rows
     if not own or not isinstance(rows, Data) or not (run_dir / FILE).is_file():
         raise DataError(
-            f"task {task.name!r} compares with numbers of each row, and {run_dir / FILE} has those of the run's own "
-            f"rows alone; give rows with an entry '{ENTRY}' (jaxtrain.reference_rows)"
+            f"task {task.name!r} needs numbers that {FILE} has of the run's own rows alone; give rows with an entry "
+            f"'{ENTRY}' (jaxtrain.reference_rows)"
         )
     with np.load(run_dir / FILE) as arrays:
         return dataclasses.replace(rows, validation=with_entry(held_out, ENTRY, arrays["validation"]))
