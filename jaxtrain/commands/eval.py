@@ -75,9 +75,8 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     path = arguments.run_dir
     # A published model has no config of its own.
     config = _evaluated_config(path, arguments.overrides) if is_run(Path(path)) else None
-    from jaxtrain.run.harness import check_installed, evaluate_tasks
+    from jaxtrain.run.harness import evaluate_tasks
 
-    check_installed()
     cache = "auto" if config is None else config.compilation_cache
     distributed.start(emulate=arguments.emulate, compilation_cache=cache)
     main = distributed.is_main_process()

@@ -12,7 +12,8 @@ from jaxtrain.commands.shared import own_code, print_table, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.written import TokenScore, Written
-from jaxtrain.run.open_model import Writing, open_model, write, writer_of
+from jaxtrain.run.open_model import open_model
+from jaxtrain.run.predict import Writing, write, writer_of
 from jaxtrain.runtime import distributed
 
 # Tokens between two looks for a stop, for which the host waits.

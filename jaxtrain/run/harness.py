@@ -13,7 +13,8 @@ from typing import Any
 from jaxtrain.errors import ConfigError, DataError, UserError
 from jaxtrain.inference.harness.results import result_rows
 from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.run.open_model import open_model, tokenizer_of, writer_of
+from jaxtrain.run.open_model import open_model
+from jaxtrain.run.predict import tokenizer_of, writer_of
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
@@ -51,7 +52,8 @@ def evaluate_tasks(
         DataError: the data of a task cannot be had, or the task fails.
         CheckpointError: the files of the model are missing or damaged.
     """
-    check_installed()
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'")
     # Nothing is printed among results, nothing is forked, and remarks on defaults and retries are left out.
     os.environ["DISABLE_MULTIPROC"] = "1"
     for name in ("lm_eval", "huggingface_hub"):
@@ -73,12 +75,6 @@ def evaluate_tasks(
             found = evaluate(lm=model, task_dict=found_tasks, **options)
     assert found is not None  # only on further ranks of the harness, which there are none of
     return opened.step, result_rows(found)
-
-
-def check_installed() -> None:
-    """Raise a ConfigError where lm-eval is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'")
 
 
 def _tasks(tasks: Sequence[str], *, shots: int | None) -> dict[str, Any]:

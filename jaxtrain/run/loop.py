@@ -109,7 +109,7 @@ def _finish(session: Session, done: int, state: TrainState) -> str | None:
             with spent.measure("evaluation"):
                 record.held_out(held_out_details(session.run, state, done, session.progress))
         with spent.measure("sampling"):
-            from jaxtrain.run.open_model import sample_text
+            from jaxtrain.run.predict import sample_text
 
             sample = sample_text(session.run, state, session.progress)
         if sample is not None:

@@ -1,13 +1,12 @@
-"""The one way to open a model with its weights: a run, a published folder or GGUF file, an adapter; and what it writes.
+"""The one way to open a model with its weights: a run, a published folder or GGUF file, an adapter.
 
 Serve, sample, predict, the harness and the export of programs open theirs here.
 """
 
 import fnmatch
 import functools
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,19 +19,11 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.formats import ChatFormat, format_of_reading, published_format
-from jaxtrain.data.special import NamedTokens
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
-from jaxtrain.errors import ConfigError, UserError
-from jaxtrain.inference.chat import answer_ends, answer_questions, encode_questions
-from jaxtrain.inference.continued import continue_texts, default_new_tokens
-from jaxtrain.inference.decoding import decoder_of
-from jaxtrain.inference.generate import generate_text, room_for_new_tokens
-from jaxtrain.inference.prompts import encode_prompts, special_tokens
-from jaxtrain.inference.sampling import Sampling
+from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.errors import ConfigError
 from jaxtrain.inference.server.served import Served
 from jaxtrain.inference.special import SpecialTokens
-from jaxtrain.inference.written import Written, write_texts
 from jaxtrain.interop.fresh import check_fits, fresh_parts
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import is_published
@@ -44,8 +35,8 @@ from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.open_run import OpenedRun, open_run
-from jaxtrain.run.predict import Predictor
-from jaxtrain.run.published import published_classes, special_of_files, texts_beside
+from jaxtrain.run.predict import Predictor, embeds, tokenizer_of
+from jaxtrain.run.published import published_classes, read_texts, texts_beside
 from jaxtrain.run.restore import quantized_params
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
@@ -55,11 +46,7 @@ from jaxtrain.train.start import accept_start
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxtrain.metrics.progress import Progress
-    from jaxtrain.train.assemble import Run
-    from jaxtrain.train.state import TrainState
 
-_ANSWER_TOKENS = 200  # where nobody says how many
 _BATCH = 32
 
 
@@ -165,14 +152,16 @@ def open_model(
     file, settings = tokenizer_origin(path), settings_of(config.model)
     size: int = settings.get("image_size") or 224
     shape = (size, size, 3) if "vocab_size" not in settings else (int(settings["max_sequence_length"]),)
-    tokenizer, files = (None, {}) if file is None else (load_tokenizer(file), texts_beside(file, adapter))
+    tokenizer = None if file is None else load_tokenizer(file)
+    files = {} if file is None else texts_beside(file, adapter)
+    chat, special = read_texts(files, tokenizer, where=str(adapter or path), added=True)
     return OpenedFolder(
         path=path,
         config=config,
         sharded_model=build_sharded_model(config, input_shape=shape, mesh=mesh),
         tokenizer=tokenizer,
-        chat=published_format(files, str(adapter or path), tokenizer) if isinstance(tokenizer, NamedTokens) else None,
-        special=special_of_files(files, tokenizer, added=True),
+        chat=chat,
+        special=special,
         adapter=adapter,
         quantize=quantize,
     )
@@ -202,8 +191,8 @@ def _base_of(adapter: Path) -> Path:
 def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Served:
     """A model for the server, by `open_model`; `name` is what clients call it, None: the last part of the path."""
     model = open_model(path, **how)
-    sharded, decoder, embeds = model.sharded_model, model.sharded_model.model.decoder, _embeds(model)
-    if not embeds and (decoder is None or decoder.encode is not None):
+    sharded, decoder = model.sharded_model, model.sharded_model.model.decoder
+    if not embeds(model) and (decoder is None or decoder.encode is not None):
         raise ConfigError(
             f"{path} cannot be served: it gives neither embeddings nor the next token alone; sample an encoder-decoder "
             "with jaxtrain sample, or set model.head.kind=embedding model.head.pooling=mean for an encoder"
@@ -215,110 +204,9 @@ def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Ser
         params=model.params,
         model_state=model.model_state,
         chat=model.chat,
-        embeds=embeds,
+        embeds=embeds(model),
         created=int(time.time()),
         max_length=getattr(model.config.model, "max_sequence_length", None),
         special=model.special,
         step=model.step,
     )
-
-
-def writer_of(model: OpenedModel, *, answers: bool = False) -> OpenedModel:
-    """The model, if it writes texts, and with `answers` has a chat template."""
-    if _embeds(model) or model.sharded_model.model.decoder is None:
-        name = model.sharded_model.model.name
-        raise ConfigError(f"{os.fspath(model)} (model {name}) writes no text; use jaxtrain predict or jaxtrain serve")
-    if answers and model.chat is None:
-        raise ConfigError(f"{os.fspath(model)} has no chat template; leave --chat out, and ask in plain text")
-    return model
-
-
-def tokenizer_of(model: OpenedModel) -> BpeTokenizer | ByteTokenizer:
-    """The tokenizer of a model that is asked in texts."""
-    if not isinstance(model.tokenizer, BpeTokenizer | ByteTokenizer):
-        raise ConfigError(f"{os.fspath(model)} has no tokenizer.json, so that nobody can ask it; put its own there")
-    return model.tokenizer
-
-
-def _embeds(model: OpenedModel) -> bool:
-    head = getattr(model.config.model, "head", None)
-    return head is not None and head.kind == "embedding"
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How texts are written.
-
-    `piece` tokens are between two looks (None: all), `top` alternatives get log-probabilities (None: there are none),
-    and with `beams` that many beginnings are followed for the most likely text, in place of random choices.
-    """
-
-    new_tokens: int | None
-    sampling: Sampling
-    seed: int = 0
-    stop: Sequence[str] = ()
-    skip_special_tokens: bool = True
-    top: int | None = None
-    piece: int | None = 1
-    beams: int | None = None
-
-
-def write(writer: OpenedModel, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
-    """Continue texts in one batch, each given out before its continuation, or answer them by the chat template."""
-    tokenizer, model, params, special = tokenizer_of(writer), writer.sharded_model, writer.params, writer.special
-    new_tokens, skip = writing.new_tokens, writing.skip_special_tokens
-    chosen: dict[str, Any] = {"sampling": writing.sampling, "seed": writing.seed, "stop": writing.stop}
-    if writing.beams is not None:
-        chosen |= {"beams": writing.beams, "special": special, "skip_special_tokens": skip}
-        found = continue_texts(model, params, tokenizer, texts, new_tokens=new_tokens, **chosen)
-        yield from (Written(row, text, ended=True) for row, text in enumerate(found))
-        return
-    if answers:
-        assert writer.chat is not None
-        tokens, room = encode_questions(model, tokenizer, writer.chat, texts)
-        new_tokens = max(1, min(_ANSWER_TOKENS if new_tokens is None else new_tokens, room))
-        ends, begins = answer_ends(writer.chat, tokenizer), [True] * len(texts)
-    else:
-        encoded = encode_prompts(model.model, tokenizer, texts, add_special_tokens=special.added)
-        if new_tokens is None:
-            new_tokens = default_new_tokens(decoder_of(model.model), encoded)
-        tokens, begins = encoded.tokens, [not given for given in encoded.given]
-        ends = {*special.stop, *(() if encoded.end is None else (encoded.end,))}
-        for row, given in enumerate(encoded.given):
-            if given:
-                yield Written(row, tokenizer.decode(given))
-    vocab_size, top = model.model.vocab_size, writing.top
-    yield from write_texts(
-        model,
-        params,
-        tokenizer,
-        tokens,
-        new_tokens=new_tokens,
-        stop_tokens=ends,
-        hidden=special_tokens(tokenizer) if skip else (),
-        begins=begins,
-        top=top if top is None or vocab_size is None else min(top, vocab_size),
-        piece=writing.piece,
-        **chosen,
-    )
-
-
-def sample_text(run: "Run", state: "TrainState", progress: "Progress") -> str | None:
-    """Continue or answer `evaluation.sample_prompt`; None where there is no prompt, no tokenizer or no text model."""
-    settings, tokenizer = run.config.evaluation, run.data.tokenizer
-    prompt, form = settings.sample_prompt, format_of_reading(run.data.reading)
-    if prompt is None or tokenizer is None or run.step.model.decoder is None:
-        return None
-    options = {"sampling": Sampling(settings.sample_temperature), "seed": run.config.seed}
-    new_tokens, model, params = settings.sample_tokens, run.step.sharded_model, state.evaluation_params
-    try:
-        with progress.phase("sampling"):
-            if form is not None:
-                answers = answer_questions(model, params, tokenizer, form, [prompt], new_tokens=new_tokens, **options)
-                return f"{prompt}\n\n{answers[0]}"
-            new_tokens = min(new_tokens, room_for_new_tokens(run.step.model.decoder, len(tokenizer.encode(prompt))))
-            options["add_special_tokens"] = False  # rows of plain text have none
-            return generate_text(run.step, params, tokenizer, [prompt], new_tokens=new_tokens, **options)[0]
-    except UserError as error:  # the run is done: it is not lost over its sample
-        progress.message(f"no sample: {error}")
-        return None

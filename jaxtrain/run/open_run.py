@@ -57,8 +57,7 @@ def open_run(
         step: which checkpoint; None: the newest intact one.
         model: of a run whose model came from Python: the same model again.
         task: of a run whose task came from Python, which `evaluate` needs.
-        overrides: settings on top of the run's config, as `key=value` strings or as a mapping
-            ({"parallel.fsdp": 4, "evaluation.max_batches": None}).
+        overrides: settings on top of the run's config, as `key=value` strings or as a mapping ({"parallel.fsdp": 4}).
         mesh: from `make_mesh`; None: all devices on the `data` axis, unless overrides say otherwise.
         quantize: a format of `quantize` for the linear layers ("int8"); None: as they were trained.
         report: receives one line for each damaged checkpoint that is passed over, and the like.
@@ -227,19 +226,26 @@ class OpenedRun:
 
         return read_tokenizer(self.run_dir, self.info)
 
-    @functools.cached_property
+    @property
     def chat(self) -> "ChatFormat | None":
-        """The chat template of the run, or of its published model; None: it has none."""
-        from jaxtrain.run.published import format_of_run
+        """The chat template that the run was trained with, or that of its published model; None: neither."""
+        return self._texts[0]
 
-        return format_of_run(self.info, self.run_dir, self.tokenizer)
-
-    @functools.cached_property
+    @property
     def special(self) -> "SpecialTokens":
         """What is known of the special tokens of its texts."""
-        from jaxtrain.run.published import special_of_run
+        return self._texts[1]
 
-        return special_of_run(self.info, self.run_dir, self.tokenizer)
+    @functools.cached_property
+    def _texts(self) -> "tuple[ChatFormat | None, SpecialTokens]":
+        from jaxtrain.data.chat.formats import files_beside, format_of_reading
+        from jaxtrain.run.published import read_texts
+
+        own, files = format_of_reading(self._trained_on.get("reading")), files_beside(self.run_dir / "tokenizer.json")
+        # Rows of plain text have no beginning of text, so that a model that was trained on them gets none either.
+        added = own is not None or self.status == "imported"
+        chat, special = read_texts(files, self.tokenizer, where=str(self.run_dir), added=added)
+        return own or chat, special
 
     @functools.cached_property
     def data(self) -> "Data":
@@ -421,7 +427,7 @@ class OpenedRun:
             ConfigError: the run writes no text, or an option is out of range.
         """
         from jaxtrain.inference.sampling import Sampling
-        from jaxtrain.run.open_model import Writing, write, writer_of
+        from jaxtrain.run.predict import Writing, write, writer_of
 
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         found = [""] * len(texts)

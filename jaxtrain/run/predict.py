@@ -1,11 +1,12 @@
-"""Predictions of an opened model for any number of rows: arrays, or the rows of a file.
+"""What an opened model (an `OpenedRun` or `OpenedFolder`) gives: outputs of rows, answers to a file's rows, and texts.
 
 Shapes: C classes.
 """
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from jaxtrain.config.data import ImageFolderData, ImageRecordsData, LabelledText
 from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.data import Batches, Data
+from jaxtrain.data.chat.formats import format_of_reading
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.images import centered_images, image_files, normalized
@@ -26,7 +28,15 @@ from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.data.sources.tables import scaled_like
 from jaxtrain.data.text.framed import framed_tokens, text_rows
 from jaxtrain.data.text.records import read_records, text_of
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.errors import ConfigError, DataError, UserError
+from jaxtrain.inference.chat import answer_ends, answer_questions, encode_questions
+from jaxtrain.inference.continued import continue_texts, default_new_tokens
+from jaxtrain.inference.decoding import decoder_of
+from jaxtrain.inference.generate import generate_text, room_for_new_tokens
+from jaxtrain.inference.prompts import encode_prompts, special_tokens
+from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.written import Written, write_texts
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.parallel.division import batch_shards
@@ -36,10 +46,13 @@ from jaxtrain.train.batch import batch_shardings
 from jaxtrain.train.checks import check_ids
 
 if TYPE_CHECKING:
-    from jaxtrain.run.open_model import OpenedModel
+    from jaxtrain.metrics.progress import Progress
+    from jaxtrain.train.assemble import Run
+    from jaxtrain.train.state import TrainState
 
 # What a row gives, by the head of a transformer, and by the task of another model.
 _HEADS = {"sequence": "class", "regression": "number", "embedding": "embedding"}
+_ANSWER_TOKENS = 200  # where nobody says how many
 _TASKS = {"classification": "class", "regression": "number"}
 
 
@@ -112,7 +125,7 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model) -> grai
 
 
 def predict_file(
-    model: "OpenedModel", path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
+    model: Any, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
 ) -> list[dict[str, Any]]:
     """Predict the rows of a file, one dict per row in its order; docs/predict.md lists the forms of both.
 
@@ -133,7 +146,7 @@ def predict_file(
     return [{"row": i, **file, **answer} for i, (file, answer) in enumerate(zip(named, found, strict=True), start=1)]
 
 
-def _kind(model: "OpenedModel") -> str:
+def _kind(model: Any) -> str:
     """What one row gives: class, number or embedding."""
     info, config = model.info, model.config.model
     task = info.get("task") if info.get("task_is_shipped", True) else None
@@ -148,7 +161,7 @@ def _kind(model: "OpenedModel") -> str:
     return kind
 
 
-def _class_names(model: "OpenedModel", num_classes: int) -> list[str]:
+def _class_names(model: Any, num_classes: int) -> list[str]:
     """The names that are known, then numbers."""
     known, run_dir = model.classes, getattr(model, "run_dir", None)
     origin = None if run_dir is None else kept_published(run_dir)[0]
@@ -158,7 +171,7 @@ def _class_names(model: "OpenedModel", num_classes: int) -> list[str]:
     return [*known, *map(str, range(len(known), num_classes))]
 
 
-def _read_rows(model: "OpenedModel", path: Path) -> tuple[Any, list[Path] | None]:
+def _read_rows(model: Any, path: Path) -> tuple[Any, list[Path] | None]:
     """Read a file as the run read its own: columns, scales, tokens, images; and the file of each image."""
     data, trained_on = model.config.data, model.info.get("data") or {}
     reading, shape = trained_on.get("reading") or {}, trained_on.get("input_shape")
@@ -207,3 +220,105 @@ def _answer(names: Sequence[str], values: np.ndarray, kind: str, *, probabilitie
 def _plain(value: Any) -> float:
     """The shortest decimal number that is this one in float32."""
     return float(str(np.float32(value)))
+
+
+def writer_of(model: Any, *, answers: bool = False) -> Any:
+    """The model, if it writes texts, and with `answers` has a chat template."""
+    if embeds(model) or model.sharded_model.model.decoder is None:
+        name = model.sharded_model.model.name
+        raise ConfigError(f"{os.fspath(model)} (model {name}) writes no text; use jaxtrain predict or jaxtrain serve")
+    if answers and model.chat is None:
+        raise ConfigError(f"{os.fspath(model)} has no chat template; leave --chat out, and ask in plain text")
+    return model
+
+
+def tokenizer_of(model: Any) -> BpeTokenizer | ByteTokenizer:
+    """The tokenizer of a model that is asked in texts."""
+    if not isinstance(model.tokenizer, BpeTokenizer | ByteTokenizer):
+        raise ConfigError(f"{os.fspath(model)} has no tokenizer.json, so that nobody can ask it; put its own there")
+    return model.tokenizer
+
+
+def embeds(model: Any) -> bool:
+    """Whether the model gives an embedding per text."""
+    head = getattr(model.config.model, "head", None)
+    return head is not None and head.kind == "embedding"
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How texts are written.
+
+    `piece` tokens are between two looks (None: all), `top` alternatives get log-probabilities (None: there are none),
+    and with `beams` that many beginnings are followed for the most likely text, in place of random choices.
+    """
+
+    new_tokens: int | None
+    sampling: Sampling
+    seed: int = 0
+    stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
+    top: int | None = None
+    piece: int | None = 1
+    beams: int | None = None
+
+
+def write(writer: Any, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
+    """Continue texts in one batch, each given out before its continuation, or answer them by the chat template."""
+    tokenizer, model, params, special = tokenizer_of(writer), writer.sharded_model, writer.params, writer.special
+    new_tokens, skip = writing.new_tokens, writing.skip_special_tokens
+    chosen: dict[str, Any] = {"sampling": writing.sampling, "seed": writing.seed, "stop": writing.stop}
+    if writing.beams is not None:
+        chosen |= {"beams": writing.beams, "special": special, "skip_special_tokens": skip}
+        found = continue_texts(model, params, tokenizer, texts, new_tokens=new_tokens, **chosen)
+        yield from (Written(row, text, ended=True) for row, text in enumerate(found))
+        return
+    if answers:
+        assert writer.chat is not None
+        tokens, room = encode_questions(model, tokenizer, writer.chat, texts)
+        new_tokens = max(1, min(_ANSWER_TOKENS if new_tokens is None else new_tokens, room))
+        ends, begins = answer_ends(writer.chat, tokenizer), [True] * len(texts)
+    else:
+        encoded = encode_prompts(model.model, tokenizer, texts, add_special_tokens=special.added)
+        if new_tokens is None:
+            new_tokens = default_new_tokens(decoder_of(model.model), encoded)
+        tokens, begins = encoded.tokens, [not given for given in encoded.given]
+        ends = {*special.stop, *(() if encoded.end is None else (encoded.end,))}
+        for row, given in enumerate(encoded.given):
+            if given:
+                yield Written(row, tokenizer.decode(given))
+    vocab_size, top = model.model.vocab_size, writing.top
+    yield from write_texts(
+        model,
+        params,
+        tokenizer,
+        tokens,
+        new_tokens=new_tokens,
+        stop_tokens=ends,
+        hidden=special_tokens(tokenizer) if skip else (),
+        begins=begins,
+        top=top if top is None or vocab_size is None else min(top, vocab_size),
+        piece=writing.piece,
+        **chosen,
+    )
+
+
+def sample_text(run: "Run", state: "TrainState", progress: "Progress") -> str | None:
+    """Continue or answer `evaluation.sample_prompt`; None where there is no prompt, no tokenizer or no text model."""
+    settings, tokenizer = run.config.evaluation, run.data.tokenizer
+    prompt, form = settings.sample_prompt, format_of_reading(run.data.reading)
+    if prompt is None or tokenizer is None or run.step.model.decoder is None:
+        return None
+    options = {"sampling": Sampling(settings.sample_temperature), "seed": run.config.seed}
+    new_tokens, model, params = settings.sample_tokens, run.step.sharded_model, state.evaluation_params
+    try:
+        with progress.phase("sampling"):
+            if form is not None:
+                answers = answer_questions(model, params, tokenizer, form, [prompt], new_tokens=new_tokens, **options)
+                return f"{prompt}\n\n{answers[0]}"
+            new_tokens = min(new_tokens, room_for_new_tokens(run.step.model.decoder, len(tokenizer.encode(prompt))))
+            options["add_special_tokens"] = False  # rows of plain text have none
+            return generate_text(run.step, params, tokenizer, [prompt], new_tokens=new_tokens, **options)[0]
+    except UserError as error:  # the run is done: it is not lost over its sample
+        progress.message(f"no sample: {error}")
+        return None

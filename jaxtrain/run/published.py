@@ -131,32 +131,15 @@ def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
     return {name: text for name, text in base.items() if name != TEMPLATE} | own
 
 
-def format_of_run(info: Mapping[str, Any], run_dir: Path, tokenizer: Tokenizer | None) -> ChatFormat | None:
-    """The chat template of a run: the one that it was trained with, or that of its published model; None: neither."""
-    found = format_of_reading((info.get("data") or {}).get("reading"))
-    if found is None and isinstance(tokenizer, NamedTokens):
-        found = published_format(files_beside(run_dir / "tokenizer.json"), str(run_dir), tokenizer)
-    return found
-
-
-def special_of_run(info: Mapping[str, Any], run_dir: Path, tokenizer: Tokenizer | None) -> SpecialTokens:
-    """The special tokens of a run.
-
-    Rows of plain text have no beginning of text, so that a model that was trained on them gets none either; an
-    imported run is a published model, and a template writes that of chats.
-    """
-    is_chat = format_of_reading((info.get("data") or {}).get("reading")) is not None
-    files = files_beside(run_dir / "tokenizer.json")
-    return special_of_files(files, tokenizer, added=is_chat or info.get("status") == "imported")
-
-
-def special_of_files(files: Mapping[str, str], tokenizer: Tokenizer | None, *, added: bool) -> SpecialTokens:
-    """The special tokens that the files beside a tokenizer name."""
+def read_texts(
+    files: Mapping[str, str], tokenizer: Tokenizer | None, *, where: str, added: bool
+) -> tuple[ChatFormat | None, SpecialTokens]:
+    """The chat template (None: there is none) and the special tokens that the files beside a tokenizer name."""
     if not files or not isinstance(tokenizer, NamedTokens):
-        return SpecialTokens(added)
+        return None, SpecialTokens(added)
     named, stop = published_tokens(files, tokenizer)
     known = {name: text for name, text in named.items() if tokenizer.token_id(text) is not None}
-    return SpecialTokens(added, stop, known)
+    return published_format(files, where, tokenizer), SpecialTokens(added, stop, known)
 
 
 def exported_texts(info: Mapping[str, Any], tokenizer: Tokenizer | None, origin: Origin | None, model: Model) -> Texts:

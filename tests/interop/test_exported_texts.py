@@ -17,7 +17,7 @@ from jaxtrain.interop.save import Origin, write_published
 from jaxtrain.interop.settings import settings_of
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.open_model import open_served
-from jaxtrain.run.published import exported_texts, format_of_run
+from jaxtrain.run.published import exported_texts
 
 GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "vocab_size": 288}
 BEGINS, ENDS = "<|im_start|>", "<|im_end|>"
@@ -96,7 +96,7 @@ def asked(form, tokenizer):
 
 def of_run(path):
     run = jt.open_run(path)
-    return asked(format_of_run(run.info, run.run_dir, run.tokenizer), run.tokenizer)
+    return asked(run.chat, run.tokenizer)
 
 
 def of_folder(path):
