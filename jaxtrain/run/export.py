@@ -31,7 +31,6 @@ from jaxtrain.run.directory import tokenizer_file
 from jaxtrain.run.open_model import OpenedModel, open_model
 from jaxtrain.run.open_run import OpenedRun, open_run
 from jaxtrain.run.published import exported_texts, kept_published
-from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.base import base_of
 from jaxtrain.train.given_params import paths_of
@@ -48,7 +47,6 @@ def export_run(
     step: int | None = None,
     merge: bool = False,
     base: str | None = None,
-    emulate: int | None = None,
 ) -> Path:
     """Write a checkpoint of a run as a published folder; of a run with adapters, these alone, as PEFT has them.
 
@@ -59,14 +57,12 @@ def export_run(
         max_shard_size: most bytes per file, as in "5GB".
         merge: whether adapters are added to their base as its folder stores it, and all weights are written.
         base: "nf4": linear layers are written in 4 bits, as bitsandbytes does; None: in floats.
-        emulate: number of CPU devices to emulate; None: the devices of the machine.
 
     Raises:
         ConfigError: the folder is not empty, no published family has the run's model, or there is nothing to merge.
         CheckpointError: there is no intact checkpoint, or what was merged is not what was trained.
     """
     run_dir, folder, info = Path(run_dir), Path(folder), read_run(run_dir)
-    distributed.start(emulate=emulate, compilation_cache=None)
     run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"} if merge else {})
     model, file, (origin, record) = run.sharded_model.model, tokenizer_file(run_dir, info), kept_published(run_dir)
     settings, adapted = _settings(run), model.adapted

@@ -37,7 +37,6 @@ def import_run(
     *,
     overrides: Iterable[str] = (),
     base: str | Path | None = None,
-    emulate: int | None = None,
 ) -> Path:
     """Make the directory of a run of a published model, or of an adapter and its `base`.
 
@@ -52,7 +51,7 @@ def import_run(
     base = None if base is None else Path(published_place(base, what="--base"))
     loaded = load_config(_config(path, base), overrides=overrides, origin="import")
     config, spent, own_step = loaded.config, TimeSpent(), OwnStep()
-    distributed.start(emulate=emulate, compilation_cache=config.compilation_cache)
+    distributed.start(compilation_cache=config.compilation_cache)
     check_fits(config.model)
     run = assemble(config, open_run_data(config), name=run_dir.name)
     check_class_order(config, (run.data.reading or {}).get("classes"))
