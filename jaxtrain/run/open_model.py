@@ -46,7 +46,6 @@ from jaxtrain.train.start import accept_start
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-
 _BATCH = 32
 
 
