@@ -8,24 +8,23 @@ from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.check import compare_with_transformers, import_transformers
 from jaxtrain.interop.weights import is_published
-from jaxtrain.run.export import export_folder, export_run
+from jaxtrain.run.export import export_folder, export_program, export_run
 from jaxtrain.run.import_run import import_run
 from jaxtrain.runtime import distributed
 
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Make a run of a published model, or compare it with transformers, or both; 0."""
-    path, overrides, emulate = arguments.path, arguments.overrides, arguments.emulate
+    path, overrides = arguments.path, arguments.overrides
     if arguments.check:
         import_transformers()  # before anything is made
+    distributed.start(emulate=arguments.emulate)
     if arguments.output is not None:
-        run_dir = import_run(path, arguments.output, overrides=overrides, base=arguments.base, emulate=emulate)
+        run_dir = import_run(path, arguments.output, overrides=overrides, base=arguments.base)
         if distributed.is_main_process():
             print_text(str(run_dir))
     elif overrides or not arguments.check:
         raise ConfigError("-o RUN_DIR is missing: name the directory of the run, or write --check alone")
-    else:
-        distributed.start(emulate=emulate)
     if arguments.check and distributed.is_main_process():
         print_text(compare_with_transformers(path))
     return 0
@@ -45,18 +44,14 @@ def run_export(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} has no use for {made}; leave it out")
     if arguments.check:
         import_transformers()
+    distributed.start(emulate=arguments.emulate, compilation_cache=None)
     weights = {"dtype": arguments.dtype, "base": arguments.base, "max_shard_size": arguments.max_shard_size or "5GB"}
     if arguments.to == "stablehlo":
-        from jaxtrain.run.export import export_program
-
-        distributed.start(emulate=arguments.emulate, compilation_cache=None)
         folder = export_program(run_dir, output, batch=arguments.batch, step=arguments.step)
     elif published:
-        distributed.start(emulate=arguments.emulate)
         folder = export_folder(run_dir, output, **weights)
     else:
-        more = {"step": arguments.step, "merge": arguments.merge, "emulate": arguments.emulate}
-        folder = export_run(run_dir, output, **weights, **more)
+        folder = export_run(run_dir, output, **weights, step=arguments.step, merge=arguments.merge)
     if distributed.is_main_process():
         print_text(str(folder))
         if arguments.check:

@@ -12,7 +12,6 @@ from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps, CheckedStep
 from jaxtrain.run.interrupt import StoppedWaiting
-from jaxtrain.run.sample import sample_text
 from jaxtrain.run.session import (
     Session,
     add_evaluation,
@@ -98,6 +97,8 @@ def _sampled(session: Session, done: int, state: TrainState) -> str | None:
         with spent.measure("saving"):
             session.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
         with spent.measure("sampling"):
+            from jaxtrain.run.predict import sample_text
+
             sample = sample_text(session.run, state, session.progress)
         if sample is not None:
             record.sample(done, sample)

@@ -29,8 +29,8 @@ from jaxtrain.metrics.writers import Scalars
 from jaxtrain.run.callbacks import EARLY_STOPPED, Given, Watch, sorted_callbacks
 from jaxtrain.run.directory import set_aside
 from jaxtrain.run.evaluation import Evaluator, to_hold_out
-from jaxtrain.run.import_run import check_class_order
 from jaxtrain.run.interrupt import Interrupt
+from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
 from jaxtrain.run.reference import first_reference, resumed_reference
 from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
