@@ -20,8 +20,8 @@ from jaxtrain.bench.limits import Limits, call_seconds
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.context import model_context
 from jaxtrain.models.model import parameter_shapes
+from jaxtrain.models.sharded import model_context
 from jaxtrain.models.shipped.block import Block
 from jaxtrain.ops.attention.blocks import visible_pairs
 from jaxtrain.optim.masks import trainable_predicate

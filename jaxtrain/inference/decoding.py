@@ -17,8 +17,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.choose import RowSampling, bias_rows, choose_rows, log_probabilities_of, row_sampling
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.gather import hold_parameters
+from jaxtrain.models.decoder import make_cache
 from jaxtrain.models.model import Decoder, Model, Params
-from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.precision.policy import Policy, cast_floats
 
 

@@ -15,8 +15,7 @@ from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model
-from jaxtrain.models.targets import RENAME
-from jaxtrain.models.task import Task
+from jaxtrain.models.task import RENAME, Task
 from jaxtrain.models.tasks import TASKS
 
 

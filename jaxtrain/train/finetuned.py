@@ -7,7 +7,7 @@ from jaxtrain.config.kinds import check_freeze
 from jaxtrain.config.schema import Config, FinetuneConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.fresh import fresh_parts
-from jaxtrain.models.adapters import adapt, adapt_as_folder
+from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model, parameter_shapes
 from jaxtrain.optim.masks import trainable_predicate
 
@@ -38,7 +38,7 @@ def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Mod
     ]
     lora = settings.lora.model_copy(update={"train_also": (*settings.lora.train_also, *fresh)})
     # A rank that is not the folder's is refused where its factors are read.
-    make = adapt if settings.adapter is None else adapt_as_folder
+    make = adapt if settings.adapter is None else adapt
     return make(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
 
 

@@ -9,11 +9,8 @@ import numpy as np
 
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.models.model import Apply, ModelState, Params
-from jaxtrain.models.model_call import ModelCall
-from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task
-from jaxtrain.models.task_sums import calling_sums, task_sums
+from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, ModelCall, Task, calling_sums, row_dims, task_sums
 from jaxtrain.train.program import StepProgram
 
 # Rows that are tried, and numbers of the model's outputs from which nothing is tried: they would take too long.

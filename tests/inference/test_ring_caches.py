@@ -12,7 +12,7 @@ import jaxtrain as jt
 from jaxtrain.inference.beam import beam_search
 from jaxtrain.inference.engine.slots import Slot, kept_prefix
 from jaxtrain.inference.generate import generate_ids
-from jaxtrain.models.ring_cache import Ring, can_go_on, make_cache, ring_of
+from jaxtrain.models.decoder import Ring, can_go_on, make_cache, ring_of
 from jaxtrain.models.shipped import block, transformer
 
 VOCABULARY, WINDOW, LENGTH, NEW = 40, 5, 64, 24

@@ -15,7 +15,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.fresh import check_fits
 from jaxtrain.interop.settings import settings_in, settings_of
-from jaxtrain.models.rotary import rotary_factor
+from jaxtrain.models.layers import rotary_factor
 from jaxtrain.published.families.table import family_of, read_settings
 from jaxtrain.published.folder import SINGLE, open_folder
 from jaxtrain.published.safetensors import write_safetensors

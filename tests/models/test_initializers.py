@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.initializers import fan_in_normal, normal
-from jaxtrain.models.unrolled_keys import unrolled
+from jaxtrain.models.initializers import fan_in_normal, normal, unrolled
 
 
 def test_draws_are_close_to_normal() -> None:

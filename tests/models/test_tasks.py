@@ -8,8 +8,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.task import Task
-from jaxtrain.models.task_sums import task_sums
+from jaxtrain.models.task import Task, task_sums
 from jaxtrain.models.tasks import classification, cross_entropy, language_modeling, regression
 from jaxtrain.ops.loss import right
 

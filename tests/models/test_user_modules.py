@@ -12,8 +12,8 @@ from flax import linen, nnx
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.from_linen import from_linen
 from jaxtrain.models.from_nnx import _reseed, from_nnx
+from jaxtrain.models.wrap import from_linen
 
 ONES = np.ones((4, 64), np.float32)
 ROWS = np.linspace(-1, 3, 4 * 64, dtype=np.float32).reshape(4, 64)

@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models.host_draws import CannotFollowError, follow
-from jaxtrain.models.initializers import normal
+from jaxtrain.models.initializers import CannotFollowError, follow, normal
 from jaxtrain.train.first_state import FirstState
 from jaxtrain.train.given_params import paths_of
 

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from jaxtrain.layout.rules import entry_degree
 from jaxtrain.layout.sharding import Layout, logical_spec
+from jaxtrain.models.decoder import make_cache
 from jaxtrain.models.model import Decoder
-from jaxtrain.models.ring_cache import make_cache
 
 
 @dataclass(frozen=True)

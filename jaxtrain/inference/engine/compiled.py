@@ -19,9 +19,8 @@ from jaxtrain.inference.engine.cache_layout import cache_layout, fitting
 from jaxtrain.inference.engine.programs import Chosen, SlotState, copy_slot, decode_slots, prefill_chunk, set_penalties
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.gather import hold_parameters
-from jaxtrain.models.decoder import NOWHERE
+from jaxtrain.models.decoder import NOWHERE, make_cache
 from jaxtrain.models.model import Params
-from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.compiler import decoding_options

@@ -18,8 +18,8 @@ from jaxtrain.inference.engine.request import EngineCounters, EngineDead, Engine
 from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
 from jaxtrain.inference.engine.ticket import OnEvent, Ticket
 from jaxtrain.layout.sharding import path_name
+from jaxtrain.models.decoder import ring_of
 from jaxtrain.models.model import Decoder, Params
-from jaxtrain.models.ring_cache import ring_of
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.given_state import check_not_donated
 

@@ -19,8 +19,7 @@ from jaxtrain.inference.engine.request import Emitted, EngineCounters, Request
 from jaxtrain.inference.engine.slots import Slot, lender_for, slot_for
 from jaxtrain.inference.engine.ticket import Ticket
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.models.decoder import NOWHERE
-from jaxtrain.models.ring_cache import Ring
+from jaxtrain.models.decoder import NOWHERE, Ring
 
 
 class Waiting:

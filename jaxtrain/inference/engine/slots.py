@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxtrain.inference.engine.drafts import Drafts
 from jaxtrain.inference.engine.ticket import Ticket
-from jaxtrain.models.ring_cache import Ring, can_go_on
+from jaxtrain.models.decoder import Ring, can_go_on
 
 # A shorter common beginning, such as the token that begins every text, is no reason to overwrite a longer text.
 _WORTH_KEEPING = 16

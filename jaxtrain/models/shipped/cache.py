@@ -62,25 +62,12 @@ class LayerCache:
 
 
 def unrolled_on(new_tokens: int) -> tuple[str, ...]:
-    """The platforms on which layers are written out instead of scanned.
-
-    Args:
-        new_tokens: T, of each row.
-    """
+    """The platforms on which layers are written out instead of scanned, for so many new tokens of a row."""
     return UNROLLED_ON if new_tokens <= _MOST_DECODED else ()
 
 
 def init_cache(num_layers: int, batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike) -> Cache:
-    """A cache of zeros, sharded as the keys and values of a batch are.
-
-    Args:
-        num_layers: N.
-        batch: B.
-        length: S.
-        groups: G.
-        head_dim: K.
-        dtype: of keys and values: a float, or int8, of which each position of a head has a scale.
-    """
+    """A cache of zeros, sharded as the keys and values of a batch are; of int8 each position of a head has a scale."""
     shape = (num_layers, batch, groups, length, head_dim)
     cache = {name: constrain(jnp.zeros(shape, dtype), *_AXES) for name in ("key", "value")}
     if jnp.dtype(dtype) != jnp.int8:
@@ -98,15 +85,7 @@ def init_ring_cache(
     head_dim: int,
     dtype: DTypeLike,
 ) -> Cache:
-    """A cache of zeros in which the layers with a window keep a ring.
-
-    Args:
-        windows: of each layer; None: the layer keeps all positions.
-        batch: B.
-        length: S.
-        ring_size: R.
-        groups, head_dim, dtype: as above.
-    """
+    """A cache of zeros in which the layers that have a window (in `windows`, of each layer) keep a ring."""
     whole = sum(window is None for window in windows)
     sizes = (batch, ring_size, groups, head_dim)
     ring = {f"{RING}{name}": leaf for name, leaf in init_cache(len(windows) - whole, *sizes, dtype).items()}

@@ -52,7 +52,7 @@ class HeadInputs:
 def head_inputs(
     head: HeadConfig | None, shape: tuple[int, ...], segments_BL: jax.Array | None, key: jax.Array | None
 ) -> HeadInputs:
-    """Compute what a head needs from the inputs of the model.
+    """What a head needs from the inputs of the model.
 
     Args:
         head: which head; None: of a language model.
@@ -84,15 +84,7 @@ def _pooling_weights(pooling: str, shape: tuple[int, ...], segments_BL: jax.Arra
 
 
 def pool(x_BLD: jax.Array, pooling_BL: jax.Array | None) -> jax.Array:
-    """Take what stands for each text: the first token, or the mean by weights in float32.
-
-    Args:
-        x_BLD: residual stream, any float dtype.
-        pooling_BL: see `HeadInputs`.
-
-    Returns:
-        [B, D] in the dtype of x_BLD.
-    """
+    """What stands for each text [B, D]: the first token, or the mean by weights in float32."""
     if pooling_BL is None:
         pooled_BD = x_BLD[:, 0]
     else:
@@ -115,16 +107,7 @@ def _dropout(x: jax.Array, rate: float, seed_B2: jax.Array | None) -> jax.Array:
 
 
 class MaskedLanguageModelHead(nnx.Module):
-    """A square layer, an activation and a norm before the output layer over the vocabulary, which gets a bias.
-
-    Args:
-        head: its settings.
-        width: D.
-        vocab_size: V.
-        norm: kind of the norm.
-        epsilon: of the norm.
-        rngs: random streams; `params` draws the kernel.
-    """
+    """A square layer, an activation and a norm before the output layer over the vocabulary, which gets a bias."""
 
     def __init__(self, head: HeadConfig, width: int, vocab_size: int, *, norm: str, epsilon: float, rngs: nnx.Rngs):
         shape, init = head_shapes(head, width, None)["dense"], normal(_INIT_STDDEV)
@@ -142,14 +125,7 @@ class MaskedLanguageModelHead(nnx.Module):
 
 
 class PooledHead(nnx.Module):
-    """Labels or numbers per text or per token, or an embedding of the text.
-
-    Args:
-        head: which of them.
-        width: D.
-        num_labels: C; None: the head gives an embedding.
-        rngs: random streams; `params` draws the kernels.
-    """
+    """Labels or numbers per text or per token, or an embedding of the text."""
 
     def __init__(self, head: HeadConfig, width: int, num_labels: int | None, rngs: nnx.Rngs):
         shapes, init = head_shapes(head, width, num_labels), normal(_INIT_STDDEV)
@@ -164,15 +140,7 @@ class PooledHead(nnx.Module):
         self.head = head
 
     def __call__(self, x_BLD: jax.Array, needs: HeadInputs) -> jax.Array:
-        """Compute the outputs.
-
-        Args:
-            x_BLD: residual stream after the last norm.
-            needs: what `head_inputs` computed.
-
-        Returns:
-            [B, C], of a token head [B, L, C], of an embedding [B, D]; in the dtype of x_BLD.
-        """
+        """Compute [B, C], of a token head [B, L, C], of an embedding [B, D] from the residual stream after the last norm."""
         y = pool(x_BLD, needs.pooling_BL) if self.head.is_pooled else x_BLD
         if self.hidden is not None:
             assert self.head.hidden is not None
@@ -189,15 +157,7 @@ class PooledHead(nnx.Module):
 
 
 def num_labels(head: HeadConfig, from_data: int | None) -> int | None:
-    """The number of labels of a head, or of numbers of a regression; None: the head has none.
-
-    Args:
-        head: of the config.
-        from_data: classes or targets of the data, where it has them.
-
-    Raises:
-        ConfigError: neither the config nor the data gives the number.
-    """
+    """The number of labels of a head, or of numbers of a regression, by the config or the data; None: it has none."""
     if not head.has_labels:
         return None
     labels = head.num_labels or from_data

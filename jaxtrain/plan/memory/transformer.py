@@ -7,8 +7,7 @@ import math
 
 from jaxtrain.config.schema import Config
 from jaxtrain.metrics.flops import structure_block
-from jaxtrain.models.shipped.shapes import mlp_shapes
-from jaxtrain.models.shipped.structure import Stack, Structure
+from jaxtrain.models.shipped.shapes import Stack, Structure, mlp_shapes
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.memory.record import Work

@@ -6,7 +6,7 @@ from operator import attrgetter
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES
-from jaxtrain.models.shipped.structure import OF_BLOCKS
+from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.plan.catalogue.hardware import Target, target_of
 from jaxtrain.plan.search.analyse import Terms, analyse
 from jaxtrain.plan.search.estimate import Estimate

@@ -17,7 +17,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.metrics.format import format_gib
-from jaxtrain.models.shipped.structure import OF_BLOCKS
+from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.search.analyse import Terms, analyse, microbatches_of

@@ -9,7 +9,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.models.shipped.structure import Stack
+from jaxtrain.models.shipped.shapes import Stack
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target

@@ -22,11 +22,11 @@ from jaxtrain.metrics.flops import (
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
     ResidualBlockShape,
+    Structure,
     dense_layers,
     resnet_stages,
     stem_shape,
 )
-from jaxtrain.models.shipped.structure import Structure
 from jaxtrain.plan.work.block import BACKWARD, BlockWork, DeviceBatch, recomputed_share
 from jaxtrain.plan.work.finetuned import finetuning_blocks
 from jaxtrain.plan.work.transformer import transformer_blocks

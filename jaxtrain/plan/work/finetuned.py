@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from jaxtrain.config.schema import Config
-from jaxtrain.models.shipped.structure import Structure
+from jaxtrain.models.shipped.shapes import Structure
 from jaxtrain.plan.work.block import BlockWork, DeviceBatch, recomputed_share
 from jaxtrain.plan.work.state import Parameter, local_size
 from jaxtrain.plan.workload.finetuned import Finetuned

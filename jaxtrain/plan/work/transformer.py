@@ -7,8 +7,7 @@ L sequence; c bytes of the compute dtype.
 import math
 
 from jaxtrain.config.schema import Config, RematConfig
-from jaxtrain.models.shipped.shapes import mlp_shapes
-from jaxtrain.models.shipped.structure import OuterLayer, Stack, Structure
+from jaxtrain.models.shipped.shapes import OuterLayer, Stack, Structure, mlp_shapes
 from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
 from jaxtrain.plan.work.block import BACKWARD, BlockWork, DeviceBatch, recomputed_share
 from jaxtrain.precision.dtypes import POLICY_DTYPES

@@ -2,8 +2,7 @@
 
 from jaxtrain.config.model import ModelConfig
 from jaxtrain.models.shipped import shapes
-from jaxtrain.models.shipped.shapes import Tensors
-from jaxtrain.models.shipped.structure import Structure, structure_of
+from jaxtrain.models.shipped.shapes import Structure, Tensors, structure_of
 from jaxtrain.plan.workload.record import Workload
 
 
