@@ -269,6 +269,11 @@ def _broadcast(params: Any, into: Any, x: np.ndarray, *sizes: np.ndarray) -> np.
     return np.broadcast_to(x.reshape(widened), into.shape)
 
 
+def _transpose(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
+    order = params["permutation"]
+    return x.transpose(*order, *range(len(order), x.ndim))
+
+
 def _words(value: Any) -> np.ndarray:
     """A constant of a program, which is a key where a model has one of its own, as NumPy holds it."""
     here = not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
@@ -296,7 +301,5 @@ _RULES: dict[str, Callable[..., np.ndarray]] = {
     "random_wrap": lambda params, into, x: x,
     "slice": _slice,
     "squeeze": lambda params, into, x: x.squeeze(params["dimensions"]),
-    "transpose": lambda params, into, x: x.transpose(
-        *params["permutation"], *range(len(params["permutation"]), x.ndim)
-    ),
+    "transpose": _transpose,
 }

@@ -162,7 +162,7 @@ def _token_task(name: str, z_loss: float | None, logits: LogitsAs, block: int | 
 
 
 def _router_sum(losses_BL: jax.Array, weights_BL: jax.Array, *, tokens: jax.Array | None) -> jax.Array:
-    """The router's losses of this device's rows, whose quotient with the weights of all is the mean over routed tokens."""
+    """The router's losses of this device's rows, scaled so that the weights of all divide to a mean over tokens."""
     if tokens is None:
         return jnp.sum(losses_BL * weights_BL)
     # The sum over shards comes after those in the layers.

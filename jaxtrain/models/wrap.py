@@ -96,8 +96,8 @@ def from_linen(
     """
     if not isinstance(module, linen.Module):
         raise ConfigError(
-            f"from_linen takes a module of flax.linen, not {shown(module)}; write from_linen(Net(), example_inputs), or "
-            "from_nnx(Net) for a module of flax.nnx"
+            f"from_linen takes a module of flax.linen, not {shown(module)}; write from_linen(Net(), example_inputs), "
+            "or from_nnx(Net) for a module of flax.nnx"
         )
     taken = inspect.signature(type(module).__call__).parameters
     arguments = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in taken}

@@ -38,8 +38,7 @@ def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Mod
     ]
     lora = settings.lora.model_copy(update={"train_also": (*settings.lora.train_also, *fresh)})
     # A rank that is not the folder's is refused where its factors are read.
-    make = adapt if settings.adapter is None else adapt
-    return make(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
+    return adapt(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
 
 
 def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:

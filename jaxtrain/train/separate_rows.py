@@ -48,7 +48,7 @@ def check_separate_rows(program: StepProgram, batch: Batch) -> None:
     count = program.settings.accumulation_steps
     if program.pipeline is not None:
         count = program.pipeline.schedule.num_microbatches
-    is_known = isinstance(task.loss, LogitsLoss | CallingLoss) and task.loss.has_separate_rows
+    is_known = isinstance(task.loss, LogitsLoss) or (isinstance(task.loss, CallingLoss) and bool(task.loss.ids))
     if count == 1 or task.rows != "separate" or is_known or not _mixes_rows(program, batch):
         return
     raise ConfigError(

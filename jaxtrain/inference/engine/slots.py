@@ -1,4 +1,4 @@
-"""The rows of the cache as the host sees them: whose each is, and which tokens it holds. No jax here."""
+"""The rows of the cache as the host sees them: whose each is, and which tokens it holds."""
 
 from collections.abc import Iterable, Sequence
 

@@ -354,7 +354,7 @@ def activate(x: jax.Array, activation: str) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention and an MLP (or experts), whose outputs are added to the residual stream; see `TransformerConfig.block`."""
+    """Attention and an MLP (or experts), added to the residual stream in the order of `TransformerConfig.block`."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs | None = None):
         stddevs = stddevs or small_stddevs(config)

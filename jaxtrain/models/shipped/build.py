@@ -1,7 +1,6 @@
 """A model is built from its config group here. A new kind of model adds one line to the table."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,10 +84,8 @@ def build_model(
     model = _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat)
     if config.kind == "mlp":
         return model  # it has no blocks to keep less of
-    build = functools.partial(build_model, config, **sizes)
-    return dataclasses.replace(
-        model, remat=given, rebuild=Rebuild(model.apply, model.parts, lambda remat: build(remat=remat))
-    )
+    again = Rebuild(model.apply, model.parts, lambda remat: build_model(config, **sizes, remat=remat))
+    return dataclasses.replace(model, remat=given, rebuild=again)
 
 
 def _called_model(config: CalledModel, **sizes: Any) -> Model:

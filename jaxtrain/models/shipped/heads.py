@@ -140,7 +140,7 @@ class PooledHead(nnx.Module):
         self.head = head
 
     def __call__(self, x_BLD: jax.Array, needs: HeadInputs) -> jax.Array:
-        """Compute [B, C], of a token head [B, L, C], of an embedding [B, D] from the residual stream after the last norm."""
+        """From the residual stream after the last norm [B, C], of a token head [B, L, C], of an embedding [B, D]."""
         y = pool(x_BLD, needs.pooling_BL) if self.head.is_pooled else x_BLD
         if self.hidden is not None:
             assert self.head.hidden is not None

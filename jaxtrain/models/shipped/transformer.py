@@ -103,7 +103,7 @@ class Transformer(nnx.Module):
         self.config = config
 
     def embed(self, inputs: TransformerInputs, key: jax.Array | None) -> jax.Array:
-        """Look up the embeddings of tokens, and add those of positions and token types where there are any: [B, L, D]."""
+        """Look up the embeddings of tokens, and add those of positions and token types: [B, L, D]."""
         config = self.config
         with jax.named_scope("embed"):
             x_BLD = embedding_lookup(self.embedding[...], inputs.tokens_BL, rows="vocab")

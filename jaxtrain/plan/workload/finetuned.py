@@ -1,6 +1,6 @@
 """What a fine-tuning stores: adapters, and kernels in fewer bits, in place of a model's float kernels. No jax here.
 
-Names and dims of axes come from the rules that adapt the model (`models/adapter_targets.py`, `models/adapter_targets.py`).
+Names and dims of axes come from the rules that adapt the model (`models/adapter_targets.py`).
 """
 
 import fnmatch
