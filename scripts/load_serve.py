@@ -57,8 +57,8 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     import jaxtrain as jt
     from jaxtrain.data.chat.formats import BUILT_IN
     from jaxtrain.data.tokenizer import ByteTokenizer
-    from jaxtrain.inference.generate import generate_ids
-    from jaxtrain.inference.server.prompts import PromptReader
+    from jaxtrain.inference.decoding import generate_ids
+    from jaxtrain.inference.server.bodies import PromptReader
     from jaxtrain.run.served import open_served
 
     tokenizer = ByteTokenizer(("<|im_start|>", "<|im_end|>"))

@@ -13,8 +13,8 @@ from jaxtrain.config import Config
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.generate import TokenScore, Written
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.written import TokenScore, Written
 from jaxtrain.interop.weights import is_published
 from jaxtrain.published.hub import published_place
 from jaxtrain.published.peft import is_adapter_folder

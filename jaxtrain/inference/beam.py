@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.decoding import decoder_of, prompt_cache, read_prompts
-from jaxtrain.inference.pieces import cast_params, padded_prompts
-from jaxtrain.inference.sampling import is_number
+from jaxtrain.inference.decoding import cast_params, prompt_cache, read_prompts
+from jaxtrain.inference.prompts import decoder_of, padded_prompts
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
@@ -100,11 +98,8 @@ def beam_search(
         ConfigError: prompt and continuation exceed the model's positions, it does not generate text, or a number is
             out of range.
     """
-    beams = check_whole(beams, what="beam_search: beams", least=1, write="beams=4")
-    new_tokens = check_whole(new_tokens, what="beam_search: new_tokens", least=1, write="new_tokens=20")
-    if not is_number(length_penalty) or not 0 <= length_penalty <= 10:
-        takes = "a number from 0 to 10"
-        raise ConfigError(refusal("beam_search: length_penalty", takes, length_penalty, "length_penalty=1.0"))
+    if beams < 1 or new_tokens < 1 or not 0 <= length_penalty <= 10:
+        raise ConfigError("a search takes 1 beam or more, 1 new token or more, and a length_penalty from 0 to 10")
     decoder = decoder_of(sharded_model.model)
     prompts_BP, lengths_B = padded_prompts(sharded_model.model, encoded, new_tokens)
     form = _Form(beams, new_tokens, float(length_penalty), tuple(sorted(stop_tokens)))

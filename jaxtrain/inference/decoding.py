@@ -1,9 +1,10 @@
-"""The compiled programs of generation: one reads the prompts, one adds tokens until every row has ended.
+"""The decode loop: one program reads the prompts, one adds tokens until every row has ended; both are kept.
 
 Shapes: B prompts, P longest prompt, T most new tokens, V vocabulary, N stop tokens, A alternatives that are reported.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +15,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.choose import RowSampling, bias_rows, choose_rows, log_probabilities_of, row_sampling
-from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.prompts import decoder_of, padded_prompts
+from jaxtrain.inference.sampling import (
+    RowSampling,
+    Sampling,
+    bias_rows,
+    choose_rows,
+    log_probabilities_of,
+    row_sampling,
+)
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Decoder, Model, Params
 from jaxtrain.models.ring_cache import make_cache
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats
+from jaxtrain.runtime.compiler import decoding_options
+
+_CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
+# Stop tokens are filled up to a multiple of this, so that few counts are compiled for.
+_STOPS = 8
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +48,8 @@ class RowRules:
     """
 
     sampling: RowSampling
-    stop_N: jax.Array
-    bias_BV: jax.Array | None
+    stop_N: Any
+    bias_BV: Any
 
 
 @jax.tree_util.register_dataclass
@@ -87,16 +101,182 @@ class DecodingForm:
     cache_dtype: str | None = None
 
 
-# Stop tokens are filled up to a multiple of this, so that few counts are compiled for.
-_STOPS = 8
+@dataclass(frozen=True)
+class Generated:
+    """What was generated so far, in arrays of NumPy.
+
+    Attributes:
+        tokens: int32 [B, T]; zeros follow the last token of a row.
+        counts: int32 [B], tokens of each row; one that ended it counts.
+        log_probabilities: float32 [B, T], of the tokens before temperature and penalties; None: not asked for.
+        top_ids: int32 [B, T, A], the most likely tokens in the place of each one; None as above.
+        top_log_probabilities: float32 [B, T, A], theirs.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    log_probabilities: Any = None
+    top_ids: Any = None
+    top_log_probabilities: Any = None
+
 
 # (params, prompts_BP, lengths_B, rules) -> texts with their first token
 Start = Callable[[Params, Any, Any, RowRules], Decoding]
 # (params, texts, rules, most tokens of a row) -> texts; stops where all rows have ended
 Advance = Callable[[Params, Decoding, RowRules, Any], Decoding]
 
+# Compiled functions by what they are for, kept as long as the sharded model is.
+_programs: weakref.WeakKeyDictionary[ShardedModel, dict[DecodingForm, tuple[Start, Advance]]] = (
+    weakref.WeakKeyDictionary()
+)
+_casts: weakref.WeakKeyDictionary[ShardedModel, Callable[[Params], Params]] = weakref.WeakKeyDictionary()
 
-def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh | None) -> Start:
+
+def generate_ids(
+    sharded_model: ShardedModel,
+    params: Params,
+    encoded: Sequence[np.ndarray],
+    *,
+    new_tokens: int,
+    sampling: Sampling | Sequence[Sampling],
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Collection[int] = (),
+    cache_dtype: str | None = None,
+) -> np.ndarray:
+    """Continue prompts that are token ids already; the compiled programs are kept, as `generate_text` says.
+
+    Args:
+        sharded_model: has a decoder.
+        params: on any mesh; also quantized.
+        encoded: at least one prompt, int32 [length] each, none of them empty.
+        new_tokens: T, tokens to add to each, at least 1.
+        sampling: how tokens are chosen, of all prompts or one per prompt.
+        seed: of the random choices: row r has seed + r; or a list of one per prompt.
+        stop_tokens: ids that end a row.
+        cache_dtype: as in `generate_text`.
+
+    Returns:
+        int32 [B, T]; zeros follow a stop token.
+
+    Raises:
+        ConfigError: prompt and continuation exceed the model's positions, or it does not generate text.
+    """
+    (found,) = generation_pieces(
+        sharded_model,
+        params,
+        encoded,
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        cache_dtype=cache_dtype,
+    )
+    return found.tokens
+
+
+def generation_pieces(
+    sharded_model: ShardedModel,
+    params: Params,
+    encoded: Sequence[np.ndarray],
+    *,
+    new_tokens: int,
+    sampling: Sampling | Sequence[Sampling],
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Collection[int] = (),
+    top: int | None = None,
+    cache_dtype: str | None = None,
+    piece: int | None = None,
+    ended_B: np.ndarray | None = None,
+) -> Iterator[Generated]:
+    """Give out what was generated every few tokens; the last one has everything.
+
+    Args:
+        sharded_model, params, encoded, new_tokens, sampling, seed, stop_tokens, cache_dtype: as for `generate_ids`.
+        top: A, the most likely tokens that are reported for each place; None: no log-probabilities.
+        piece: tokens of each row between two of them; None: all.
+        ended_B: bool, rows that the caller ends; it is read before each piece.
+
+    Raises:
+        ConfigError: as for `generate_ids`.
+    """
+    model, batch = sharded_model.model, len(encoded)
+    samplings = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(batch)]
+    if new_tokens < 1 or len(samplings) != batch or len(seeds) != batch:
+        raise ConfigError(
+            f"new_tokens is {new_tokens}, with {len(samplings)} samplings and {len(seeds)} seeds for {batch} prompts; "
+            "use new_tokens of 1 or more, and one sampling and seed for all prompts or one per prompt"
+        )
+    prompts_BP, lengths_B = padded_prompts(model, encoded, new_tokens)
+    form = DecodingForm(new_tokens, top, any(one.counts_tokens for one in samplings), cache_dtype)
+    rules = row_rules(samplings, seeds, stop_tokens, model)
+    start, advance = _compiled(sharded_model, form)
+    with sharded_model.context():
+        params = cast_params(sharded_model, params)
+        texts = start(params, prompts_BP, lengths_B, rules)
+    written = 1
+    while True:
+        done_B = np.asarray(texts.done_B)
+        if written >= new_tokens or done_B.all():
+            break
+        if piece is not None:
+            yield _generated(texts)
+        if ended_B is not None and (ended_B & ~done_B).any():
+            texts = replace(texts, done_B=jnp.asarray(done_B | ended_B))
+            if (done_B | ended_B).all():
+                break
+        written = new_tokens if piece is None else min(written + piece, new_tokens)
+        with sharded_model.context():
+            texts = advance(params, texts, rules, np.int32(written))
+    yield _generated(texts)
+
+
+def cast_params(sharded_model: ShardedModel, params: Params) -> Params:
+    """The parameters in the compute dtype, so that no program casts them for each of its calls."""
+    dtype = sharded_model.policy.compute_dtype
+    shapes = jax.eval_shape(lambda params: cast_floats(params, dtype), params)
+    if jax.tree.map(lambda leaf: leaf.dtype, shapes) == jax.tree.map(lambda leaf: leaf.dtype, params):
+        return params
+    cast = _casts.get(sharded_model)
+    if cast is None:
+        cast = _casts[sharded_model] = jax.jit(lambda params: cast_floats(params, dtype))
+    return cast(params)
+
+
+def cache_dtype_of(name: str | None, policy: Policy) -> jnp.dtype:
+    """The dtype of keys and values.
+
+    Args:
+        name: as it was asked for; None: the compute dtype.
+        policy: number formats of the model.
+
+    Raises:
+        ConfigError: no cache has it.
+    """
+    if name is not None and name not in _CACHE_DTYPES:
+        raise ConfigError(f"cache_dtype is {name!r}; use one of {', '.join(_CACHE_DTYPES)}")
+    return jnp.dtype(policy.compute_dtype if name is None else name)
+
+
+def _generated(texts: Decoding) -> Generated:
+    arrays = (texts.log_probabilities_BT, texts.top_ids_BTA, texts.top_log_probabilities_BTA)
+    # Copies, because the next program writes into the memory of these.
+    return Generated(
+        np.array(texts.tokens_BT), np.array(texts.counts_B), *(None if a is None else np.array(a) for a in arrays)
+    )
+
+
+def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Start, Advance]:
+    programs = _programs.setdefault(sharded_model, {})
+    if form not in programs:
+        needs = (sharded_model.model, form, sharded_model.policy, sharded_model.mesh)
+        options = {**decoding_options(sharded_model.mesh.devices.flat[0])} or None
+        advance = jax.jit(advance_function(*needs), donate_argnames="texts", compiler_options=options)
+        programs[form] = jax.jit(start_function(*needs)), advance
+    return programs[form]
+
+
+def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Start:
     """Make the function that reads prompts, padded on the right, and chooses the first token of each row.
 
     A model with an encoder reads the prompt there, and the new tokens are its output. The cache overwrites the
@@ -112,7 +292,7 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh 
         ConfigError: the model cannot generate.
     """
     decoder = decoder_of(model)
-    dtype = policy.compute_dtype if form.cache_dtype is None else jnp.dtype(form.cache_dtype)
+    dtype = cache_dtype_of(form.cache_dtype, policy)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> Decoding:
         params = hold_parameters(cast_floats(params, policy.compute_dtype))
@@ -182,7 +362,7 @@ def prompt_cache(decoder: Decoder, batch: int, longest: int, *, new_tokens: int,
     return make_cache(decoder, batch, length, cache_dtype, chunk=min(longest, decoder.windows.chunk))
 
 
-def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh | None) -> Advance:
+def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Advance:
     """Make the function that adds tokens to texts until all rows have ended, or have as many as are asked for.
 
     Args:
@@ -231,18 +411,7 @@ def row_rules(
         if model.vocab_size is None:
             raise ConfigError(f"logit_bias needs the vocabulary of the model {model.name}; set its vocab_size")
         bias = bias_rows(samplings, model.vocab_size)
-    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32), bias)  # pyright: ignore[reportArgumentType] NumPy's arrays, until a program takes them
-
-
-def decoder_of(model: Model) -> Decoder:
-    """How the model generates.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if model.decoder is None:
-        raise ConfigError(f"model {model.name} does not generate text")
-    return model.decoder
+    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32), bias)
 
 
 def _empty(cache: Any, prompts_BP: jax.Array, lengths_B: jax.Array, vocabulary: int, form: DecodingForm) -> Decoding:
@@ -317,10 +486,8 @@ def _extended(texts: Decoding, logits_BV: jax.Array, rules: RowRules, form: Deco
         )
 
 
-def _replicated(texts: Decoding, mesh: Mesh | None) -> Decoding:
+def _replicated(texts: Decoding, mesh: Mesh) -> Decoding:
     """The texts, with everything but the cache replicated over the mesh."""
-    if mesh is None:
-        return texts
     whole = NamedSharding(mesh, PartitionSpec())
     rest = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, whole), replace(texts, cache=None))
     return replace(rest, cache=texts.cache)

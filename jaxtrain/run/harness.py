@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError, DataError, UserError
-from jaxtrain.inference.harness.results import result_rows
-from jaxtrain.inference.harness.tokens import task_tokens
+from jaxtrain.inference.harness import result_rows, task_tokens
 from jaxtrain.run.served import open_writer
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
@@ -70,7 +69,7 @@ def evaluate_tasks(
         served = open_writer(path, answers=chat, step=step, overrides=overrides, quantize=quantize)
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
-        from jaxtrain.inference.harness.model import HarnessModel
+        from jaxtrain.inference.harness_model import HarnessModel
 
         form = served.chat if chat else None
         tokens = task_tokens(served.tokenizer, served.special, form)

@@ -460,7 +460,7 @@ class OpenedRun:
         Raises:
             ConfigError: the run has no tokenizer, or an option is out of range.
         """
-        from jaxtrain.inference.continued import continue_texts
+        from jaxtrain.inference.generate import continue_texts
         from jaxtrain.inference.sampling import Sampling
         from jaxtrain.run.texts import special_of_run
 

@@ -18,12 +18,9 @@ from jaxtrain.data.chat.formats import published_format
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.chat import answer_ends, encode_questions
-from jaxtrain.inference.continued import continue_texts, default_new_tokens
-from jaxtrain.inference.decoding import decoder_of
-from jaxtrain.inference.prompts import encode_prompts, special_tokens
+from jaxtrain.inference.generate import Written, continue_texts, default_new_tokens, write_texts
+from jaxtrain.inference.prompts import Served, decoder_of, encode_prompts, special_tokens
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.server.served import Served
-from jaxtrain.inference.written import Written, write_texts
 from jaxtrain.interop.fresh import check_fits, fresh_parts
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import is_published

@@ -20,8 +20,7 @@ from jaxtrain.data.special import NamedTokens, special_ids
 from jaxtrain.data.text.frame import make_frame
 from jaxtrain.data.text.frame_file import framed_file
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer_text, tokenizer_sha256
-from jaxtrain.inference.prompts import encoder_prompts
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.interop.companions import GENERATION, SETTINGS, TEMPLATE, TEXT_FILES, Texts
 from jaxtrain.interop.save import Origin
 from jaxtrain.models.model import Model

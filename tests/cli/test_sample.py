@@ -16,9 +16,9 @@ import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.commands.sample import print_stream
 from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.inference.generate import generate_ids
+from jaxtrain.inference.decoding import generate_ids
+from jaxtrain.inference.generate import TokenScore, Written
 from jaxtrain.inference.text_stream import TokenTexts
-from jaxtrain.inference.written import TokenScore, Written
 from jaxtrain.run.open_run import open_run
 
 GREEDY = ("--temperature", "0")

@@ -17,10 +17,9 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.chat.formats import BUILT_IN
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.inference.generate import generate_ids
+from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.server.app import build_app
-from jaxtrain.inference.server.embedder import Embedder
-from jaxtrain.inference.server.service import start_service
+from jaxtrain.inference.server.serve import Embedder, start_service
 from jaxtrain.run.served import open_served
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import uvicorn
+from jaxtrain.inference.server.incoming import Limits
 
 from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineFull, Request
-from jaxtrain.inference.engine.ticket import OnEvent, Ticket
-from jaxtrain.inference.server.address import address_of, bind, listen
+from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineFull, OnEvent, Request, Ticket
 from jaxtrain.inference.server.app import Service, build_app
-from jaxtrain.inference.server.incoming import Limits
-from jaxtrain.inference.server.prompts import PromptReader
+from jaxtrain.inference.server.bodies import PromptReader
+from jaxtrain.inference.server.serve import address_of, bind, listen
 
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
 START, END = 256, 257

@@ -11,12 +11,17 @@ import jaxtrain as jt
 from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.inference.harness.asked import AskedModel
-from jaxtrain.inference.harness.generation import fitted, read_generation
-from jaxtrain.inference.harness.log_likelihood import LogLikelihood
-from jaxtrain.inference.harness.scored import Scored, batches_of, scored_pair
-from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.harness import (
+    AskedModel,
+    LogLikelihood,
+    Scored,
+    batches_of,
+    fitted,
+    read_generation,
+    scored_pair,
+    task_tokens,
+)
+from jaxtrain.inference.prompts import SpecialTokens
 
 LENGTH = 24
 NEWLINE = 10
@@ -113,7 +118,7 @@ def test_a_text_is_the_sum_of_its_windows(asked, log_softmax):
 def test_a_chunk_of_logits_at_a_time_gives_the_same(sharded, params, monkeypatch):
     rows = [scored_pair([1, 2, 3], list(range(9, 25)), max_length=LENGTH), scored_pair([7], [8], max_length=LENGTH)]
     whole = LogLikelihood(sharded, params, {})(rows)
-    monkeypatch.setattr("jaxtrain.inference.harness.log_likelihood._LOGITS_BYTES", 4 * 8 * 256)
+    monkeypatch.setattr("jaxtrain.inference.harness._LOGITS_BYTES", 4 * 8 * 256)
     chunked = LogLikelihood(sharded, params, {})(rows)
     assert [greedy for _, greedy in chunked] == [greedy for _, greedy in whole]
     # The same products, summed by other instructions.

@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.choose import bias_rows, choose_rows, log_probabilities_of, row_sampling
+from jaxtrain.inference.sampling import bias_rows, choose_rows, log_probabilities_of, row_sampling
 
 TIES = [1.0, 3.0, 3.0, 3.0, -2.0]
 RISING = [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.inference.choose import bias_rows, choose_rows, row_sampling
-from jaxtrain.inference.engine.compiled import Programs
 from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.programs import Programs
 from jaxtrain.inference.engine.request import Request
-from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.sampling import Sampling, bias_rows, choose_rows, row_sampling
 
 LENGTH, VOCABULARY = 64, 62
 SMALL = {

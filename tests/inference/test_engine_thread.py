@@ -10,21 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jaxtrain.inference.engine.drafts import Drafts, accepted
 from scripted import TOKENIZER
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine import engine as engine_module
-from jaxtrain.inference.engine.drafts import Drafts, accepted
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.programs import Chosen
-from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request
-from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
-from jaxtrain.inference.engine.slots import Slot, slot_for
-from jaxtrain.inference.engine.ticket import Ticket
+from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request, Ticket
+from jaxtrain.inference.engine.scheduler import Scheduler, Slot, Waiting, slot_for
+from jaxtrain.inference.prompts import Served
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.server.served import Served
-from jaxtrain.inference.server.service import embedded_length
+from jaxtrain.inference.server.serve import embedded_length
 from jaxtrain.models.decoder import NOWHERE, Decoder
 
 VOCABULARY = 1000

@@ -17,11 +17,8 @@ from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference import generate
 from jaxtrain.inference.beam import beam_search
-from jaxtrain.inference.generate import generate_ids
-from jaxtrain.inference.pieces import generation_pieces
-from jaxtrain.inference.server.embeddings import embedding_call
-from jaxtrain.inference.server.prompts import PromptReader
-from jaxtrain.inference.server.refused import RefusedError
+from jaxtrain.inference.decoding import generate_ids, generation_pieces
+from jaxtrain.inference.server.bodies import PromptReader, RefusedError, embedding_call
 from jaxtrain.models.shipped import transformer
 from jaxtrain.precision.policy import POLICIES
 

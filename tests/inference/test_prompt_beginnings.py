@@ -11,13 +11,10 @@ import jaxtrain as jt
 from jaxtrain.data.tokenizer import BpeTokenizer
 from jaxtrain.inference import generate
 from jaxtrain.inference.engine.request import Emitted
-from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.inference.prompts import encode_prompts
-from jaxtrain.inference.server.bodies import completion_call
-from jaxtrain.inference.server.choices import Choice
-from jaxtrain.inference.server.prompts import PromptReader
-from jaxtrain.inference.server.tokens import tokenizer_info
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.harness import task_tokens
+from jaxtrain.inference.prompts import SpecialTokens, encode_prompts
+from jaxtrain.inference.server.answers import Choice
+from jaxtrain.inference.server.bodies import PromptReader, completion_call, tokenizer_info
 from jaxtrain.inference.text_stream import TokenTexts
 from jaxtrain.run.texts import special_of_folder, special_of_run
 

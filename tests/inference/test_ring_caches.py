@@ -10,8 +10,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.inference.beam import beam_search
-from jaxtrain.inference.engine.slots import Slot, kept_prefix
-from jaxtrain.inference.generate import generate_ids
+from jaxtrain.inference.decoding import generate_ids
+from jaxtrain.inference.engine.scheduler import Slot, kept_prefix
 from jaxtrain.models.ring_cache import Ring, can_go_on, make_cache, ring_of
 from jaxtrain.models.shipped import block, transformer
 

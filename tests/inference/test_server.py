@@ -6,11 +6,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from jaxtrain.inference.server.incoming import Limits
 from scripted import END, LENGTH, ScriptedEngine, embed, service, serving
 from starlette.testclient import TestClient
 
 from jaxtrain.inference.server.app import build_app
-from jaxtrain.inference.server.incoming import Limits
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 JSON = {"content-type": "application/json"}

@@ -8,12 +8,17 @@ from scripted import CHAT, END, LENGTH, READER, TOKENIZER
 
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.server.bodies import chat_call, completion_call
-from jaxtrain.inference.server.call import Call, Prompt, engine_requests
-from jaxtrain.inference.server.choices import Choice, TokenTexts
-from jaxtrain.inference.server.fields import parse_body
-from jaxtrain.inference.server.prompts import PromptReader
-from jaxtrain.inference.server.refused import RefusedError
+from jaxtrain.inference.server.answers import Choice, TokenTexts
+from jaxtrain.inference.server.bodies import (
+    Call,
+    Prompt,
+    PromptReader,
+    RefusedError,
+    chat_call,
+    completion_call,
+    engine_requests,
+    parse_body,
+)
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -6,10 +6,10 @@ from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
-from jaxtrain.inference.pieces import Generated
+from jaxtrain.inference.decoding import Generated
+from jaxtrain.inference.generate import write_texts
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.text_stream import TextStream, TokenPlaces
-from jaxtrain.inference.written import write_texts
 
 
 def spaced() -> BpeTokenizer:
@@ -96,7 +96,7 @@ def test_only_a_text_that_stands_alone_loses_its_first_space(monkeypatch, begins
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # pyright: ignore[reportAttributeAccessIssue] a setter
     made.decoder = decoders.Metaspace(prepend_scheme="first")  # pyright: ignore[reportAttributeAccessIssue] a setter
     found = Generated(np.full((2, 1), 3), np.ones(2, np.int32), None, None, None)
-    monkeypatch.setattr("jaxtrain.inference.written.generation_pieces", lambda *_, **__: iter([found]))
+    monkeypatch.setattr("jaxtrain.inference.generate.generation_pieces", lambda *_, **__: iter([found]))
     written = write_texts(
         None, None, BpeTokenizer(made), [np.zeros(1, np.int32)] * 2, new_tokens=1, sampling=Sampling(0), begins=begins
     )  # fmt: skip

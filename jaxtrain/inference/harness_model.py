@@ -13,8 +13,7 @@ from jaxtrain.data.chat.formats import ChatFormat
 from jaxtrain.data.chat.templates import compile_template, render
 from jaxtrain.data.tokenizer import tokenizer_sha256
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.inference.harness.asked import AskedModel
-from jaxtrain.inference.harness.tokens import TaskTokens
+from jaxtrain.inference.harness import AskedModel, TaskTokens
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 
