@@ -11,7 +11,6 @@ from jaxtrain.data.chat.formats import ChatFormat
 from jaxtrain.data.chat.masks import prompt_text
 from jaxtrain.data.chat.templates import compile_template
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
-from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import write_texts
 from jaxtrain.inference.prompts import decoder_of, room_for_new_tokens, special_tokens
 from jaxtrain.inference.sampling import Sampling
@@ -83,8 +82,7 @@ def encode_questions(
     Raises:
         ConfigError, DataError: as for `answer_questions`.
     """
-    if not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
-        raise ConfigError("the run has no tokenizer.json, so it cannot answer")
+    assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats are written with a tokenizer.json"
     decoder, template = decoder_of(sharded_model.model), compile_template(form, today=datetime.date.today())
     texts = [prompt_text(template, [{"role": "user", "content": question}]) for question in questions]
     encoded = [found.ids for found in chat_encoder(tokenizer).encode(texts)]

@@ -10,19 +10,16 @@ import numpy as np
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.beam import beam_search
-from jaxtrain.inference.decoding import Generated, generation_pieces
+from jaxtrain.inference.decoding import generation_pieces
 from jaxtrain.inference.prompts import (
-    NOTHING_SPECIAL,
     EncodedPrompts,
-    SpecialTokens,
     decoder_of,
     encode_prompts,
     room_for_new_tokens,
     special_tokens,
 )
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.text_stream import TextStream, TokenTexts
+from jaxtrain.inference.text_stream import TextStream
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.step import TrainStep
@@ -38,7 +35,7 @@ def generate_text(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
-    new_tokens: int,
+    new_tokens: int | None,
     sampling: Sampling | Sequence[Sampling],
     seed: int | Sequence[int] = 0,
     stop: Sequence[str] = (),
@@ -58,7 +55,7 @@ def generate_text(
         params: as in the state, on any mesh; also quantized.
         tokenizer: turns the prompts into ids, and ids into text.
         prompts: a list of texts; all are continued in one batch.
-        new_tokens: tokens to add to each, at most.
+        new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
         sampling: how tokens are chosen, of all prompts or one per prompt.
         seed: of the random choices: row r has seed + r; or a list of one per prompt.
         stop: texts at which a continuation ends; they are not part of it.
@@ -92,6 +89,8 @@ def generate_text(
         return []
     sharded_model = step.sharded_model if isinstance(step, TrainStep) else step
     encoded = encode_prompts(sharded_model.model, tokenizer, prompts, add_special_tokens=add_special_tokens)
+    if new_tokens is None:
+        new_tokens = default_new_tokens(decoder_of(sharded_model.model), encoded)
     ends = {*stop_tokens, *(() if encoded.end is None else (encoded.end,))}
     hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
     ended_B, texts = np.zeros(len(prompts), bool), [""] * len(prompts)
@@ -109,72 +108,12 @@ def generate_text(
     ):
         for row in np.flatnonzero(~ended_B):
             given, new = encoded.given[row], found.tokens[row, : found.counts[row]].tolist()
-            text = tokenizer.decode([*given, *_before(new, ends, hidden)])
+            end = next((place for place, token in enumerate(new) if token in ends), len(new))
+            text = tokenizer.decode([*given, *(token for token in new[:end] if token not in hidden)])
             begin = len(tokenizer.decode(given)) if stop and given else 0
             cuts = [at for at in (text.find(one, begin) for one in stop) if at >= 0]
             texts[row], ended_B[row] = text[: min(cuts, default=None)], bool(cuts)
     return texts
-
-
-def _before(new: Sequence[int], ends: Collection[int], hidden: Collection[int]) -> list[int]:
-    """The new tokens before the one that ends them, without hidden ones."""
-    end = next((place for place, token in enumerate(new) if token in ends), len(new))
-    return [token for token in new[:end] if token not in hidden]
-
-
-def continue_texts(
-    sharded_model: ShardedModel,
-    params: Params,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    *,
-    new_tokens: int | None,
-    sampling: Sampling,
-    seed: int,
-    stop: Sequence[str],
-    beams: int | None,
-    special: SpecialTokens = NOTHING_SPECIAL,
-    skip_special_tokens: bool = True,
-) -> list[str]:
-    """Continue texts in one batch, drawn at random or found by a search.
-
-    Args:
-        sharded_model, params, tokenizer, prompts, seed, stop, skip_special_tokens: as for `generate_text`.
-        new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
-        sampling: how tokens are chosen, without `beams`.
-        beams: beginnings of each text that are followed for the most likely one; None: tokens are chosen one by one.
-        special: what is known of the model's special tokens.
-
-    Returns:
-        Each prompt with its continuation; of a model with an encoder, its output.
-
-    Raises:
-        ConfigError: the model cannot generate, or an option is out of range or does not go with another.
-    """
-    encoded = encode_prompts(sharded_model.model, tokenizer, prompts, add_special_tokens=special.added)
-    if new_tokens is None:
-        new_tokens = default_new_tokens(decoder_of(sharded_model.model), encoded)
-    if beams is None:
-        return generate_text(
-            sharded_model,
-            params,
-            tokenizer,
-            prompts,
-            new_tokens=new_tokens,
-            sampling=sampling,
-            seed=seed,
-            stop=stop,
-            stop_tokens=special.stop,
-            add_special_tokens=special.added,
-            skip_special_tokens=skip_special_tokens,
-        )
-    if sampling != Sampling(sampling.temperature) or stop:
-        raise ConfigError("beams draw nothing: they go with no top_k, top_p, min_p, penalty or stop; leave those out")
-    ends = {*special.stop, *(() if encoded.end is None else (encoded.end,))}
-    hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
-    found = beam_search(sharded_model, params, encoded.tokens, beams=beams, new_tokens=new_tokens, stop_tokens=ends)
-    rows = zip(encoded.given, found.tokens[:, 0].tolist(), found.counts[:, 0], strict=True)
-    return [tokenizer.decode([*given, *_before(new[:count], ends, hidden)]) for given, new, count in rows]
 
 
 def default_new_tokens(decoder: Decoder, encoded: EncodedPrompts) -> int:
@@ -184,35 +123,17 @@ def default_new_tokens(decoder: Decoder, encoded: EncodedPrompts) -> int:
 
 
 @dataclass(frozen=True)
-class TokenScore:
-    """A token that the model wrote.
-
-    Attributes:
-        text: of the token alone; U+FFFD for a part of a character.
-        log_probability: natural logarithm of its probability by the model alone, before temperature and penalties.
-        top: the likeliest tokens at its place, the likeliest first.
-    """
-
-    text: str
-    log_probability: float
-    top: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True)
 class Written:
     """What a row has more than before.
 
     Attributes:
         row: its index in the batch.
         text: whole characters.
-        scores: of the tokens that were written, where log-probabilities were asked for; a token whose text is held
-            back, or is no part of it, is among them.
         ended: whether nothing follows.
     """
 
     row: int
     text: str
-    scores: tuple[TokenScore, ...] = ()
     ended: bool = False
 
 
@@ -229,7 +150,6 @@ def write_texts(
     stop_tokens: Collection[int] = (),
     hidden: Collection[int] = (),
     begins: Sequence[bool] | None = None,
-    top: int | None = None,
     piece: int | None = 1,
 ) -> Iterator[Written]:
     """Continue prompts in one batch, and give out each row's text as it is written.
@@ -242,13 +162,12 @@ def write_texts(
         hidden: ids that the text leaves out.
         begins: whether each text stands alone, so that a tokenizer that writes a space before each word leaves out the
             first one; otherwise it follows its prompt, as all do by default.
-        top: alternatives whose log-probabilities are given; None: no log-probabilities.
         piece: tokens of each row between two looks; None: all.
 
     Raises:
         ConfigError: as for `generate_text`.
     """
-    ended_B, fed, single = np.zeros(len(encoded), bool), [0] * len(encoded), TokenTexts(tokenizer)
+    ended_B, fed = np.zeros(len(encoded), bool), [0] * len(encoded)
     streams = [
         TextStream(tokenizer, stop=stop, stop_tokens=stop_tokens, hidden=hidden, begins=begins is not None and one)
         for one in begins or [False] * len(encoded)
@@ -261,28 +180,14 @@ def write_texts(
         sampling=sampling,
         seed=seed,
         stop_tokens=stop_tokens,
-        top=top,
         piece=piece,
         ended_B=ended_B,
     ):
         for row in np.flatnonzero(~ended_B).tolist():
-            text, scores, stream = "", [], streams[row]
+            text, stream = "", streams[row]
             for place in range(fed[row], int(found.counts[row])):
                 text += stream.feed(int(found.tokens[row, place]))
-                if top is not None:
-                    scores.append(_score(found, row, place, single))
-                if stream.stopped:
-                    break
             fed[row], ended_B[row] = int(found.counts[row]), stream.stopped
-            yield Written(row, text, tuple(scores), stream.stopped)
+            yield Written(row, text, stream.stopped)
     for row in np.flatnonzero(~ended_B).tolist():
         yield Written(row, streams[row].finish(), ended=True)
-
-
-def _score(found: Generated, row: int, place: int, texts: TokenTexts) -> TokenScore:
-    pairs = zip(found.top_ids[row, place].tolist(), found.top_log_probabilities[row, place].tolist(), strict=True)
-    return TokenScore(
-        texts(int(found.tokens[row, place])),
-        float(found.log_probabilities[row, place]),
-        tuple((texts(token), value) for token, value in pairs),
-    )

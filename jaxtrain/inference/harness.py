@@ -102,8 +102,8 @@ class TaskTokens:
             continuation = whole[len(context) :] if shorter or whole[:1] == context else whole
             if not continuation:
                 raise DataError(
-                    f"the continuation {pair[1][:40]!r} of {pair[0][-40:]!r} has no token of its own; let the task begin "
-                    "it with a space or a line end"
+                    f"the continuation {pair[1][:40]!r} of {pair[0][-40:]!r} has no token of its own; let the task "
+                    "begin it with a space or a line end"
                 )
             found.append((context, continuation))
         return found
@@ -126,12 +126,7 @@ def task_tokens(tokenizer: BpeTokenizer | ByteTokenizer, special: SpecialTokens,
 
 @dataclass(frozen=True)
 class Scored:
-    """A row of which the last tokens are scored.
-
-    Attributes:
-        inputs: what the model reads, at least as many ids as are scored.
-        targets: the scored tokens; the last input predicts the last of them.
-    """
+    """A row of which the last tokens, `targets`, are scored; the last of `inputs` predicts the last of them."""
 
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
@@ -139,14 +134,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Rows that are computed together.
-
-    Attributes:
-        rows: indices of the requests.
-        length: tokens that the inputs are padded to.
-        width: scored tokens that the targets are padded to.
-        size: rows that the batch is padded to.
-    """
+    """Indices of rows that are computed together, and what inputs, targets and their number are padded to."""
 
     rows: tuple[int, ...]
     length: int
@@ -155,16 +143,7 @@ class ScoredBatch:
 
 
 def scored_pair(context: Sequence[int], continuation: Sequence[int], *, max_length: int) -> Scored:
-    """Makes the row of a continuation; what the model has no positions for is cut from the left of the context.
-
-    Args:
-        context: ids, at least one.
-        continuation: ids, at least one.
-        max_length: positions of the model.
-
-    Raises:
-        DataError: the continuation alone exceeds the positions.
-    """
+    """Makes the row of a continuation; what the model has no positions for is cut from the left of the context."""
     if len(continuation) > max_length:
         raise DataError(f"a continuation of {len(continuation)} tokens exceeds the model's {max_length} positions")
     # The last token is predicted, and never read.
@@ -175,12 +154,8 @@ def scored_pair(context: Sequence[int], continuation: Sequence[int], *, max_leng
 def scored_windows(ids: Sequence[int], *, prefix: int, max_length: int) -> list[Scored]:
     """Makes the rows of a whole text: each predicts as many tokens as the model has positions, the last one the rest.
 
-    Every token is predicted once. The last row has as much context as there are positions, as the harness has it.
-
-    Args:
-        ids: of the text; none give no row.
-        prefix: id after which the first token is predicted.
-        max_length: positions of the model.
+    Every token is predicted once, the first one after `prefix`. The last row has as much context as there are
+    positions, as the harness has it.
     """
     row, found = (prefix, *ids), []
     for start in range(0, len(ids), max_length):
@@ -194,15 +169,8 @@ def batches_of(
 ) -> Iterator[ScoredBatch]:
     """Puts rows of similar lengths together, the longest first, in few different shapes.
 
-    Args:
-        rows: what is scored.
-        max_length: positions of the model.
-        short_length: as `Decoder.short_length`: shorter rows are in no batch that is longer.
-        shards: into which the rows of a batch must divide.
-        largest: rows of a batch, at most; None: as many as hold 8,192 tokens for each shard.
-
-    Yields:
-        Every row in one of the batches.
+    Rows of up to `short_length` are in no batch that is longer (see `Decoder`). A batch has `largest` rows at most, or
+    as many as hold 8,192 tokens for each of the shards into which it divides.
     """
     is_long = [short_length is not None and len(row.inputs) > short_length for row in rows]
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].inputs), rows[i].inputs, rows[i].targets))
@@ -236,10 +204,6 @@ class LogLikelihood:
         model_state: of the model.
         rows: rows of a batch, at most, rounded up to divide by the mesh; None: from their lengths.
 
-    Attributes:
-        max_length: positions of the model.
-        shards: into which the rows of a batch divide.
-
     Raises:
         ConfigError: the model does not predict the next token of a text.
     """
@@ -260,15 +224,11 @@ class LogLikelihood:
     def __call__(
         self, rows: Sequence[Scored], *, report: Callable[[int], None] = lambda count: None
     ) -> list[tuple[float, bool]]:
-        """Scores rows.
+        """The sum of the log-probabilities of each row's targets in nats, and whether each of them is the likeliest.
 
         Args:
             rows: what is scored.
             report: receives the number of rows that are done.
-
-        Returns:
-            For each row, the sum of the log-probabilities of its targets in nats, and whether each of them is the most
-            likely token (the one of the lowest id among equals).
 
         Raises:
             DataError: an id that the model does not have.
@@ -357,13 +317,7 @@ class LogLikelihood:
 
 @dataclass(frozen=True)
 class Generation:
-    """How texts of a task are generated.
-
-    Attributes:
-        until: texts at which an answer ends; they are not part of it.
-        new_tokens: of an answer, at most.
-        sampling: how tokens are chosen.
-    """
+    """How texts of a task are generated: up to one of the texts `until`, which is no part of the answer."""
 
     until: tuple[str, ...]
     new_tokens: int
@@ -375,12 +329,8 @@ def read_generation(settings: Mapping[str, Any], *, task: str) -> Generation:
 
     Sampling begins where `do_sample` is true or a temperature above 0 is given; `do_sample: false` is greedy.
 
-    Args:
-        settings: as the task names them.
-        task: for messages.
-
     Raises:
-        ConfigError: a setting that is not known, or a value out of its range.
+        ConfigError: a setting that is not known, or a value out of its range; names the task.
     """
     unknown = sorted(set(settings) - set(_KNOWN))
     until = settings.get("until") or ()
@@ -451,10 +401,7 @@ class AskedModel:
     def score_texts(self, texts: Sequence[str]) -> list[float]:
         """Scores whole texts, in windows of the model's positions that predict every token once.
 
-        The first token follows the token that stands before a document.
-
-        Returns:
-            The log-probability of each text in nats.
+        The first token follows the token that stands before a document. Log-probabilities are in nats.
         """
         windows = [
             scored_windows(ids, prefix=self._tokens.prefix, max_length=self._length)

@@ -112,12 +112,7 @@ class RowSampling:
 
 
 def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int]) -> RowSampling:
-    """The arrays, of NumPy, for rows that are sampled like this.
-
-    Args:
-        samplings: one a row.
-        seeds: one a row, any whole number; they are taken modulo 2^32.
-    """
+    """The arrays, of NumPy, for rows with these settings and seeds, which are taken modulo 2^32."""
 
     def floats(values: Sequence[float]) -> np.ndarray:
         return np.array(values, np.float32)
@@ -137,10 +132,6 @@ def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int]) -> RowSamp
 
 def bias_rows(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray | None:
     """What is added to the logits of each row: float32 [S, V]; None where no row has a bias.
-
-    Args:
-        samplings: one a row.
-        vocab_size: V.
 
     Raises:
         ConfigError: a token that the vocabulary does not have.
@@ -204,14 +195,8 @@ def choose_rows(
 def log_probabilities_of(logits_SV: jax.Array, tokens_S: jax.Array, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities of the chosen tokens and of the most likely ones, before temperature and penalties.
 
-    Args:
-        logits_SV: float32.
-        tokens_S: int32, the chosen tokens.
-        top: T, a constant of the program; 0: none.
-
-    Returns:
-        float32 [S] of the tokens, and of the most likely tokens, in falling order, ids int32 [S, T] and
-        log-probabilities float32 [S, T].
+    Returns float32 [S] of the tokens, and of the T most likely tokens, in falling order, ids int32 [S, T] and
+    log-probabilities float32 [S, T].
     """
     logits_SV = logits_SV.astype(jnp.float32)
     log_total_S1 = jax.nn.logsumexp(logits_SV, axis=-1, keepdims=True)
@@ -274,13 +259,7 @@ def _most_likely(order_SV: jax.Array, weights_SV: jax.Array, limit_S: jax.Array,
     """Marks, from the largest down, the tokens before which the weights sum to less than the limit: bool [S, V].
 
     The smallest of them is found bit by bit, in 32 sums over the vocabulary: a sort takes several times as long, and
-    its time grows faster with the vocabulary.
-
-    Args:
-        order_SV: `_ordered_bits` of the logits.
-        weights_SV: what is summed: probabilities, or 1 for each token.
-        limit_S: of the sum.
-        least: smallest limit, at which the first token alone stays.
+    its time grows faster with the vocabulary. With the limit `least` the first token alone stays.
     """
     limit_S = jnp.maximum(limit_S, least)
 

@@ -20,7 +20,7 @@ from jaxtrain import __version__
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.published.safetensors import DTYPES, write_safetensors
+from jaxtrain.published.safetensors import write_safetensors
 from jaxtrain.runtime.files import strict_json
 from jaxtrain.runtime.tree import path_name
 
@@ -33,13 +33,9 @@ _WINDOW = "jax reads the program for 6 months after it was made; keep the run, f
 
 @dataclass(frozen=True)
 class Program:
-    """A program and its weights.
+    """A program (weights and inputs by name -> outputs by name) and its weights, `params/...` and `model_state/...`.
 
-    Attributes:
-        exported: weights and inputs by name -> outputs by name.
-        weights: name -> array, parameters as `params/...` and the rest as `model_state/...`.
-        batch: rows of a call; None: any number.
-        reason: why the number of rows is fixed although none was asked for; None: it is not.
+    `batch` is the number of rows of a call (None: any), and `reason` says why it is fixed although none was asked for.
     """
 
     exported: export.Exported
@@ -82,8 +78,6 @@ def make_program(
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path({"params": params, "model_state": model_state})
     weights = {path_name(path): np.asarray(leaf) for path, leaf in leaves}
-    if any(array.dtype not in DTYPES.values() for array in weights.values()):
-        raise ConfigError("safetensors does not hold the dtype of every weight; export the model unquantized")
 
     def forward(weights: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         tree = jax.tree.unflatten(structure, [weights[path_name(path)] for path, _ in leaves])
@@ -106,8 +100,6 @@ def make_program(
             reason, batch = _line(error.__cause__ or error if isinstance(error, UserError) else error), 1
     try:
         return Program(exported(batch), weights, batch, reason)
-    except UserError:
-        raise
     except Exception as error:  # jax refuses what it does not keep stable in several types
         raise ConfigError(f"{sharded_model.model.name} has no portable program: {_line(error)}") from error
 

@@ -438,7 +438,6 @@ class OpenedRun:
         *,
         new_tokens: int | None = None,
         stop: Sequence[str] = (),
-        beams: int | None = None,
         seed: int = 0,
         skip_special_tokens: bool = True,
         **sampling: Any,
@@ -449,7 +448,6 @@ class OpenedRun:
             prompts: a text, or a list of texts, which are continued in one batch.
             new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
             stop: texts at which a continuation ends.
-            beams: beginnings that are followed for the most likely text, in place of random choices; None: no search.
             seed: of the random choices.
             skip_special_tokens: whether special tokens that the model writes are left out.
             sampling: of `Sampling`: temperature, top_k, top_p and the like.
@@ -460,7 +458,7 @@ class OpenedRun:
         Raises:
             ConfigError: the run has no tokenizer, or an option is out of range.
         """
-        from jaxtrain.inference.generate import continue_texts
+        from jaxtrain.inference.generate import generate_text
         from jaxtrain.inference.sampling import Sampling
         from jaxtrain.run.texts import special_of_run
 
@@ -469,7 +467,8 @@ class OpenedRun:
             raise ConfigError(
                 f"{self.run_dir} (model {model.model.name}) does not write text, or has no tokenizer.json"
             )
-        found = continue_texts(
+        special = special_of_run(self.info, self.run_dir, tokenizer)
+        found = generate_text(
             model,
             self.params,
             tokenizer,
@@ -478,8 +477,8 @@ class OpenedRun:
             sampling=Sampling(**sampling),
             seed=seed,
             stop=stop,
-            beams=beams,
-            special=special_of_run(self.info, self.run_dir, tokenizer),
+            stop_tokens=special.stop,
+            add_special_tokens=special.added,
             skip_special_tokens=skip_special_tokens,
         )
         return found[0] if isinstance(prompts, str) else found

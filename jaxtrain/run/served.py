@@ -18,7 +18,7 @@ from jaxtrain.data.chat.formats import published_format
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.chat import answer_ends, encode_questions
-from jaxtrain.inference.generate import Written, continue_texts, default_new_tokens, write_texts
+from jaxtrain.inference.generate import Written, default_new_tokens, write_texts
 from jaxtrain.inference.prompts import Served, decoder_of, encode_prompts, special_tokens
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.interop.fresh import check_fits, fresh_parts
@@ -220,8 +220,7 @@ def open_writer(
 class Writing:
     """How texts are written.
 
-    `piece` tokens are between two looks (None: all), `top` alternatives get log-probabilities (None: there are none),
-    and with `beams` that many beginnings are followed for the most likely text, in place of random choices.
+    `piece` tokens are between two looks; None: all.
     """
 
     new_tokens: int | None
@@ -229,31 +228,13 @@ class Writing:
     seed: int = 0
     stop: Sequence[str] = ()
     skip_special_tokens: bool = True
-    top: int | None = None
     piece: int | None = 1
-    beams: int | None = None
 
 
 def write(writer: Served, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
     """Continue texts in one batch, each given out before its continuation, or answer them by the chat template."""
     model, params, tokenizer, special = writer.sharded_model, writer.params, writer.tokenizer, writer.special
     sampling, seed, stop, new_tokens = writing.sampling, writing.seed, writing.stop, writing.new_tokens
-    if writing.beams is not None:
-        found = continue_texts(
-            model,
-            params,
-            tokenizer,
-            texts,
-            new_tokens=new_tokens,
-            sampling=sampling,
-            seed=seed,
-            stop=stop,
-            beams=writing.beams,
-            special=special,
-            skip_special_tokens=writing.skip_special_tokens,
-        )
-        yield from (Written(row, text, ended=True) for row, text in enumerate(found))
-        return
     if answers:
         assert writer.chat is not None
         tokens, room = encode_questions(model, tokenizer, writer.chat, texts)
@@ -268,7 +249,6 @@ def write(writer: Served, texts: Sequence[str], writing: Writing, *, answers: bo
         for row, given in enumerate(encoded.given):
             if given:
                 yield Written(row, tokenizer.decode(given))
-    vocab_size, top = model.model.vocab_size, writing.top
     yield from write_texts(
         model,
         params,
@@ -281,6 +261,5 @@ def write(writer: Served, texts: Sequence[str], writing: Writing, *, answers: bo
         stop_tokens=ends,
         hidden=special_tokens(tokenizer) if writing.skip_special_tokens else (),
         begins=begins,
-        top=top if top is None or vocab_size is None else min(top, vocab_size),
         piece=writing.piece,
     )

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
@@ -13,7 +14,7 @@ import jax
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.programs import Programs
 from jaxtrain.inference.engine.request import EngineCounters, EngineDead, EngineFull, OnEvent, Request, Ticket
-from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
+from jaxtrain.inference.engine.scheduler import Scheduler
 from jaxtrain.inference.prompts import decoder_of
 from jaxtrain.inference.sampling import bias_rows
 from jaxtrain.models.model import Params
@@ -112,7 +113,7 @@ class Engine:
         self._slots, self._chunk, self._queue = slots, min(chunk, self.length), queue
         self._ring = ring_of(decoder, self.length, self._chunk)
         self._model, self._params, self._cache_dtype = sharded_model, params, cache_dtype
-        self._waiting = Waiting()
+        self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._accepted = 0
         self._closing = self._draining = False
@@ -168,8 +169,7 @@ class Engine:
             EngineDead: the engine was not started or was closed, or its device failed.
             ConfigError: the prompt and the new tokens exceed the cache, or an id is outside the vocabulary.
         """
-        if self._scheduler is None:
-            raise EngineDead("the engine does not run; call start() first")
+        assert self._scheduler is not None, "start() comes first"
         if len(request.tokens) + request.new_tokens > self.length or max(request.tokens) >= self._vocab_size:
             raise ConfigError(
                 f"a prompt of {len(request.tokens)} tokens and {request.new_tokens} new ones: together they may have "
@@ -185,7 +185,7 @@ class Engine:
                 raise EngineFull(
                     f"{self._slots + self._queue} requests run or wait, as many as the engine takes; try again later"
                 )
-            self._waiting.add(ticket)
+            self._waiting.append(ticket)
             self._accepted += 1
             self._changed.notify()
         return ticket

@@ -4,7 +4,6 @@ Shapes: S slots, C tokens of a chunk, V vocabulary, K alternatives, R rows.
 """
 
 import functools
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.compiler import decoding_options
 
@@ -63,16 +63,7 @@ class CacheLayout:
 def cache_layout(
     decoder: Decoder, layout: Layout, *, slots: int, length: int, chunk: int, dtype: DTypeLike
 ) -> CacheLayout:
-    """Find the dims of a decoder's cache, and its shardings.
-
-    Args:
-        decoder: makes the cache.
-        layout: of the model.
-        slots: rows of the cache.
-        length: positions of each.
-        chunk: most tokens of a row that are written at a time.
-        dtype: of keys and values.
-    """
+    """Find the dims of a decoder's cache, and its shardings; the numbers are as for `make_cache`."""
 
     def shapes(slots: int, more: int = 0) -> Any:
         return jax.eval_shape(lambda: make_cache(decoder, slots, length + more, dtype, chunk=chunk + more))
@@ -153,28 +144,15 @@ def decode_slots(
     state: SlotState,
     tokens_S: jax.Array,
     positions_S: jax.Array,
-    writes_S: jax.Array,
     rows: RowSampling,
     wants_top: jax.Array,
     *,
     decoder: Decoder,
 ) -> tuple[SlotState, Chosen]:
-    """Feed every slot its last token, and choose what follows.
+    """Feed every slot its last token, and choose what follows: [S].
 
-    A slot without a text that goes on is fed too, at a position that is not written.
-
-    Args:
-        params: in the compute dtype.
-        state: of the slots.
-        tokens_S: int32.
-        positions_S: of the tokens, int32; `NOWHERE` for a row whose token is not to be written.
-        writes_S: whether the row has a text that goes on, bool.
-        rows: how the next token is chosen.
-        wants_top: whether anybody asked for alternatives, bool [].
-        decoder: of the model.
-
-    Returns:
-        The state, and what was chosen: [S].
+    A slot without a text that goes on is fed too, at the position `NOWHERE`, which is not written. `wants_top`, bool
+    [], says whether anybody asked for alternatives.
     """
     logits_S1V, cache = decoder.decode(params, tokens_S[:, None], positions_S[:, None], state.cache)
     chosen_S = choose_rows(
@@ -185,7 +163,8 @@ def decode_slots(
         output_counts_SV=state.output_counts_SV,
         bias_SV=state.bias_SV,
     )
-    counts_SV = state.output_counts_SV.at[jnp.arange(len(tokens_S)), chosen_S].add(writes_S.astype(jnp.int32))
+    writes_S = (positions_S != NOWHERE).astype(jnp.int32)
+    counts_SV = state.output_counts_SV.at[jnp.arange(len(tokens_S)), chosen_S].add(writes_S)
     return replace(state, cache=cache, output_counts_SV=counts_SV), _described(logits_S1V[:, 0], chosen_S, wants_top)
 
 
@@ -199,42 +178,31 @@ def prefill_chunk(
     is_last: jax.Array,
     row: RowSampling,
     wants_top: jax.Array,
-    next_tokens_C: jax.Array,
-    wants_prompt: jax.Array,
     *,
     decoder: Decoder,
     layout: CacheLayout,
-) -> tuple[SlotState, Chosen, Chosen]:
+) -> tuple[SlotState, Chosen]:
     """Read a chunk of a prompt into a slot.
 
-    Args:
-        params: in the compute dtype.
-        state: of the slots.
-        slot: index, int32 [].
-        tokens_C: of the prompt, padded on the right, int32. The padding is not written.
-        begin: position of the first of them, int32 [].
-        count: of tokens without padding, at least 1, int32 [].
-        is_last: whether the prompt ends with it, bool [].
-        row: how the token after the last is chosen, arrays [1].
-        wants_top: whether the request asked for alternatives, bool [].
-        next_tokens_C: the token of the prompt after each, int32.
-        wants_prompt: whether the request asked for log-probabilities of its prompt, bool [].
-        decoder: of the model.
-        layout: of its cache.
+    The chunk is `count` tokens from position `begin` on, padded on the right, and the last one of the prompt or not;
+    all of them, slot and `wants_top` are int32 or bool [], and `row` has arrays [1].
 
     Returns:
-        The state; what follows the chunk, [1], zeros where the prompt goes on; and what is reported of
-        `next_tokens_C`, [C], zeros where the request did not ask.
+        The state; and what follows the chunk, [1], zeros where the prompt goes on.
     """
     own, order_C = layout.take(state.cache, slot), jnp.arange(tokens_C.shape[0], dtype=jnp.int32)
     positions_1C = jnp.where(order_C < count, begin + order_C, NOWHERE)[None]
-    logits, own = _deferred(params, tokens_C[None], positions_1C, own, decoder)
-    cache = layout.put(state.cache, own, slot)
+    # The vocabulary is a large part of what a small model computes for a chunk, and one token needs it.
+    feed = decoder.decode if decoder.deferred is None else decoder.deferred
+    outputs, own = feed(params, tokens_C[None], positions_1C, own)
     one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
-    vocabulary = state.bias_SV.shape[-1]
 
     def following() -> Chosen:
-        last_1V = logits(count - 1, 1)
+        if isinstance(outputs, DeferredLogits):
+            last_11D = jax.lax.dynamic_slice_in_dim(outputs.hidden, count - 1, 1, axis=1)
+            last_1V = replace(outputs, hidden=last_11D).logits()[0].astype(jnp.float32)
+        else:
+            last_1V = jax.lax.dynamic_slice_in_dim(outputs[0], count - 1, 1)
         chosen_1 = choose_rows(
             last_1V,
             row,
@@ -245,33 +213,13 @@ def prefill_chunk(
         )
         return _described(last_1V, chosen_1, wants_top)
 
-    chosen = jax.lax.cond(is_last, following, lambda: _nothing(jnp.zeros(1, jnp.int32), vocabulary))
+    def nothing() -> Chosen:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(following))
+
+    chosen = jax.lax.cond(is_last, following, nothing)
     counts_SV = state.output_counts_SV.at[slot, chosen.tokens[0]].add(is_last.astype(jnp.int32))
-    prompt = jax.lax.cond(
-        wants_prompt,
-        lambda: _described(logits(0, len(tokens_C)), next_tokens_C, wants_top),
-        lambda: _nothing(next_tokens_C, vocabulary),
-    )
-    return replace(state, cache=cache, output_counts_SV=counts_SV), chosen, prompt
-
-
-def _deferred(
-    params: Params, tokens_1C: jax.Array, positions_1C: jax.Array, cache: Any, decoder: Decoder
-) -> tuple[Callable[[jax.Array | int, int], jax.Array], Any]:
-    """Feed tokens of one row; returns (first, number) -> logits float32 [number, V] of some of them, and the cache.
-
-    The vocabulary is a large part of what a small model computes for a chunk, and one token needs it.
-    """
-    if decoder.deferred is None:
-        logits_1CV, cache = decoder.decode(params, tokens_1C, positions_1C, cache)
-        return lambda first, number: jax.lax.dynamic_slice_in_dim(logits_1CV[0], first, number), cache
-    deferred, cache = decoder.deferred(params, tokens_1C, positions_1C, cache)
-
-    def logits(first: jax.Array | int, number: int) -> jax.Array:
-        hidden_1ND = jax.lax.dynamic_slice_in_dim(deferred.hidden, first, number, axis=1)
-        return replace(deferred, hidden=hidden_1ND).logits()[0].astype(jnp.float32)
-
-    return logits, cache
+    cache = layout.put(state.cache, own, slot)
+    return replace(state, cache=cache, output_counts_SV=counts_SV), chosen
 
 
 def set_penalties(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array, bias_V: jax.Array) -> SlotState:
@@ -303,11 +251,6 @@ def _described(logits_RV: jax.Array, tokens_R: jax.Array, wants_top: jax.Array) 
     return Chosen(tokens_R, *jax.lax.cond(wants_top, with_top, alone))
 
 
-def _nothing(tokens_R: jax.Array, vocabulary: int) -> Chosen:
-    shape = (*tokens_R.shape, min(MOST_ALTERNATIVES, vocabulary))
-    return Chosen(tokens_R, jnp.zeros(tokens_R.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
-
-
 class Programs:
     """The compiled programs with the state that they hand on.
 
@@ -318,11 +261,6 @@ class Programs:
         length: positions of the cache.
         chunk: C.
         cache_dtype: of keys and values; None: the compute dtype.
-
-    Attributes:
-        params: in the compute dtype.
-        slots, chunk: as given.
-        vocab_size: V.
     """
 
     def __init__(
@@ -397,8 +335,8 @@ class Programs:
             )
             prefills = {}
             for width in sorted(widths):
-                nothing = _chunk(0, [0] * width, width, 0, _greedy(1))
-                prefills[width] = compiled(read, fed, nothing, (placed, replicated, replicated))
+                nothing = _chunk(0, [0] * width, width, 0, _greedy(1), False, False)
+                prefills[width] = compiled(read, fed, nothing, (placed, replicated))
             copy = compiled(functools.partial(copy_slot, layout=self._layout), one, (np.int32(0), np.int32(0)), placed)
             penalties = compiled(set_penalties, one, (np.int32(0), *self._no_penalties()), placed)
         self._decode, self._copy, self._set_penalties = decode.result(), copy.result(), penalties.result()
@@ -407,41 +345,25 @@ class Programs:
     def _nothing_to_decode(self) -> tuple[Any, ...]:
         """What `decode` is given where no slot has a text."""
         zeros_S = np.zeros(self.slots, np.int32)
-        return zeros_S, zeros_S + np.int32(NOWHERE), zeros_S.astype(bool), _greedy(self.slots), np.bool_(False)
+        return zeros_S, zeros_S + np.int32(NOWHERE), _greedy(self.slots), np.bool_(False)
 
     def _no_penalties(self) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32)
 
-    def decode(
-        self, tokens_S: np.ndarray, positions_S: np.ndarray, writes_S: np.ndarray, rows: RowSampling, *, wants_top: bool
-    ) -> Chosen:
+    def decode(self, tokens_S: np.ndarray, positions_S: np.ndarray, rows: RowSampling, *, wants_top: bool) -> Chosen:
         """Run `decode_slots`, and wait for what it chose."""
-        given = (tokens_S, positions_S, writes_S, rows, np.bool_(wants_top))
+        given = (tokens_S, positions_S, rows, np.bool_(wants_top))
         self._state, chosen = self._decode(self.params, self._state, *given)
         return jax.device_get(chosen)
 
     def prefill(
-        self,
-        slot: int,
-        tokens: list[int],
-        begin: int,
-        row: RowSampling,
-        *,
-        is_last: bool,
-        wants_top: bool,
-        next_tokens: list[int] | None,
-    ) -> tuple[Chosen, Chosen]:
-        """Run `prefill_chunk` with at most C tokens; what it gives is on the device still.
-
-        Args:
-            slot, begin, row, is_last, wants_top: see there.
-            tokens: of the chunk.
-            next_tokens: the token of the prompt after each, as many; None: the request asked for nothing of them.
-        """
+        self, slot: int, tokens: list[int], begin: int, row: RowSampling, *, is_last: bool, wants_top: bool
+    ) -> Chosen:
+        """Run `prefill_chunk` with at most C tokens; what it gives is on the device still."""
         width = next(width for width in self._prefill if width >= len(tokens))
-        given = _chunk(slot, tokens, width, begin, row, is_last, wants_top, next_tokens)
-        self._state, chosen, prompt = self._prefill[width](self.params, self._state, *given)
-        return chosen, prompt
+        given = _chunk(slot, tokens, width, begin, row, is_last, wants_top)
+        self._state, chosen = self._prefill[width](self.params, self._state, *given)
+        return chosen
 
     def copy(self, source: int, target: int) -> None:
         """Run `copy_slot`."""
@@ -459,30 +381,18 @@ class Programs:
         *given, _ = self._nothing_to_decode()
         self.decode(*given, wants_top=False)
         for width in self._prefill:
-            nothing = [0] * width
-            jax.block_until_ready(
-                self.prefill(0, nothing, 0, _greedy(1), is_last=False, wants_top=False, next_tokens=None)
-            )
+            jax.block_until_ready(self.prefill(0, [0] * width, 0, _greedy(1), is_last=False, wants_top=False))
         self.copy(0, 0)
         self.set_penalties(0, *self._no_penalties())
 
 
 def _chunk(
-    slot: int,
-    tokens: list[int],
-    width: int,
-    begin: int,
-    row: RowSampling,
-    is_last: bool = False,
-    wants_top: bool = False,
-    next_tokens: list[int] | None = None,
+    slot: int, tokens: list[int], width: int, begin: int, row: RowSampling, is_last: bool, wants_top: bool
 ) -> tuple[Any, ...]:
     """What `prefill_chunk` is given after parameters and state."""
-    padded_2C = np.zeros((2, width), np.int32)
-    padded_2C[0, : len(tokens)] = tokens
-    padded_2C[1, : len(next_tokens or ())] = next_tokens or ()
-    numbers = np.int32(slot), padded_2C[0], np.int32(begin), np.int32(len(tokens)), np.bool_(is_last)
-    return *numbers, row, np.bool_(wants_top), padded_2C[1], np.bool_(next_tokens is not None)
+    padded_C = np.array(tokens + [0] * (width - len(tokens)), np.int32)
+    numbers = np.int32(slot), padded_C, np.int32(begin), np.int32(len(tokens)), np.bool_(is_last)
+    return *numbers, row, np.bool_(wants_top)
 
 
 def _greedy(rows: int) -> RowSampling:

@@ -47,7 +47,6 @@ class Request:
         seed: of the random choices; the same request with the same seed gets the same tokens.
         stop_tokens: ids that end the answer; the one that does is emitted too.
         top: alternatives that are reported with each token, the likeliest first, 0 to 20.
-        prompt_log_probabilities: whether the tokens of the prompt get log-probabilities too.
 
     Raises:
         ConfigError: there is no token, or a number is out of its range.
@@ -64,7 +63,6 @@ class Request:
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
     top: int = 0
-    prompt_log_probabilities: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(int(token) for token in self.tokens))
@@ -128,8 +126,6 @@ class Ticket:
         request: what was asked.
         finish_reason: "stop", "length", "cancelled" or "failed"; None while the request waits or runs.
         cached_tokens: of the prompt, that the engine did not have to read again.
-        prompt_log_probabilities: one entry per token of the prompt, if the request asked for them; the first is None,
-            for nothing stands before it. They are there before the first token is.
         error: what failed, in one line; None: nothing did.
         cancelled: the reason given to `cancel`; None: it was not called.
 
@@ -143,7 +139,6 @@ class Ticket:
         self.request = request
         self.finish_reason: str | None = None
         self.cached_tokens = 0
-        self.prompt_log_probabilities: list[Emitted | None] | None = None
         self.error: str | None = None
         self.cancelled: str | None = None
         self._on_event, self._wake = on_event, wake

@@ -1,9 +1,8 @@
 """What the engine does next: which request gets which row of the cache, which prompt is read, when all get a token.
 
-The engine's thread alone calls it, under no lock; `Waiting` alone is used by other threads too.
+The engine's thread alone calls it; other threads append to the requests that wait.
 """
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,12 +23,7 @@ _WORTH_KEEPING = 16
 class Slot:
     """A row of the cache.
 
-    Args:
-        index: of the row.
-        ring: of layers with a window; None: the row keeps all positions.
-
     Attributes:
-        index, ring: as given.
         written: one more than the last position that was written since position 0 was.
         ticket: whose it is; None: it is free.
         cached: tokens whose keys and values are at positions 0, 1, ... of the row. They stay when the row becomes free,
@@ -61,10 +55,8 @@ class Slot:
     def take(self, ticket: Ticket, order: int) -> None:
         """Give the row to a request, and keep what its prompt begins with."""
         tokens = ticket.request.tokens
-        # A token of the prompt that is not read has no logits.
-        self.reuses = not ticket.request.prompt_log_probabilities
-        self.ticket, self.order, self.text = ticket, order, list(tokens)
-        self.keep(self, kept_prefix(self, tokens) if self.reuses else 0)
+        self.ticket, self.order, self.text, self.reuses = ticket, order, list(tokens), True
+        self.keep(self, kept_prefix(self, tokens))
 
     def keep(self, lender: "Slot", kept: int) -> None:
         """Note how many tokens of the prompt this row has, which are those that a lender (or itself) had."""
@@ -81,9 +73,7 @@ class Slot:
 def kept_prefix(slot: Slot, tokens: Sequence[int]) -> int:
     """Count the tokens of a prompt that need not be read in a row: all but the last, whose logits are needed, at most.
 
-    Returns:
-        Those that prompt and row have in common; 0 where layers with a window have overwritten what the next token
-        sees.
+    There are none where layers with a window have overwritten what the next token sees.
     """
     pairs = enumerate(zip(slot.cached, tokens, strict=False))
     shared = next((at for at, (one, other) in pairs if one != other), min(len(slot.cached), len(tokens)))
@@ -97,48 +87,13 @@ def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
     return max(free, key=lambda slot: (kept_prefix(slot, tokens) // _WORTH_KEEPING, -slot.order), default=None)
 
 
-class Waiting:
-    """The requests that wait for a slot, in their order; any thread may use it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tickets: deque[Ticket] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    def add(self, ticket: Ticket) -> None:
-        """Append a request."""
-        with self._lock:
-            self._tickets.append(ticket)
-
-    def first(self) -> Ticket | None:
-        """Take the first request away; None where none waits."""
-        with self._lock:
-            return self._tickets.popleft() if self._tickets else None
-
-    def without_cancelled(self) -> list[Ticket]:
-        """Take the cancelled requests away."""
-        with self._lock:
-            gone = [ticket for ticket in self._tickets if ticket.cancelled is not None]
-            self._tickets = deque(ticket for ticket in self._tickets if ticket.cancelled is None)
-            return gone
-
-
 class Scheduler:
     """The slots of an engine, and the steps that move their texts on.
 
-    Args:
-        programs: compiled.
-        waiting: requests for slots.
-        ring: of layers with a window; None: the cache keeps all positions.
-
-    Attributes:
-        counters: what was done.
-        waiting: requests for slots.
+    `waiting` are the requests for slots, and `ring` is that of layers with a window (None: all positions are kept).
     """
 
-    def __init__(self, programs: Programs, waiting: Waiting, *, ring: Ring | None = None):
+    def __init__(self, programs: Programs, waiting: deque[Ticket], *, ring: Ring | None = None):
         self._programs, self.waiting = programs, waiting
         self._slots = [Slot(index, ring) for index in range(programs.slots)]
         self._rows = row_sampling([Sampling(temperature=0)] * programs.slots, [0] * programs.slots)
@@ -155,8 +110,10 @@ class Scheduler:
 
         So answers go on while a long prompt is read.
         """
-        for ticket in self.waiting.without_cancelled():
-            self._end(ticket, ticket.cancelled or "cancelled")
+        for ticket in self.waiting.copy():
+            if ticket.cancelled is not None:
+                self.waiting.remove(ticket)
+                self._end(ticket, ticket.cancelled)
         for slot in self._slots:
             if slot.ticket is not None and slot.ticket.cancelled is not None:
                 self._finish(slot, slot.ticket.cancelled)
@@ -170,8 +127,8 @@ class Scheduler:
 
     def fail_all(self, reason: str, error: str | None) -> None:
         """End every request that waits or runs."""
-        while (ticket := self.waiting.first()) is not None:
-            self._end(ticket, reason, error)
+        while self.waiting:
+            self._end(self.waiting.popleft(), reason, error)
         for slot in self._slots:
             if slot.ticket is not None:
                 self._finish(slot, reason, error)
@@ -183,18 +140,15 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free slots to the requests that wait, in their order."""
-        while any(slot.ticket is None for slot in self._slots) and (ticket := self.waiting.first()) is not None:
+        while self.waiting and (slot := slot_for(self._slots, self.waiting[0].request.tokens)) is not None:
+            ticket = self.waiting.popleft()
             request, sampling = ticket.request, ticket.request.sampling
-            slot = slot_for(self._slots, request.tokens)
-            assert slot is not None
             self._orders += 1
             slot.take(ticket, self._orders)
             row = row_sampling([sampling], [request.seed])
             jax.tree.map(lambda rows, one, index=slot.index: rows.__setitem__(index, one[0]), self._rows, row)
             if sampling.counts_tokens or sampling.logit_bias or slot.has_bias:
                 self._set_penalties(slot, request)
-            if request.prompt_log_probabilities:
-                ticket.prompt_log_probabilities = [None]
             self._count(slots_in_use=1)
 
     def _set_penalties(self, slot: Slot, request: Request) -> None:
@@ -213,21 +167,15 @@ class Scheduler:
         request, begin = slot.ticket.request, len(slot.cached)
         tokens = list(request.tokens[begin : begin + self._programs.chunk])
         end = begin + len(tokens)
-        chosen, prompt = self._programs.prefill(
+        chosen = self._programs.prefill(
             slot.index,
             tokens,
             begin,
             _row_of(self._rows, slot.index),
             is_last=end == len(request.tokens),
             wants_top=request.top > 0,
-            next_tokens=list(request.tokens[begin + 1 : end + 1]) if request.prompt_log_probabilities else None,
         )
         slot.read(tokens)
-        entries = slot.ticket.prompt_log_probabilities
-        if entries is not None:
-            given = jax.device_get(prompt)
-            following = min(len(tokens), len(request.tokens) - 1 - begin)
-            entries += [_emitted(given, index, request.top) for index in range(following)]
         if end == len(request.tokens):
             self._emit(slot, _emitted(jax.device_get(chosen), 0, request.top))
 
@@ -247,9 +195,8 @@ class Scheduler:
         tokens_S = np.array([slot.text[-1] if slot.writes else 0 for slot in self._slots], np.int32)
         # A row without an answer writes nothing, and its old text makes the others read no more of the cache.
         positions_S = np.array([len(slot.cached) if slot.writes else NOWHERE for slot in self._slots], np.int32)
-        writes_S = np.array([slot.writes for slot in self._slots])
         wants_top = any(slot.ticket is not None and slot.ticket.request.top > 0 for slot in writing)
-        chosen = self._programs.decode(tokens_S, positions_S, writes_S, self._rows, wants_top=wants_top)
+        chosen = self._programs.decode(tokens_S, positions_S, self._rows, wants_top=wants_top)
         for slot in writing:
             assert slot.ticket is not None
             slot.read([slot.text[-1]])

@@ -8,7 +8,7 @@ import ipaddress
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,26 +22,22 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxtrain.data import Tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.engine.request import Emitted, EngineDead, EngineFull, Request, Ticket
-from jaxtrain.inference.server.answers import Answer, Choice, Piece, embedding_answer, usage
+from jaxtrain.inference.engine.request import Emitted, EngineDead, EngineFull, Ticket
+from jaxtrain.inference.server.answers import Answer, Choice, Piece, embedding_answer
 from jaxtrain.inference.server.bodies import (
     Call,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     EmbeddingBody,
     PromptReader,
     RefusedError,
-    TokenizeBody,
     chat_call,
     completion_call,
     embedding_texts,
-    engine_requests,
     read_body,
-    tokenize,
-    tokenizer_info,
 )
 from jaxtrain.inference.text_stream import TokenTexts
 from jaxtrain.runtime.terminal import print_remark
@@ -115,13 +111,9 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
         ("GET", "/health", endpoints.health),
         ("GET", "/metrics", endpoints.metrics),
         ("GET", "/v1/models", endpoints.models),
-        ("GET", "/v1/models/{name:path}", endpoints.model),
         ("POST", "/v1/completions", endpoints.completions),
         ("POST", "/v1/chat/completions", endpoints.chat),
         ("POST", "/v1/embeddings", endpoints.embeddings),
-        ("GET", "/tokenizer_info", endpoints.tokenizer_info),
-        ("POST", "/tokenize", endpoints.tokenize),
-        ("POST", "/detokenize", endpoints.detokenize),
     ]
     routes = [Route(path, endpoints.guarded(handler, path, host), methods=[method]) for method, path, handler in table]
 
@@ -145,10 +137,10 @@ def _check_site(request: HttpRequest, host: str | None) -> None:
     """
     given, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
     name = re.sub(r":\d*$", "", given)
-    if host is not None and name != host.lower() and not _is_loopback(name):
-        raise RefusedError(403, f"Host {given!a:.80} is not this machine; use localhost, or start it with an API key")
-    if origin is not None and origin.lower().partition("://")[2] != given:
-        raise RefusedError(403, f"Origin {origin!a:.80} is not that of Host {given!a:.80}; a proxy must pass Host on")
+    is_known = host is None or name == host.lower() or _is_loopback(name)
+    if not is_known or (origin is not None and origin.lower().partition("://")[2] != given):
+        said = f"Host {given!a:.80} and Origin {origin!a:.80} are not this server's; a proxy must pass Host on"
+        raise RefusedError(403, f"{said}, and other names than localhost take an API key")
 
 
 def _is_loopback(name: str) -> bool:
@@ -254,13 +246,6 @@ class _Endpoints:
     async def models(self, request: HttpRequest) -> Response:
         return _json({"object": "list", "data": [self._model()]})
 
-    async def model(self, request: HttpRequest) -> Response:
-        name = request.path_params["name"]
-        if name != self._service.name:
-            said = f"no model {name!a}; this server has {self._service.name!r}"
-            raise RefusedError(404, said, code="model_not_found")
-        return _json(self._model())
-
     def _model(self) -> dict[str, Any]:
         service = self._service
         return {
@@ -287,17 +272,6 @@ class _Endpoints:
         vectors_ND = await while_there(request.receive, asyncio.to_thread(embed, texts))
         form = body.encoding_format
         return _json(await asyncio.to_thread(embedding_answer, vectors_ND, texts, form=form, model=service.name))
-
-    async def tokenizer_info(self, request: HttpRequest) -> Response:
-        return _json(tokenizer_info(self._service.reader))
-
-    async def tokenize(self, request: HttpRequest) -> Response:
-        body, service = await self._body(request, TokenizeBody), self._service
-        return _json(await asyncio.to_thread(tokenize, body, service.reader, length=service.length))
-
-    async def detokenize(self, request: HttpRequest) -> Response:
-        body, reader = await self._body(request, DetokenizeBody), self._service.reader
-        return _json({"prompt": reader.tokenizer.decode(reader.checked(body.tokens, "tokens"))})
 
     async def _body(self, request: HttpRequest, kind: type[Any]) -> Any:
         raw = await self._raw_body(request)
@@ -333,17 +307,14 @@ class _Endpoints:
             raise RefusedError(413, f"the body has more than {most} bytes", code="body_too_large")
         return b"".join(parts)
 
-    async def _write(
-        self, request: HttpRequest, kind: type[Any], read: Callable[[Any, PromptReader], Call]
-    ) -> Response:
+    async def _write(self, request: HttpRequest, kind: type[Any], read: Callable[..., Call]) -> Response:
         service = self._service
         if service.engine is None:
             raise RefusedError(404, f"the model {service.name} gives embeddings and writes no text; use /v1/embeddings")
         body = await self._body(request, kind)
         # Encoding a long prompt takes a while, in which others are answered.
-        call = await asyncio.to_thread(read, body, service.reader)
-        requests = engine_requests(call, length=service.length, most=service.most)
-        running = _Running(service.engine, call, requests, service.reader, self._texts)
+        call = await asyncio.to_thread(read, body, service.reader, length=service.length, most=service.most)
+        running = _Running(service.engine, call, service.reader.tokenizer, self._texts)
         if call.stream:
             return EventStream(self._events(Answer(call, service.name), running), running.cancel)
         try:
@@ -380,19 +351,14 @@ class _Running:
     slots are free.
     """
 
-    def __init__(
-        self, engine: Engine, call: Call, requests: Sequence[Request], reader: PromptReader, texts: TokenTexts
-    ):
+    def __init__(self, engine: Engine, call: Call, tokenizer: Tokenizer, texts: TokenTexts):
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Emitted | None]] = asyncio.Queue()
         self._call = call
-        self.choices = [
-            Choice(call, call.prompts[index // call.num_choices], reader.tokenizer, texts)
-            for index in range(len(requests))
-        ]
+        self.choices = [Choice(call, tokenizer, texts) for _ in call.requests]
         self._tickets: list[Ticket] = []
         try:
-            for index, request in enumerate(requests):
+            for index, request in enumerate(call.requests):
                 self._tickets.append(engine.submit(request, functools.partial(self._pass_on, index)))
         except (EngineFull, EngineDead, ConfigError) as error:
             self.cancel()
@@ -413,7 +379,6 @@ class _Running:
         Raises:
             RefusedError: the engine failed.
         """
-        begun: set[int] = set()
         running = set(range(len(self.choices)))
         while running:
             index, event = await self._events.get()
@@ -421,27 +386,26 @@ class _Running:
                 continue  # what the engine had chosen before it read that the text came to a stop
             choice, ticket = self.choices[index], self._tickets[index]
             reason = ticket.finish_reason
-            if event is None and reason not in ("stop", "length"):  # the scores of its prompt may not be whole
+            if event is None and reason not in ("stop", "length"):
                 raise RefusedError(500, ticket.error or "the answer was broken off, because the server ends")
-            pieces = [] if index in begun else [choice.begin(ticket.prompt_log_probabilities)]
-            begun.add(index)
-            pieces.append(choice.finish(reason or "length") if event is None else choice.feed(event))
+            piece = choice.finish(reason or "length") if event is None else choice.feed(event)
             if choice.finish_reason is not None:
                 running.discard(index)
                 if event is not None:
                     ticket.cancel("stop")
-            for piece in pieces:
-                if piece != Piece():
-                    yield index, piece
+            if piece != Piece():
+                yield index, piece
 
     def usage(self) -> dict[str, Any]:
-        """How many tokens were read and written so far."""
+        """How many tokens were read (of every prompt once) and written so far; one that ends an answer counts."""
         first = self._tickets[:: self._call.num_choices]
-        return usage(
-            prompt_tokens=sum(len(prompt.tokens) for prompt in self._call.prompts),
-            completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            cached_tokens=sum(ticket.cached_tokens for ticket in first),
-        )
+        read, written = sum(len(one.request.tokens) for one in first), sum(one.num_tokens for one in self.choices)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": sum(ticket.cached_tokens for ticket in first)},
+        }
 
     def cancel(self) -> None:
         """Ends what still runs."""

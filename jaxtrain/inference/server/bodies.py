@@ -122,9 +122,8 @@ class CompletionBody(_Writing):
     """Of /v1/completions."""
 
     prompt: _Prompts
-    max_tokens: int = Field(16, ge=0)
+    max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
     add_special_tokens: bool | None = None
     best_of: Literal[1] = 1
     suffix: Literal[""] = ""
@@ -152,21 +151,6 @@ class EmbeddingBody(_Fields):
     user: Any = None
 
 
-class TokenizeBody(_Fields):
-    """Of /tokenize."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool | None = None
-
-
-class DetokenizeBody(_Fields):
-    """Of /detokenize."""
-
-    model: str | None = None
-    tokens: list[int]
-
-
 _Body = TypeVar("_Body", bound=_Fields)
 
 
@@ -190,27 +174,11 @@ def read_body(kind: type[_Body], raw: bytes, *, served: str) -> _Body:
         said = "this field is not supported" if code == "unknown_field" else first["msg"]
         param = place.partition(".")[0] if first["loc"] else None
         raise RefusedError(400, f"{place}: {said}"[:250], param=param, code=code) from None
-    given = getattr(body, "model", None)
-    if given not in (None, served):
+    if body.model != served:
         raise RefusedError(
-            404, f"no model {given!a:.80}; this server has {served!r}", param="model", code="model_not_found"
+            404, f"no model {body.model!a:.80}; this server has {served!r}", param="model", code="model_not_found"
         )
     return body
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What is continued.
-
-    Attributes:
-        text: as it was given, or decoded from the ids that were.
-        tokens: its ids.
-        num_added: tokens at the beginning that are in no part of the text, such as that of a beginning of text.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    num_added: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,33 +187,23 @@ class Call:
 
     Attributes:
         is_chat: whether it came to /v1/chat/completions.
-        prompts: at least one.
+        requests: of the engine: the choices of the first prompt, then those of the next.
         num_choices: answers per prompt.
-        sampling: how tokens are chosen.
-        seed: of the first choice of every prompt; those after it take the numbers that follow.
-        new_tokens: at most; None: as many as there is room for; 0: none, the prompt alone is asked for.
         stop: texts at which an answer ends.
-        stop_tokens: ids at which it ends.
         hidden: ids that an answer does not show: special tokens, unless they were asked for.
-        echo: whether the prompt stands before its answer.
         top: alternatives that are reported per token; None: no log-probabilities are.
         stream: whether pieces are sent as they come.
         include_usage: whether a stream ends with the numbers of tokens.
     """
 
     is_chat: bool
-    prompts: tuple[Prompt, ...]
-    num_choices: int
-    sampling: Sampling
-    seed: int
-    new_tokens: int | None
-    stop: tuple[str, ...]
-    stop_tokens: frozenset[int]
-    hidden: frozenset[int]
-    echo: bool
-    top: int | None
-    stream: bool
-    include_usage: bool
+    requests: tuple[Request, ...]
+    num_choices: int = 1
+    stop: tuple[str, ...] = ()
+    hidden: frozenset[int] = frozenset()
+    top: int | None = None
+    stream: bool = False
+    include_usage: bool = False
 
 
 class PromptReader:
@@ -253,14 +211,8 @@ class PromptReader:
 
     Special tokens that a text spells are read as such, as other servers do it: clients write templates by hand.
 
-    Args:
-        tokenizer: between texts and ids.
-        chat: how conversations are written; None: there is no template.
-        vocab_size: ids that the model has.
-        special: what is known of the special tokens besides.
-
     Attributes:
-        tokenizer, chat, vocab_size, special: as given.
+        tokenizer, chat, vocab_size, special: of the model.
         stop_tokens: ids at which the model stops.
         special_tokens: text of each special token -> its id.
     """
@@ -282,35 +234,21 @@ class PromptReader:
         self._template: tuple[datetime.date, Template] | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of a text.
-
-        Args:
-            text: may spell special tokens.
-            add_special_tokens: whether what the tokenizer's file puts around a text is added.
-        """
+        """The ids of a text, which may spell special tokens, with or without what the tokenizer's file puts around."""
         ids = next(iter(self._encoder.encode([text]))).ids.tolist()
         return [*self._begins, *ids, *self._ends] if add_special_tokens else ids
 
-    def of_text(self, text: str, *, add_special_tokens: bool | None = None) -> Prompt:
-        """A text that is to be continued: special tokens are added before it, none after it.
-
-        Args:
-            text: may spell special tokens.
-            add_special_tokens: whether what the tokenizer's file puts before a text is added; None: if the model was
-                trained so.
-
-        Raises:
-            RefusedError: the text has ids that the model does not have.
-        """
+    def of_text(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """A text that is to be continued: special tokens are added before it (None: if the model was trained so)."""
         ids = self.encode(text, add_special_tokens=False)
         adds = self.special.added if add_special_tokens is None else add_special_tokens
         added = [*self._begins] if adds else []
         if not added and not ids:
             # Something must stand before the first token; documents end with this one in training.
             added = [self.tokenizer.end_of_text or 0]
-        return Prompt(text, self.checked([*added, *ids], "prompt"), len(added))
+        return self.checked([*added, *ids], "prompt")
 
-    def of_messages(self, messages: list[dict[str, str]]) -> Prompt:
+    def of_messages(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """A conversation that is to be answered.
 
         Raises:
@@ -326,18 +264,10 @@ class PromptReader:
         except UserError as error:
             raise RefusedError(400, str(error), param="messages") from None
         # A template writes the special tokens itself.
-        return Prompt(text, self.checked(self.encode(text, add_special_tokens=False), "messages"))
+        return self.checked(self.encode(text, add_special_tokens=False), "messages")
 
     def checked(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
-        """The ids, at least one, all of which the model has.
-
-        Args:
-            ids: of a text.
-            name: of the field that they come from.
-
-        Raises:
-            RefusedError: there is none, or one is no id of the model.
-        """
+        """The ids of a field, at least one, all of which the model has; raises a RefusedError if not."""
         outside = next((one for one in ids if not 0 <= one < self.vocab_size), None)
         if outside is not None or not ids:
             held = "an empty text or list" if outside is None else f"{outside}, which is no token id"
@@ -345,25 +275,29 @@ class PromptReader:
         return tuple(ids)
 
 
-def completion_call(body: CompletionBody, reader: PromptReader) -> Call:
+def completion_call(body: CompletionBody, reader: PromptReader, *, length: int, most: int) -> Call:
     """What a body of /v1/completions asks for.
 
+    Args:
+        body: of the client.
+        reader: makes prompts.
+        length: tokens that prompt and answer may have together.
+        most: requests that the engine takes at a time.
+
     Raises:
-        RefusedError: fields do not go together, or an id is none of the model's.
+        RefusedError: an id is none of the model's, a prompt leaves no room, or there are too many requests.
     """
-    if body.max_tokens == 0 and not body.echo:
-        raise RefusedError(400, "max_tokens is 0: set echo to get the prompt", param="max_tokens")
-    prompts = []
-    for one in body.prompt:
-        if isinstance(one, str):
-            prompts.append(reader.of_text(one, add_special_tokens=body.add_special_tokens))
-        else:
-            tokens = reader.checked(one, "prompt")
-            prompts.append(Prompt(reader.tokenizer.decode(tokens), tokens))
-    return _call(body, reader, prompts, new_tokens=body.max_tokens, top=body.logprobs, echo=body.echo)
+    prompts = [
+        reader.of_text(one, add_special_tokens=body.add_special_tokens)
+        if isinstance(one, str)
+        else reader.checked(one, "prompt")
+        for one in body.prompt
+    ]
+    requests = _requests(body, reader, prompts, body.max_tokens, body.logprobs, length)
+    return _call(body, reader, requests, body.logprobs, most)
 
 
-def chat_call(body: ChatBody, reader: PromptReader) -> Call:
+def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -> Call:
     """What a body of /v1/chat/completions asks for; see `completion_call`."""
     # "developer" is OpenAI's newer name of a role that templates know as "system".
     messages = [
@@ -371,101 +305,75 @@ def chat_call(body: ChatBody, reader: PromptReader) -> Call:
     ]
     new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top = body.top_logprobs if body.logprobs else None
-    return _call(body, reader, [reader.of_messages(messages)], new_tokens=new_tokens, top=top)
+    requests = _requests(body, reader, [reader.of_messages(messages)], new_tokens, top, length)
+    return _call(body, reader, requests, top, most)
+
+
+def _requests(
+    body: CompletionBody | ChatBody,
+    reader: PromptReader,
+    prompts: list[tuple[int, ...]],
+    new_tokens: int | None,
+    top: int | None,
+    length: int,
+) -> tuple[Request, ...]:
+    longest, wanted = max(map(len, prompts)), new_tokens or 1
+    if longest + wanted > length:
+        raise RefusedError(
+            400,
+            f"a prompt has {longest} tokens, and {wanted} or more are to follow; prompt and answer together have "
+            f"{length} tokens here",
+            param="messages" if isinstance(body, ChatBody) else "prompt",
+            code="context_length_exceeded",
+        )
+    if not all(token.isdigit() and int(token) < reader.vocab_size for token in body.logit_bias):
+        raise RefusedError(400, f"logit_bias takes token ids from 0 to {reader.vocab_size - 1}", param="logit_bias")
+    sampling = Sampling(
+        body.temperature,
+        body.top_k,
+        body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=tuple((int(token), number) for token, number in body.logit_bias.items()),
+    )
+    seed, special = secrets.randbits(32) if body.seed is None else body.seed, reader.special_tokens
+    # A stop that spells a special token, which the text does not show, is met by the token itself.
+    stop_tokens = reader.stop_tokens | {special[one] for one in body.stop if one in special}
+    return tuple(
+        Request(
+            prompt,
+            new_tokens=length - len(prompt) if new_tokens is None else new_tokens,
+            sampling=sampling,
+            seed=(seed + choice) % _SEEDS,
+            stop_tokens=stop_tokens,
+            top=top or 0,
+        )
+        for prompt in prompts
+        for choice in range(body.n)
+    )
 
 
 def _call(
-    body: CompletionBody | ChatBody,
-    reader: PromptReader,
-    prompts: list[Prompt],
-    *,
-    new_tokens: int | None,
-    top: int | None,
-    echo: bool = False,
+    body: CompletionBody | ChatBody, reader: PromptReader, requests: tuple[Request, ...], top: int | None, most: int
 ) -> Call:
-    if not all(token.isdigit() and int(token) < reader.vocab_size for token in body.logit_bias):
-        raise RefusedError(400, f"logit_bias takes token ids from 0 to {reader.vocab_size - 1}", param="logit_bias")
-    special = reader.special_tokens
+    if len(requests) > most:
+        raise RefusedError(400, f"{len(requests)} answers at a time; this server takes {most}", param="n")
     return Call(
-        is_chat=isinstance(body, ChatBody),
-        prompts=tuple(prompts),
+        isinstance(body, ChatBody),
+        requests,
         num_choices=body.n,
-        sampling=Sampling(
-            body.temperature,
-            body.top_k,
-            body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            logit_bias=tuple((int(token), number) for token, number in body.logit_bias.items()),
-        ),
-        seed=secrets.randbits(32) if body.seed is None else body.seed % _SEEDS,
-        new_tokens=new_tokens,
         stop=tuple(body.stop),
-        # A stop that spells a special token, which the text does not show, is met by the token itself.
-        stop_tokens=reader.stop_tokens | {special[one] for one in body.stop if one in special},
-        hidden=frozenset(special.values() if body.skip_special_tokens else ()),
-        echo=echo,
+        hidden=frozenset(reader.special_tokens.values() if body.skip_special_tokens else ()),
         top=top,
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )
 
 
-def engine_requests(call: Call, *, length: int, most: int) -> list[Request]:
-    """The requests of a call: the choices of the first prompt, then those of the next.
-
-    Args:
-        call: what is asked for.
-        length: tokens that prompt and answer may have together.
-        most: requests that the engine takes at a time.
-
-    Raises:
-        RefusedError: too many of them, or a prompt that leaves no room.
-    """
-    count = len(call.prompts) * call.num_choices
-    if count > most:
-        raise RefusedError(400, f"{count} answers at a time; this server takes {most}", param="n")
-    requests = []
-    for prompt in call.prompts:
-        # The engine gives at least one token; where none is wanted it is not reported.
-        room, wanted = length - len(prompt.tokens), max(1, call.new_tokens or 1)
-        if room < wanted:
-            name = "messages" if call.is_chat else "prompt"
-            raise RefusedError(
-                400,
-                f"{name} has {len(prompt.tokens)} tokens, and {wanted} or more are to follow; prompt and answer "
-                f"together have {length} tokens here",
-                param=name,
-                code="context_length_exceeded",
-            )
-        for choice in range(call.num_choices):
-            requests.append(
-                Request(
-                    prompt.tokens,
-                    new_tokens=room if call.new_tokens is None else wanted,
-                    sampling=call.sampling,
-                    seed=(call.seed + choice) % _SEEDS,
-                    stop_tokens=call.stop_tokens,
-                    top=call.top or 0,
-                    prompt_log_probabilities=call.echo and call.top is not None,
-                )
-            )
-    return requests
-
-
 def embedding_texts(body: EmbeddingBody, reader: PromptReader, *, length: int) -> list[list[int]]:
-    """The ids of each text of a body of /v1/embeddings, special tokens included.
-
-    Args:
-        body: what was asked.
-        reader: has the tokenizer.
-        length: tokens of the longest text.
-
-    Raises:
-        RefusedError: a text is empty, too long, or has an id that the model does not have.
-    """
+    """The ids of each text of a body of /v1/embeddings, special tokens included; none may be empty or too long."""
     texts = []
     for one in body.input:
         ids = reader.checked(reader.encode(one, add_special_tokens=True) if isinstance(one, str) else one, "input")
@@ -478,22 +386,3 @@ def embedding_texts(body: EmbeddingBody, reader: PromptReader, *, length: int) -
             )
         texts.append(list(ids))
     return texts
-
-
-def tokenize(body: TokenizeBody, reader: PromptReader, *, length: int) -> dict[str, Any]:
-    """What /tokenize answers: the ids of a text; special tokens that it spells are read as such."""
-    added = reader.special.added if body.add_special_tokens is None else body.add_special_tokens
-    ids = reader.encode(body.prompt, add_special_tokens=added)
-    return {"tokens": ids, "count": len(ids), "max_model_len": length}
-
-
-def tokenizer_info(reader: PromptReader) -> dict[str, Any]:
-    """What /tokenizer_info answers: the special tokens and the chat template."""
-    end, chat = reader.tokenizer.end_of_text, reader.chat
-    named: dict[str, Any] = {"bos_token": None, "eos_token": None, "pad_token": None, "unk_token": None}
-    if end is not None:
-        named["eos_token"] = reader.tokenizer.decode([end])
-    for known in (reader.special.named, {} if chat is None else chat.tokens):
-        named |= {name: token for name, token in known.items() if name in named}
-    template = None if chat is None else chat.source
-    return {"tokenizer_class": "jaxtrain", **named, "vocab_size": reader.vocab_size, "chat_template": template}

@@ -56,11 +56,13 @@ def read_api_key(file: str | None) -> str | None:
     """
     try:
         found = os.environ.get(_KEY_VARIABLE) if file is None else Path(file).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {file} cannot be read ({error}); name a file with the key alone") from None
+    except (OSError, UnicodeDecodeError):
+        found = ""
     if found is not None and (not found.isascii() or not found.isprintable() or not found or " " in found):
-        where = _KEY_VARIABLE if file is None else file
-        raise ConfigError(f"{where} holds no key; write letters, digits and signs, as 'openssl rand -hex 32' does")
+        raise ConfigError(
+            f"{_KEY_VARIABLE if file is None else f'--api-key-file {file}'} holds no key that can be read; write "
+            "letters, digits and signs alone, as 'openssl rand -hex 32' does"
+        )
     return found
 
 
@@ -143,12 +145,8 @@ class _Server(uvicorn.Server):
 def serve_app(app: Starlette, taken: socket.socket, *, when_ready: Callable[[], None]) -> None:
     """Serve an application until a signal comes; what runs then is finished.
 
-    To be called in the main thread, where signals arrive.
-
-    Args:
-        app: from `build_app`.
-        taken: a socket that listens.
-        when_ready: called when requests are answered.
+    To be called in the main thread, where signals arrive; `taken` listens, and `when_ready` is called when requests
+    are answered.
     """
     config = uvicorn.Config(
         app,
@@ -209,8 +207,8 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
     known = served.max_length if decoder is None else min(decoder.max_length, decoder.short_length or _LONGEST)
     if length is None:
         length = min(_LONGEST, known or _LONGEST)
-    elif decoder is None and known is not None and length > known:
-        raise ConfigError(f"--length {length} exceeds the {known} positions of {served.name}; use at most those")
+    elif decoder is None:
+        length = min(length, known or length)
     engine = embedder = None
     summary, close, compiled = f"embeddings of texts of up to {length} tokens", lambda: None, lambda: 0
     if decoder is None:
@@ -237,12 +235,7 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
 
 
 class Embedder:
-    """Gives one vector per text, by programs of few shapes that are compiled before the first request.
-
-    Args:
-        served: a model that embeds.
-        length: tokens of the longest text.
-    """
+    """Gives one vector per text, by programs of few shapes that are compiled before the first request."""
 
     def __init__(self, served: Served, *, length: int):
         self._served, self._length = served, length
