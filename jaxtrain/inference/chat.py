@@ -71,17 +71,7 @@ def answer_questions(
 def encode_questions(
     sharded_model: ShardedModel, tokenizer: Tokenizer | None, form: ChatFormat, questions: Sequence[str]
 ) -> tuple[list[np.ndarray], int]:
-    """Writes questions by a chat template.
-
-    Args:
-        sharded_model, tokenizer, form, questions: as for `answer_questions`.
-
-    Returns:
-        Ids of each, int32 [length], and how many tokens can follow the longest.
-
-    Raises:
-        ConfigError, DataError: as for `answer_questions`.
-    """
+    """The ids of questions in a chat template, int32 [length] each, and how many tokens can follow the longest."""
     assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats are written with a tokenizer.json"
     decoder, template = decoder_of(sharded_model.model), compile_template(form, today=datetime.date.today())
     texts = [prompt_text(template, [{"role": "user", "content": question}]) for question in questions]

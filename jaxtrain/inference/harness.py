@@ -198,12 +198,6 @@ def _power_of_two(count: int, least: int) -> int:
 class LogLikelihood:
     """Scores tokens with a model; logits are computed where tokens are scored alone.
 
-    Args:
-        sharded_model: predicts the next token.
-        params: as the model stores them, on its mesh; also quantized.
-        model_state: of the model.
-        rows: rows of a batch, at most, rounded up to divide by the mesh; None: from their lengths.
-
     Raises:
         ConfigError: the model does not predict the next token of a text.
     """

@@ -30,14 +30,8 @@ class HarnessModel(LM):
     Every process of a run asks the same and gets the same answers, so that to the harness there is one.
 
     Args:
-        sharded_model: predicts the next token.
-        params: as the model stores them, on its mesh; also quantized.
-        model_state: of the model.
-        tokens: turns texts into ids, see `task_tokens`.
+        sharded_model, params, model_state, tokens, rows, seed, report: as for `AskedModel`.
         form: how chats are written, for tasks that ask in chats; None: there is no template.
-        rows: rows of a batch, at most; None: from their lengths for log-likelihoods, and 8 per device for answers.
-        seed: of answers that are sampled.
-        report: receives what is computed, and how many of its requests are done.
 
     Raises:
         ConfigError: the model does not predict the next token of a text, or the template has an error.

@@ -1,6 +1,5 @@
 """The engine gives each request what it would get alone, and compiles nothing after its start."""
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -181,28 +180,6 @@ def test_a_chat_that_goes_on_is_not_read_again(engine):
     assert len(list(ticket)) == 2
     # All but the last token of the answer, which nothing was computed after.
     assert ticket.cached_tokens == len(first.tokens) + len(answer) - 1
-
-
-def test_an_engine_has_the_length_for_which_positions_rotate_alike(model):
-    """Those of longer caches rotate by other frequencies."""
-    sharded_model, params = model
-    decoder = dataclasses.replace(sharded_model.model.decoder, short_length=40)
-    short = dataclasses.replace(sharded_model, model=dataclasses.replace(sharded_model.model, decoder=decoder))
-    assert Engine(short, params).length == 40
-
-
-VARIANTS = {
-    "experts": dict(experts=dict(num_experts=4, experts_per_token=2)),
-    "relative positions": dict(position="relative", relative_buckets=8, relative_max_distance=6),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("changed", VARIANTS.values(), ids=VARIANTS)
-def test_every_kind_of_model_gives_what_it_would_give_alone(changed):
-    model = sharded(**changed)
-    with Engine(*model, slots=2, chunk=8) as engine:
-        check_like_alone(engine, Alone(*model), random_requests(12, seed=2), threads=3)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from jaxtrain.inference.engine import engine as engine_module
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.programs import Chosen
 from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request, Ticket
-from jaxtrain.inference.engine.scheduler import Scheduler, Slot, slot_for
+from jaxtrain.inference.engine.scheduler import Scheduler
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.decoder import NOWHERE, Decoder
 
@@ -213,19 +213,6 @@ def test_an_error_of_a_caller_ends_its_own_request(engine):
         list(bad)
     assert bad.finish_reason == "failed"
     assert [one.token for one in engine.submit(request(30))] == [31, 32, 33]
-
-
-def test_the_slot_is_the_one_that_has_most_of_the_prompt():
-    slots = [Slot(index) for index in range(4)]
-    prompt = list(range(50))
-    for slot, cached, order in zip(slots, ([0], prompt[:20], prompt[:40], prompt), (5, 1, 2, 3), strict=True):
-        slot.cached, slot.order = cached, order
-    slots[3].ticket = Ticket(request())
-    assert slot_for(slots, prompt) is slots[2]
-    assert slot_for(slots, [0, 99]) is slots[1]  # one token in common is nothing: the one that was free for longest
-    for slot in slots:
-        slot.ticket = Ticket(request())
-    assert slot_for(slots, prompt) is None
 
 
 LEFT_OPEN = """

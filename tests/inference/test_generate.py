@@ -13,7 +13,6 @@ import jaxtrain as jt
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import generate_ids, generation_pieces
-from jaxtrain.models.shipped import transformer
 
 GREEDY = jt.Sampling(temperature=0)
 LENGTH, VOCABULARY, NEW = 64, 40, 12
@@ -172,15 +171,6 @@ def test_the_cache_in_fewer_bits(sharded, params, greedy):
     for dtype in ("bfloat16", "int8"):
         rounded = generate_ids(sharded, params, PROMPTS, new_tokens=NEW, sampling=GREEDY, cache_dtype=dtype)
         np.testing.assert_array_equal(rounded[:, :2], greedy[:, :2])
-
-
-@pytest.mark.long
-def test_a_prompt_in_chunks_is_the_prompt(sharded, params, monkeypatch):
-    prompts = [np.arange(length, dtype=np.int32) for length in (17, 9, 8)]
-    whole = generate_ids(sharded, params, prompts, new_tokens=NEW, sampling=GREEDY)
-    monkeypatch.setattr(transformer, "PREFILL_CHUNK", 8)
-    again = dataclasses.replace(sharded, model=dataclasses.replace(sharded.model))
-    np.testing.assert_array_equal(generate_ids(again, params, prompts, new_tokens=NEW, sampling=GREEDY), whole)
 
 
 @pytest.mark.long

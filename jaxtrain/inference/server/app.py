@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import UserError
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.request import Emitted, EngineDead, EngineFull, Ticket
 from jaxtrain.inference.server.answers import Answer, Choice, Piece, embedding_answer
@@ -205,6 +205,8 @@ class _Endpoints:
                 response = await handler(request)
             except RefusedError as error:
                 response = _refusal(error)
+            except UserError as error:  # of a chat template, or of the engine
+                response = _refusal(RefusedError(400, str(error)))
             except ClientDisconnect:
                 response = Response(status_code=_LEFT_NO_ANSWER)  # nobody reads it
             except Exception as error:
@@ -360,13 +362,11 @@ class _Running:
         try:
             for index, request in enumerate(call.requests):
                 self._tickets.append(engine.submit(request, functools.partial(self._pass_on, index)))
-        except (EngineFull, EngineDead, ConfigError) as error:
+        except UserError as error:
             self.cancel()
-            if isinstance(error, ConfigError):
-                raise RefusedError(400, str(error)) from None
-            is_full = isinstance(error, EngineFull)
-            code, headers = ("queue_full", {"retry-after": "1"}) if is_full else ("engine_stopped", None)
-            raise RefusedError(503, str(error), code=code, headers=headers) from None
+            status = 503 if isinstance(error, EngineFull | EngineDead) else 400
+            headers = {"retry-after": "1"} if isinstance(error, EngineFull) else None
+            raise RefusedError(status, str(error), headers=headers) from None
 
     def _pass_on(self, index: int, ticket: Ticket, event: Emitted | None) -> None:
         """Called on the engine's thread."""

@@ -13,7 +13,6 @@ from jaxtrain.data.chat.formats import ChatFormat
 from jaxtrain.data.chat.masks import prompt_text
 from jaxtrain.data.chat.templates import Template, compile_template
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
-from jaxtrain.errors import UserError
 from jaxtrain.inference.engine.request import Request
 from jaxtrain.inference.prompts import NOTHING_SPECIAL, SpecialTokens, tokens_around
 from jaxtrain.inference.sampling import Sampling
@@ -81,6 +80,12 @@ _Prompts = Annotated[list[str | list[int]], BeforeValidator(_listed)]
 _Text = Annotated[str, Field(min_length=1)]
 
 
+class _Asking(_Fields):
+    """A body, which names the model."""
+
+    model: str
+
+
 class _StreamOptions(_Fields):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -92,10 +97,9 @@ class _Message(_Fields):
     name: str | None = None
 
 
-class _Writing(_Fields):
+class _Writing(_Asking):
     """What completions and chats have in common; the last rows change nothing here."""
 
-    model: str
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
@@ -142,25 +146,19 @@ class ChatBody(_Writing):
     parallel_tool_calls: Any = None
 
 
-class EmbeddingBody(_Fields):
+class EmbeddingBody(_Asking):
     """Of /v1/embeddings."""
 
-    model: str
     input: _Prompts = Field(max_length=2048)
     encoding_format: Literal["float", "base64"] = "float"
     user: Any = None
 
 
-_Body = TypeVar("_Body", bound=_Fields)
+_Body = TypeVar("_Body", bound=_Asking)
 
 
 def read_body(kind: type[_Body], raw: bytes, *, served: str) -> _Body:
     """Reads a body as JSON.
-
-    Args:
-        kind: of its fields.
-        raw: the bytes.
-        served: name of the model.
 
     Raises:
         RefusedError: it is no JSON object in UTF-8, a field is unknown, missing or wrong, or the model is another one.
@@ -252,17 +250,15 @@ class PromptReader:
         """A conversation that is to be answered.
 
         Raises:
-            RefusedError: there is no template, or it refuses the conversation.
+            RefusedError: there is no template.
+            DataError: it refuses the conversation.
         """
         if self.chat is None:
             raise RefusedError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
         today = datetime.date.today()  # which some templates write
         if self._template is None or self._template[0] != today:
             self._template = (today, compile_template(self.chat, today=today))
-        try:
-            text = prompt_text(self._template[1], messages)
-        except UserError as error:
-            raise RefusedError(400, str(error), param="messages") from None
+        text = prompt_text(self._template[1], messages)
         # A template writes the special tokens itself.
         return self.checked(self.encode(text, add_special_tokens=False), "messages")
 
@@ -276,13 +272,7 @@ class PromptReader:
 
 
 def completion_call(body: CompletionBody, reader: PromptReader, *, length: int, most: int) -> Call:
-    """What a body of /v1/completions asks for.
-
-    Args:
-        body: of the client.
-        reader: makes prompts.
-        length: tokens that prompt and answer may have together.
-        most: requests that the engine takes at a time.
+    """What a body of /v1/completions asks for, of prompts and answers of `length` tokens and `most` answers at a time.
 
     Raises:
         RefusedError: an id is none of the model's, a prompt leaves no room, or there are too many requests.
