@@ -32,12 +32,11 @@ def answer_questions(
     """Answers questions, each a conversation of its own, up to a token at which the model stops.
 
     Args:
-        sharded_model: has a decoder.
-        params: on any mesh; also quantized.
-        tokenizer: turns texts into ids.
+        sharded_model, params: as for `generate_text`.
+        tokenizer: from a tokenizer.json.
         form: how conversations are written.
-        questions: what the user says; all are answered in one batch.
-        new_tokens: tokens of an answer, at most; fewer where the model has not so many positions.
+        questions: what the user says, answered in one batch.
+        new_tokens: tokens of an answer, at most.
         sampling: how tokens are chosen.
         seed: of the random choices.
 

@@ -186,10 +186,11 @@ def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int)
             f"a prompt has token {largest}, but the model's vocabulary has {model.vocab_size}; use its own tokenizer"
         )
     longest, limit, short = max(map(len, encoded)), decoder.max_length, decoder.short_length
-    if longest > limit or new_tokens > room_for_new_tokens(decoder, longest):
+    most = room_for_new_tokens(decoder, longest) if longest <= limit else 0
+    if new_tokens > most:
         raise ConfigError(
-            f"a prompt of {longest} tokens and {new_tokens} new tokens exceed the model's {limit} positions; ask for "
-            "fewer new tokens or shorten the prompt"
+            f"a prompt of {longest} tokens and {new_tokens} new tokens exceed the model's {limit} positions; "
+            f"ask for at most {max(most, 0)} or shorten the prompt"
         )
     room = limit if decoder.encode is not None else limit - new_tokens
     if short is not None and longest + new_tokens <= short:
