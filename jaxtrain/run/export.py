@@ -13,8 +13,7 @@ import numpy as np
 from jaxtrain.config.files import read_run
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, published_from
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.inference.stablehlo.folder import check_flatbuffers, check_folder, write_program
-from jaxtrain.inference.stablehlo.program import make_program
+from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
 from jaxtrain.interop.companions import companions
 from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.peft import write_adapter

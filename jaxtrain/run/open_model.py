@@ -22,8 +22,7 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.formats import ChatFormat
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.server.served import Served
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.prompts import Served, SpecialTokens
 from jaxtrain.interop.fresh import check_fits, fresh_parts
 from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import is_published

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from jaxtrain.data import Data, Tokenizer
     from jaxtrain.data.chat.formats import ChatFormat
-    from jaxtrain.inference.special import SpecialTokens
+    from jaxtrain.inference.prompts import SpecialTokens
     from jaxtrain.metrics.figure import CurveFigure
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.sharded import ShardedModel

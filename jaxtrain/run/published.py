@@ -21,8 +21,7 @@ from jaxtrain.data.chat.formats import (
 from jaxtrain.data.special import NamedTokens
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.prompts import encoder_prompts
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.interop.base_digest import base_digests
 from jaxtrain.interop.companions import SETTINGS, TEMPLATE, TEXT_FILES, Texts
 from jaxtrain.interop.fresh import fresh_parts
