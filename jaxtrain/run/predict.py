@@ -29,7 +29,7 @@ from jaxtrain.data.sources.images import centered_images, image_files, normalize
 from jaxtrain.data.sources.published_images import published_images
 from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.data.sources.tables import scaled_like
-from jaxtrain.data.text.framed import framed_tokens, framed_words, text_rows, word_rows
+from jaxtrain.data.text.frame import framed_tokens, framed_words, text_rows, word_rows
 from jaxtrain.data.text.records import list_of, read_records, text_of
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.interop.pretrained import load_pretrained

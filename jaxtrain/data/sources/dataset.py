@@ -28,7 +28,6 @@ from jaxtrain.config.data import (
 )
 from jaxtrain.config.schema import TaskName
 from jaxtrain.data.batches import check_rows
-from jaxtrain.data.examples import Examples
 from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.sources.parts import Part, RowForm, describe, row_form, row_length, spans, split, tokenizer_lines
@@ -43,7 +42,7 @@ from jaxtrain.runtime.call import call_function
 if TYPE_CHECKING:
     import grain
 
-    from jaxtrain.data.rows import Rows
+    from jaxtrain.data.rows import Examples, Rows
 
 
 @dataclass(frozen=True)
@@ -242,13 +241,12 @@ def _synthetic_tokens(config: SyntheticData, sequence_length: int, seed: int) ->
 
 
 def _token_data(parts: Sequence[Part], form: RowForm, *, weights: Sequence[float] | None) -> Data:
-    from jaxtrain.data.rows import ConcatenatedRows
-    from jaxtrain.data.token_rows import TokenRows
+    from jaxtrain.data.rows import ConcatenatedRows, TokenRows
 
     sequence_length, noise = form.length, form.noise
 
     def rows(source: TokenSource, span: Span) -> "Rows":
-        return TokenRows(source.segments, span=span, sequence_length=form.stream_length, files=source.files)
+        return TokenRows(source.segments, span=span, sequence_length=form.stream_length)
 
     def hidden(rows: "Rows", seed: int) -> "Rows":
         return rows if noise is None else corrupted(rows, noise, seed=seed)
@@ -351,7 +349,7 @@ def _text_data(
 
 def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
     """The data of conversations or of pairs of answers."""
-    from jaxtrain.data.chat.source import open_chat
+    from jaxtrain.data.chat.rows import open_chat
 
     pairs = gives_pairs(config, task)
     scored = pairs and task == "reward"
@@ -373,7 +371,7 @@ def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading:
     )
 
 
-def _example_data(examples: Examples) -> Data:
+def _example_data(examples: "Examples") -> Data:
     sizes = [len(examples.train), 0 if examples.validation is None else len(examples.validation)]
     return Data(
         train=examples.train,
