@@ -207,13 +207,7 @@ def check_rows(rows: Any, *, what: str, write: str) -> None:
 
 
 def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
-    """Returns a batch in the dtypes of its spec.
-
-    Args:
-        batch: NumPy arrays.
-        spec: What the first row, or the first batch, says of them.
-        where: What holds the batch, in messages.
-        first: Whose dtypes these are, in messages.
+    """Returns a batch of NumPy arrays in the dtypes of its spec, which `first` (in messages) has.
 
     Raises:
         DataError: Numbers would be cut (0.5 among rows of which the first holds 0), or do not fit into 32 bits.
@@ -239,15 +233,7 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
 
 
 def check_bits(leaf: np.ndarray, where: str) -> None:
-    """Checks integers that a 32-bit program holds in 32 bits.
-
-    Args:
-        leaf: The integers; others are not checked.
-        where: What holds them, for the message.
-
-    Raises:
-        DataError: One does not fit into the type that jax holds them in.
-    """
+    """Raises a DataError where integers (of `where`) do not fit into the type that jax holds them in."""
     if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:
         return
     kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -257,11 +243,7 @@ def check_bits(leaf: np.ndarray, where: str) -> None:
 
 
 def _stacked(rows: list[Any]) -> Batch:
-    """Stacks rows, entry by entry.
-
-    Raises:
-        DataError: A row is no dict of arrays, or their entries or shapes differ.
-    """
+    """Stacks rows, entry by entry."""
     if not all(isinstance(row, Mapping) for row in rows):
         raise DataError(
             "a row is no dict of entries such as 'inputs' and 'targets' (those that a filter of grain leaves out are "
@@ -308,14 +290,7 @@ class _Window:
 
 
 def queue_depth(spec: Mapping[str, Any]) -> int:
-    """Returns how many batches to prepare ahead: more of small ones, so that a pause of the thread costs no time.
-
-    Args:
-        spec: Shapes and dtypes of a batch, from `Batches.spec()`.
-
-    Returns:
-        16, or fewer so that the batches take at most 64 MiB, but at least 2.
-    """
+    """Returns how many batches of a spec to prepare ahead: 16, or fewer that take 64 MiB, but at least 2."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
     return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // max(size, 1)))
 

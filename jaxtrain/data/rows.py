@@ -32,27 +32,22 @@ Order = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Examples:
-    """Rows of independent examples.
+    """Rows of a source, and what `Data` says of them; see there.
 
-    Attributes:
-        train: The training rows, finite and in their own order.
-        validation: The rows kept for evaluation; None: there are none.
-        num_outputs: Number of classes, or of columns to predict.
-        input_shape: Shape of one row's "inputs".
-        identity: Values that identify the rows, for the fingerprint.
-        description: Lines that describe the rows to the user.
-        reading: See `Data.reading`.
-        skipped: Counts the bad records; None: a bad record is an error.
+    `identity` is for the fingerprint, and `skipped` counts the bad records (None: a bad record is an error).
     """
 
     train: grain.MapDataset
     validation: grain.MapDataset | None
-    num_outputs: int
-    input_shape: tuple[int, ...]
     identity: dict[str, Any]
     description: tuple[str, ...]
+    num_outputs: int | None = None
+    input_shape: tuple[int, ...] = ()
     reading: dict[str, Any] | None = None
     skipped: SkippedRecords | None = None
+    tokenizer: Tokenizer | None = None
+    decoder_length: int | None = None
+    counts: dict[str, int] | None = None
 
 
 def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:
@@ -230,12 +225,9 @@ class _Positions(grain.MapDataset):
 
 
 class TokenRows(Rows):
-    """Row i is tokens[i * L : i * L + L + 1] of a span: inputs int32 [L], and targets shifted by one.
+    """Row i is tokens[i * L : i * L + L + 1] of a span of a stream: inputs int32 [L], and targets shifted by one.
 
-    Args:
-        segments: The stream of tokens as consecutive arrays, which may be memory-mapped.
-        span: The part of the stream to read.
-        sequence_length: L.
+    The stream is consecutive arrays, which may be memory-mapped.
     """
 
     def __init__(self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int):
@@ -265,15 +257,7 @@ class TokenRows(Rows):
 
 
 def padded(values: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, *, length: int, fill: int) -> np.ndarray:
-    """Returns stretches of an array, filled up at their ends: [B, length] of its dtype.
-
-    Args:
-        values: [N], the stretches one after another.
-        starts_B: Where each begins.
-        sizes_B: How long each is, at most `length`.
-        length: Places of a row.
-        fill: What fills them up.
-    """
+    """Returns stretches of an array [N], from `starts_B` and of `sizes_B`, filled up at their ends: [B, length]."""
     places_L = np.arange(length)
     inside_BL = places_L < sizes_B[:, None]
     at_BL = np.where(inside_BL, starts_B[:, None] + places_L, 0)
@@ -282,12 +266,7 @@ def padded(values: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, *, len
 
 
 class SelectedRows(Rows):
-    """Some of the rows of a `Rows`, read from it when they are asked for.
-
-    Args:
-        rows: All rows.
-        numbers: Which of them, int64 [num_rows].
-    """
+    """Some rows, by their numbers (int64 [num_rows]), read when they are asked for."""
 
     def __init__(self, rows: Rows, numbers: np.ndarray):
         super().__init__(len(numbers))
@@ -303,11 +282,9 @@ class SelectedRows(Rows):
 
 
 class MappedRows(Rows):
-    """The rows of a `Rows`, changed a batch at a time.
+    """The rows of a `Rows`, whose training order stays, changed a batch at a time.
 
-    Args:
-        rows: All rows, whose training order stays.
-        change: (rows stacked, their indices int64 [B], which include the epoch) -> the changed rows, stacked.
+    `change` takes stacked rows and their indices (int64 [B], which include the epoch).
     """
 
     def __init__(self, rows: Rows, change: Callable[[Row, np.ndarray], Row]):
@@ -356,13 +333,7 @@ def evaluated_rows(rows: grain.MapDataset, most: int | None) -> grain.MapDataset
 
 
 def with_entry(rows: grain.MapDataset, name: str, values: np.ndarray) -> grain.MapDataset:
-    """Adds an entry to rows; their training order stays.
-
-    Args:
-        rows: A finite number of rows with an index; an entry of this name is replaced.
-        name: Name of the entry.
-        values: [num_rows, ...], the value of each row, whatever the epoch.
-    """
+    """Adds an entry with a value per row, [num_rows, ...], whatever the epoch; the training order stays."""
 
     def add(indices: Any, row: Any) -> Any:
         return {**row, name: values[indices % len(values)]}
@@ -379,15 +350,7 @@ def mean_tokens(rows: Any) -> float | None:
 
 
 def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
-    """Splits rows at random, the same way whenever their number and the seed are the same.
-
-    Args:
-        rows: Any finite rows with an index.
-        share: Share of the rows in the second part, between 0 and 1.
-        seed: Decides which rows these are.
-
-    Returns:
-        The two parts, which have no row in common and are not empty.
+    """Splits rows into two at random; which are in the second, of this share, depends on their number and the seed.
 
     Raises:
         DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
@@ -403,12 +366,9 @@ def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grai
 
 
 def training_order(rows: grain.MapDataset, seed: int) -> Order:
-    """Returns the endless training order of rows.
+    """Returns the endless training order of rows, or of what transformations of grain made from a `Rows`.
 
-    Args:
-        rows: A `Rows`, or a dataset that transformations of grain made from one. Where each row is made from one row of
-            the `Rows`, the order is that of the `Rows`.
-        seed: Decides the order.
+    Where each row is made from one row of the `Rows`, the order is that of the `Rows`.
 
     Raises:
         DataError: A transformation moves, drops or repeats rows of a mixture, whose weights would be lost.
@@ -442,20 +402,14 @@ def _is_weighted(rows: grain.MapDataset) -> bool:
 
 
 def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
-    """Yields the first rows of a source as people read them: text with and without a loss.
+    """Yields the first rows as people read them, as JSON values; without a tokenizer the ids are shown.
 
-    Args:
-        rows: Any rows with an index, whose targets are their tokens one place later.
-        count: How many at most.
-        tokenizer: Made the ids; None: the ids are shown.
-
-    Yields:
-        JSON values: number, length (L, of each answer for a pair) and parts (a conversation, an answer of a pair or a
-        text): name, tokens, trained (how many of them have a loss), places (how many of the L places it takes) and
-        spans: text, ids and trained of neighbouring tokens that all have a loss, or all have none.
+    `number`, `length` (L, of each answer for a pair) and `parts`: a conversation, an answer or a text, with `name`,
+    `tokens`, `trained` (tokens with a loss), `places` (those of the row that it takes) and `spans` of neighbouring
+    tokens that all have a loss, or all have none: `text`, `ids` and `trained`.
 
     Raises:
-        DataError: The rows are of another form.
+        DataError: The rows' targets are not their tokens one place later.
     """
     for number in range(min(count, len(rows))):
         row = rows[number]

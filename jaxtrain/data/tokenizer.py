@@ -72,10 +72,9 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; documents end with a newline, for lack of another id.
+    """Bytes of UTF-8 as the ids 0 to 255; documents end with a newline, for lack of another id.
 
-    Args:
-        special: Names of special tokens, which have the ids from 256 on.
+    The ids from 256 on are special tokens of these names.
     """
 
     end_of_text: int | None = None
@@ -110,14 +109,10 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A tokenizer of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library; its padding, truncation and BPE dropout are switched off.
 
-    Args:
-        model: A `tokenizers.Tokenizer`; its padding, truncation and BPE dropout are switched off.
-
-    Attributes:
-        usual_end: The id that published tokenizers usually end a text with; None: it has none of their names.
-        end_of_text: Id that follows each document: the usual one, unless a file or a config says otherwise.
+    `usual_end` is the id that published tokenizers usually end a text with; `end_of_text` follows each document, and is
+    the usual one unless a file or a config says otherwise.
     """
 
     def __init__(self, model: Any):
@@ -185,13 +180,9 @@ class BpeTokenizer:
         return sorted(i for i, token in self._model.get_added_tokens_decoder().items() if token.special)
 
     def frame(self, *, pair: bool) -> list[tuple[int | str, int]]:
-        """Returns what the file's post-processor puts around a text, or around two.
+        """Returns what the file's post-processor puts around a text, or around two, in their order.
 
-        Args:
-            pair: Whether there are two texts.
-
-        Returns:
-            (id of a special token, or "first" or "second" for a text; token type) in their order.
+        An entry is (id of a special token, or "first" or "second" for a text; token type).
         """
         if self._model.post_processor is None:
             return [("first", 0), ("second", 1)] if pair else [("first", 0)]
@@ -217,8 +208,7 @@ class BpeTokenizer:
 def _can_cut(model: Any) -> bool:
     """Returns whether a document in the pieces of `_pieces` has the same ids as the document in one piece.
 
-    This is true only of tokenizers that are known to make a single newline a word of its own: another pre-tokenizer,
-    normalizer or option may join it to its neighbours, or treat the start of a text in a special way.
+    So it is where a single newline is known to be a word of its own.
     """
     from tokenizers import pre_tokenizers
 
@@ -287,15 +277,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeTokenizer:
-    """Makes the tokenizer of the text of a tokenizer.json; see `load_tokenizer`.
-
-    Args:
-        text: The text.
-        where: Names it in messages.
-
-    Raises:
-        DataError: It is not that of a tokenizer.
-    """
+    """Makes the tokenizer of the text of a tokenizer.json, which `where` names; see `load_tokenizer`."""
     from tokenizers import Tokenizer as Model
 
     try:
@@ -309,14 +291,7 @@ def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeToke
 
 
 def files_beside(tokenizer: Path) -> dict[str, str]:
-    """Returns the text of the small files that belong to a tokenizer, by name.
-
-    Args:
-        tokenizer: A tokenizer.json, or a GGUF file, which holds them all.
-
-    Raises:
-        DataError: A file is not UTF-8.
-    """
+    """Returns name -> text of the small files beside a tokenizer.json, or of all that a GGUF file holds."""
     tokenizer = tokenizer.expanduser()
     if tokenizer.suffix == ".gguf":
         return tokenizer_files(tokenizer, read_gguf(tokenizer).metadata)
@@ -326,11 +301,7 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
 
 
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Returns the object in one of `files_beside`; empty where there is none.
-
-    Raises:
-        DataError: It is not JSON.
-    """
+    """Returns the object in one of `files_beside`; empty where there is none."""
     try:
         found = parse_json(files.get(name, "{}"))
     except ValueError as error:
@@ -359,10 +330,7 @@ def described(tokenizer: Tokenizer) -> str:
 
 
 def named_end(tokenizer: Any) -> dict[str, int]:
-    """Returns the end of text as an entry of an identity where it is not the usual one of the tokenizer; else nothing.
-
-    Ids of texts do not depend on it, so that a tokenizer's hash does not either.
-    """
+    """Returns the end of text as an entry of an identity where it is not the usual one, else nothing."""
     if not isinstance(tokenizer, BpeTokenizer) or tokenizer.end_of_text in (tokenizer.usual_end, None):
         return {}
     return {"end_of_text": tokenizer.end_of_text}
@@ -454,12 +422,7 @@ class NamedTokens(Protocol):
 
 
 class NumberedTokens:
-    """Special tokens above the ids of data that no tokenizer made.
-
-    Args:
-        vocab_size: Ids of the data.
-        special: Names of the tokens, whose ids follow.
-    """
+    """Special tokens of these names above the ids of data that no tokenizer made."""
 
     def __init__(self, vocab_size: int, special: tuple[str, ...]):
         self._first = vocab_size
@@ -475,14 +438,7 @@ class NumberedTokens:
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of special tokens; None: the tokenizer has no such token.
-
-    Attributes:
-        start: begins a row of an encoder.
-        end: ends a text.
-        mask: hides a token.
-        padding: fills rows up.
-    """
+    """Ids of what begins a row of an encoder, ends a text, hides a token and fills rows up; None: no such token."""
 
     start: int | None
     end: int | None
@@ -494,10 +450,6 @@ def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> Speci
     """Finds the special tokens of a tokenizer.
 
     The config's names come first, then those of the tokenizer_config.json beside the file, then the usual ones.
-
-    Args:
-        tokenizer: Has the ids.
-        config: May name them; None: nothing does.
 
     Raises:
         DataError: The config names a token that the tokenizer does not have.
@@ -520,16 +472,7 @@ def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> Speci
 
 
 def needed(found: int | None, role: str, *, what: str) -> int:
-    """Returns the id of a special token that rows cannot be made without.
-
-    Args:
-        found: The id; None: the tokenizer has none.
-        role: start, end, mask or padding.
-        what: What takes it.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Returns the id of a special token that `what` takes; a DataError where there is none for this role."""
     if found is None:
         raise DataError(
             f"{what} takes a token that is its {role}, and the tokenizer has none of {', '.join(_ROLES[role][1:])}; "

@@ -1,5 +1,6 @@
 """The data of a run from any source: rows by index, their shapes, and the values that identify them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -331,20 +332,7 @@ def _text_data(
             found = open_tagged_text(config, sequence_length=sequence_length, reading=reading)
         case TextPairData():
             found = open_text_pairs(config, sequence_length=sequence_length)
-    return Data(
-        train=found.train,
-        validation=found.validation,
-        fingerprint=found.identity,
-        vocab_size=found.tokenizer.vocab_size,
-        num_outputs=found.num_outputs,
-        input_shape=(sequence_length,),
-        unit="tokens",
-        units_per_row=sequence_length + (found.decoder_length or 0),
-        tokenizer=found.tokenizer,
-        description=found.description,
-        reading=found.reading,
-        decoder_length=found.decoder_length,
-    )
+    return _encoded_data(found, (sequence_length,))
 
 
 def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
@@ -354,20 +342,25 @@ def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading:
     pairs = gives_pairs(config, task)
     scored = pairs and task == "reward"
     found = open_chat(config, sequence_length=sequence_length, pairs=pairs, scored=scored, reading=reading)
+    return _encoded_data(found, (2, sequence_length) if pairs else (sequence_length,))
+
+
+def _encoded_data(found: "Examples", input_shape: tuple[int, ...]) -> Data:
+    assert found.tokenizer is not None
     return Data(
         train=found.train,
         validation=found.validation,
         fingerprint=found.identity,
         vocab_size=found.tokenizer.vocab_size,
-        num_outputs=None,
-        input_shape=(2, sequence_length) if pairs else (sequence_length,),
+        num_outputs=found.num_outputs,
+        input_shape=input_shape,
         unit="tokens",
-        units_per_row=2 * sequence_length if pairs else sequence_length,
+        units_per_row=math.prod(input_shape) + (found.decoder_length or 0),
         tokenizer=found.tokenizer,
         description=found.description,
         reading=found.reading,
+        decoder_length=found.decoder_length,
         counts=found.counts,
-        skipped=() if found.skipped is None else (found.skipped,),
     )
 
 
