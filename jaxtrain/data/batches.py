@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import check_whole
+from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.devices import usable_cores
 from jaxtrain.runtime.tree import path_name
@@ -109,9 +109,6 @@ class Batches:
     def row_numbers(self, k: int) -> np.ndarray:
         """Returns which rows batch k holds: int64 [B], -1 where a batch of evaluation is filled up.
 
-        Args:
-            k: Number of the batch, from 0; below `len(self)` in evaluation.
-
         Raises:
             ConfigError: There is no batch of this number.
         """
@@ -198,11 +195,9 @@ def check_rows(rows: Any, *, what: str, write: str) -> None:
     import grain
 
     if not isinstance(rows, grain.MapDataset):
-        kind = "a dict of " + ", ".join(map(str, rows)) if isinstance(rows, Mapping) else f"a {type(rows).__name__}"
-        source = "data.train (or data.validation), " if type(rows).__name__ == "Data" else ""
+        write = f"data.train, {write}" if type(rows).__name__ == "Data" else write
         raise DataError(
-            f"{what} takes rows with an index (a grain.MapDataset), not {kind}; write {source}{write} or "
-            "grain.MapDataset.source(rows)"
+            refusal(what, "rows with an index (a grain.MapDataset)", rows, f"{write} or grain.MapDataset.source(rows)")
         )
 
 
@@ -244,24 +239,12 @@ def check_bits(leaf: np.ndarray, where: str) -> None:
 
 def _stacked(rows: list[Any]) -> Batch:
     """Stacks rows, entry by entry."""
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise DataError(
-            "a row is no dict of entries such as 'inputs' and 'targets' (those that a filter of grain leaves out are "
-            "None; choose the rows beforehand)"
-        )
-
-    def stack(path: Any, *leaves: Any) -> np.ndarray:
-        shapes = sorted({np.shape(leaf) for leaf in leaves})
-        if len(shapes) > 1:
-            raise DataError(
-                f"rows hold {path_name(path)} of shapes {shapes[0]} and {shapes[1]}; pad or crop them to one shape"
-            )
-        return np.stack(leaves)
-
     try:
-        return jax.tree_util.tree_map_with_path(stack, *rows)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
     except ValueError as error:
-        raise DataError(f"rows hold different entries: {error}") from None
+        raise DataError(
+            f"rows differ in entries or shapes (those that a filter of grain leaves out are None): {error}"
+        ) from None
 
 
 def _needed_rows(spec: Mapping[str, Any], shardings: Mapping[str, Any]) -> np.ndarray:

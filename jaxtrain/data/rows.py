@@ -157,13 +157,9 @@ class ConcatenatedRows(Rows):
             if not (math.isfinite(weight) and weight > 0 and len(part)):
                 raise DataError(f"a part of {len(part)} rows has the weight {weight}; give rows, and a weight above 0")
         self._parts = parts
-        self._weights = weights
+        # Where there are some, the training order takes from the parts by weight.
+        self.weights = weights
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether the training order takes from the parts by weight."""
-        return self._weights is not None
 
     def gather(self, indices: np.ndarray) -> Row:
         epochs, indices = np.divmod(indices, len(self))
@@ -186,9 +182,9 @@ class ConcatenatedRows(Rows):
 
         A short part with a large weight therefore starts its next epoch while a long one is still in its first.
         """
-        if self._weights is None:
+        if self.weights is None:
             return super().order(seed)
-        mixed = grain.MapDataset.mix([_Positions(part) for part in range(len(self._parts))], list(self._weights))
+        mixed = grain.MapDataset.mix([_Positions(part) for part in range(len(self._parts))], list(self.weights))
         # Distinct seeds: parts of equal length would otherwise share one permutation.
         seeds = np.random.SeedSequence(seed % 2**64).generate_state(len(self._parts)).tolist()
 
@@ -397,7 +393,7 @@ def _is_weighted(rows: grain.MapDataset) -> bool:
     if isinstance(rows, MappedRows):
         return _is_weighted(rows.rows)
     if isinstance(rows, Rows):
-        return isinstance(rows, ConcatenatedRows) and rows.is_weighted
+        return isinstance(rows, ConcatenatedRows) and rows.weights is not None
     return any(map(_is_weighted, rows.parents))
 
 

@@ -1,6 +1,7 @@
 """Tokenizers, from text to token ids and back: bytes, byte-level BPE trained on the data, or a saved tokenizer.json."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.files import require_file
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import DataError
 from jaxtrain.published.gguf import read_gguf
 from jaxtrain.published.gguf_tokenizer import tokenizer_files
 from jaxtrain.published.json_text import parse_json
@@ -71,7 +72,23 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
+class NumberedTokens:
+    """Special tokens of these names above `num_ids` ids of data that no tokenizer made."""
+
+    def __init__(self, num_ids: int, special: Sequence[str]):
+        self._num_ids, self.special = num_ids, tuple(special)
+        self.vocab_size: int = num_ids + len(self.special)
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a special token; None: there is no such token."""
+        return self._num_ids + self.special.index(name) if name in self.special else None
+
+    def special_ids(self) -> list[int]:
+        """Returns the ids that no text has."""
+        return list(range(self._num_ids, self.vocab_size))
+
+
+class ByteTokenizer(NumberedTokens):
     """Bytes of UTF-8 as the ids 0 to 255; documents end with a newline, for lack of another id.
 
     The ids from 256 on are special tokens of these names.
@@ -80,8 +97,7 @@ class ByteTokenizer:
     end_of_text: int | None = None
 
     def __init__(self, special: Sequence[str] = ()):
-        self.special = tuple(special)
-        self.vocab_size: int = 256 + len(self.special)
+        super().__init__(256, special)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8).astype(np.int32)
@@ -95,14 +111,6 @@ class ByteTokenizer:
         if 256 <= i < self.vocab_size:
             return self.special[i - 256].encode()
         return bytes([i if 0 <= i < 256 else 0xFF])
-
-    def token_id(self, name: str) -> int | None:
-        """Returns the id of a special token; None: there is no such token."""
-        return 256 + self.special.index(name) if name in self.special else None
-
-    def special_ids(self) -> list[int]:
-        """Returns the ids that no text has."""
-        return list(range(256, self.vocab_size))
 
     def save(self, path: Path) -> None:
         path.write_text(_serialize(self), encoding="utf-8")
@@ -145,10 +153,7 @@ class BpeTokenizer:
             cut = list(_pieces(text)) if self._can_cut else [text]
             pieces += cut
             counts.append(len(cut))
-        try:
-            encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
-        except UnicodeEncodeError as error:
-            raise _half_character(error) from None
+        encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
         return [
             np.concatenate(
                 [np.array(next(encoded).ids, dtype=np.int32) for _ in range(count)] or [np.zeros(0, np.int32)]
@@ -157,15 +162,13 @@ class BpeTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        parts: list[str] = []
-        run: list[int] = []
-        for i in map(int, ids):
-            if 0 <= i < self.vocab_size:
-                run.append(i)
-            else:
-                parts += [self._model.decode(run, skip_special_tokens=False), "\ufffd"]
-                run = []
-        return "".join([*parts, self._model.decode(run, skip_special_tokens=False)])
+        # Ids from a model whose vocabulary is larger become U+FFFD.
+        runs = itertools.groupby(map(int, ids), key=lambda i: 0 <= i < self.vocab_size)
+        parts = (
+            self._model.decode(list(run), skip_special_tokens=False) if known else "\ufffd" * len(list(run))
+            for known, run in runs
+        )
+        return "".join(parts)
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of a token; None: there is no such token."""
@@ -266,10 +269,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = require_file(path, what="tokenizer")
     files = files_beside(path)
-    text = files.get("tokenizer.json") if path.suffix == ".gguf" else _text(path)
-    if text is None:
-        raise DataError(f"{path} holds no tokenizer; give the model's published tokenizer.json")
-    tokenizer = load_tokenizer_text(text, path)
+    tokenizer = load_tokenizer_text(files.get("tokenizer.json", "{}") if path.suffix == ".gguf" else _text(path), path)
     named = tokenizer.token_id(special_names(files).get("eos_token", ""))
     if named is not None and isinstance(tokenizer, BpeTokenizer):
         tokenizer.end_of_text = named
@@ -348,7 +348,6 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
         special: Names of special tokens that the rows take; they are the last ids of a tokenizer that is made here.
 
     Raises:
-        ConfigError: The vocabulary has no room for special tokens.
         DataError: Kind is file and the path is missing or is not a tokenizer, or the config names an end of text that
             is no token.
     """
@@ -369,11 +368,6 @@ def _trained(texts: Iterable[str], *, vocab_size: int, special: Sequence[str]) -
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257 + len(special):
-        raise ConfigError(
-            f"data.tokenizer.vocab_size={vocab_size} has no room for 256 bytes, the end of text and {len(special)} "
-            f"special tokens; set it to {257 + len(special)} or more"
-        )
     model = Model(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue] a setter
     model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] a setter
@@ -383,17 +377,9 @@ def _trained(texts: Iterable[str], *, vocab_size: int, special: Sequence[str]) -
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    try:
-        model.train_from_iterator(_capped(texts), trainer)
-    except UnicodeEncodeError as error:
-        raise _half_character(error) from None
+    model.train_from_iterator(_capped(texts), trainer)
     model.add_special_tokens(list(special))
     return BpeTokenizer(model)
-
-
-def _half_character(error: UnicodeEncodeError) -> DataError:
-    near = ascii(error.object[max(0, error.start - 20) : error.start + 20])
-    return DataError(f"a text has half a character (a lone surrogate) in {near}; fix or remove it")
 
 
 def _capped(texts: Iterable[str]) -> Iterator[str]:
@@ -406,34 +392,8 @@ def _capped(texts: Iterable[str]) -> Iterator[str]:
                 return
 
 
-@runtime_checkable
-class NamedTokens(Protocol):
-    """A tokenizer whose special tokens have names."""
-
-    vocab_size: int
-
-    def token_id(self, name: str) -> int | None:
-        """Returns the id of a token; None: there is no such token."""
-        ...
-
-    def special_ids(self) -> list[int]:
-        """Returns the ids that no text has."""
-        ...
-
-
-class NumberedTokens:
-    """Special tokens of these names above the ids of data that no tokenizer made."""
-
-    def __init__(self, vocab_size: int, special: tuple[str, ...]):
-        self._first = vocab_size
-        self._special = special
-        self.vocab_size = vocab_size + len(special)
-
-    def token_id(self, name: str) -> int | None:
-        return self._first + self._special.index(name) if name in self._special else None
-
-    def special_ids(self) -> list[int]:
-        return list(range(self._first, self.vocab_size))
+# Whatever has special tokens with names.
+NamedTokens = NumberedTokens | BpeTokenizer
 
 
 @dataclass(frozen=True)

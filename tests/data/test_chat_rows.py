@@ -254,7 +254,7 @@ WRONG = {
     "no JSON": ("{", {}, DataError, r"rows.jsonl:2 is not JSON"),
     "no form": ({"text": "x"}, {}, DataError, r"rows.jsonl:2 is no conversation \(it has text\); write messages"),
     "no role": ({"messages": [{"content": "x"}]}, {}, DataError, r"rows.jsonl:2 messages\[0\] has no role"),
-    "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "chats are text alone"),
+    "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "a content that is no text"),
     "no answer": ({"messages": messages("x")}, {}, DataError, r"rows.jsonl:2 has no answer to train \(roles: user\)"),
     "an empty answer": ({"messages": messages("x", " ")}, {}, DataError, r"rows.jsonl:2 has an empty answer"),
     "too long": (

@@ -159,15 +159,13 @@ def _messages(where: str, value: Any, role: str | None = None) -> tuple[Message,
 
 
 def _message(where: str, value: Any) -> Message:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise DataError(f"{where} has no role (from and value are not read); write {{role: user, content: ...}}")
     # A Parquet column has every key in every row. Templates ask whether the content beside calls of tools is none.
-    found = {name: one for name, one in value.items() if one is not None or name == "content"}
-    if not isinstance(found.get("content"), str) and "tool_calls" not in found:
-        raise DataError(f"{where} has a content that is no text; chats are text alone")
-    for name in _WEIGHTS:
-        if found.get(name) not in (None, 0, 1):
-            raise DataError(f"{where} has {name}: {found[name]!r}; write 0 for a message without loss, or 1")
+    said = value if isinstance(value, dict) else {}
+    found = {name: one for name, one in said.items() if one is not None or name == "content"}
+    if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str | None):
+        raise DataError(f"{where} has no role, or a content that is no text; write {{role: user, content: ...}}")
+    if found.get("content") is None and "tool_calls" not in found:
+        raise DataError(f"{where} has no content; write {{role: {found['role']}, content: ...}}")
     return found
 
 

@@ -6,6 +6,7 @@ beginning of an answer included that a template writes where the model goes on.
 """
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,8 +53,6 @@ _KIND = "chat"
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
 _MARKED_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# What jinja2 calls the source of a template that is no file.
-_TEMPLATE_FRAME = "<template>"
 # Characters that are encoded at a time: enough for every core, few enough for their tokens as Python objects.
 _CHUNK_CHARACTERS = 2**20
 
@@ -199,14 +198,15 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _AnswerBlocks]
     )
-    environment.filters["tojson"] = _to_json
+    # Without the escapes for HTML that the filter of jinja2 makes.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.combine(today, datetime.time()).strftime(form)
     try:
         compiled = environment.from_string(format.source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template {format.label} has an error in line {error.lineno}: {_first_line(error)}; mend it, or "
+            f"the chat template {format.label} has an error in line {error.lineno}: {_reason(error)}; mend it, or "
             "set data.template to another"
         ) from None
     return Template(compiled, format, _MARKED_BLOCK.search(format.source) is not None)
@@ -237,13 +237,11 @@ def render(
     try:
         text = template.compiled.render(values)
     except _RefusedError as error:
-        raise DataError(
-            f"{where}: line {_line(error)} of the chat template {label} refuses the conversation: {_first_line(error)}"
-        ) from None
+        raise DataError(f"{where}: the chat template {label} refuses the conversation: {_reason(error)}") from None
     except Exception as error:  # a template is somebody's code, and may fail in any way
         raise ConfigError(
-            f"the chat template {label} fails in line {_line(error)} on {where}: {type(error).__name__}: "
-            f"{_first_line(error)}; mend it, or set data.template to another"
+            f"the chat template {label} fails on {where}: {type(error).__name__}: "
+            f"{_reason(error)}; mend it, or set data.template to another"
         ) from None
     if not template.marks_answers:
         return Rendered(text, ())
@@ -262,28 +260,7 @@ def _refuse(message: str) -> str:
     raise _RefusedError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Writes a value as JSON without the escapes for HTML that jinja2's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _line(error: BaseException) -> int:
-    """Returns the line of the template where an error was raised; 1 where that is not known."""
-    line, trace = 1, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == _TEMPLATE_FRAME:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "it gives no reason")[:300]
 
 

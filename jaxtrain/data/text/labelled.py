@@ -72,13 +72,9 @@ class _Records:
 def open_labelled_text(
     config: LabelledTextData, *, sequence_length: int, task: str | None, reading: Mapping[str, Any] | None
 ) -> Examples:
-    """Opens texts, or pairs of texts, with a class or a number each.
+    """Opens texts, or pairs of texts, with a class or, under the task "regression", a number each.
 
-    Args:
-        config: Which texts.
-        sequence_length: L.
-        task: The task of the run: under "regression" labels are numbers, otherwise classes.
-        reading: `Data.reading` of what a model was trained on, whose classes are used; None: those of the data.
+    The classes are those of what a model was trained on (`reading`), or those of the data.
 
     Returns:
         Rows of `inputs`: `tokens`, `segments` (1 for a token, 0 for what fills the row up) and, for pairs whose
@@ -110,11 +106,6 @@ def open_labelled_text(
 
 def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: Mapping[str, Any] | None) -> Examples:
     """Opens lists of words with a class each; the first token of a word has its class.
-
-    Args:
-        config: Which words.
-        sequence_length: L.
-        reading: As for `open_labelled_text`.
 
     Returns:
         Rows of `inputs`: `tokens` and `segments` int32 [L]; `targets` int32 [L], -100 where there is no class.
@@ -150,11 +141,7 @@ def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: M
 
 
 def open_text_pairs(config: TextPairData, *, sequence_length: int) -> Examples:
-    """Opens pairs of a text to read and a text to write.
-
-    Args:
-        config: Which pairs.
-        sequence_length: L of the texts to read.
+    """Opens pairs of a text to read (L) and a text to write (T).
 
     Returns:
         Rows of `inputs`: `tokens` and `segments` int32 [L], `decoder_tokens` (the targets one place later, after
