@@ -97,6 +97,7 @@ def _csv_of(path: str, what: str) -> Iterator[tuple[str, list[str]]]:
 def _csv_records(path: str, columns: Sequence[Column], what: str) -> Iterator[Record]:
     rows = _csv_of(path, what)
     header = stripped_header(next(rows, ("", []))[1])
+    columns = [(key, name if name in header else name.strip()) for key, name in columns]
     for key, name in columns:
         if name not in header:
             raise missing_column(f"{path}:1", key, name, header)
@@ -246,7 +247,7 @@ def class_names(
     if given is not None:
         unknown = sorted(distinct - set(given))
         if unknown:
-            which = "which the run was not trained on" if known is not None else "which the file does not name"
+            which = "which the run was not trained on" if known is not None else "none of those that the file names"
             shown = ", ".join(given[:5]) + (", ..." if len(given) > 5 else "")
             raise DataError(f"{label} has class '{unknown[0]}', {which} (its classes: {shown}); remove these rows")
         return list(given)
