@@ -69,6 +69,7 @@ def open_documents(config: TextData | JsonlData) -> Documents:
 def read_document(state: FileState) -> str:
     """Returns the text of a file."""
     content = read_file(state.path)
+    state.check()
     return decode_utf8(content, path=state.path).removeprefix(BYTE_ORDER_MARK)
 
 
