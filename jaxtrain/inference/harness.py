@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.encoding import ChatEncoder, chat_encoder
-from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, chat_encoder
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, encode_all
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.decoding import generate_ids

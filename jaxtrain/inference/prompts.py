@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.special import NamedTokens, special_ids
+from jaxtrain.data.chat.templates import ChatFormat
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Decoder, Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel

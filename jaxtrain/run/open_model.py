@@ -19,7 +19,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.chat.templates import ChatFormat
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import Served, SpecialTokens

@@ -20,13 +20,13 @@ from jaxtrain.config.data import ImageFolderData, ImageRecordsData, LabelledText
 from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.data import Batches, Data
-from jaxtrain.data.chat.formats import format_of_reading
+from jaxtrain.data.chat.templates import format_of_reading
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.images import centered_images, image_files, normalized
 from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.data.sources.tables import scaled_like
-from jaxtrain.data.text.framed import framed_tokens, text_rows
+from jaxtrain.data.text.frame import framed_tokens, text_rows
 from jaxtrain.data.text.records import read_records, text_of
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError, UserError

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import jaxtrain as jt
-from jaxtrain.data.chat.formats import files_beside
+from jaxtrain.data.chat.templates import files_beside
 from jaxtrain.data.tokenizer import BpeTokenizer
 from jaxtrain.inference import generate
 from jaxtrain.inference.harness import task_tokens

@@ -8,10 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from jaxtrain.data.chat.encoding import chat_encoder
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.chat.masks import prompt_text
-from jaxtrain.data.chat.templates import Template, compile_template
+from jaxtrain.data.chat.templates import ChatFormat, Template, chat_encoder, compile_template, prompt_text
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.inference.engine.request import Request
 from jaxtrain.inference.prompts import NOTHING_SPECIAL, SpecialTokens, tokens_around
