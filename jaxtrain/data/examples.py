@@ -1,44 +1,14 @@
-"""The record that sources of independent examples (images, tables) return, and their split for evaluation."""
+"""The split of examples for evaluation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    import grain
 
 # Constant, so that every run keeps the same rows for evaluation, whatever its seed.
 _SPLIT_SEED = 20240601
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Rows of independent examples.
-
-    Attributes:
-        train: The training rows, finite and in their own order.
-        validation: The rows kept for evaluation; None: there are none.
-        num_outputs: Number of classes, or of columns to predict.
-        input_shape: Shape of one row's "inputs".
-        identity: Values that identify the rows, for the fingerprint.
-        description: Lines that describe the rows to the user.
-        reading: See `Data.reading`.
-        skipped: Counts the bad records; None: a bad record is an error.
-    """
-
-    train: "grain.MapDataset"
-    validation: "grain.MapDataset | None"
-    num_outputs: int
-    input_shape: tuple[int, ...]
-    identity: dict[str, Any]
-    description: tuple[str, ...]
-    reading: dict[str, Any] | None = None
-    skipped: SkippedRecords | None = None
 
 
 def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:

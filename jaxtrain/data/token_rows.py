@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.data.files import FileState
 from jaxtrain.data.rows import Row, Rows
 from jaxtrain.data.tokens import Span
 
@@ -16,20 +15,15 @@ class TokenRows(Rows):
         segments: The stream of tokens as consecutive arrays, which may be memory-mapped.
         span: The part of the stream to read.
         sequence_length: L.
-        files: The file that each segment is mapped from; checked before it is read, because reading past the end of a
-            mapped file that became shorter ends the process. Empty: the segments lie in memory.
     """
 
-    def __init__(
-        self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int, files: Sequence[FileState] = ()
-    ):
+    def __init__(self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int):
         super().__init__(span.num_rows(sequence_length))
         # Every slice of a memmap builds a Python object with metadata; a slice of a plain view of it does not.
         self._segments = [np.asarray(segment) for segment in segments]
         self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
         self._span = span
         self._length = sequence_length
-        self._files = files
 
     def name_of(self, number: int) -> str:
         first = self._span.start + number * self._length
@@ -38,11 +32,6 @@ class TokenRows(Rows):
     def gather(self, indices: np.ndarray) -> Row:
         starts = self._span.start + (indices % len(self)) * self._length
         first = np.searchsorted(self._starts, starts, side="right") - 1
-        if self._files:
-            last = np.searchsorted(self._starts, starts + self._length, side="right") - 1
-            touched = (range(a, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True))
-            for number in set().union(*touched):
-                self._files[number].check()
         rows_BxL1 = np.empty((len(indices), self._length + 1), np.int32)
         for row, start, segment in zip(rows_BxL1, starts.tolist(), first.tolist(), strict=True):
             filled = 0

@@ -11,7 +11,6 @@ from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_token
 from jaxtrain.data.documents import Documents
 from jaxtrain.data.end_of_text import named_end
 from jaxtrain.data.examples import check_leaves_rows
-from jaxtrain.data.files import FileState
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
 from jaxtrain.errors import DataError
@@ -31,7 +30,6 @@ class TokenSource:
         label: Name of the source in messages.
         num_documents: Documents in the stream; None: not known.
         identity: Values that identify the stream, for the fingerprint.
-        files: The file that each segment is mapped from, which must stay as it is; empty: they lie in memory.
         skipped: Counts the bad records; None: a bad record is an error.
     """
 
@@ -41,7 +39,6 @@ class TokenSource:
     label: str
     num_documents: int | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    files: tuple[FileState, ...] = ()
     skipped: SkippedRecords | None = None
 
     @property

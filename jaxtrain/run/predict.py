@@ -25,10 +25,8 @@ from jaxtrain.config.published import published_settings
 from jaxtrain.data import Batches, Data, Tokenizer, load_tokenizer
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
-from jaxtrain.data.sources.images import centered_images, image_files, normalized
-from jaxtrain.data.sources.published_images import published_images
-from jaxtrain.data.sources.table_rows import read_input_columns
-from jaxtrain.data.sources.tables import scaled_like
+from jaxtrain.data.sources.images import centered_images, image_files, normalized, published_images
+from jaxtrain.data.sources.tables import read_input_columns, scaled_like
 from jaxtrain.data.text.framed import framed_tokens, framed_words, text_rows, word_rows
 from jaxtrain.data.text.records import list_of, read_records, text_of
 from jaxtrain.errors import ConfigError, DataError

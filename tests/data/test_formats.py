@@ -14,7 +14,7 @@ from format_files import png, write_array_record, write_rows, write_stream, writ
 from pyarrow import parquet
 
 from jaxtrain.data import Batches, open_data, remote
-from jaxtrain.data.formats import opened
+from jaxtrain.data.formats import open as opened
 from jaxtrain.data.formats.array_record import parse_example
 from jaxtrain.errors import DataError
 

@@ -12,7 +12,7 @@ from format_files import write_rows
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TokenizerConfig
 from jaxtrain.data import prepare_tokens
-from jaxtrain.data.sources import blocks, prepare
+from jaxtrain.data.sources import prepare
 from jaxtrain.errors import DataError
 
 ROWS = [{"text": " ".join(f"word{(i * k) % 89}" for k in range(1, i % 40 + 2))} for i in range(600)]
@@ -21,7 +21,7 @@ BPE = TokenizerConfig(kind="bpe", vocab_size=400)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, tmp_path):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8000)
+    monkeypatch.setattr(prepare, "BLOCK_CHARACTERS", 8000)
     monkeypatch.setenv("JAXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -36,7 +36,7 @@ def source(tmp_path, form, tokenizer=BPE):
 
 
 def test_every_format_becomes_the_same_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 50_000)
+    monkeypatch.setattr(prepare, "BLOCK_CHARACTERS", 50_000)
     found = {}
     for form in ("lines", "lines.zst", "parquet", "saved", "tar"):
         # Bytes: training a vocabulary for each would take most of the time.
@@ -128,8 +128,8 @@ import sys, time
 from jaxtrain.config.data import DocumentsData
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data import prepare_tokens
-from jaxtrain.data.sources import blocks
-blocks.BLOCK_BYTES = 8000
+from jaxtrain.data.sources import prepare
+prepare.BLOCK_CHARACTERS = 8000
 if __name__ == "__main__":
     path, output, workers = sys.argv[1:]
     config = DocumentsData(path=path, tokenizer=TokenizerConfig(kind="bpe", vocab_size=400))

@@ -8,7 +8,7 @@ import PIL
 import pytest
 from PIL import Image
 
-from jaxtrain.data.sources.published_images import process_image, published_images
+from jaxtrain.data.sources.images import process_image, published_images
 from jaxtrain.errors import ConfigError
 from jaxtrain.published.image_processor import PROCESSOR_FILE, read_image_processing
 

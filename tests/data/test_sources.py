@@ -21,7 +21,7 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.documents import open_documents
+from jaxtrain.data.sources.texts import documents_of
 from jaxtrain.data.row_names import row_name
 from jaxtrain.data.rows import ConcatenatedRows, MappedRows, SelectedRows, selected_rows
 from jaxtrain.data.tokens import token_dtype
@@ -302,8 +302,8 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text("some words", encoding="utf-8-sig")
     lines.write_text('{"text": "some words"}\n', encoding="utf-8-sig")
-    assert list(open_documents(TextData(path=str(text))).read()) == ["some words"]
-    assert list(open_documents(JsonlData(path=str(lines))).read()) == ["some words"]
+    assert list(documents_of(TextData(path=str(text))).read()) == ["some words"]
+    assert list(documents_of(JsonlData(path=str(lines))).read()) == ["some words"]
 
 
 def test_other_images_keep_the_class_numbers(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data import open_data
-from jaxtrain.data.sources.table_rows import read_input_columns
+from jaxtrain.data.sources.tables import read_input_columns
 from jaxtrain.errors import DataError
 
 

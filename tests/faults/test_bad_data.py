@@ -16,7 +16,7 @@ from jaxtrain.cli import main
 from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenData, TokenizerConfig
 from jaxtrain.data import Batches, open_data, prefetch
 from jaxtrain.data import files as data_files
-from jaxtrain.data.documents import open_documents
+from jaxtrain.data.sources.texts import documents_of
 from jaxtrain.data.files import find_files
 from jaxtrain.data.row_names import row_name
 from jaxtrain.data.sources.prepare import prepare_tokens
@@ -84,7 +84,7 @@ LINES = ['{"text": "one"}', '{"text": 3}', '{"text": "two"}', "not JSON", "[1]",
 def test_bad_lines_of_json_are_left_out_and_counted(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_bytes("\n".join(LINES).encode() + b'\n{"text": "\xff"}\n')
-    found = open_documents(JsonlData(path=str(path), **SKIP))
+    found = documents_of(JsonlData(path=str(path), **SKIP))
     for _ in range(2):  # a pass for the tokenizer, and one for the ids
         assert list(found.read()) == ["one", "two", "three"] + ["more"] * 10
         assert found.skipped is not None
@@ -98,7 +98,7 @@ def test_bad_lines_of_json_are_left_out_and_counted(tmp_path, capsys):
         str(path),
     ]
     with pytest.raises(DataError, match="at least 4 bad records of 17, more than"):
-        list(open_documents(JsonlData(path=str(path), on_bad_record="skip")).read())
+        list(documents_of(JsonlData(path=str(path), on_bad_record="skip")).read())
 
 
 @pytest.mark.long
@@ -225,7 +225,7 @@ def test_a_file_that_changes_while_it_is_read_is_one_line(tmp_path):
 
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"text": "fine"}\n' * 5)
-    reading = open_documents(JsonlData(path=str(lines))).read()
+    reading = documents_of(JsonlData(path=str(lines))).read()
     next(reading)
     with lines.open("a") as file:
         file.write('{"text": "grown"}\n')

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtrain.config.data import PYTHON_DOCS, ChatData
 from jaxtrain.data.chat.python_docs import documented
-from jaxtrain.data.formats.opened import find_rows, pass_over_file
+from jaxtrain.data.formats.open import find_rows, pass_over_file
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords
 from jaxtrain.errors import DataError
 

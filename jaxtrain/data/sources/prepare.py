@@ -1,17 +1,24 @@
 """Writes token shards, on several processes, so that a run that was ended at any moment goes on where it was.
 
 What is unfinished lies in `.NAME.partial` beside the folder: shards, tokenizer.json, and progress.json, which says how
-many blocks are in them. A shard may hold more than that after a kill; what is too much is cut off.
+many blocks of documents are in them. A shard may hold more than that after a kill; what is too much is cut off.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +26,46 @@ import numpy as np
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import added_tokens
+from jaxtrain.data.documents import Documents
 from jaxtrain.data.end_of_text import end_lines
-from jaxtrain.data.formats.opened import DataFile
 from jaxtrain.data.remote import with_local_paths
-from jaxtrain.data.skipped import NAMED, skipped_records
-from jaxtrain.data.sources.blocks import BLOCK_BYTES, Encoded, blocks_of, source_files
 from jaxtrain.data.sources.shards import METADATA, TOKENIZER, Shard, ShardMetadata
 from jaxtrain.data.sources.texts import TextSource, documents_of
-from jaxtrain.data.sources.workers import encoded_blocks
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
-from jaxtrain.data.tokens import token_dtype
-from jaxtrain.errors import DataError, UserError
+from jaxtrain.data.tokens import divided, encode_stream, token_dtype
+from jaxtrain.errors import DataError
 from jaxtrain.runtime.devices import usable_cores
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.terminal import print_remark
 
+# Characters of a block: enough to use a process for a second, and little enough that several wait in memory.
+BLOCK_CHARACTERS = 2**24
 _PROGRESS = "progress.json"
-# Of the blocks and of progress.json; what another version left unfinished is begun again.
-_VERSION = 1
+# Blocks that wait or are encoded, for each process: as few as keep all busy, because each holds 16 MiB of text.
+_WAITING = 2
 # More processes than this wait for the one that reads and decompresses.
 _MOST_WORKERS = 32
+# What a process of the pool encodes with; set once in each.
+_MINE: list[tuple[TextSource, Tokenizer]] = []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
-    """How far the writing of shards is.
+    """How far the writing of shards is, as progress.json holds it.
 
     Attributes:
-        position: Bytes of the files that are in the shards.
-        total: Bytes of all files; 0: not known.
+        identity: What must be equal for an unfinished folder to be gone on with.
+        blocks: Blocks of documents in the shards.
         documents: Documents in the shards.
         tokens: Tokens in the shards.
+        shards: Those that are full: file, num_tokens, sha256.
     """
 
-    position: int
-    total: int
-    documents: int
-    tokens: int
+    identity: dict[str, Any]
+    blocks: int = 0
+    documents: int = 0
+    tokens: int = 0
+    shards: list[dict[str, Any]] = field(default_factory=list)
 
 
 def prepare_tokens(
@@ -88,101 +98,43 @@ def prepare_tokens(
     output = local_path(output, what="output", error=DataError).expanduser()
     if output.exists():
         raise DataError(f"output {output} exists; give another folder, or remove it")
-    for name, value in (("tokens_per_shard", tokens_per_shard), ("workers", 1 if workers is None else workers)):
-        if value < 1:
-            raise DataError(f"{name} is {value}; give at least 1")
+    if tokens_per_shard < 1 or (workers or 1) < 1:
+        raise DataError(f"tokens_per_shard is {tokens_per_shard} and workers is {workers}; give at least 1")
     config = with_local_paths(config)
-    files = source_files(config)
+    documents = documents_of(config)
     if workers is None:
-        workers = min(usable_cores(), 1 + sum(file.state.num_bytes for file in files) // BLOCK_BYTES)
+        workers = min(usable_cores(), 1 + sum(size for _, size in documents.files) // BLOCK_CHARACTERS)
     partial = output.with_name(f".{output.name}.partial")
     with _own(partial, output):
-        state = None
-        try:
-            identity = _identity(config, files, tokens_per_shard)
-            state = _resumed(partial, identity)
-            tokenizer = _tokenizer(config, partial, is_resumed=state is not None)
-            for line in end_lines(tokenizer):
-                print_remark(line)
-            state = state or _State(identity)
-            write_json_atomic(partial / _PROGRESS, state.to_json())
-            shards = _Shards(partial, tokenizer, tokens_per_shard, state)
-            with contextlib.closing(shards):
-                _write(config, files, tokenizer, state, shards, workers=workers, partial=partial, progress=progress)
-            metadata = _metadata(partial, tokenizer, state)
-            (partial / METADATA).write_text(metadata.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            (partial / _PROGRESS).unlink()
-            partial.rename(output)
-        except UserError:
-            if state is None or not state.tokens:
-                shutil.rmtree(partial, ignore_errors=True)
-            else:
-                # A disk or a store may have failed for a moment; of files that are mended since, it begins again.
-                print_remark(
-                    f"{state.documents:,} documents are encoded in {partial}; once the rest can be read, the same call "
-                    "goes on from there; else remove the folder"
-                )
-            raise
+        identity = _identity(config, documents, tokens_per_shard)
+        state = _resumed(partial, identity)
+        if not (state.blocks and (partial / TOKENIZER).is_file()):
+            build_tokenizer(config.tokenizer, documents.read(), special=added_tokens(config)).save(partial / TOKENIZER)
+        tokenizer = load_tokenizer(partial / TOKENIZER)  # every process reads the same file
+        for line in end_lines(tokenizer):
+            print_remark(line)
+        shards = _Shards(partial, token_dtype(tokenizer.vocab_size), tokens_per_shard, state)
+        with contextlib.closing(shards):
+            for count, tokens in _encoded(config, documents, tokenizer, partial, state.blocks, workers):
+                shards.append(tokens)
+                shards.sync()
+                state.blocks += 1
+                state.documents += count
+                state.tokens += len(tokens)
+                write_json_atomic(partial / _PROGRESS, asdict(state))
+                if progress is not None:
+                    progress(state)
+            shards.finish()
+        if documents.skipped is not None:
+            documents.skipped.tell()
+        if not state.tokens:
+            shutil.rmtree(partial)
+            raise DataError(f"{documents.label} holds no document; give a file with text")
+        metadata = _metadata(partial, tokenizer, state)
+        (partial / METADATA).write_text(metadata.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (partial / _PROGRESS).unlink()
+        partial.rename(output)
     return {**metadata.model_dump(mode="json"), "output": str(output)}
-
-
-def _write(
-    config: TextSource,
-    files: tuple[DataFile, ...],
-    tokenizer: Tokenizer,
-    state: "_State",
-    shards: "_Shards",
-    *,
-    workers: int,
-    partial: Path,
-    progress: Callable[[Prepared], None] | None,
-) -> None:
-    """Encodes the blocks that are not in the shards."""
-    total = sum(file.state.num_bytes for file in files)
-
-    def report() -> None:
-        if progress is not None:
-            progress(Prepared(state.position, total, state.documents, state.tokens))
-
-    report()
-    blocks, workers = blocks_of(config, files), min(workers, _MOST_WORKERS)
-    for position, block in encoded_blocks(
-        blocks, config, tokenizer, first=state.blocks, workers=workers, folder=partial
-    ):
-        shards.append(block.tokens)
-        state.add(position, block)
-        shards.sync()
-        write_json_atomic(partial / _PROGRESS, state.to_json())
-        report()
-    _check(config, state)
-    shards.finish()
-
-
-class _State:
-    """What progress.json holds; it is written after each block."""
-
-    def __init__(self, identity: dict[str, Any], saved: dict[str, Any] | None = None):
-        saved = saved or {}
-        self.identity = identity
-        self.blocks: int = saved.get("blocks", 0)
-        self.position: int = saved.get("position", 0)
-        self.documents: int = saved.get("documents", 0)
-        self.tokens: int = saved.get("tokens", 0)
-        self.bad: int = saved.get("bad", 0)
-        self.named: list[str] = saved.get("named", [])
-        # Of the shards that are full.
-        self.shards: list[dict[str, Any]] = saved.get("shards", [])
-
-    def add(self, position: int, block: Encoded) -> None:
-        self.blocks += 1
-        self.position = position
-        self.documents += block.num_documents
-        self.tokens += len(block.tokens)
-        self.bad += block.num_bad
-        self.named = [*self.named, *block.named][:NAMED]
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 @contextlib.contextmanager
@@ -198,58 +150,118 @@ def _own(partial: Path, output: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+        with contextlib.suppress(OSError):
+            partial.rmdir()  # where nothing was written
 
 
-def _identity(config: TextSource, files: tuple[DataFile, ...], tokens_per_shard: int) -> dict[str, Any]:
-    """Returns what must be equal for an unfinished folder to be gone on with."""
-    chosen = config.tokenizer
-    file = Path(chosen.path).expanduser() if chosen.kind == "file" and chosen.path is not None else None
+def _identity(config: TextSource, documents: Documents, tokens_per_shard: int) -> dict[str, Any]:
+    path = config.tokenizer.path
     return {
-        "version": [_VERSION, BLOCK_BYTES],
         "config": config.model_dump(mode="json", exclude={"path", "cache", "sequence_length", "validation_fraction"}),
-        "files": [[one.name, one.state.num_bytes, one.state.modified_ns] for one in files],
+        "files": [list(file) for file in documents.files],
+        "block_characters": BLOCK_CHARACTERS,
         "tokens_per_shard": tokens_per_shard,
-        "tokenizer": hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None,
+        "tokenizer": None if path is None else hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest(),
     }
 
 
-def _resumed(partial: Path, identity: dict[str, Any]) -> _State | None:
-    """Returns how far an earlier call came; None: there was none, or none of this data, whose files are removed."""
-    try:
-        saved = json.loads((partial / _PROGRESS).read_text(encoding="utf-8"))
-        # As JSON has it: tuples are lists there.
-        is_same = saved["identity"] == json.loads(json.dumps(identity))
-        state = _State(identity, saved)
-        is_same = is_same and _are_there(partial, state)
-    except (OSError, ValueError, KeyError, TypeError):
-        is_same, state = False, None
-    if is_same and state is not None:
-        print_remark(f"going on with {partial}: {state.documents:,} documents, {state.tokens:,} tokens are there")
-        return state
+def _resumed(partial: Path, identity: dict[str, Any]) -> Prepared:
+    """Returns how far an earlier call came; what is there of other data, or without its shards, is removed."""
+    if (partial / _PROGRESS).is_file():
+        state = Prepared(**json.loads((partial / _PROGRESS).read_text(encoding="utf-8")))
+        names = [shard["file"] for shard in state.shards]
+        if state.tokens > sum(shard["num_tokens"] for shard in state.shards):
+            names.append(f"shard-{len(names):05d}.bin")
+        if state.identity == identity and all((partial / name).is_file() for name in names):
+            print_remark(f"going on with {partial}: {state.documents:,} documents, {state.tokens:,} tokens are there")
+            return state
     if any(partial.iterdir()):
         print_remark(f"{partial} was left by another call (other text or settings); beginning again")
         for path in partial.iterdir():
             path.unlink()
-    return None
+    return Prepared(identity)
 
 
-def _are_there(partial: Path, state: _State) -> bool:
-    """Returns whether the shards that progress.json speaks of have as many tokens, of 2 or 4 bytes."""
-    for shard in state.shards:
-        if (partial / shard["file"]).stat().st_size not in (2 * shard["num_tokens"], 4 * shard["num_tokens"]):
-            return False
-    rest = state.tokens - sum(shard["num_tokens"] for shard in state.shards)
-    return rest == 0 or (partial / f"shard-{len(state.shards):05d}.bin").stat().st_size >= 2 * rest
+def _encoded(
+    config: TextSource, documents: Documents, tokenizer: Tokenizer, folder: Path, first: int, workers: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the number of documents and the tokens of each block, from block `first` on, in the order of the blocks.
+
+    Raises:
+        DataError: A record is bad, or a file damaged.
+        OSError: A process of the pool was ended.
+    """
+    blocks = _blocks(documents.read(), first)
+    if workers == 1:
+        for texts in blocks:
+            yield _encode_with(config, tokenizer, texts)
+        return
+    workers = min(workers, _MOST_WORKERS)
+    # Started afresh: a copy of a process with threads (jax, tokenizers) may hang.
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(config, str(folder / TOKENIZER), max(1, usable_cores() // workers)),
+    )
+    waiting: deque[Future[tuple[int, np.ndarray]]] = deque()
+    try:
+        for texts in blocks:
+            waiting.append(pool.submit(_encode, texts))
+            if len(waiting) >= _WAITING * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise OSError(
+            "a process that encodes was ended (was there too little memory?); run the same command again with fewer "
+            "--workers, which goes on where this one was"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _tokenizer(config: TextSource, partial: Path, *, is_resumed: bool) -> Tokenizer:
-    """Returns the tokenizer of an unfinished folder, which is trained or read and saved where there is none."""
-    path = partial / TOKENIZER
-    if not (is_resumed and path.is_file()):
-        texts = documents_of(config).read()
-        build_tokenizer(config.tokenizer, texts, special=added_tokens(config)).save(path)
-    # Every process reads the same file.
-    return load_tokenizer(path)
+def _blocks(texts: Iterator[str], first: int) -> Iterator[list[str]]:
+    """Divides documents into blocks of about 16 Mi characters, of which the first ones are passed over."""
+    block: list[str] = []
+    size = number = 0
+    for text in texts:
+        block.append(text)
+        size += len(text)
+        if size >= BLOCK_CHARACTERS:
+            if number >= first:
+                yield block
+            block, size, number = [], 0, number + 1
+    if block and number >= first:
+        yield block
+
+
+def _encode_with(config: TextSource, tokenizer: Tokenizer, texts: list[str]) -> tuple[int, np.ndarray]:
+    found = [ids for chunk in encode_stream(divided(config, texts, tokenizer), tokenizer) for ids in chunk]
+    dtype = token_dtype(tokenizer.vocab_size)
+    return len(found), np.concatenate(found).astype(dtype, copy=False) if found else np.zeros(0, dtype)
+
+
+def _begin(config: TextSource, tokenizer: str, threads: int) -> None:
+    """Prepares a process of the pool."""
+    # Ctrl+C ends the process that hands out blocks, and this one with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Read when the tokenizer is first used: the processes share the cores.
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    _MINE[:] = [(config, load_tokenizer(tokenizer))]
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent is gone, which after kill -9 nobody else would tell it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _encode(texts: list[str]) -> tuple[int, np.ndarray]:
+    return _encode_with(*_MINE[0], texts)
 
 
 class _Shards:
@@ -257,35 +269,28 @@ class _Shards:
 
     Args:
         folder: The unfinished folder.
-        tokenizer: Its ids decide the dtype.
+        dtype: Of a token.
         size: Tokens of each file but the last.
         state: How far an earlier call came; lists the full shards.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, size: int, state: _State):
+    def __init__(self, folder: Path, dtype: np.dtype, size: int, state: Prepared):
         self._folder, self._size, self._state = folder, size, state
-        self._dtype = token_dtype(tokenizer.vocab_size)
         self._digest = hashlib.sha256()
         self._filled = state.tokens - sum(shard["num_tokens"] for shard in state.shards)
         self._file = None
-        names = {shard["file"] for shard in state.shards}
-        for path in folder.glob("shard-*.bin"):
-            if path.name not in names and not (self._filled and path.name == self._name):
-                path.unlink()
         if self._filled:
-            self._go_on()
+            # Without what an earlier call wrote after its last block.
+            self._file = (folder / self._name).open("r+b")
+            self._file.truncate(self._filled * dtype.itemsize)
+            self._digest.update(self._file.read())
+        for path in folder.glob("shard-*.bin"):
+            if path.name > self._name or (path.name == self._name and not self._filled):
+                path.unlink()
 
     @property
     def _name(self) -> str:
         return f"shard-{len(self._state.shards):05d}.bin"
-
-    def _go_on(self) -> None:
-        """Opens the shard that is not full, without what an earlier call wrote after its last block."""
-        path = self._folder / self._name
-        self._file = path.open("r+b")
-        self._file.truncate(self._filled * self._dtype.itemsize)
-        while part := self._file.read(2**24):
-            self._digest.update(part)
 
     def append(self, tokens: np.ndarray) -> None:
         """Writes tokens after those that are there."""
@@ -322,21 +327,7 @@ class _Shards:
         self._file, self._filled, self._digest = None, 0, hashlib.sha256()
 
 
-def _check(config: TextSource, state: _State) -> None:
-    """Raises a DataError where too many records are bad, or there is no document; names the bad ones."""
-    label = documents_of(config).label
-    bad = getattr(config, "on_bad_record", "error")
-    if bad == "skip":
-        fraction = config.max_bad_fraction  # pyright: ignore[reportAttributeAccessIssue] it is there with on_bad_record
-        skipped = skipped_records(label, on_bad_record=bad, max_bad_fraction=fraction)
-        assert skipped is not None
-        skipped.set(state.named, state.bad, of=state.documents + state.bad)
-        skipped.tell()
-    if not state.tokens:
-        raise DataError(f"{label} holds no document; give a file with text")
-
-
-def _metadata(partial: Path, tokenizer: Tokenizer, state: _State) -> ShardMetadata:
+def _metadata(partial: Path, tokenizer: Tokenizer, state: Prepared) -> ShardMetadata:
     return ShardMetadata(
         dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
         vocab_size=tokenizer.vocab_size,

@@ -1,0 +1,157 @@
+"""Opens the data of a config: one case for each kind, whose file is imported when it is opened (grain takes long)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.config import load_config
+from jaxtrain.config.data import (
+    CalledData,
+    ChatData,
+    DataConfig,
+    DigitsData,
+    DocumentsData,
+    ImageFolderData,
+    ImageRecordsData,
+    LabelledTextData,
+    SyntheticData,
+    TableData,
+    TaggedTextData,
+    TextPairData,
+    gives_pairs,
+)
+from jaxtrain.data.remote import with_local_paths
+from jaxtrain.data.sources.dataset import Data
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.runtime.call import call_function
+
+
+def open_data(
+    config: DataConfig | Mapping[str, Any],
+    *,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    task: str | None = None,
+    reading: Mapping[str, Any] | None = None,
+) -> Data:
+    """Opens the data of a config.
+
+    Args:
+        config: Which data: a data group, or its keys as a mapping ({"kind": "digits"}).
+        sequence_length: Tokens per row where `config` does not say it.
+        seed: Decides random augmentation; the split into training and validation never depends on it.
+        task: The task of the run ("classification", "regression"), for tables whose targets could be either.
+        reading: `Data.reading` of the data that a model was trained on: tables and image folders use its class numbers
+            and scales instead of their own. A reading of another kind of data is ignored.
+
+    Raises:
+        ConfigError: A key or value of a mapping is wrong.
+        DataError: The data is missing, empty or corrupt, or has too few tokens for a row.
+
+    Example:
+        >>> data = jt.open_data({"kind": "synthetic", "task": "images", "image_size": 8})
+        >>> batches = jt.Batches(data.train, 8, seed=0, shuffle=True)
+    """
+    if isinstance(config, Mapping):
+        config = load_config({"data": config}).config.data
+    config = with_local_paths(config)
+    match config:
+        case DigitsData():
+            from jaxtrain.data.sources.builtin import open_digits
+
+            return open_digits(config)
+        case SyntheticData(task="images"):
+            from jaxtrain.data.sources.builtin import open_synthetic_images
+
+            return open_synthetic_images(config)
+        case ImageFolderData():
+            from jaxtrain.data.sources.images import open_image_folder
+
+            return open_image_folder(config, seed=seed, reading=reading)
+        case ImageRecordsData():
+            from jaxtrain.data.sources.images import open_image_records
+
+            return open_image_records(config, seed=seed, reading=reading)
+        case TableData():
+            from jaxtrain.data.sources.tables import open_table
+
+            return open_table(config, task=task, reading=reading)
+        case CalledData():
+            from jaxtrain.data.sources.given import called_data
+
+            made = call_function("data", config.call, config.args, error=DataError)
+            return called_data(made, label=config.call)
+        case DocumentsData(rows="document"):
+            from jaxtrain.data.sources.texts import open_document_rows
+
+            return open_document_rows(config, sequence_length=sequence_length)
+        case LabelledTextData() | TaggedTextData() | TextPairData():
+            return _text_data(config, _row_length(config, sequence_length), task=task, reading=reading)
+        case ChatData():
+            return _chat_data(config, _row_length(config, sequence_length), task=task, reading=reading)
+        case _ if hasattr(config, "kind"):
+            from jaxtrain.data.sources.streams import open_streams
+
+            return open_streams(config, sequence_length=sequence_length, seed=seed)
+    raise ConfigError(f"open_data takes a dict with the kind of data, such as {{'kind': 'digits'}}, not {config!r:.60}")
+
+
+def _row_length(config: Any, default: int | None) -> int:
+    from jaxtrain.data.sources.texts import row_length
+
+    return row_length(config.sequence_length, default)
+
+
+def _text_data(
+    config: LabelledTextData | TaggedTextData | TextPairData,
+    sequence_length: int,
+    *,
+    task: str | None,
+    reading: Mapping[str, Any] | None,
+) -> Data:
+    """The data of a table of texts."""
+    from jaxtrain.data.text.labelled import open_labelled_text, open_tagged_text, open_text_pairs
+
+    match config:
+        case LabelledTextData():
+            found = open_labelled_text(config, sequence_length=sequence_length, task=task, reading=reading)
+        case TaggedTextData():
+            found = open_tagged_text(config, sequence_length=sequence_length, reading=reading)
+        case TextPairData():
+            found = open_text_pairs(config, sequence_length=sequence_length)
+    return Data(
+        train=found.train,
+        validation=found.validation,
+        fingerprint=found.identity,
+        vocab_size=found.tokenizer.vocab_size,
+        num_outputs=found.num_outputs,
+        input_shape=(sequence_length,),
+        unit="tokens",
+        units_per_row=sequence_length + (found.decoder_length or 0),
+        tokenizer=found.tokenizer,
+        description=found.description,
+        reading=found.reading,
+        decoder_length=found.decoder_length,
+    )
+
+
+def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
+    """The data of conversations or of pairs of answers."""
+    from jaxtrain.data.chat.source import open_chat
+
+    pairs = gives_pairs(config, task)
+    scored = pairs and task == "reward"
+    found = open_chat(config, sequence_length=sequence_length, pairs=pairs, scored=scored, reading=reading)
+    return Data(
+        train=found.train,
+        validation=found.validation,
+        fingerprint=found.identity,
+        vocab_size=found.tokenizer.vocab_size,
+        input_shape=(2, sequence_length) if pairs else (sequence_length,),
+        unit="tokens",
+        units_per_row=2 * sequence_length if pairs else sequence_length,
+        tokenizer=found.tokenizer,
+        description=found.description,
+        reading=found.reading,
+        counts=found.counts,
+        skipped=() if found.skipped is None else (found.skipped,),
+    )
