@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from jaxtrain.data import Batches, open_data, remote
 from jaxtrain.data.formats import open as opened
-from jaxtrain.data.formats.array_record import parse_example
+#
 from jaxtrain.errors import DataError
 
 ROWS = [

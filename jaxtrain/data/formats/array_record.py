@@ -1,4 +1,4 @@
-"""ArrayRecord files by row. A record is an object of JSON, or text."""
+"""ArrayRecord files by row. A record is an object of JSON, or text in the column `text`."""
 
 import threading
 from collections import OrderedDict
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data.files import decode_utf8, reading
-from jaxtrain.data.formats.reader import Cells, Column, chosen_cells
+from jaxtrain.data.formats.reader import Cells, Column, check_columns
 from jaxtrain.data.json_line import json_object
 
-# The column of records that are text.
-TEXT = "text"
 # Files of a source that are open at a time: a process has 1,024 handles unless it is told otherwise.
 _MOST_OPEN = 128
 
@@ -34,31 +32,18 @@ class OpenFiles:
                 self._opened[path] = reader, threading.Lock()
             self._opened.move_to_end(path)
             while len(self._opened) > _MOST_OPEN:
-                # A thread that reads with it holds it; the last one closes it.
-                self._opened.popitem(last=False)
+                self._opened.popitem(last=False)  # a thread that reads with it holds it; the last one closes it
             return self._opened[path]
 
 
 class ArrayRecordReader:
-    """Rows of an ArrayRecord file; its first record decides whether its records are JSON or text.
-
-    Args:
-        path: The file.
-        columns: Those that are read; None: all.
-        opened: The files that stay open, shared by those of a source.
-
-    Raises:
-        DataError: It is no ArrayRecord file, is damaged or lacks a column.
-    """
+    """Rows of an ArrayRecord file, which stays open in `opened`; its first record decides what its records are."""
 
     def __init__(self, path: Path, columns: Sequence[Column] | None, opened: OpenFiles):
         self.label = str(path)
-        self._path, self._columns, self._opened = path, columns, opened
+        self._columns, self._opened = columns, opened
         with reading(path):
-            reader, _ = opened.get(self.label)
-            self._num_rows = reader.num_records()
-            if not reader.ok() or not self._num_rows:
-                raise ValueError("no ArrayRecord file with records")
+            self._num_rows = opened.get(self.label)[0].num_records()
         self._are_json = self._records([0])[0].lstrip().startswith(b"{")
         self.rows([0])
 
@@ -72,7 +57,7 @@ class ArrayRecordReader:
         return f"{self.label} record {number + 1}"
 
     def _records(self, numbers: Sequence[int]) -> list[bytes]:
-        with reading(self._path):
+        with reading(self.label):
             reader, lock = self._opened.get(self.label)
             with lock:
                 return reader.read(list(numbers))
@@ -80,6 +65,6 @@ class ArrayRecordReader:
     def _cells(self, record: bytes, number: int) -> Cells:
         where = self.name_of(number)
         text = decode_utf8(record, path=Path(where))
-        return chosen_cells(
-            json_object(text, where=where) if self._are_json else {TEXT: text}, self._columns, where=where
-        )
+        row = json_object(text, where=where) if self._are_json else {"text": text}
+        check_columns(list(row), self._columns, where=where)
+        return row

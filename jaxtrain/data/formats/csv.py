@@ -6,21 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file
-from jaxtrain.data.formats.reader import Cells, Column, column_names
+from jaxtrain.data.formats.reader import Cells, Column, check_columns
 from jaxtrain.data.skipped import BadRecordError
 from jaxtrain.errors import DataError
 
 
 class CsvReader:
-    """Rows of a .csv or .tsv file; commas, tabs or semicolons are between the columns.
-
-    Args:
-        path: The file.
-        columns: Those that are read; None: all.
-
-    Raises:
-        DataError: It is empty, lacks a column, or has a quote that is never closed.
-    """
+    """Rows of a .csv or .tsv file; commas, tabs or semicolons are between the columns."""
 
     def __init__(self, path: Path, columns: Sequence[Column] | None):
         self.label = str(path)
@@ -30,14 +22,16 @@ class CsvReader:
         # Bytes that are no UTF-8 are half characters, by which the row is known when it is read.
         text = header + content[end:].decode("utf-8", errors="surrogateescape")
         rows = _rows(text, max(",\t;", key=header.count), path)
-        _, names = next(rows, ("", []))
-        if isinstance(names, str):
-            raise DataError(names)
-        self.header = [name.strip() for name in names]
-        stripped = columns and [(key, name if name in self.header else name.strip()) for key, name in columns]
-        self._chosen = column_names(self.header, stripped, where=f"{path}:1")
-        self._names = [name for _, name in columns] if columns else self._chosen
-        self._places = [self.header.index(name) for name in self._chosen]
+        names = next(rows, ("", []))[1]
+        self._header = [name.strip() for name in names]
+        repeated = next((name for name in self._header if self._header.count(name) > 1), None)
+        if isinstance(names, str) or repeated is not None:
+            raise DataError(f"{path}:1 names column {repeated!r} twice; rename one" if repeated is not None else names)
+        # Names with spaces around them are found, and stay as they were asked for.
+        wanted = {name if name in self._header else name.strip(): name for _, name in columns or ()}
+        stripped = columns and [(key, name if name in self._header else name.strip()) for key, name in columns]
+        chosen = check_columns(self._header, stripped, where=f"{path}:1")
+        self._places = {wanted.get(name, name): self._header.index(name) for name in chosen}
         self._rows = list(rows)
 
     def __len__(self) -> int:
@@ -50,15 +44,14 @@ class CsvReader:
         return f"{self.label}:{self._rows[number][0]}"
 
     def _cells(self, number: int) -> Cells:
-        lines, row = self._rows[number]
-        where = f"{self.label}:{lines}"
+        where, row = self.name_of(number), self._rows[number][1]
         if isinstance(row, str):
             raise BadRecordError(row)
-        if len(row) != len(self.header):
+        if len(row) != len(self._header):
             raise BadRecordError(
-                f"{where} has {len(row)} fields, the header has {len(self.header)}; fix or remove the line"
+                f"{where} has {len(row)} fields, the header has {len(self._header)}; fix or remove the line"
             )
-        found = {name: row[place] for name, place in zip(self._names, self._places, strict=True)}
+        found = {name: row[place] for name, place in self._places.items()}
         for name, value in found.items():
             if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
                 raise BadRecordError(f"{where} column '{name}' is not UTF-8; write it again, or remove the line")

@@ -24,9 +24,8 @@ class Shared:
         self.groups, self.handles = GroupCache(), OpenFiles()
 
 
-_Open = Callable[[Path, Sequence[Column] | None, Shared], Reader]
-# Format -> its endings, and what opens a file of it. A folder with several is read in this order.
-_FORMATS: dict[str, tuple[tuple[str, ...], _Open]] = {
+# Format -> its endings, and what opens a file of it. The files of a folder are read in this order of formats.
+_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path, Sequence[Column] | None, Shared], Reader]]] = {
     "lines": ((".jsonl", ".ndjson"), lambda path, columns, _: LineReader(path, columns)),
     "parquet": ((".parquet",), lambda path, columns, shared: ParquetReader(path, columns, shared.groups)),
     "arrow": ((".arrow",), lambda path, columns, _: ArrowReader(path, columns)),
@@ -77,32 +76,29 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
     """
     root = local_path(path, what=what, error=DataError).expanduser()
     saved = saved_files(root, what=what) if root.is_dir() else None
-    if saved is not None:
-        return tuple(_found(file.name, require_file(file, what=what), what=what) for file in saved)
-    if root.is_dir():
+    suffixes = [".jsonl"]  # which only chooses among the files of a folder
+    if root.is_dir() and saved is None:
         below = {plain_suffix(file) for file in files_below(root)}
-        suffixes = [suffix for suffix in SUFFIXES if suffix in below]
-        suffixes = [suffix for suffix in suffixes if SUFFIXES[suffix] not in _NOTES] or suffixes
-        if not suffixes:
+        there = [suffix for suffix in SUFFIXES if suffix in below]
+        suffixes = [suffix for suffix in there if SUFFIXES[suffix] not in _NOTES] or there
+        if not there:
             raise DataError(f"{what} {path} holds no file of rows ({' '.join(SUFFIXES)}); give a folder with some")
-    else:
-        suffixes = [".jsonl"]  # which only chooses among the files of a folder
-    named = [one for suffix in suffixes for one in find_files(path, suffix=suffix, what=what)]
-    files = tuple(_found(name, file, what=what) for name, file in named)
-    formats = {file.format: file.name for file in reversed(files)}
-    if one_format and len(formats) > 1:
-        one, other = [*formats.values()][:2]
-        raise DataError(f"{what} {path} holds files of two formats ({one}, {other}); give a glob of one of them")
-    return files
-
-
-def _found(name: str, file: Path, *, what: str) -> DataFile:
-    form = SUFFIXES.get(plain_suffix(file))
-    if form is None:
-        raise DataError(f"{what} {file} is of no known format ({' '.join(SUFFIXES)}); convert it, or rename it")
-    if is_packed(file) and form not in _MAY_BE_PACKED:
-        raise DataError(f"{what} {file} is compressed and cannot be read by row; decompress it")
-    return DataFile(name, file, form)
+    named = (
+        [one for suffix in suffixes for one in find_files(path, suffix=suffix, what=what)]
+        if saved is None
+        else [(file.name, require_file(file, what=what)) for file in saved]
+    )
+    files = []
+    for name, file in named:
+        form = SUFFIXES.get(plain_suffix(file))
+        if form is None or (is_packed(file) and form not in _MAY_BE_PACKED):
+            raise DataError(f"{what} {file} is of no known format ({' '.join(SUFFIXES)}); convert or decompress it")
+        files.append(DataFile(name, file, form))
+    if one_format and (other := next((file for file in files if file.format != files[0].format), None)):
+        raise DataError(
+            f"{what} {path} holds files of two formats ({files[0].name}, {other.name}); give a glob of one of them"
+        )
+    return tuple(files)
 
 
 def open_rows(files: Sequence[DataFile], columns: Sequence[Column] | None, *, label: str) -> Reader:
@@ -142,15 +138,12 @@ def named_classes(file: DataFile, column: str) -> list[str] | None:
 def pass_over_file(
     file: DataFile, columns: Sequence[Column] | None, *, bad: Callable[[BadRecordError], None] | None = None
 ) -> Iterator[tuple[str, Cells]]:
-    """Reads the rows of a file from the first to the last; files of lines may be compressed.
+    """Yields where each row of a file comes from, and its columns; files of lines may be compressed.
 
     Args:
         file: Which one.
         columns: Those that are read; None: all.
         bad: Called for each row whose content is at fault, which is left out; None: it is an error.
-
-    Yields:
-        Where the row comes from, and its columns.
 
     Raises:
         BadRecordError: The content of a row is at fault.

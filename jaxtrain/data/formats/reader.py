@@ -12,7 +12,6 @@ from jaxtrain.errors import DataError
 Cells = dict[str, Any]
 # (key of the config that names a column, or None where none can; name of the column)
 Column = tuple[str | None, str]
-
 # Rows that are read together in a pass from the first to the last.
 _ROWS_OF_A_PASS = 512
 
@@ -31,7 +30,7 @@ class Reader(Protocol):
         ...
 
     def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        """Returns rows by their numbers, in the order of the numbers: the columns that were asked for.
+        """Returns rows by their numbers, in this order: the columns that were asked for.
 
         Raises:
             BadRecordError: The content of a row is at fault.
@@ -45,12 +44,7 @@ class Reader(Protocol):
 
 
 class JoinedReader:
-    """The rows of several files, one file after another.
-
-    Args:
-        readers: One for each file.
-        label: What the user called them.
-    """
+    """The rows of several files, one file after another."""
 
     def __init__(self, readers: Sequence[Reader], *, label: str):
         self.label = label
@@ -61,7 +55,7 @@ class JoinedReader:
         return int(self._starts[-1])
 
     def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        return by_part(self._starts, numbers, lambda part, inside: self._readers[part].rows(inside.tolist()))
+        return by_part(self._starts, numbers, lambda part, inside: self._readers[part].rows(inside))
 
     def name_of(self, number: int) -> str:
         file = int(np.searchsorted(self._starts, number, side="right")) - 1
@@ -69,54 +63,41 @@ class JoinedReader:
 
 
 def by_part(
-    starts: np.ndarray, numbers: Sequence[int], read: Callable[[int, np.ndarray], Sequence[Cells]]
+    starts: np.ndarray, numbers: Sequence[int], read: Callable[[int, list[int]], Sequence[Cells]]
 ) -> list[Cells]:
-    """Reads rows that lie in several parts (files, row groups), each part once.
+    """Reads rows that lie in parts (files, row groups), each part once.
 
     Args:
         starts: The first row of each part, and the end of the last one.
         numbers: Of the rows.
-        read: (part, int64 numbers of rows inside of it) -> these rows.
+        read: (part, numbers of rows inside of it) -> these rows.
     """
     wanted = np.asarray(numbers, np.int64)
     which = np.searchsorted(starts, wanted, side="right") - 1
     found: list[Cells] = [{}] * len(wanted)
     for part in np.unique(which).tolist():
         places = np.flatnonzero(which == part)
-        for place, row in zip(places.tolist(), read(part, wanted[places] - starts[part]), strict=True):
+        for place, row in zip(places.tolist(), read(part, (wanted[places] - starts[part]).tolist()), strict=True):
             found[place] = row
     return found
 
 
 def pass_over(reader: Reader, bad: Callable[[BadRecordError], None] | None = None) -> Iterator[tuple[str, Cells]]:
-    """Reads all rows in their order, some at a time.
-
-    Args:
-        reader: The rows.
-        bad: Called for each row whose content is at fault, which is left out; None: it is an error.
-
-    Yields:
-        Where the row comes from, and its columns.
-    """
+    """Yields where each row comes from, and its columns; see `pass_over_file`."""
     for first in range(0, len(reader), _ROWS_OF_A_PASS):
         numbers = range(first, min(first + _ROWS_OF_A_PASS, len(reader)))
         try:
-            rows: list[Cells | None] = [*reader.rows(numbers)]
+            yield from zip(map(reader.name_of, numbers), reader.rows(numbers), strict=True)
         except BadRecordError:
             if bad is None:
                 raise
-            rows = [_row_or_none(reader, number, bad) for number in numbers]
-        for number, row in zip(numbers, rows, strict=True):
-            if row is not None:
-                yield reader.name_of(number), row
-
-
-def _row_or_none(reader: Reader, number: int, bad: Callable[[BadRecordError], None]) -> Cells | None:
-    try:
-        return reader.rows([number])[0]
-    except BadRecordError as error:
-        bad(error)
-        return None
+            for number in numbers:
+                try:
+                    row = reader.rows([number])[0]
+                except BadRecordError as error:
+                    bad(error)
+                else:
+                    yield reader.name_of(number), row
 
 
 def good_value(
@@ -132,9 +113,6 @@ def good_value(
         num_rows: Number of rows.
         skipped: Counts the bad rows; None: the first is an error.
         label: The data, for messages.
-
-    Raises:
-        DataError: Too many rows are bad.
     """
     for offset in range(num_rows):
         try:
@@ -146,26 +124,15 @@ def good_value(
     raise DataError(f"{label} has no row that can be read; repair it")
 
 
-def chosen_cells(row: Cells, columns: Sequence[Column] | None, *, where: str) -> Cells:
-    """Returns the columns of a row that are wanted (None: all); a BadRecordError where one is missing."""
-    for key, name in columns or ():
-        if name not in row:
-            raise BadRecordError(str(missing_column(where, key, name, list(row))))
-    return row if columns is None else {name: row[name] for _, name in columns}
-
-
-def column_names(there: Sequence[str], columns: Sequence[Column] | None, *, where: str) -> list[str]:
-    """Returns the names of the wanted columns (None: all) of a file; a DataError where one is missing, or is twice."""
+def check_columns(there: Sequence[str], columns: Sequence[Column] | None, *, where: str) -> list[str]:
+    """Returns the names of the wanted columns (None: all); a BadRecordError where a row, or a file, lacks one."""
     for key, name in columns or ():
         if name not in there:
             raise missing_column(where, key, name, there)
-    chosen = list(there) if columns is None else [name for _, name in columns]
-    if repeated := sorted(name for name in chosen if list(there).count(name) > 1):
-        raise DataError(f"{where} has column '{repeated[0]}' twice; rename one")
-    return chosen
+    return list(there) if columns is None else [name for _, name in columns]
 
 
-def missing_column(where: str, key: str | None, name: str, there: Sequence[str]) -> DataError:
+def missing_column(where: str, key: str | None, name: str, there: Sequence[str]) -> BadRecordError:
     """Returns the error for a column that a file or a row does not have."""
     advice = "give a file that has it" if key is None else f"set data.{key} to one of them"
-    return DataError(f"{where} has no column '{name}' (it has: {', '.join(map(str, there)) or 'none'}); {advice}")
+    return BadRecordError(f"{where} has no column '{name}' (it has: {', '.join(map(str, there)) or 'none'}); {advice}")
