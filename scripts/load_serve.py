@@ -55,7 +55,7 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     import numpy as np
 
     import jaxtrain as jt
-    from jaxtrain.data.chat.formats import BUILT_IN
+    from jaxtrain.data.chat.templates import BUILT_IN
     from jaxtrain.data.tokenizer import ByteTokenizer
     from jaxtrain.inference.generate import generate_ids
     from jaxtrain.inference.server.prompts import PromptReader

@@ -5,18 +5,19 @@ vectorised call, which costs microseconds per row, where Python calls for each r
 """
 
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
 import jax
 import numpy as np
 
-from jaxtrain.config.arguments import check_kind, shown
-from jaxtrain.data.masked import check_unmasked
-from jaxtrain.data.permutation import permuted
+from jaxtrain.data.permutation import evaluated_numbers, permuted
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree import path_name
 
@@ -25,6 +26,11 @@ Row = dict[str, Any]
 
 # A function from positions in the endless training order, int64 [B], to row numbers, int64 [B].
 Order = Callable[[np.ndarray], np.ndarray]
+
+
+def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:
+    """Returns a saved `Data.reading` if it belongs to a source of this kind, else None."""
+    return reading if reading is not None and reading.get("kind") == kind else None
 
 
 def grain_seed(seed: int) -> int:
@@ -50,10 +56,6 @@ class Rows(grain.MapDataset):
     def gather(self, indices: np.ndarray) -> Row:
         """Returns the rows of these indices (int64 [B]), stacked: each entry is [B, ...] and belongs to the caller."""
         raise NotImplementedError
-
-    def name_of(self, number: int) -> str | None:
-        """Returns where a row comes from, in words (a file and a line); None where that is not known."""
-        return None
 
     def num_tokens(self, numbers: np.ndarray) -> int | None:
         """Returns how many tokens these rows (int64 [B]) hold, without what fills them up; None: it is not known."""
@@ -82,20 +84,13 @@ class ArrayRows(Rows):
     """
 
     def __init__(self, columns: Row):
-        write = "ArrayRows({'inputs': x, 'targets': y})"
-        takes = "one array per entry"
-        check_kind(columns, Mapping, what="ArrayRows", takes=takes, write=write)
         columns = jax.tree_util.tree_map_with_path(_array, columns, is_leaf=lambda value: isinstance(value, list))
-        lengths = {
-            path_name(path): len(leaf) if leaf.ndim else None
-            for path, leaf in jax.tree_util.tree_leaves_with_path(columns)
-        }
-        if not lengths:
-            raise DataError("ArrayRows takes one array per entry, such as {'inputs': ..., 'targets': ...}; it got none")
-        shown = ", ".join(f"{name} has {'no' if length is None else length}" for name, length in lengths.items())
-        if len(set(lengths.values())) > 1 or None in lengths.values():
-            raise DataError(f"every entry holds one value per row, but {shown} rows; give arrays of one length")
-        super().__init__(next(iter(lengths.values())) or 0)
+        leaves = jax.tree_util.tree_leaves_with_path(columns)
+        lengths = {path_name(path): len(leaf) if leaf.ndim else "no" for path, leaf in leaves}
+        if len(set(lengths.values())) != 1 or "no" in lengths.values():
+            shown = ", ".join(f"{name} has {length} rows" for name, length in lengths.items()) or "there is none"
+            raise DataError(f"ArrayRows takes arrays of one length per entry ('inputs', 'targets'), but {shown}")
+        super().__init__(len(leaves[0][1]))
         self._columns = columns
 
     @property
@@ -106,6 +101,16 @@ class ArrayRows(Rows):
     def gather(self, indices: np.ndarray) -> Row:
         indices = indices % len(self)
         return jax.tree.map(lambda column: column[indices], self._columns)
+
+
+def _array(path: Any, value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
+    if array.dtype.kind in "OUSMm":
+        raise DataError(f"{path_name(path)} holds {array.dtype}, not numbers; give ids for texts and classes")
+    return array
 
 
 class ConcatenatedRows(Rows):
@@ -126,15 +131,12 @@ class ConcatenatedRows(Rows):
             if kind != kinds[0]:
                 raise DataError(f"the sources hold different rows: {kinds[0]}, and {kind}; give them the same entries")
         super().__init__(sum(len(part) for part in parts))
-        if weights is not None:
-            _check_weights(parts, weights)
+        for part, weight in zip(parts, weights or (), strict=weights is not None):
+            if not (math.isfinite(weight) and weight > 0 and len(part)):
+                raise DataError(f"a part of {len(part)} rows has the weight {weight}; give rows, and a weight above 0")
         self._parts = parts
         self._weights = weights
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-
-    def name_of(self, number: int) -> str | None:
-        part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return self._parts[part].name_of(number - int(self._starts[part]))
 
     @property
     def is_weighted(self) -> bool:
@@ -153,7 +155,8 @@ class ConcatenatedRows(Rows):
             found = part.gather(indices[chosen] - self._starts[i] + epochs[chosen] * len(part))
             if result is None:
                 result = jax.tree.map(lambda column: np.empty((len(indices), *column.shape[1:]), column.dtype), found)
-            jax.tree.map(functools.partial(_put, chosen), result, found)
+            for column, values in zip(jax.tree.leaves(result), jax.tree.leaves(found), strict=True):
+                column[chosen] = values
         return {} if result is None else result
 
     def order(self, seed: int) -> Order:
@@ -179,6 +182,78 @@ class ConcatenatedRows(Rows):
         return order
 
 
+def _row_kind(rows: Rows) -> str:
+    """Returns the entries of a row with their dtypes and shapes, as text."""
+    leaves = jax.tree_util.tree_leaves_with_path(rows[0])
+    return ", ".join(f"{path_name(path)} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves)
+
+
+class _Positions(grain.MapDataset):
+    """A dataset whose element p is (part, p), from which a mixture finds the part and the row of each position."""
+
+    def __init__(self, part: int):
+        super().__init__()
+        self._part = part
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._part, index
+
+
+class TokenRows(Rows):
+    """Row i is tokens[i * L : i * L + L + 1] of a span: inputs int32 [L], and targets shifted by one.
+
+    Args:
+        segments: The stream of tokens as consecutive arrays, which may be memory-mapped.
+        span: The part of the stream to read.
+        sequence_length: L.
+    """
+
+    def __init__(self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int):
+        super().__init__(span.num_rows(sequence_length))
+        # Every slice of a memmap builds a Python object with metadata; a slice of a plain view of it does not.
+        self._segments = [np.asarray(segment) for segment in segments]
+        self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
+        self._span = span
+        self._length = sequence_length
+
+    def gather(self, indices: np.ndarray) -> Row:
+        starts = self._span.start + (indices % len(self)) * self._length
+        first = np.searchsorted(self._starts, starts, side="right") - 1
+        rows_BxL1 = np.empty((len(indices), self._length + 1), np.int32)
+        for row, start, segment in zip(rows_BxL1, starts.tolist(), first.tolist(), strict=True):
+            filled = 0
+            while filled < len(row):
+                offset = start + filled - int(self._starts[segment])
+                part = self._segments[segment][offset : offset + len(row) - filled]
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+                segment += 1
+        return {
+            "inputs": np.ascontiguousarray(rows_BxL1[:, :-1]),
+            "targets": np.ascontiguousarray(rows_BxL1[:, 1:]),
+        }
+
+
+def padded(values: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, *, length: int, fill: int) -> np.ndarray:
+    """Returns stretches of an array, filled up at their ends: [B, length] of its dtype.
+
+    Args:
+        values: [N], the stretches one after another.
+        starts_B: Where each begins.
+        sizes_B: How long each is, at most `length`.
+        length: Places of a row.
+        fill: What fills them up.
+    """
+    places_L = np.arange(length)
+    inside_BL = places_L < sizes_B[:, None]
+    at_BL = np.where(inside_BL, starts_B[:, None] + places_L, 0)
+    values = values if len(values) else np.zeros(1, values.dtype)
+    return np.where(inside_BL, values[at_BL], values.dtype.type(fill))
+
+
 class SelectedRows(Rows):
     """Some of the rows of a `Rows`, read from it when they are asked for.
 
@@ -191,9 +266,6 @@ class SelectedRows(Rows):
         super().__init__(len(numbers))
         self._rows = rows
         self._numbers = numbers
-
-    def name_of(self, number: int) -> str | None:
-        return self._rows.name_of(int(self._numbers[number]))
 
     def num_tokens(self, numbers: np.ndarray) -> int | None:
         return self._rows.num_tokens(self._numbers[numbers])
@@ -216,9 +288,6 @@ class MappedRows(Rows):
         self.rows = rows
         self._change = change
 
-    def name_of(self, number: int) -> str | None:
-        return self.rows.name_of(number)
-
     def num_tokens(self, numbers: np.ndarray) -> int | None:
         return self.rows.num_tokens(numbers)
 
@@ -229,22 +298,13 @@ class MappedRows(Rows):
         return self.rows.order(seed)
 
 
-class SelectedDataset(grain.MapDataset):
-    """Some of the rows of a dataset that is read row by row.
-
-    Args:
-        rows: All rows.
-        numbers: Which of them, int64 [num_rows].
-    """
+class _SelectedDataset(grain.MapDataset):
+    """Some of the rows of a dataset that is read row by row."""
 
     def __init__(self, rows: grain.MapDataset, numbers: np.ndarray):
         super().__init__()
         self._rows = rows
         self._numbers = numbers
-
-    def origin(self, number: int) -> tuple[grain.MapDataset, int]:
-        """Returns all rows, and a row's number among them."""
-        return self._rows, int(self._numbers[number])
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -254,6 +314,35 @@ class SelectedDataset(grain.MapDataset):
             return self.slice(index)
         # The epoch goes on into the index, so that random transformations draw other numbers in each.
         return self._rows[int(self._numbers[index % len(self)]) + index // len(self) * len(self._rows)]
+
+
+def selected_rows(rows: grain.MapDataset, numbers: np.ndarray) -> grain.MapDataset:
+    """Returns the rows of these numbers (int64 [num_rows]), read when they are asked for."""
+    return SelectedRows(rows, numbers) if isinstance(rows, Rows) else _SelectedDataset(rows, numbers)
+
+
+def evaluated_rows(rows: grain.MapDataset, most: int | None) -> grain.MapDataset:
+    """Returns the rows that are evaluated; see `evaluated_numbers`."""
+    if most is None or most >= len(rows):
+        return rows
+    return selected_rows(rows, evaluated_numbers(len(rows), most))
+
+
+def with_entry(rows: grain.MapDataset, name: str, values: np.ndarray) -> grain.MapDataset:
+    """Adds an entry to rows; their training order stays.
+
+    Args:
+        rows: A finite number of rows with an index; an entry of this name is replaced.
+        name: Name of the entry.
+        values: [num_rows, ...], the value of each row, whatever the epoch.
+    """
+
+    def add(indices: Any, row: Any) -> Any:
+        return {**row, name: values[indices % len(values)]}
+
+    if isinstance(rows, Rows):
+        return MappedRows(rows, lambda found, indices: add(indices, found))
+    return rows.map_with_index(add)
 
 
 def mean_tokens(rows: Any) -> float | None:
@@ -276,24 +365,14 @@ def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grai
     Raises:
         DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
     """
-    if _has_own_order(rows):
-        raise DataError(
-            f"validation={share:g} would take rows out of a weighted mixture; give the rows for validation themselves"
-        )
     count = max(1, round(len(rows) * share))
-    if count >= len(rows):
-        raise DataError(
-            f"validation={share:g} of {len(rows)} rows leaves none to train on; give more rows, or a smaller share"
-        )
+    if _is_weighted(rows) or count >= len(rows):
+        why = "takes rows out of a weighted mixture" if _is_weighted(rows) else "leaves none to train on"
+        raise DataError(f"validation={share:g} of {len(rows)} rows {why}; give the rows for validation themselves")
     order = np.random.default_rng(np.random.SeedSequence(seed % 2**64)).permutation(len(rows))
     # Each part in the order of the rows, so that a file is read forwards.
     train, validation = np.sort(order[count:]), np.sort(order[:count])
     return selected_rows(rows, train), selected_rows(rows, validation)
-
-
-def selected_rows(rows: grain.MapDataset, numbers: np.ndarray) -> grain.MapDataset:
-    """Returns the rows of these numbers (int64 [num_rows]), read when they are asked for."""
-    return SelectedRows(rows, numbers) if isinstance(rows, Rows) else SelectedDataset(rows, numbers)
 
 
 def training_order(rows: grain.MapDataset, seed: int) -> Order:
@@ -311,18 +390,12 @@ def training_order(rows: grain.MapDataset, seed: int) -> Order:
         return rows.order(seed)
     if isinstance(rows, _one_to_one()):
         return training_order(rows.parents[0], seed)
-    if any(map(_has_own_order, rows.parents)):
-        name = type(rows).__name__.removesuffix("MapDataset").strip("_")
+    if _is_weighted(rows):
         raise DataError(
-            f"the transformation {name} loses the weights of a mixture, whose rows it moves, drops or repeats; only "
-            ".map, .map_with_index and .random_map keep them: apply it to each part before ConcatenatedRows instead"
+            f"{type(rows).__name__} loses the weights of a mixture; only .map, .map_with_index and .random_map keep "
+            "them: apply it to each part before ConcatenatedRows instead"
         )
     return functools.partial(permuted, num_rows=len(rows), seed=seed)
-
-
-def made_from(rows: grain.MapDataset) -> grain.MapDataset | None:
-    """Returns the rows that a transformation of grain made these from, row by row; None: it is another."""
-    return rows.parents[0] if isinstance(rows, _one_to_one()) else None
 
 
 @functools.cache
@@ -333,60 +406,69 @@ def _one_to_one() -> tuple[type, ...]:
     return tuple(map(type, (rows.map(id), rows.map_with_index(max), drawn, rows.seed(0))))
 
 
-def _has_own_order(rows: grain.MapDataset) -> bool:
+def _is_weighted(rows: grain.MapDataset) -> bool:
     if isinstance(rows, MappedRows):
-        return _has_own_order(rows.rows)
-    if isinstance(rows, ConcatenatedRows):
-        return rows.is_weighted
+        return _is_weighted(rows.rows)
     if isinstance(rows, Rows):
-        return type(rows).order is not Rows.order
-    return any(map(_has_own_order, rows.parents))
+        return isinstance(rows, ConcatenatedRows) and rows.is_weighted
+    return any(map(_is_weighted, rows.parents))
 
 
-def _check_weights(parts: Sequence[Rows], weights: Sequence[float]) -> None:
-    if len(weights) != len(parts):
-        raise DataError(f"{len(parts)} parts have {len(weights)} weights; give one weight for each part")
-    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        if not (math.isfinite(weight) and weight > 0):
-            raise DataError(f"weight {i} of the parts is {weight}; give a number above 0, or leave the part out")
-        if len(part) == 0:
-            raise DataError(f"part {i} has no rows to take with its weight {weight}; leave it out")
+def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
+    """Yields the first rows of a source as people read them: text with and without a loss.
+
+    Args:
+        rows: Any rows with an index, whose targets are their tokens one place later.
+        count: How many at most.
+        tokenizer: Made the ids; None: the ids are shown.
+
+    Yields:
+        JSON values: number, length (L, of each answer for a pair) and parts (a conversation, an answer of a pair or a
+        text): name, tokens, trained (how many of them have a loss), places (how many of the L places it takes) and
+        spans: text, ids and trained of neighbouring tokens that all have a loss, or all have none.
+
+    Raises:
+        DataError: The rows are of another form.
+    """
+    for number in range(min(count, len(rows))):
+        row = rows[number]
+        inputs: Any = row.get("inputs")
+        targets: Any = row.get("targets")
+        segments: Any = None
+        if isinstance(inputs, Mapping):
+            segments, inputs = inputs.get("segments"), inputs.get("tokens")
+        shape = getattr(inputs, "shape", None)
+        is_known = shape is not None and (len(shape) == 1 or (len(shape) == 2 and shape[0] == 2))
+        if not is_known or inputs.dtype.kind not in "iu" or shape != getattr(targets, "shape", None):
+            raise DataError("rows are shown where their targets are tokens, one for each token of the inputs")
+        trained = targets >= 0
+        if row.get("weights") is not None:
+            trained &= np.broadcast_to(row["weights"] > 0, shape)
+        if len(shape) == 2:
+            places: dict[str, Any] = {"chosen": 0, "rejected": 1}
+        elif segments is None:
+            places = {"text": slice(None)}
+        else:
+            places = {f"conversation {k}": segments == k for k in range(1, int(segments.max(initial=0)) + 1)}
+        parts = [_part(name, inputs[at], targets[at], trained[at], tokenizer) for name, at in places.items()]
+        yield {"number": number, "length": shape[-1], "parts": parts}
 
 
-def _array(path: Any, value: Any) -> np.ndarray:
-    check_unmasked(value, f"ArrayRows: {path_name(path)} is an array")
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
-    if array.dtype.kind in "OUSMm":
-        raise DataError(
-            f"{path_name(path)} holds {shown(array.flat[0]) if array.size else array.dtype}, which no device can take; "
-            "give an array of numbers (ids for text and classes)"
-        )
-    return array
-
-
-def _row_kind(rows: Rows) -> str:
-    """Returns the entries of a row with their dtypes and shapes, as text."""
-    leaves = jax.tree_util.tree_leaves_with_path(rows[0])
-    return ", ".join(f"{path_name(path)} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves)
-
-
-def _put(chosen: np.ndarray, column: np.ndarray, values: np.ndarray) -> None:
-    """Writes `values` into the chosen places of a column."""
-    column[chosen] = values
-
-
-class _Positions(grain.MapDataset):
-    """A dataset whose element p is (part, p), from which a mixture finds the part and the row of each position."""
-
-    def __init__(self, part: int):
-        super().__init__()
-        self._part = part
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._part, index
+def _part(
+    name: str, inputs: np.ndarray, targets: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    if trained.any():
+        # What follows the last token with a loss fills the row up.
+        end = int(np.flatnonzero(trained)[-1]) + 1
+        inputs, targets, trained = inputs[:end], targets[:end], trained[:end]
+    ids = np.concatenate([inputs[:1], targets])
+    # A target that is left out by a negative number is still there as the next input.
+    ids[1:-1] = inputs[1:]
+    has_loss = np.concatenate([[False], trained])
+    borders = [0, *(np.flatnonzero(np.diff(has_loss)) + 1).tolist(), len(ids)]
+    spans = []
+    for a, b in itertools.pairwise(borders):
+        span = ids[a:b].tolist()
+        text = " ".join(map(str, span)) if tokenizer is None else tokenizer.decode(span)
+        spans.append({"text": text, "ids": span, "trained": bool(has_loss[a])})
+    return {"name": name, "spans": spans, "tokens": len(ids), "trained": int(has_loss.sum()), "places": len(inputs)}

@@ -1,22 +1,70 @@
-"""Streams of token ids: text encoded into compact arrays, checked, and split into training and validation."""
+"""Documents of text, and the streams of token ids that they become: compact arrays, split for evaluation."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
-from jaxtrain.data.documents import Documents
-from jaxtrain.data.end_of_text import named_end
-from jaxtrain.data.examples import check_leaves_rows
+from jaxtrain.data.permutation import num_held_out
 from jaxtrain.data.skipped import SkippedRecords
-from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
+from jaxtrain.data.tokenizer import BpeTokenizer, Tokenizer, build_tokenizer, encode_all, named_end, tokenizer_sha256
 from jaxtrain.errors import DataError
 
 # Characters that are encoded at a time: enough to use every core, and few enough for their ids as Python objects.
 _CHUNK_CHARACTERS = 4 * 2**20
+# Folders beside the standard library's source that hold tests, generated files or other packages.
+_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts that can be read more than once.
+
+    Attributes:
+        label: Name of the texts in messages.
+        files: (name, size in bytes) of each file, the same on every machine that has the data.
+        read: Starts a pass over the texts.
+        skipped: Counts the bad records of the last pass; None: a bad record is an error.
+    """
+
+    label: str
+    files: tuple[tuple[str, int], ...]
+    read: Callable[[], Iterator[str]]
+    skipped: SkippedRecords | None = None
+
+
+def builtin_documents(name: str) -> Documents:
+    """Returns `python_prose`, the language reference, or `python_source`, the standard library, of this Python."""
+    if name == "python_prose":
+        return Documents("built-in python_prose", (), _read_prose)
+    return Documents(f"built-in python_source of Python {sys.version.split()[0]}", (), _read_source)
+
+
+def _read_prose() -> Iterator[str]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield topics[name]
+
+
+def _read_source() -> Iterator[str]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    named = sorted((path.relative_to(library).as_posix(), path) for path in library.rglob("*.py"))
+    for name, path in named:
+        # The few files in other encodings are fixtures; skipping them loses no text.
+        if _NOT_SOURCE.isdisjoint(name.split("/")):
+            try:
+                text = path.read_bytes().decode("utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if text:
+                yield text
 
 
 @dataclass(frozen=True)
@@ -56,15 +104,29 @@ def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[n
 
     Args:
         texts: The documents.
-        tokenizer: Its end-of-text id follows each document, or a newline where it has none.
+        tokenizer: Encodes them; each is followed by its end of text, or by a newline where it has none.
 
     Yields:
         The ids of each document of a chunk, uint16 or uint32 [num_tokens].
     """
     mark = tokenizer.encode("\n") if tokenizer.end_of_text is None else np.array([tokenizer.end_of_text])
     dtype = token_dtype(tokenizer.vocab_size)
-    for chunk in _chunks(texts):
+    for chunk in chunks(texts, len, most=_CHUNK_CHARACTERS):
         yield [np.concatenate([ids, mark]).astype(dtype) for ids in encode_all(tokenizer, chunk)]
+
+
+def chunks(found: Iterable[Any], size_of: Callable[[Any], int], *, most: int) -> Iterator[list[Any]]:
+    """Yields what is found in lists whose sizes add up to `most` or a little more."""
+    chunk: list[Any] = []
+    size = 0
+    for one in found:
+        chunk.append(one)
+        size += size_of(one)
+        if size >= most:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
@@ -72,8 +134,9 @@ def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], 
 
     As GPT-2's and TinyStories' files do. Only a name with bars (`<|endoftext|>`) is looked for: `</s>` is also HTML.
     """
-    end = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.end_of_text
-    name = None if end is None else tokenizer.token_name(end)  # pyright: ignore[reportAttributeAccessIssue] no bytes
+    name = None
+    if isinstance(tokenizer, BpeTokenizer) and tokenizer.end_of_text is not None:
+        name = tokenizer.token_name(tokenizer.end_of_text)
     if not isinstance(config, TextData) or config.path is None or name is None or not name.startswith("<|"):
         yield from texts
         return
@@ -81,19 +144,6 @@ def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], 
         parts = text.split(name)
         # What follows the last one is mostly a line end.
         yield from (part for part in parts if part.strip() or len(parts) == 1)
-
-
-def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
-    size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text)
-        if size >= _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def encoded_source(
@@ -123,28 +173,21 @@ def encoded_source(
         raise DataError(f"{documents.label} holds no document; give a file with text")
     if documents.skipped is not None:
         documents.skipped.tell()
-    tokens = np.concatenate(encoded)
     return TokenSource(
-        segments=(tokens,),
+        segments=(np.concatenate(encoded),),
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer,
         label=documents.label,
         num_documents=num_documents,
-        identity=_identity(config, documents, digest.hexdigest(), tokenizer),
+        identity={
+            "kind": config.kind,
+            "files": [list(file) for file in documents.files],
+            "tokens_sha256": digest.hexdigest(),
+            "tokenizer_sha256": tokenizer_sha256(tokenizer),
+            **named_end(tokenizer),
+        },
         skipped=documents.skipped,
     )
-
-
-def _identity(
-    config: TextData | JsonlData | DocumentsData, documents: Documents, content: str, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    return {
-        "kind": config.kind,
-        "files": [list(file) for file in documents.files],
-        "tokens_sha256": content,
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        **named_end(tokenizer),
-    }
 
 
 @dataclass(frozen=True)
@@ -174,15 +217,11 @@ def split_tokens(source: TokenSource, *, sequence_length: int, validation_fracti
         ConfigError: The fraction is 1.
         DataError: There are too few tokens for a row in each part.
     """
-    check_leaves_rows(validation_fraction)
-    total = source.num_tokens
-    row = sequence_length + 1
-    held_out = max(round(total * validation_fraction), row) if validation_fraction else 0
+    total, row = source.num_tokens, sequence_length + 1
+    held_out = num_held_out(total, validation_fraction, least=row)
     if total - held_out < row:
-        fix = f"set data.sequence_length to at most {total // (2 if held_out else 1) - 1}" if total >= 4 else "add text"
         parts = "one training and one validation row" if held_out else "one row"
-        if held_out and total >= row:
-            fix += " (or, to evaluate a trained run on all rows, data.validation_fraction=1)"
+        fix = f"set data.sequence_length to at most {total // (2 if held_out else 1) - 1}" if total >= 4 else "add text"
         raise DataError(
             f"{source.label} has {total} tokens, too few for {parts} of sequence_length {sequence_length}; {fix}"
         )

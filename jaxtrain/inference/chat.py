@@ -6,10 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.encoding import chat_encoder
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.chat.masks import prompt_text
-from jaxtrain.data.chat.templates import compile_template
+from jaxtrain.data.chat.templates import ChatFormat, chat_encoder, compile_template, prompt_text
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import generate_ids, room_for_new_tokens

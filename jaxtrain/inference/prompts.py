@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.special import NamedTokens, special_ids
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import decoder_of
 from jaxtrain.models.model import Model

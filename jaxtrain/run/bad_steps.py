@@ -22,7 +22,6 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.digest import shard_sums
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.schema import SpikesConfig
-from jaxtrain.data.row_names import row_name
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import CorruptionError
 from jaxtrain.layout.state_entries import counting_dims
@@ -166,9 +165,7 @@ class BadSteps:
         found["rows"] = []
         if not found["parameters"] and not found["model_state"]:  # else every row would be at fault
             for place, entries in self._rows_with(batch)[:_LISTED]:
-                index = int(numbers[place])
-                source = row_name(self._run.data.train, index)
-                found["rows"].append({"place": place, "not_finite": entries, "row": index, "source": source})
+                found["rows"].append({"place": place, "not_finite": entries, "row": int(numbers[place])})
         return found
 
     def _counted(self, tree: Any) -> dict[str, jax.Array]:
@@ -223,8 +220,7 @@ def _line(found: Mapping[str, Any], path: Path) -> str:
 
 
 def _row_text(row: Mapping[str, Any]) -> str:
-    parts = [*filter(None, [row["source"]]), *(f"{entry} not finite" for entry in row["not_finite"])]
-    return f"{row['row']} ({', '.join(parts)})"
+    return f"{row['row']} ({', '.join(f'{entry} not finite' for entry in row['not_finite'])})"
 
 
 def _array_text(row: Mapping[str, Any]) -> str:

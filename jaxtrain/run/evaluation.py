@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, Data, prefetch
-from jaxtrain.data.evaluated import evaluated_numbers, evaluated_rows
-from jaxtrain.data.rows import selected_rows
+from jaxtrain.data.permutation import evaluated_numbers
+from jaxtrain.data.rows import evaluated_rows, selected_rows
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.media import thumbnail
 from jaxtrain.metrics.progress import Progress

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 
 from jaxtrain.data import prefetch
-from jaxtrain.data.prefetch import queue_depth
+from jaxtrain.data.batches import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps, CheckedStep

@@ -27,7 +27,7 @@ from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.images import centered_images, image_files, normalized, published_images
 from jaxtrain.data.sources.tables import read_input_columns, scaled_like
-from jaxtrain.data.text.framed import framed_tokens, framed_words, text_rows, word_rows
+from jaxtrain.data.text.frame import framed_tokens, framed_words, text_rows, word_rows
 from jaxtrain.data.text.records import list_of, read_records, text_of
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.interop.pretrained import load_pretrained

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxtrain.data.chat.formats import format_of_reading
+from jaxtrain.data.chat.templates import format_of_reading
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.published import published_family, published_settings
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.formats import published_format
+from jaxtrain.data.chat.templates import published_format
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.chat import answer_ends, encode_questions

@@ -9,17 +9,22 @@ from typing import Any
 from jaxtrain.config.data import LabelledTextData, TaggedTextData, TextPairData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.formats import (
+from jaxtrain.data.chat.templates import (
     ChatFormat,
     files_beside,
     format_of_reading,
     published_format,
     published_tokens,
 )
-from jaxtrain.data.special import NamedTokens, special_ids
-from jaxtrain.data.text.frame import make_frame
-from jaxtrain.data.text.frame_file import framed_file
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer_text, tokenizer_sha256
+from jaxtrain.data.text.frame import framed_file, make_frame
+from jaxtrain.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    NamedTokens,
+    load_tokenizer_text,
+    special_ids,
+    tokenizer_sha256,
+)
 from jaxtrain.inference.prompts import encoder_prompts
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.interop.companions import GENERATION, SETTINGS, TEMPLATE, TEXT_FILES, Texts

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.chat.templates import ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference import chat
 

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.chat.formats import BUILT_IN
+from jaxtrain.data.chat.templates import BUILT_IN
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference.generate import generate_ids
 from jaxtrain.inference.server.app import build_app

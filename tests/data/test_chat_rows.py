@@ -8,9 +8,9 @@ import pytest
 from chat_files import ENCODER, FOLDER, TOKENIZER, messages, write_rows
 
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.python_docs import documented
+from jaxtrain.data.chat.conversations import documented
 from jaxtrain.data.chat.rows import packed
-from jaxtrain.data.shown import shown_row
+from jaxtrain.data.rows import shown_row
 from jaxtrain.errors import ConfigError, DataError
 
 PAIR = {"prompt": "Who?", "chosen": "A model.", "rejected": "A man."}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jaxtrain.data.row_names import row_name
 
 import jaxtrain as jt
 from jaxtrain.config import load_config
@@ -21,9 +22,8 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.sources.texts import documents_of
-from jaxtrain.data.row_names import row_name
 from jaxtrain.data.rows import ConcatenatedRows, MappedRows, SelectedRows, selected_rows
+from jaxtrain.data.sources.texts import documents_of
 from jaxtrain.data.tokens import token_dtype
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.train.assemble import assemble, open_run_data

@@ -9,8 +9,7 @@ from tokenizers import Tokenizer as Model
 
 from jaxtrain.config.data import JsonlData, TokenizerConfig
 from jaxtrain.data import Tokenizer, build_tokenizer, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.special import special_ids
-from jaxtrain.data.tokenizer import _PIECE_CHARACTERS, encode_all, tokenizer_sha256
+from jaxtrain.data.tokenizer import _PIECE_CHARACTERS, encode_all, special_ids, tokenizer_sha256
 from jaxtrain.errors import DataError
 
 TEXTS = [

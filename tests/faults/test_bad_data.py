@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jaxtrain.data.row_names import row_name
 
 from jaxtrain.cli import main
 from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenData, TokenizerConfig
 from jaxtrain.data import Batches, open_data, prefetch
 from jaxtrain.data import files as data_files
-from jaxtrain.data.sources.texts import documents_of
 from jaxtrain.data.files import find_files
-from jaxtrain.data.row_names import row_name
 from jaxtrain.data.sources.prepare import prepare_tokens
+from jaxtrain.data.sources.texts import documents_of
 from jaxtrain.errors import DataError
 
 PIL = pytest.importorskip("PIL.Image")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
+from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineFull, Request
 from jaxtrain.inference.engine.ticket import OnEvent, Ticket

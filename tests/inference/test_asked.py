@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
+from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.harness.asked import AskedModel

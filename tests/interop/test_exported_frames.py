@@ -10,10 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.config.data import TokenizerConfig
-from jaxtrain.data.special import special_ids
-from jaxtrain.data.text.frame import fill_frame, make_frame
-from jaxtrain.data.text.frame_file import framed_file
-from jaxtrain.data.tokenizer import BpeTokenizer, build_tokenizer, load_tokenizer_text
+from jaxtrain.data.text.frame import fill_frame, framed_file, make_frame
+from jaxtrain.data.tokenizer import BpeTokenizer, build_tokenizer, load_tokenizer_text, special_ids
 from jaxtrain.interop.companions import Texts, companions
 from jaxtrain.interop.save import Origin
 from jaxtrain.run.export import export_run

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.data.files import decode_utf8, reading
 from jaxtrain.data.formats.reader import Cells, Column, check_columns
-from jaxtrain.data.json_line import json_object
+from jaxtrain.data.skipped import json_object
 
 # Files of a source that are open at a time: a process has 1,024 handles unless it is told otherwise.
 _MOST_OPEN = 128

@@ -7,8 +7,7 @@ import numpy as np
 
 from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file, read_lines, reading
 from jaxtrain.data.formats.reader import Cells, Column, check_columns
-from jaxtrain.data.json_line import json_object
-from jaxtrain.data.skipped import BadRecordError
+from jaxtrain.data.skipped import BadRecordError, json_object
 
 
 class LineReader:

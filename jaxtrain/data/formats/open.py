@@ -13,7 +13,7 @@ from jaxtrain.data.formats.csv import CsvReader
 from jaxtrain.data.formats.lines import LineReader, TextReader, pass_over_lines
 from jaxtrain.data.formats.reader import Cells, Column, JoinedReader, Reader, pass_over
 from jaxtrain.data.formats.tar import TarReader
-from jaxtrain.data.skipped import BadRecordError
+from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
 from jaxtrain.errors import DataError
 
 
@@ -153,3 +153,38 @@ def pass_over_file(
         yield from pass_over_lines(file.path, columns, bad=bad)
     else:
         yield from pass_over(open_file(file, columns), bad)
+
+
+def good_rows(
+    files: Sequence[DataFile],
+    columns: Sequence[Column],
+    read: Callable[[Cells, str], Any],
+    *,
+    skipped: SkippedRecords | None,
+) -> Iterator[Any]:
+    """Yields what `read(row, where)` makes of each row; where `skipped` is given, bad rows are left out and counted.
+
+    Raises:
+        DataError: A file is damaged, a row is bad and may not be skipped, or too many are.
+    """
+    num_rows = num_bad = 0
+    named: list[str] = []
+
+    def leave_out(error: BadRecordError) -> None:
+        nonlocal num_bad
+        if skipped is None:
+            raise error
+        num_bad += 1
+        named.extend([without_advice(error)] if num_bad <= NAMED else [])
+
+    for file in files:
+        for where, row in pass_over_file(file, columns, bad=leave_out):
+            try:
+                found = read(row, where)
+            except BadRecordError as error:
+                leave_out(error)
+            else:
+                num_rows += 1
+                yield found
+    if skipped is not None:
+        skipped.set(named, num_bad, of=num_rows + num_bad)

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 
 from jaxtrain.config.data import DigitsData, SyntheticData
-from jaxtrain.data.examples import split_examples
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.rows import ArrayRows, Row, Rows
 from jaxtrain.data.sources.dataset import Data, example_data
 from jaxtrain.data.sources.streams import SYNTHETIC_SEED

@@ -114,8 +114,8 @@ def called_data(made: Any, *, label: str) -> Data:
     parts = made if isinstance(made, Mapping) and "train" in made else {"train": made}
     if not all(isinstance(part, Mapping) and "inputs" in part for part in parts.values() if part is not None):
         raise DataError(
-            f"data.call={label} returned {_kind(made)}; return a jaxtrain.Data, {{'inputs': x, 'targets': y}} with rows "
-            "first, or {'train': {...}, 'validation': {...}} of such dicts"
+            f"data.call={label} returned {_kind(made)}; return a jaxtrain.Data, {{'inputs': x, 'targets': y}}, "
+            "rows first, or {'train': {...}, 'validation': {...}} of such dicts"
         )
     data = data_of(parts["train"], validation=parts.get("validation"))
     sides = [data.train.columns] + ([] if data.validation is None else [data.validation.columns])  # pyright: ignore
@@ -258,8 +258,8 @@ def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str
 def _with_share(data: Data, share: float, *, seed: int) -> Data:
     if not 0 < share < 1 or data.validation is not None or isinstance(data.train, BatchStream):
         raise ConfigError(
-            f"validation={share:g} takes a share between 0 and 1 of rows with an index that have no held-out rows; give "
-            "the rows for validation themselves: validation={'inputs': x, 'targets': y}"
+            f"validation={share:g} takes a share between 0 and 1 of rows with an index, which have no held-out ones; "
+            "give the rows themselves: validation={'inputs': x, 'targets': y}"
         )
     from jaxtrain.data.rows import split_rows
 

@@ -11,15 +11,15 @@ import grain
 import numpy as np
 
 from jaxtrain.config.data import ImageFolderData, ImageRecordsData
-from jaxtrain.data.examples import matching_reading, split_examples
 from jaxtrain.data.files import files_below, require_folder
 from jaxtrain.data.formats.arrow import with_names
-from jaxtrain.data.formats.open import DataFile, find_rows, named_classes, open_file, open_rows, pass_over_file
+from jaxtrain.data.formats.open import find_rows, named_classes, open_file, open_rows, pass_over_file
 from jaxtrain.data.formats.reader import Reader, good_value, missing_column
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.rows import grain_seed
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
 from jaxtrain.data.sources.dataset import Data, example_data
-from jaxtrain.data.text.labels import check_labelled, class_name, class_names, numbered, saved_classes, unlabelled
+from jaxtrain.data.text.records import class_name, class_names, numbered, saved_classes
 from jaxtrain.errors import DataError
 from jaxtrain.published.image_processor import ImageProcessing
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-_TRAIN, _VALIDATION = "train", "val"
 # Names, in lower case, of folders that are parts of a dataset and no classes.
 _PARTS = ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")
 # Usual names of columns.
@@ -50,8 +49,8 @@ _CENTER = 224 / 256
 _ORIENTATION, _ON_SIDE = 0x0112, (5, 6, 7, 8)
 
 Box = tuple[float, float, float, float]
-# An image: its file (which names the row; None: the reader does), and its number.
-_Element = tuple[Path | None, int]
+# Number of an image -> what it is called in messages, and its file or its bytes as a file in memory.
+_Encoded = Callable[[int], tuple[str, Any]]
 
 
 def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Data:
@@ -74,15 +73,14 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
             decoded and is not to be skipped, or too many were skipped.
     """
     root = require_folder(config.path, what="data.path")
-    reading = matching_reading(reading, kind=config.kind)
-    parted = (root / _TRAIN).is_dir()
-    folder = root / _TRAIN if parted else root
-    classes = _classes(folder) if reading is None else list(reading["classes"])
-    owner = f"{_TRAIN}/" if reading is None else "the run"
-    listed = _listed(folder, classes, owner=owner, may_lack=reading is not None)
-    if parted and (root / _VALIDATION).is_dir():
+    parted = (root / "train").is_dir()
+    folder = root / "train" if parted else root
+    classes = saved_classes(reading, config.kind)
+    listed = _listed(folder, classes or _classes(folder), may_lack=classes is not None)
+    classes = classes or _classes(folder)
+    if parted and (root / "val").is_dir():
         # A validation folder may lack a rare class; a training folder of a class without images is a mistake.
-        held_out = _listed(root / _VALIDATION, classes, owner=owner, may_lack=True)
+        held_out = _listed(root / "val", classes, may_lack=True)
         sides = np.arange(len(listed)), len(listed) + np.arange(len(held_out))
         listed += held_out
     else:
@@ -90,19 +88,15 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
     digest = hashlib.sha256()
     for path, label in listed:
         # Names and sizes: hashing the pixels of ImageNet would take half an hour at every start.
-        name = f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0{label}\n"
-        digest.update(name.encode("utf-8", errors="surrogateescape"))
-    skipped = skipped_records(str(root), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
-    paths, targets = [path for path, _ in listed], np.array([label for _, label in listed], np.int32)
-    not_read = [f"{name}/" for name in _folders(root) if name not in (_TRAIN, _VALIDATION)] if parted else []
+        digest.update(_bytes(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0{label}\n"))
     return _image_data(
         config,
-        [_Images(paths, targets, side, config.image_size, skipped, str(root)) for side in sides],
-        [[(paths[number], i) for i, number in enumerate(side)] for side in sides],
+        lambda number: (str(listed[number][0]), listed[number][0]),
+        np.array([label for _, label in listed], np.int32),
+        sides,
         seed=seed,
         identity={"files_sha256": digest.hexdigest()},
         classes=classes,
-        more=[f"not read: {few(not_read)} beside {_TRAIN}/"] if not_read else [],
     )
 
 
@@ -132,31 +126,29 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
         # A shard may hold .jpg beside .png; a row of both is read as the first row is.
         image = ";".join(dict.fromkeys([image, *_IMAGES]))
     reader = open_rows(files, [("image", image)], label=config.path)
-    found, places = _labels(files, label)
-    own = saved_classes(matching_reading(reading, kind=config.kind), config.kind)
-    named = named_classes(files[0], label)
-    without = unlabelled(found, own or named)
-    labelled = [name for name, is_left in zip(found, without, strict=True) if not is_left]
-    classes = class_names(labelled, label=config.path, known=own, named=named)
-    if own is None and len(classes) < 2:
+    own, named = saved_classes(reading, config.kind), named_classes(files[0], label)
+    found: list[list[str]] = [
+        [
+            class_name(with_names(row[label], named or ()), where=where, column=label)
+            for file in part
+            for where, row in pass_over_file(file, [("label", label)])
+        ]
+        for part in parts
+    ]
+    together = [name for part in found for name in part]
+    classes = class_names(together, label=config.path, known=own, named=named)
+    if len(classes) < 2:
         raise DataError(f"{config.path} has images of one class ('{classes[0]}'); set data.label to another column")
-    targets = np.zeros(len(found), np.int32)
-    targets[~without] = numbered(labelled, classes)
-    if len(parts) > 1:
-        first = len(open_rows(parts[0], [("label", label)], label=config.path))
-        train, validation = np.arange(first), np.arange(first, len(targets))
-    else:
-        train, validation = split_examples(
-            len(targets), validation_fraction=config.validation_fraction, label=config.path
-        )
-    if own is None:
-        check_labelled([found[i] for i in train], without[train], lambda i: places[train[i]], column=label)
-    sides = [side[~without[side]] for side in (train, validation)]
-    skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
+    sides = np.arange(len(found[0])), np.arange(len(found[0]), len(together))
+    if len(parts) == 1:
+        fraction = config.validation_fraction
+        sides = split_examples(len(together), validation_fraction=fraction, label=config.path)
+    targets = numbered(together, classes)
     return _image_data(
         config,
-        [_Images((reader, image), targets, side, config.image_size, skipped, config.path) for side in sides],
-        [[(None, i) for i in range(len(side))] for side in sides],
+        lambda number: _encoded(reader, image, number),
+        targets,
+        sides,
         seed=seed,
         identity={
             "files": [file.identity for file in files],
@@ -169,33 +161,30 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
 
 def _image_data(
     config: ImageFolderData | ImageRecordsData,
-    images: "Sequence[_Images]",
-    elements: Sequence[Sequence[_Element]],
+    encoded: _Encoded,
+    targets: np.ndarray,
+    sides: tuple[np.ndarray, np.ndarray],
     *,
     seed: int,
     identity: dict[str, Any],
     classes: list[str],
-    more: Sequence[str] = (),
 ) -> Data:
-    sources, size = [grain.MapDataset.source(side) for side in elements], config.image_size
-    train = (
-        sources[0].random_map(_Augmented(images[0]), seed=grain_seed(seed))
-        if config.augment
-        else sources[0].map(_Centered(images[0]))
-    )
-    names = "\0".join(classes).encode("utf-8", errors="surrogateescape")
-    skipped, label = images[0].skipped, images[0].label
+    size, path = config.image_size, config.path
+    skipped = skipped_records(path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
+    images = [_Images(encoded, targets, side, size, skipped) for side in sides]
+    train, validation = (grain.MapDataset.source(range(len(side))) for side in sides)
+    crops = train.random_map(_Augmented(images[0]), seed=grain_seed(seed)) if config.augment else None
     return example_data(
-        train,
-        sources[1].map(_Centered(images[1])) if len(elements[1]) else None,
+        train.map(_Centered(images[0])) if crops is None else crops,
+        validation.map(_Centered(images[1])) if len(sides[1]) else None,
         identity={
             "kind": config.kind,
-            "classes_sha256": hashlib.sha256(names).hexdigest(),
+            "classes_sha256": hashlib.sha256(_bytes("\0".join(classes))).hexdigest(),
             **identity,
             "image_size": size,
             "augment": config.augment,
         },
-        description=(f"{label}: images of {len(classes)} classes ({few(classes)}), {size}x{size} pixels", *more),
+        description=(f"{path}: images of {len(classes)} classes ({_few(classes)}), {size}x{size} pixels",),
         num_outputs=len(classes),
         input_shape=(size, size, 3),
         reading={"kind": config.kind, "classes": classes},
@@ -221,8 +210,12 @@ def centered_images(files: Sequence[Path], *, image_size: int) -> grain.MapDatas
     Reading a row raises a DataError where the image cannot be decoded.
     """
     numbers = np.arange(len(files))
-    images = _Images(files, np.zeros(len(files), np.int32), numbers, image_size, None, "the images")
-    return grain.MapDataset.source([(file, i) for i, file in enumerate(files)]).map(_Centered(images))
+    images = _Images(lambda number: (str(files[number]), files[number]), numbers, numbers, image_size, None)
+    return grain.MapDataset.source(range(len(files))).map(_Centered(images))
+
+
+def _bytes(names: str) -> bytes:
+    return names.encode("utf-8", errors="surrogateescape")  # names of files need not be UTF-8
 
 
 def _folders(folder: Path) -> list[str]:
@@ -232,23 +225,18 @@ def _folders(folder: Path) -> list[str]:
 def _classes(folder: Path) -> list[str]:
     classes = _folders(folder)
     if len(classes) < 2:
-        raise DataError(
-            f"{folder} holds {len(classes)} class folders; give a folder with one folder per class, at least 2"
-        )
+        raise DataError(f"{folder} holds {len(classes)} class folders; give one folder per class, at least 2")
     parts = [name for name in classes if name.lower() in _PARTS]
     if len(parts) > 1 and all(_folders(folder / name) for name in parts):
-        raise DataError(
-            f"{folder} holds {' and '.join(parts)}, which are named as parts of a dataset and not as classes; name "
-            f"them {_TRAIN}/ and {_VALIDATION}/, or give one of them as data.path"
-        )
+        raise DataError(f"{folder} holds {' and '.join(parts)}, which are no classes; name them train/ and val/")
     return classes
 
 
-def _listed(folder: Path, classes: Sequence[str], *, owner: str, may_lack: bool) -> list[tuple[Path, int]]:
+def _listed(folder: Path, classes: Sequence[str], *, may_lack: bool) -> list[tuple[Path, int]]:
     """Returns the images of a folder of class folders, with the number of their class."""
-    for name in _folders(folder):
-        if name not in classes:
-            raise DataError(f"{folder / name} is a class that {owner} does not have; its classes are {few(classes)}")
+    unknown = next((name for name in _folders(folder) if name not in classes), None)
+    if unknown is not None:
+        raise DataError(f"{folder / unknown} is a class that training does not have; its classes are {_few(classes)}")
     listed: list[tuple[Path, int]] = []
     for label, name in enumerate(classes):
         if (folder / name).is_dir() or not may_lack:
@@ -256,8 +244,7 @@ def _listed(folder: Path, classes: Sequence[str], *, owner: str, may_lack: bool)
     return listed
 
 
-def few(names: Sequence[str]) -> str:
-    """Returns the first names of a list, as text."""
+def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
@@ -271,67 +258,49 @@ def _column(reader: Reader, key: str, given: str | None, usual: Sequence[str]) -
     return name
 
 
-def _labels(files: Sequence[DataFile], column: str) -> tuple[list[str], list[str]]:
-    """Returns the class of each image, and where it is: a pass over the column of the classes alone."""
-    found, places = [], []
-    for file in files:
-        names = named_classes(file, column)
-        for where, row in pass_over_file(file, [("label", column)]):
-            value = row[column] if names is None else with_names(row[column], names)
-            found.append(class_name(value, where=where, column=column))
-            places.append(where)
-    return found, places
+def _encoded(reader: Reader, column: str, number: int) -> tuple[str, Any]:
+    """Returns where an image is from, and its bytes as a file."""
+    name, value = reader.name_of(number), reader.rows([number])[0][column]
+    # `datasets` keeps an image as its bytes and the path that it had.
+    value = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(value, bytes):
+        raise BadRecordError(
+            f"{name} column '{column.partition(';')[0]}' holds a value of type {type(value).__name__}, not an encoded "
+            "image; set data.image, or save the images themselves and not their paths"
+        )
+    return f"in {name}", io.BytesIO(value)
 
 
 class _Images:
-    """Reads the images of one side of the split; the next good one takes the place of a bad one that is skipped.
+    """Reads images of one side of the split; the next good one takes the place of a bad one that is skipped.
 
     Args:
-        source: Files, or a reader and its column of encoded images.
+        encoded: Finds an image.
         targets: Class of each image, int32.
         numbers: Which of them are on this side, int64.
         size: Side of the square that they are scaled to, in pixels.
         skipped: Counts the bad ones; None: a bad one is an error.
-        label: What the user called the images.
     """
 
     def __init__(
-        self,
-        source: Sequence[Path] | tuple[Reader, str],
-        targets: np.ndarray,
-        numbers: np.ndarray,
-        size: int,
-        skipped: SkippedRecords | None,
-        label: str,
+        self, encoded: _Encoded, targets: np.ndarray, numbers: np.ndarray, size: int, skipped: SkippedRecords | None
     ):
-        self._source, self._targets, self._numbers = source, targets, numbers
-        self._size, self.skipped, self.label = size, skipped, label
+        self._encoded, self._targets, self._numbers, self._size, self._skipped = (
+            encoded,
+            targets,
+            numbers,
+            size,
+            skipped,
+        )
 
     def read(self, place: int, choose_box: Callable[[int, int], Box]) -> "tuple[Image.Image, int]":
         """Returns the part of an image that `choose_box(width, height)` returns, and its class."""
 
         def one(at: int) -> "tuple[Image.Image, int]":
             number = int(self._numbers[at])
-            name, content = self._encoded(number)
-            return read_part(name, content, choose_box, size=self._size), int(self._targets[number])
+            return read_part(*self._encoded(number), choose_box, size=self._size), int(self._targets[number])
 
-        return good_value(one, place, num_rows=len(self._numbers), skipped=self.skipped, label=self.label)
-
-    def _encoded(self, number: int) -> tuple[str, Any]:
-        """Returns where an image is from, and its file or its bytes."""
-        source = self._source
-        if not (isinstance(source, tuple) and isinstance(source[1], str)):
-            return str(source[number]), source[number]
-        reader, column = source
-        name, value = reader.name_of(number), reader.rows([number])[0][column]
-        # `datasets` keeps an image as its bytes and the path that it had.
-        value = value.get("bytes") if isinstance(value, dict) else value
-        if not isinstance(value, bytes):
-            raise BadRecordError(
-                f"{name} column '{column.partition(';')[0]}' holds a value of type {type(value).__name__}, not an "
-                "encoded image; set data.image, or save the images themselves and not their paths"
-            )
-        return f"in {name}", io.BytesIO(value)
+        return good_value(one, place, num_rows=len(self._numbers), skipped=self._skipped, label="data.path")
 
 
 class _Centered(grain.transforms.Map):
@@ -340,8 +309,8 @@ class _Centered(grain.transforms.Map):
     def __init__(self, images: _Images):
         self._images = images
 
-    def map(self, element: _Element) -> dict[str, np.ndarray]:
-        return _row(*self._images.read(element[1], center_box))
+    def map(self, element: int) -> dict[str, np.ndarray]:
+        return _row(*self._images.read(element, center_box))
 
 
 class _Augmented(grain.transforms.RandomMap):
@@ -350,10 +319,10 @@ class _Augmented(grain.transforms.RandomMap):
     def __init__(self, images: _Images):
         self._images = images
 
-    def random_map(self, element: _Element, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def random_map(self, element: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         from PIL import Image
 
-        image, label = self._images.read(element[1], lambda width, height: random_box(width, height, rng))
+        image, label = self._images.read(element, lambda width, height: random_box(width, height, rng))
         return _row(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image, label)
 
 

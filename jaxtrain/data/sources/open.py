@@ -53,6 +53,8 @@ def open_data(
     """
     if isinstance(config, Mapping):
         config = load_config({"data": config}).config.data
+    if not hasattr(config, "kind"):
+        raise ConfigError(f"open_data takes a dict with the kind of data ({{'kind': 'digits'}}), not {config!r:.60}")
     config = with_local_paths(config)
     match config:
         case DigitsData():
@@ -80,78 +82,69 @@ def open_data(
 
             made = call_function("data", config.call, config.args, error=DataError)
             return called_data(made, label=config.call)
+    length = config.sequence_length or sequence_length
+    if length is None:
+        raise DataError("data.sequence_length is null and the model has no max_sequence_length; set it, such as 256")
+    match config:
         case DocumentsData(rows="document"):
             from jaxtrain.data.sources.texts import open_document_rows
 
-            return open_document_rows(config, sequence_length=sequence_length)
+            return open_document_rows(config, sequence_length=length)
         case LabelledTextData() | TaggedTextData() | TextPairData():
-            return _text_data(config, _row_length(config, sequence_length), task=task, reading=reading)
+            return _text_data(config, length, task=task, reading=reading)
         case ChatData():
-            return _chat_data(config, _row_length(config, sequence_length), task=task, reading=reading)
-        case _ if hasattr(config, "kind"):
+            return _chat_data(config, length, task=task, reading=reading)
+        case _:
             from jaxtrain.data.sources.streams import open_streams
 
-            return open_streams(config, sequence_length=sequence_length, seed=seed)
-    raise ConfigError(f"open_data takes a dict with the kind of data, such as {{'kind': 'digits'}}, not {config!r:.60}")
+            return open_streams(config, sequence_length=length, seed=seed)
 
 
-def _row_length(config: Any, default: int | None) -> int:
-    from jaxtrain.data.sources.texts import row_length
-
-    return row_length(config.sequence_length, default)
-
-
-def _text_data(
-    config: LabelledTextData | TaggedTextData | TextPairData,
-    sequence_length: int,
-    *,
-    task: str | None,
-    reading: Mapping[str, Any] | None,
-) -> Data:
+def _text_data(config: Any, sequence_length: int, *, task: str | None, reading: Mapping[str, Any] | None) -> Data:
     """The data of a table of texts."""
     from jaxtrain.data.text.labelled import open_labelled_text, open_tagged_text, open_text_pairs
 
-    match config:
-        case LabelledTextData():
-            found = open_labelled_text(config, sequence_length=sequence_length, task=task, reading=reading)
-        case TaggedTextData():
-            found = open_tagged_text(config, sequence_length=sequence_length, reading=reading)
-        case TextPairData():
-            found = open_text_pairs(config, sequence_length=sequence_length)
-    return Data(
-        train=found.train,
-        validation=found.validation,
-        fingerprint=found.identity,
-        vocab_size=found.tokenizer.vocab_size,
+    if isinstance(config, LabelledTextData):
+        found = open_labelled_text(config, sequence_length=sequence_length, task=task, reading=reading)
+    elif isinstance(config, TaggedTextData):
+        found = open_tagged_text(config, sequence_length=sequence_length, reading=reading)
+    else:
+        found = open_text_pairs(config, sequence_length=sequence_length)
+    return _padded_data(
+        found,
         num_outputs=found.num_outputs,
         input_shape=(sequence_length,),
-        unit="tokens",
         units_per_row=sequence_length + (found.decoder_length or 0),
-        tokenizer=found.tokenizer,
-        description=found.description,
-        reading=found.reading,
         decoder_length=found.decoder_length,
     )
 
 
 def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
     """The data of conversations or of pairs of answers."""
-    from jaxtrain.data.chat.source import open_chat
+    from jaxtrain.data.chat.rows import open_chat
 
     pairs = gives_pairs(config, task)
     scored = pairs and task == "reward"
     found = open_chat(config, sequence_length=sequence_length, pairs=pairs, scored=scored, reading=reading)
+    return _padded_data(
+        found,
+        input_shape=(2, sequence_length) if pairs else (sequence_length,),
+        units_per_row=2 * sequence_length if pairs else sequence_length,
+        counts=found.counts,
+        skipped=() if found.skipped is None else (found.skipped,),
+    )
+
+
+def _padded_data(found: Any, **more: Any) -> Data:
+    """The data of rows of padded tokens."""
     return Data(
         train=found.train,
         validation=found.validation,
         fingerprint=found.identity,
         vocab_size=found.tokenizer.vocab_size,
-        input_shape=(2, sequence_length) if pairs else (sequence_length,),
         unit="tokens",
-        units_per_row=2 * sequence_length if pairs else sequence_length,
         tokenizer=found.tokenizer,
         description=found.description,
         reading=found.reading,
-        counts=found.counts,
-        skipped=() if found.skipped is None else (found.skipped,),
+        **more,
     )

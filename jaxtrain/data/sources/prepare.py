@@ -7,6 +7,7 @@ many blocks of documents are in them. A shard may hold more than that after a ki
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,13 +27,11 @@ import numpy as np
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import added_tokens
-from jaxtrain.data.documents import Documents
-from jaxtrain.data.end_of_text import end_lines
 from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.sources.shards import METADATA, TOKENIZER, Shard, ShardMetadata
 from jaxtrain.data.sources.texts import TextSource, documents_of
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
-from jaxtrain.data.tokens import divided, encode_stream, token_dtype
+from jaxtrain.data.tokens import Documents, chunks, divided, encode_stream, token_dtype
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.devices import usable_cores
 from jaxtrain.runtime.files import write_json_atomic
@@ -111,8 +110,6 @@ def prepare_tokens(
         if not (state.blocks and (partial / TOKENIZER).is_file()):
             build_tokenizer(config.tokenizer, documents.read(), special=added_tokens(config)).save(partial / TOKENIZER)
         tokenizer = load_tokenizer(partial / TOKENIZER)  # every process reads the same file
-        for line in end_lines(tokenizer):
-            print_remark(line)
         shards = _Shards(partial, token_dtype(tokenizer.vocab_size), tokens_per_shard, state)
         with contextlib.closing(shards):
             for count, tokens in _encoded(config, documents, tokenizer, partial, state.blocks, workers):
@@ -185,13 +182,8 @@ def _resumed(partial: Path, identity: dict[str, Any]) -> Prepared:
 def _encoded(
     config: TextSource, documents: Documents, tokenizer: Tokenizer, folder: Path, first: int, workers: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the number of documents and the tokens of each block, from block `first` on, in the order of the blocks.
-
-    Raises:
-        DataError: A record is bad, or a file damaged.
-        OSError: A process of the pool was ended.
-    """
-    blocks = _blocks(documents.read(), first)
+    """Yields the number of documents and the tokens of each block, in order, from block `first` on."""
+    blocks = itertools.islice(chunks(documents.read(), len, most=BLOCK_CHARACTERS), first, None)
     if workers == 1:
         for texts in blocks:
             yield _encode_with(config, tokenizer, texts)
@@ -219,21 +211,6 @@ def _encoded(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _blocks(texts: Iterator[str], first: int) -> Iterator[list[str]]:
-    """Divides documents into blocks of about 16 Mi characters, of which the first ones are passed over."""
-    block: list[str] = []
-    size = number = 0
-    for text in texts:
-        block.append(text)
-        size += len(text)
-        if size >= BLOCK_CHARACTERS:
-            if number >= first:
-                yield block
-            block, size, number = [], 0, number + 1
-    if block and number >= first:
-        yield block
 
 
 def _encode_with(config: TextSource, tokenizer: Tokenizer, texts: list[str]) -> tuple[int, np.ndarray]:
@@ -265,14 +242,7 @@ def _encode(texts: list[str]) -> tuple[int, np.ndarray]:
 
 
 class _Shards:
-    """Appends tokens to the files of a folder.
-
-    Args:
-        folder: The unfinished folder.
-        dtype: Of a token.
-        size: Tokens of each file but the last.
-        state: How far an earlier call came; lists the full shards.
-    """
+    """Appends tokens of a dtype to the files of the unfinished folder, `size` to each but the last."""
 
     def __init__(self, folder: Path, dtype: np.dtype, size: int, state: Prepared):
         self._folder, self._size, self._state = folder, size, state
@@ -306,13 +276,13 @@ class _Shards:
                 self.finish()
 
     def sync(self) -> None:
-        """Brings what was written to the disk, before progress.json says that it is there."""
+        """Brings what was written to the disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file that is being written, where an error ended the writing."""
+        """Closes the file that is being written."""
         if self._file is not None:
             self._file.close()
 

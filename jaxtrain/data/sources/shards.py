@@ -22,33 +22,24 @@ TOKENIZER = "tokenizer.json"
 
 
 class Shard(Group):
-    """One file of tokens."""
+    """One file of tokens, with the hash of its content."""
 
     file: str
-    """Name of the file in the folder."""
     num_tokens: int
-    """Number of tokens in the file."""
     sha256: str
-    """Hash of the file's content."""
 
 
 class ShardMetadata(Group):
-    """The content of metadata.json, which describes a folder of shards."""
+    """The content of metadata.json, which describes a folder of shards: all ids are below `vocab_size`."""
 
     format_version: Literal[1] = 1
-    """Version of this layout."""
     dtype: Literal["uint16", "uint32"]
-    """Dtype of a token, little-endian."""
     vocab_size: int
-    """All ids are below this."""
     end_of_text: int | None
     """Id that follows each document; null: a newline does."""
     num_tokens: int
-    """Number of tokens in all shards."""
     num_documents: int
-    """Number of documents in all shards."""
     tokenizer_sha256: str
-    """Hash of the tokenizer that made the ids."""
     shards: tuple[Shard, ...]
     """The files, in the order of the stream."""
 

@@ -12,18 +12,15 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import TableData
-from jaxtrain.data.examples import matching_reading, split_examples
 from jaxtrain.data.files import reading, require_file
 from jaxtrain.data.formats.arrow import with_names
-from jaxtrain.data.formats.open import DataFile, find_rows, named_classes, pass_over_file
-from jaxtrain.data.formats.reader import missing_column
-from jaxtrain.data.row_names import NamedRows
-from jaxtrain.data.rows import ArrayRows
-from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, skipped_records, without_advice
+from jaxtrain.data.formats.open import DataFile, find_rows, good_rows, named_classes, pass_over_file
+from jaxtrain.data.formats.reader import Cells, missing_column
+from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import ArrayRows, matching_reading
+from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
 from jaxtrain.data.sources.dataset import Data, example_data
-from jaxtrain.data.text.labels import number_of
-from jaxtrain.data.text.numbers import check_steps, exact_number, float_of, number_in
-from jaxtrain.data.text.records import column_names, read_records
+from jaxtrain.data.text.records import column_names, exact_number, float_of, number_in, number_of, read_records
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.terminal import print_remark
 
@@ -35,6 +32,7 @@ _MAX_CLASSES = 1000
 # rows have a value of their own; in between (ages, years, labels of 100 classes) only the user knows.
 _CERTAIN_CLASSES = 20
 _ROWS_PER_CLASS = 2
+_SAY_TASK = "set task=regression and data.task=regression, or task=classification and data.task=classification"
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class _Table:
         targets: Texts or numbers, [N] or [N, K].
         are_classes: Whether the targets are classes; None: their values decide.
         columns: Names of the input columns; None: the file has none.
-        numbers: Number of each row in the file, from 0; None: no row of it was skipped.
         skipped: Counts the rows that were; None: a bad row is an error.
     """
 
@@ -56,7 +53,6 @@ class _Table:
     targets: np.ndarray
     are_classes: bool | None
     columns: tuple[str, ...] | None = None
-    numbers: np.ndarray | None = None
     skipped: SkippedRecords | None = None
 
 
@@ -81,7 +77,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     if len(table.inputs) == 0:
         raise DataError(f"{table.label} has no rows; give a table with at least one")
     known = None if reading is None else reading["classes"]
-    targets, names = _targets(table, known=known, is_new=reading is None)
+    targets, names = _targets(table, known=known)
     sides = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
     train = sides[0]
     mean = deviation = None
@@ -106,9 +102,8 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         num_outputs = len(names)
         kind = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if num_outputs > 5 else ''})"
     columns = [{"inputs": inputs[side], "targets": targets[side]} for side in sides]
-    numbers = train if table.numbers is None else table.numbers[train]
     return example_data(
-        NamedRows(columns[0], label=table.label, numbers=numbers),
+        ArrayRows(columns[0]),
         ArrayRows(columns[1]) if len(sides[1]) else None,
         identity={
             "kind": "table",
@@ -201,11 +196,7 @@ def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | N
 
 
 def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
-    """Returns a table with its inputs in the order of the columns that a model was trained on.
-
-    Raises:
-        DataError: One of as many columns has another name, so that nothing says what the model would take for it.
-    """
+    """Returns a table with its inputs in the order of the columns that a model was trained on."""
     if columns is None or table.columns is None or len(columns) != len(table.columns):
         return table
     for name in columns:
@@ -229,49 +220,31 @@ def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Ta
     files = find_rows(config.path, what="data.path")
     target, names = _chosen_columns(config, files)
     skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
-    values, targets, kept, bad = array("d"), [], [], []
-    num_rows = num_bad = 0
+    classes = None if as_numbers else named_classes(files[0], target)
+    values = array("d")
 
-    def leave_out(error: BadRecordError) -> None:
-        nonlocal num_bad, num_rows
-        if skipped is None:
-            raise error
-        num_rows, num_bad = num_rows + 1, num_bad + 1
-        if len(bad) < NAMED:
-            bad.append(without_advice(error))
+    def read(row: Cells, where: str) -> float | str:
+        value = row[target] if classes is None else with_names(row[target], classes)
+        if classes is not None and isinstance(value, int):
+            raise BadRecordError(f"{where} column '{target}' is {value}, no class that the file names; remove it")
+        numbers = [_number(row[name], where, name) for name in names]
+        value = _target(value, where=where, column=target, as_numbers=as_numbers)
+        values.extend(numbers)
+        return value
 
     wanted = [*(("columns" if config.columns else None, name) for name in names), ("target", target)]
-    for file in files:
-        classes = None if as_numbers else named_classes(file, target)
-        for where, row in pass_over_file(file, wanted, bad=leave_out):
-            try:
-                numbers = [_number(row[name], where, name) for name in names]
-                value = row[target] if classes is None else with_names(row[target], classes)
-                if classes is not None and isinstance(value, int):
-                    raise BadRecordError(f"{where} column '{target}' is {value}, no class that the file names")
-                targets.append(_target(value, where=where, column=target, as_numbers=as_numbers))
-            except BadRecordError as error:
-                leave_out(error)
-                continue
-            values.extend(numbers)
-            kept.append(num_rows)
-            num_rows += 1
+    targets: list[Any] = list(good_rows(files, wanted, read, skipped=skipped))
     if skipped is not None:
-        skipped.set(bad, num_bad, of=num_rows)
         skipped.tell()
-    inputs = np.array(values, np.float64).reshape(len(targets), len(names))
     if files[0].format == "csv" and not (as_numbers or keeps_codes):
         found = [number_in(text) for text in targets]
         targets = targets if None in found else found  # a column of numbers alone: 01 is 1
-    return _Table(config.path, inputs, _array(targets), None, names, np.array(kept, np.int64), skipped)
+    inputs = np.array(values, np.float64).reshape(len(targets), len(names))
+    return _Table(config.path, inputs, _array(targets), None, names, skipped)
 
 
 def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
-    """Returns the column to predict and the input columns.
-
-    Raises:
-        DataError: One is missing, or an input is the target or was chosen twice.
-    """
+    """Returns the column to predict and the input columns."""
     # The first file with rows: writers in parallel leave empty ones.
     first = next((row for file in files for _, row in pass_over_file(file, None)), {})
     there, file = list(first), str(files[0].path)
@@ -286,8 +259,8 @@ def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, 
     if config.columns is None:
         if "" in there:
             print_remark(
-                f"{file}: a column without a name, as row numbers of pandas have none, is no input; to use it, list all "
-                "inputs in data.columns, '' among them"
+                f"{file}: a column without a name (row numbers of pandas) is no input; to use it, list all inputs in "
+                "data.columns, '' among them"
             )
         return target, tuple(name for name in usual if name != target)
     columns = tuple(_named(name, there) for name in config.columns)
@@ -312,11 +285,7 @@ def _number(value: Any, where: str, name: str) -> float:
 
 
 def _target(value: Any, *, where: str, column: str, as_numbers: bool) -> float | str:
-    """Returns a target: a text without spaces around it, or a number, whole ones as int.
-
-    Raises:
-        BadRecordError: There is no value, or it is no finite number where only numbers will do.
-    """
+    """Returns a target: a text without spaces around it, or a number, whole ones as int."""
     is_text = isinstance(value, str) and value.strip().lower() not in ("", "nan")
     number = number_in(value) if isinstance(value, str) else exact_number(value)
     if is_text and not as_numbers:
@@ -353,19 +322,13 @@ def _check_not_mixed(table: _Table) -> None:
         return
     first = next(text for text in table.targets.tolist() if number_in(text) is None)
     raise DataError(
-        f"{table.label} has {len(numbers):,} numbers among {len(table.targets):,} targets, and {first!r}; fix or remove "
-        "the row, or set task=regression and data.task=regression, or task=classification and data.task=classification"
+        f"{table.label} has {len(numbers):,} numbers among {len(table.targets):,} targets, beside {first!r}; fix or "
+        f"remove the row, or {_SAY_TASK}"
     )
 
 
-def _targets(table: _Table, *, known: Sequence[str] | None, is_new: bool) -> tuple[np.ndarray, list[str] | None]:
-    """Returns int32 [N] and the names of the classes, or float32 [N, K] and None.
-
-    Args:
-        table: The table.
-        known: Names of the classes in the order of their numbers; None: the classes of the table, sorted.
-        is_new: Whether a model is to be trained on them, and not one that was trained already to read them.
-    """
+def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str] | None]:
+    """Returns int32 [N] and the names of the classes (`known`, or those of the table), or float32 [N, K] and None."""
     values = table.targets
     are_classes = table.are_classes
     if are_classes is None:
@@ -377,17 +340,11 @@ def _targets(table: _Table, *, known: Sequence[str] | None, is_new: bool) -> tup
             f"{table.label} target '{values[0]}' is not a number; set task=classification and data.task=classification"
         )
     columns = values.astype(np.float64).reshape(len(values), -1)
-    if is_new:
-        check_steps(columns, table.label)
     return _as_float32(columns, f"{table.label} target"), None
 
 
 def _are_class_numbers(values: np.ndarray, label: str) -> bool:
-    """Returns whether numeric targets [N] are classes.
-
-    Raises:
-        DataError: They could be classes or quantities.
-    """
+    """Returns whether numeric targets [N] are classes; a DataError where they could be quantities as well."""
     if values.dtype.kind == "f" and not np.all(values == np.round(values)):
         return False
     distinct = len(np.unique(values))
@@ -397,28 +354,19 @@ def _are_class_numbers(values: np.ndarray, label: str) -> bool:
         return True
     raise DataError(
         f"{label} has {distinct} distinct integers as targets of {len(values)} rows, which could be quantities or "
-        "classes; set task=regression and data.task=regression, or task=classification and data.task=classification"
+        f"classes; {_SAY_TASK}"
     )
 
 
 def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
-    """Returns the number of each class, int32 [N], and the names of the classes.
-
-    Args:
-        values: Texts or numbers.
-        label: Name of the table in messages.
-        known: Names of the classes in the order of their numbers; None: the classes of the table, sorted.
-
-    Raises:
-        DataError: There are several columns or too many classes, or one is not known.
-    """
+    """Returns the number of each class, int32 [N], and the names of the classes: `known`, or those of the table."""
     if values.ndim != 1:
         raise DataError(f"{label} has targets of shape {values.shape}; classes need one column")
     distinct, classes = np.unique(values, return_inverse=True)
     if len(distinct) > _MAX_CLASSES:
         raise DataError(
-            f"{label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set data.target to another "
-            "column, or task=regression and data.task=regression"
+            f"{label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set data.target, or "
+            "task=regression and data.task=regression"
         )
     names = [
         str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
@@ -443,14 +391,10 @@ def _read_builtin(name: str) -> _Table:
     if name not in known:
         raise DataError(f"data.path builtin:{name} is unknown; known are {', '.join(_BUILTIN + k for k in known)}")
     try:
-        from sklearn import datasets
+        from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
     except ImportError:
         raise DataError(f"data.path builtin:{name} needs scikit-learn; run: pip install scikit-learn") from None
-    load = {
-        "breast_cancer": datasets.load_breast_cancer,
-        "wine": datasets.load_wine,
-        "diabetes": datasets.load_diabetes,
-    }[name]
+    load = {"breast_cancer": load_breast_cancer, "wine": load_wine, "diabetes": load_diabetes}[name]
     inputs, targets = load(return_X_y=True)
     return _Table(f"scikit-learn {name}", np.asarray(inputs), np.asarray(targets), are_classes=known[name])
 
@@ -496,7 +440,7 @@ def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns:
         columns = [name for name in column_names(path, what="the table") if name != target]
         if len(columns) != num_columns:
             raise DataError(
-                f"{path} has {len(columns)} columns ({', '.join(columns[:8])}), and the run was trained on {num_columns} "
+                f"{path} has {len(columns)} columns ({', '.join(columns[:8])}), the run was trained on {num_columns} "
                 "without names; give a table of these columns alone, in the same order"
             )
     records = read_records(path, [(None, name) for name in columns], what="the table")

@@ -9,8 +9,7 @@ from typing import Any
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.chat.templates import compile_template, render
+from jaxtrain.data.chat.templates import ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import tokenizer_sha256
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.harness.asked import AskedModel

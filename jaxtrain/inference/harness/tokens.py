@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.encoding import ChatEncoder, chat_encoder
-from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, chat_encoder
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, encode_all
 from jaxtrain.errors import DataError
 from jaxtrain.inference.prompts import leading_tokens

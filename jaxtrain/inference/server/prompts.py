@@ -4,10 +4,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.data.chat.encoding import chat_encoder
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.chat.masks import prompt_text
-from jaxtrain.data.chat.templates import Template, compile_template
+from jaxtrain.data.chat.templates import ChatFormat, Template, chat_encoder, compile_template, prompt_text
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.inference.prompts import tokens_around

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.inference.special import SpecialTokens
 
 if TYPE_CHECKING:
-    from jaxtrain.data.chat.formats import ChatFormat
+    from jaxtrain.data.chat.templates import ChatFormat
     from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
     from jaxtrain.models.model import ModelState, Params
     from jaxtrain.models.sharded import ShardedModel
