@@ -246,7 +246,7 @@ def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Ta
 def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
     """Returns the column to predict and the input columns."""
     # The first file with rows: writers in parallel leave empty ones.
-    first = next((row for file in files for _, row in pass_over_file(file, None)), {})
+    first = next((row for file in files for _, row in pass_over_file(file, None, bad=lambda _: None)), {})
     there, file = list(first), str(files[0].path)
     if len(there) < 2:
         raise DataError(f"{file} has {len(there)} columns; give at least one input and the target")
