@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import check_whole
+from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.devices import usable_cores
 from jaxtrain.runtime.tree import path_name
@@ -109,9 +109,6 @@ class Batches:
     def row_numbers(self, k: int) -> np.ndarray:
         """Returns which rows batch k holds: int64 [B], -1 where a batch of evaluation is filled up.
 
-        Args:
-            k: Number of the batch, from 0; below `len(self)` in evaluation.
-
         Raises:
             ConfigError: There is no batch of this number.
         """
@@ -198,22 +195,14 @@ def check_rows(rows: Any, *, what: str, write: str) -> None:
     import grain
 
     if not isinstance(rows, grain.MapDataset):
-        kind = "a dict of " + ", ".join(map(str, rows)) if isinstance(rows, Mapping) else f"a {type(rows).__name__}"
-        source = "data.train (or data.validation), " if type(rows).__name__ == "Data" else ""
+        write = f"data.train, {write}" if type(rows).__name__ == "Data" else write
         raise DataError(
-            f"{what} takes rows with an index (a grain.MapDataset), not {kind}; write {source}{write} or "
-            "grain.MapDataset.source(rows)"
+            refusal(what, "rows with an index (a grain.MapDataset)", rows, f"{write} or grain.MapDataset.source(rows)")
         )
 
 
 def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
-    """Returns a batch in the dtypes of its spec.
-
-    Args:
-        batch: NumPy arrays.
-        spec: What the first row, or the first batch, says of them.
-        where: What holds the batch, in messages.
-        first: Whose dtypes these are, in messages.
+    """Returns a batch of NumPy arrays in the dtypes of its spec, which `first` (in messages) has.
 
     Raises:
         DataError: Numbers would be cut (0.5 among rows of which the first holds 0), or do not fit into 32 bits.
@@ -239,15 +228,7 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
 
 
 def check_bits(leaf: np.ndarray, where: str) -> None:
-    """Checks integers that a 32-bit program holds in 32 bits.
-
-    Args:
-        leaf: The integers; others are not checked.
-        where: What holds them, for the message.
-
-    Raises:
-        DataError: One does not fit into the type that jax holds them in.
-    """
+    """Raises a DataError where integers (of `where`) do not fit into the type that jax holds them in."""
     if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:
         return
     kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -257,29 +238,13 @@ def check_bits(leaf: np.ndarray, where: str) -> None:
 
 
 def _stacked(rows: list[Any]) -> Batch:
-    """Stacks rows, entry by entry.
-
-    Raises:
-        DataError: A row is no dict of arrays, or their entries or shapes differ.
-    """
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise DataError(
-            "a row is no dict of entries such as 'inputs' and 'targets' (those that a filter of grain leaves out are "
-            "None; choose the rows beforehand)"
-        )
-
-    def stack(path: Any, *leaves: Any) -> np.ndarray:
-        shapes = sorted({np.shape(leaf) for leaf in leaves})
-        if len(shapes) > 1:
-            raise DataError(
-                f"rows hold {path_name(path)} of shapes {shapes[0]} and {shapes[1]}; pad or crop them to one shape"
-            )
-        return np.stack(leaves)
-
+    """Stacks rows, entry by entry."""
     try:
-        return jax.tree_util.tree_map_with_path(stack, *rows)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
     except ValueError as error:
-        raise DataError(f"rows hold different entries: {error}") from None
+        raise DataError(
+            f"rows differ in entries or shapes (those that a filter of grain leaves out are None): {error}"
+        ) from None
 
 
 def _needed_rows(spec: Mapping[str, Any], shardings: Mapping[str, Any]) -> np.ndarray:
@@ -308,14 +273,7 @@ class _Window:
 
 
 def queue_depth(spec: Mapping[str, Any]) -> int:
-    """Returns how many batches to prepare ahead: more of small ones, so that a pause of the thread costs no time.
-
-    Args:
-        spec: Shapes and dtypes of a batch, from `Batches.spec()`.
-
-    Returns:
-        16, or fewer so that the batches take at most 64 MiB, but at least 2.
-    """
+    """Returns how many batches of a spec to prepare ahead: 16, or fewer that take 64 MiB, but at least 2."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
     return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // max(size, 1)))
 

@@ -25,17 +25,9 @@ _SPLIT_SEED = 20240601
 
 
 def permuted(positions: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
-    """Returns the row at each position of the endless order.
+    """Returns the row at each position (int64 [B], from 0) of the endless order: int64 [B].
 
-    Positions e * num_rows to (e + 1) * num_rows - 1 are epoch e, and hold every row once.
-
-    Args:
-        positions: int64 [B], counted from 0.
-        num_rows: Rows per epoch, at least 1.
-        seed: Decides the order; an integer of any size.
-
-    Returns:
-        Row numbers, int64 [B].
+    Positions e * num_rows to (e + 1) * num_rows - 1 are epoch e, and hold every row once; the seed decides the order.
     """
     epochs, places = np.divmod(np.asarray(positions, np.int64), num_rows)
     key = np.random.SeedSequence(seed % 2**64).generate_state(1, np.uint64)
@@ -64,16 +56,9 @@ def _bijection(values: np.ndarray, keys: np.ndarray, *, bits: int) -> np.ndarray
 
 
 def uniform_numbers(seed: int, stream: int, rows: np.ndarray, count: int) -> np.ndarray:
-    """Returns numbers in [0, 1) that depend on nothing but the seed, the stream, and the row and place of each.
+    """Returns numbers in [0, 1), float64 [B, count], made of the seed, the stream, and the row and place of each.
 
-    Args:
-        seed: An integer of any size.
-        stream: Tells apart what is drawn for the same rows.
-        rows: Row numbers, int64 [B], the epoch included where epochs draw other numbers.
-        count: C, numbers per row.
-
-    Returns:
-        float64 [B, C].
+    Row numbers (int64 [B]) include the epoch where epochs draw other numbers; the stream tells draws for a row apart.
     """
     key = np.random.SeedSequence([seed % 2**64, stream]).generate_state(1, np.uint64)
     rows_B1 = mix(mix(rows.astype(np.uint64) * _GOLDEN + key))[:, None]
@@ -94,7 +79,7 @@ def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:
     """Returns how many of so many rows (or tokens) a validation fraction takes; 0 where it is 0.
 
     Raises:
-        ConfigError: The fraction is 1: a run that is opened for evaluation splits nothing.
+        ConfigError: The fraction is 1.
     """
     if fraction == 1:
         raise ConfigError(
@@ -105,15 +90,7 @@ def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:
 
 
 def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Splits rows into a training and a validation part, at random but the same in every run.
-
-    Args:
-        num_rows: Number of rows.
-        validation_fraction: Fraction of the rows in the validation part; 0: no such part.
-        label: Name of the data in the message.
-
-    Returns:
-        The row numbers of the training part and of the validation part, int64 each.
+    """Splits rows at random, in every run alike: the numbers of training and validation rows, int64 each.
 
     Raises:
         ConfigError: The fraction is 1.
@@ -131,14 +108,10 @@ def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> 
 
 @functools.lru_cache(maxsize=2)
 def evaluated_numbers(num_rows: int, most: int | None) -> np.ndarray:
-    """Returns the numbers of the held-out rows that are evaluated: int64 [rows], rising, a function of the arguments.
+    """Returns the numbers of the held-out rows that are evaluated, at most `most`: int64 [rows], rising.
 
     They are those whose multiples of the golden ratio, taken modulo 1, are the smallest: about as many of every stretch
     and of every residue, so that the classes of a sorted file and the sources of a mixture have their shares.
-
-    Args:
-        num_rows: How many rows are held out.
-        most: How many of them are evaluated at most; None: all.
     """
     if most is None or most >= num_rows:
         return np.arange(num_rows)

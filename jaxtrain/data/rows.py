@@ -28,6 +28,26 @@ Row = dict[str, Any]
 Order = Callable[[np.ndarray], np.ndarray]
 
 
+@dataclass(frozen=True)
+class Examples:
+    """Rows of a source, and what `Data` says of them; see there.
+
+    `identity` is for the fingerprint, and `skipped` counts the bad records (None: a bad record is an error).
+    """
+
+    train: grain.MapDataset
+    validation: grain.MapDataset | None
+    identity: dict[str, Any]
+    description: tuple[str, ...]
+    num_outputs: int | None = None
+    input_shape: tuple[int, ...] = ()
+    reading: dict[str, Any] | None = None
+    skipped: SkippedRecords | None = None
+    tokenizer: Tokenizer | None = None
+    decoder_length: int | None = None
+    counts: dict[str, int] | None = None
+
+
 def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:
     """Returns a saved `Data.reading` if it belongs to a source of this kind, else None."""
     return reading if reading is not None and reading.get("kind") == kind else None
@@ -135,13 +155,9 @@ class ConcatenatedRows(Rows):
             if not (math.isfinite(weight) and weight > 0 and len(part)):
                 raise DataError(f"a part of {len(part)} rows has the weight {weight}; give rows, and a weight above 0")
         self._parts = parts
-        self._weights = weights
+        # Where there are some, the training order takes from the parts by weight.
+        self.weights = weights
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether the training order takes from the parts by weight."""
-        return self._weights is not None
 
     def gather(self, indices: np.ndarray) -> Row:
         epochs, indices = np.divmod(indices, len(self))
@@ -164,9 +180,9 @@ class ConcatenatedRows(Rows):
 
         A short part with a large weight therefore starts its next epoch while a long one is still in its first.
         """
-        if self._weights is None:
+        if self.weights is None:
             return super().order(seed)
-        mixed = grain.MapDataset.mix([_Positions(part) for part in range(len(self._parts))], list(self._weights))
+        mixed = grain.MapDataset.mix([_Positions(part) for part in range(len(self._parts))], list(self.weights))
         # Distinct seeds: parts of equal length would otherwise share one permutation.
         seeds = np.random.SeedSequence(seed % 2**64).generate_state(len(self._parts)).tolist()
 
@@ -203,12 +219,9 @@ class _Positions(grain.MapDataset):
 
 
 class TokenRows(Rows):
-    """Row i is tokens[i * L : i * L + L + 1] of a span: inputs int32 [L], and targets shifted by one.
+    """Row i is tokens[i * L : i * L + L + 1] of a span of a stream: inputs int32 [L], and targets shifted by one.
 
-    Args:
-        segments: The stream of tokens as consecutive arrays, which may be memory-mapped.
-        span: The part of the stream to read.
-        sequence_length: L.
+    The stream is consecutive arrays, which may be memory-mapped.
     """
 
     def __init__(self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int):
@@ -238,15 +251,7 @@ class TokenRows(Rows):
 
 
 def padded(values: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, *, length: int, fill: int) -> np.ndarray:
-    """Returns stretches of an array, filled up at their ends: [B, length] of its dtype.
-
-    Args:
-        values: [N], the stretches one after another.
-        starts_B: Where each begins.
-        sizes_B: How long each is, at most `length`.
-        length: Places of a row.
-        fill: What fills them up.
-    """
+    """Returns stretches of an array [N], from `starts_B` and of `sizes_B`, filled up at their ends: [B, length]."""
     places_L = np.arange(length)
     inside_BL = places_L < sizes_B[:, None]
     at_BL = np.where(inside_BL, starts_B[:, None] + places_L, 0)
@@ -255,12 +260,7 @@ def padded(values: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, *, len
 
 
 class SelectedRows(Rows):
-    """Some of the rows of a `Rows`, read from it when they are asked for.
-
-    Args:
-        rows: All rows.
-        numbers: Which of them, int64 [num_rows].
-    """
+    """Some rows, by their numbers (int64 [num_rows]), read when they are asked for."""
 
     def __init__(self, rows: Rows, numbers: np.ndarray):
         super().__init__(len(numbers))
@@ -276,11 +276,9 @@ class SelectedRows(Rows):
 
 
 class MappedRows(Rows):
-    """The rows of a `Rows`, changed a batch at a time.
+    """The rows of a `Rows`, whose training order stays, changed a batch at a time.
 
-    Args:
-        rows: All rows, whose training order stays.
-        change: (rows stacked, their indices int64 [B], which include the epoch) -> the changed rows, stacked.
+    `change` takes stacked rows and their indices (int64 [B], which include the epoch).
     """
 
     def __init__(self, rows: Rows, change: Callable[[Row, np.ndarray], Row]):
@@ -329,13 +327,7 @@ def evaluated_rows(rows: grain.MapDataset, most: int | None) -> grain.MapDataset
 
 
 def with_entry(rows: grain.MapDataset, name: str, values: np.ndarray) -> grain.MapDataset:
-    """Adds an entry to rows; their training order stays.
-
-    Args:
-        rows: A finite number of rows with an index; an entry of this name is replaced.
-        name: Name of the entry.
-        values: [num_rows, ...], the value of each row, whatever the epoch.
-    """
+    """Adds an entry with a value per row, [num_rows, ...], whatever the epoch; the training order stays."""
 
     def add(indices: Any, row: Any) -> Any:
         return {**row, name: values[indices % len(values)]}
@@ -352,15 +344,7 @@ def mean_tokens(rows: Any) -> float | None:
 
 
 def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
-    """Splits rows at random, the same way whenever their number and the seed are the same.
-
-    Args:
-        rows: Any finite rows with an index.
-        share: Share of the rows in the second part, between 0 and 1.
-        seed: Decides which rows these are.
-
-    Returns:
-        The two parts, which have no row in common and are not empty.
+    """Splits rows into two at random; which are in the second, of this share, depends on their number and the seed.
 
     Raises:
         DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
@@ -376,12 +360,9 @@ def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grai
 
 
 def training_order(rows: grain.MapDataset, seed: int) -> Order:
-    """Returns the endless training order of rows.
+    """Returns the endless training order of rows, or of what transformations of grain made from a `Rows`.
 
-    Args:
-        rows: A `Rows`, or a dataset that transformations of grain made from one. Where each row is made from one row of
-            the `Rows`, the order is that of the `Rows`.
-        seed: Decides the order.
+    Where each row is made from one row of the `Rows`, the order is that of the `Rows`.
 
     Raises:
         DataError: A transformation moves, drops or repeats rows of a mixture, whose weights would be lost.
@@ -410,25 +391,19 @@ def _is_weighted(rows: grain.MapDataset) -> bool:
     if isinstance(rows, MappedRows):
         return _is_weighted(rows.rows)
     if isinstance(rows, Rows):
-        return isinstance(rows, ConcatenatedRows) and rows.is_weighted
+        return isinstance(rows, ConcatenatedRows) and rows.weights is not None
     return any(map(_is_weighted, rows.parents))
 
 
 def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
-    """Yields the first rows of a source as people read them: text with and without a loss.
+    """Yields the first rows as people read them, as JSON values; without a tokenizer the ids are shown.
 
-    Args:
-        rows: Any rows with an index, whose targets are their tokens one place later.
-        count: How many at most.
-        tokenizer: Made the ids; None: the ids are shown.
-
-    Yields:
-        JSON values: number, length (L, of each answer for a pair) and parts (a conversation, an answer of a pair or a
-        text): name, tokens, trained (how many of them have a loss), places (how many of the L places it takes) and
-        spans: text, ids and trained of neighbouring tokens that all have a loss, or all have none.
+    `number`, `length` (L, of each answer for a pair) and `parts`: a conversation, an answer or a text, with `name`,
+    `tokens`, `trained` (tokens with a loss), `places` (those of the row that it takes) and `spans` of neighbouring
+    tokens that all have a loss, or all have none: `text`, `ids` and `trained`.
 
     Raises:
-        DataError: The rows are of another form.
+        DataError: The rows' targets are not their tokens one place later.
     """
     for number in range(min(count, len(rows))):
         row = rows[number]

@@ -17,12 +17,7 @@ class BadRecordError(DataError):
 
 
 class SkippedRecords:
-    """Counts the records of a source that were skipped, and names the first ones.
-
-    Args:
-        label: The source, for messages.
-        max_fraction: Largest fraction of the records that may be skipped; above 0, one always may be.
-    """
+    """Counts the skipped records of a source; above a fraction of 0, one always may be skipped."""
 
     def __init__(self, label: str, *, max_fraction: float):
         self._label, self._max_fraction = label, max_fraction
@@ -38,11 +33,7 @@ class SkippedRecords:
         return tuple(self._seen)[:NAMED]
 
     def add(self, error: BadRecordError, *, of: int) -> None:
-        """Counts a record of a source of `of` records that is read row by row; a second call for it does nothing.
-
-        Raises:
-            DataError: Too many were skipped.
-        """
+        """Counts a record of a source of `of` that is read row by row, once; a DataError where there are too many."""
         text = without_advice(error)
         with self._lock:
             if text not in self._seen:
@@ -53,11 +44,7 @@ class SkippedRecords:
                 self.tell()
 
     def set(self, named: Sequence[str], count: int, *, of: int) -> None:
-        """Counts the records that were skipped in a pass over a source of `of` records, and names the first `NAMED`.
-
-        Raises:
-            DataError: There are too many.
-        """
+        """Counts the records skipped in a pass over a source of `of`; a DataError where there are too many."""
         if count:
             self._check(of, count, named[0])
         self._seen, self.count = dict.fromkeys(named), count
@@ -89,15 +76,7 @@ def without_advice(error: BadRecordError) -> str:
 
 
 def json_object(line: str, *, where: str) -> dict[str, Any]:
-    """Returns the object of a line of JSON.
-
-    Args:
-        line: As it stands in the file.
-        where: File and line, for messages.
-
-    Raises:
-        BadRecordError: It holds no JSON, or no object.
-    """
+    """Returns the object of a line of JSON at `where`; a BadRecordError where it holds none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,7 @@
 """Tokenizers, from text to token ids and back: bytes, byte-level BPE trained on the data, or a saved tokenizer.json."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.files import require_file
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import DataError
 from jaxtrain.published.gguf import read_gguf
 from jaxtrain.published.gguf_tokenizer import tokenizer_files
 from jaxtrain.published.json_text import parse_json
@@ -71,18 +72,32 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; documents end with a newline, for lack of another id.
+class NumberedTokens:
+    """Special tokens of these names above `num_ids` ids of data that no tokenizer made."""
 
-    Args:
-        special: Names of special tokens, which have the ids from 256 on.
+    def __init__(self, num_ids: int, special: Sequence[str]):
+        self._num_ids, self.special = num_ids, tuple(special)
+        self.vocab_size: int = num_ids + len(self.special)
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a special token; None: there is no such token."""
+        return self._num_ids + self.special.index(name) if name in self.special else None
+
+    def special_ids(self) -> list[int]:
+        """Returns the ids that no text has."""
+        return list(range(self._num_ids, self.vocab_size))
+
+
+class ByteTokenizer(NumberedTokens):
+    """Bytes of UTF-8 as the ids 0 to 255; documents end with a newline, for lack of another id.
+
+    The ids from 256 on are special tokens of these names.
     """
 
     end_of_text: int | None = None
 
     def __init__(self, special: Sequence[str] = ()):
-        self.special = tuple(special)
-        self.vocab_size: int = 256 + len(self.special)
+        super().__init__(256, special)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8).astype(np.int32)
@@ -97,27 +112,15 @@ class ByteTokenizer:
             return self.special[i - 256].encode()
         return bytes([i if 0 <= i < 256 else 0xFF])
 
-    def token_id(self, name: str) -> int | None:
-        """Returns the id of a special token; None: there is no such token."""
-        return 256 + self.special.index(name) if name in self.special else None
-
-    def special_ids(self) -> list[int]:
-        """Returns the ids that no text has."""
-        return list(range(256, self.vocab_size))
-
     def save(self, path: Path) -> None:
         path.write_text(_serialize(self), encoding="utf-8")
 
 
 class BpeTokenizer:
-    """A tokenizer of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library; its padding, truncation and BPE dropout are switched off.
 
-    Args:
-        model: A `tokenizers.Tokenizer`; its padding, truncation and BPE dropout are switched off.
-
-    Attributes:
-        usual_end: The id that published tokenizers usually end a text with; None: it has none of their names.
-        end_of_text: Id that follows each document: the usual one, unless a file or a config says otherwise.
+    `usual_end` is the id that published tokenizers usually end a text with; `end_of_text` follows each document, and is
+    the usual one unless a file or a config says otherwise.
     """
 
     def __init__(self, model: Any):
@@ -150,10 +153,7 @@ class BpeTokenizer:
             cut = list(_pieces(text)) if self._can_cut else [text]
             pieces += cut
             counts.append(len(cut))
-        try:
-            encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
-        except UnicodeEncodeError as error:
-            raise _half_character(error) from None
+        encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
         return [
             np.concatenate(
                 [np.array(next(encoded).ids, dtype=np.int32) for _ in range(count)] or [np.zeros(0, np.int32)]
@@ -162,15 +162,13 @@ class BpeTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        parts: list[str] = []
-        run: list[int] = []
-        for i in map(int, ids):
-            if 0 <= i < self.vocab_size:
-                run.append(i)
-            else:
-                parts += [self._model.decode(run, skip_special_tokens=False), "\ufffd"]
-                run = []
-        return "".join([*parts, self._model.decode(run, skip_special_tokens=False)])
+        # Ids from a model whose vocabulary is larger become U+FFFD.
+        runs = itertools.groupby(map(int, ids), key=lambda i: 0 <= i < self.vocab_size)
+        parts = (
+            self._model.decode(list(run), skip_special_tokens=False) if known else "\ufffd" * len(list(run))
+            for known, run in runs
+        )
+        return "".join(parts)
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of a token; None: there is no such token."""
@@ -185,13 +183,9 @@ class BpeTokenizer:
         return sorted(i for i, token in self._model.get_added_tokens_decoder().items() if token.special)
 
     def frame(self, *, pair: bool) -> list[tuple[int | str, int]]:
-        """Returns what the file's post-processor puts around a text, or around two.
+        """Returns what the file's post-processor puts around a text, or around two, in their order.
 
-        Args:
-            pair: Whether there are two texts.
-
-        Returns:
-            (id of a special token, or "first" or "second" for a text; token type) in their order.
+        An entry is (id of a special token, or "first" or "second" for a text; token type).
         """
         if self._model.post_processor is None:
             return [("first", 0), ("second", 1)] if pair else [("first", 0)]
@@ -217,8 +211,7 @@ class BpeTokenizer:
 def _can_cut(model: Any) -> bool:
     """Returns whether a document in the pieces of `_pieces` has the same ids as the document in one piece.
 
-    This is true only of tokenizers that are known to make a single newline a word of its own: another pre-tokenizer,
-    normalizer or option may join it to its neighbours, or treat the start of a text in a special way.
+    So it is where a single newline is known to be a word of its own.
     """
     from tokenizers import pre_tokenizers
 
@@ -276,10 +269,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = require_file(path, what="tokenizer")
     files = files_beside(path)
-    text = files.get("tokenizer.json") if path.suffix == ".gguf" else _text(path)
-    if text is None:
-        raise DataError(f"{path} holds no tokenizer; give the model's published tokenizer.json")
-    tokenizer = load_tokenizer_text(text, path)
+    tokenizer = load_tokenizer_text(files.get("tokenizer.json", "{}") if path.suffix == ".gguf" else _text(path), path)
     named = tokenizer.token_id(special_names(files).get("eos_token", ""))
     if named is not None and isinstance(tokenizer, BpeTokenizer):
         tokenizer.end_of_text = named
@@ -287,15 +277,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeTokenizer:
-    """Makes the tokenizer of the text of a tokenizer.json; see `load_tokenizer`.
-
-    Args:
-        text: The text.
-        where: Names it in messages.
-
-    Raises:
-        DataError: It is not that of a tokenizer.
-    """
+    """Makes the tokenizer of the text of a tokenizer.json, which `where` names; see `load_tokenizer`."""
     from tokenizers import Tokenizer as Model
 
     try:
@@ -309,14 +291,7 @@ def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeToke
 
 
 def files_beside(tokenizer: Path) -> dict[str, str]:
-    """Returns the text of the small files that belong to a tokenizer, by name.
-
-    Args:
-        tokenizer: A tokenizer.json, or a GGUF file, which holds them all.
-
-    Raises:
-        DataError: A file is not UTF-8.
-    """
+    """Returns name -> text of the small files beside a tokenizer.json, or of all that a GGUF file holds."""
     tokenizer = tokenizer.expanduser()
     if tokenizer.suffix == ".gguf":
         return tokenizer_files(tokenizer, read_gguf(tokenizer).metadata)
@@ -326,11 +301,7 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
 
 
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Returns the object in one of `files_beside`; empty where there is none.
-
-    Raises:
-        DataError: It is not JSON.
-    """
+    """Returns the object in one of `files_beside`; empty where there is none."""
     try:
         found = parse_json(files.get(name, "{}"))
     except ValueError as error:
@@ -359,10 +330,7 @@ def described(tokenizer: Tokenizer) -> str:
 
 
 def named_end(tokenizer: Any) -> dict[str, int]:
-    """Returns the end of text as an entry of an identity where it is not the usual one of the tokenizer; else nothing.
-
-    Ids of texts do not depend on it, so that a tokenizer's hash does not either.
-    """
+    """Returns the end of text as an entry of an identity where it is not the usual one, else nothing."""
     if not isinstance(tokenizer, BpeTokenizer) or tokenizer.end_of_text in (tokenizer.usual_end, None):
         return {}
     return {"end_of_text": tokenizer.end_of_text}
@@ -380,7 +348,6 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
         special: Names of special tokens that the rows take; they are the last ids of a tokenizer that is made here.
 
     Raises:
-        ConfigError: The vocabulary has no room for special tokens.
         DataError: Kind is file and the path is missing or is not a tokenizer, or the config names an end of text that
             is no token.
     """
@@ -401,11 +368,6 @@ def _trained(texts: Iterable[str], *, vocab_size: int, special: Sequence[str]) -
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257 + len(special):
-        raise ConfigError(
-            f"data.tokenizer.vocab_size={vocab_size} has no room for 256 bytes, the end of text and {len(special)} "
-            f"special tokens; set it to {257 + len(special)} or more"
-        )
     model = Model(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue] a setter
     model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] a setter
@@ -415,17 +377,9 @@ def _trained(texts: Iterable[str], *, vocab_size: int, special: Sequence[str]) -
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    try:
-        model.train_from_iterator(_capped(texts), trainer)
-    except UnicodeEncodeError as error:
-        raise _half_character(error) from None
+    model.train_from_iterator(_capped(texts), trainer)
     model.add_special_tokens(list(special))
     return BpeTokenizer(model)
-
-
-def _half_character(error: UnicodeEncodeError) -> DataError:
-    near = ascii(error.object[max(0, error.start - 20) : error.start + 20])
-    return DataError(f"a text has half a character (a lone surrogate) in {near}; fix or remove it")
 
 
 def _capped(texts: Iterable[str]) -> Iterator[str]:
@@ -438,51 +392,13 @@ def _capped(texts: Iterable[str]) -> Iterator[str]:
                 return
 
 
-@runtime_checkable
-class NamedTokens(Protocol):
-    """A tokenizer whose special tokens have names."""
-
-    vocab_size: int
-
-    def token_id(self, name: str) -> int | None:
-        """Returns the id of a token; None: there is no such token."""
-        ...
-
-    def special_ids(self) -> list[int]:
-        """Returns the ids that no text has."""
-        ...
-
-
-class NumberedTokens:
-    """Special tokens above the ids of data that no tokenizer made.
-
-    Args:
-        vocab_size: Ids of the data.
-        special: Names of the tokens, whose ids follow.
-    """
-
-    def __init__(self, vocab_size: int, special: tuple[str, ...]):
-        self._first = vocab_size
-        self._special = special
-        self.vocab_size = vocab_size + len(special)
-
-    def token_id(self, name: str) -> int | None:
-        return self._first + self._special.index(name) if name in self._special else None
-
-    def special_ids(self) -> list[int]:
-        return list(range(self._first, self.vocab_size))
+# Whatever has special tokens with names.
+NamedTokens = NumberedTokens | BpeTokenizer
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of special tokens; None: the tokenizer has no such token.
-
-    Attributes:
-        start: begins a row of an encoder.
-        end: ends a text.
-        mask: hides a token.
-        padding: fills rows up.
-    """
+    """Ids of what begins a row of an encoder, ends a text, hides a token and fills rows up; None: no such token."""
 
     start: int | None
     end: int | None
@@ -494,10 +410,6 @@ def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> Speci
     """Finds the special tokens of a tokenizer.
 
     The config's names come first, then those of the tokenizer_config.json beside the file, then the usual ones.
-
-    Args:
-        tokenizer: Has the ids.
-        config: May name them; None: nothing does.
 
     Raises:
         DataError: The config names a token that the tokenizer does not have.
@@ -520,16 +432,7 @@ def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> Speci
 
 
 def needed(found: int | None, role: str, *, what: str) -> int:
-    """Returns the id of a special token that rows cannot be made without.
-
-    Args:
-        found: The id; None: the tokenizer has none.
-        role: start, end, mask or padding.
-        what: What takes it.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Returns the id of a special token that `what` takes; a DataError where there is none for this role."""
     if found is None:
         raise DataError(
             f"{what} takes a token that is its {role}, and the tokenizer has none of {', '.join(_ROLES[role][1:])}; "

@@ -26,11 +26,8 @@ _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 class Documents:
     """Texts that can be read more than once.
 
-    Attributes:
-        label: Name of the texts in messages.
-        files: (name, size in bytes) of each file, the same on every machine that has the data.
-        read: Starts a pass over the texts.
-        skipped: Counts the bad records of the last pass; None: a bad record is an error.
+    `files` are (name, size in bytes), the same on every machine that has the data; `skipped` counts bad records of the
+    last pass (None: one is an error).
     """
 
     label: str
@@ -69,16 +66,9 @@ def _read_source() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """A stream of token ids and what is known about it.
+    """A stream of token ids: consecutive integer arrays, which may be memory-mapped, and what is known about it.
 
-    Attributes:
-        segments: The stream as consecutive integer arrays, [num_tokens_of_segment] each; they may be memory-mapped.
-        vocab_size: One more than the largest id allowed.
-        tokenizer: The tokenizer that made the ids; None: it is not known.
-        label: Name of the source in messages.
-        num_documents: Documents in the stream; None: not known.
-        identity: Values that identify the stream, for the fingerprint.
-        skipped: Counts the bad records; None: a bad record is an error.
+    `vocab_size` is one more than the largest id allowed; `tokenizer` and `num_documents` may not be known.
     """
 
     segments: tuple[np.ndarray, ...]
@@ -100,14 +90,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
-    """Encodes documents a chunk at a time.
+    """Yields the ids (uint16 or uint32) of documents, a list for each chunk of them.
 
-    Args:
-        texts: The documents.
-        tokenizer: Encodes them; each is followed by its end of text, or by a newline where it has none.
-
-    Yields:
-        The ids of each document of a chunk, uint16 or uint32 [num_tokens].
+    Each is followed by the tokenizer's end of text, or by a newline where it has none.
     """
     mark = tokenizer.encode("\n") if tokenizer.end_of_text is None else np.array([tokenizer.end_of_text])
     dtype = token_dtype(tokenizer.vocab_size)
@@ -149,12 +134,7 @@ def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], 
 def encoded_source(
     config: TextData | JsonlData | DocumentsData, documents: Documents, *, tokenizer: Tokenizer | None = None
 ) -> TokenSource:
-    """Encodes a text source into memory.
-
-    Args:
-        config: Which text.
-        documents: Its texts.
-        tokenizer: Used in place of the tokenizer of `config`.
+    """Encodes documents into memory, with the tokenizer of the config or another.
 
     Raises:
         DataError: The text cannot be read, or is empty.
@@ -203,15 +183,7 @@ class Span:
 
 
 def split_tokens(source: TokenSource, *, sequence_length: int, validation_fraction: float) -> tuple[Span, Span | None]:
-    """Splits a stream into training tokens and, from its end, validation tokens.
-
-    Args:
-        source: The stream.
-        sequence_length: Tokens per row.
-        validation_fraction: Fraction of the tokens for validation, but at least one row; 0: no validation.
-
-    Returns:
-        The training span, and the validation span or None.
+    """Splits a stream into training tokens and, from its end, validation tokens (None: no fraction), of at least a row.
 
     Raises:
         ConfigError: The fraction is 1.

@@ -119,7 +119,7 @@ REFUSED = {
         "\n\n{{ raise_exception('roles\nmust alternate') }}",
         messages("a", "b"),
         DataError,
-        r"rows.jsonl:1: line 3 of the chat template x.jinja refuses the conversation: roles",
+        r"rows.jsonl:1: the chat template x.jinja refuses the conversation: roles",
     ),
     "never stops": (
         "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",

@@ -12,7 +12,6 @@ from typing import Any
 
 from jaxtrain.config.data import PYTHON_DOCS
 from jaxtrain.data.formats.open import find_rows, pass_over_file
-from jaxtrain.data.skipped import BadRecordError, SkippedRecords
 from jaxtrain.errors import DataError
 
 # What a template reads: {"role": ..., "content": ...} and whatever else the file gives.
@@ -49,13 +48,9 @@ _FEWEST_WORDS, _MOST_WORDS = 9, 60
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in their order.
+    """Messages in their order, from `where` (file and line).
 
-    Attributes:
-        where: File and line, for messages.
-        messages: What was said.
-        first: Index of the first message that may be an answer to train on; those before it are the prompt.
-        tools: What the model may call, as templates take it: a list of JSON schemas; None: nothing.
+    `first` is the first message that may be an answer to train on; `tools` are JSON schemas of what the model may call.
     """
 
     where: str
@@ -72,44 +67,25 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations that begin alike.
-
-    Attributes:
-        chosen: That with the preferred answer.
-        rejected: That with the other one.
-        group: Pairs of one group stay on one side of the split.
-    """
+    """Two conversations that begin alike; pairs of one group stay on one side of the split."""
 
     chosen: Conversation
     rejected: Conversation
     group: str
 
 
-def read_conversations(
-    path: str | Sequence[str], *, key: str = "data.path", skipped: SkippedRecords | None = None
-) -> list[Conversation]:
-    """Reads conversations.
-
-    Args:
-        path: As `ChatData.path`.
-        key: Where the path was given, for messages.
-        skipped: Counts the bad rows, which are left out; None: the first is an error.
+def read_conversations(path: str | Sequence[str], *, key: str = "data.path") -> list[Conversation]:
+    """Reads conversations of `ChatData.path`; `key` names it in messages.
 
     Raises:
         DataError: A file is missing or malformed, or a row is no conversation, or has an empty answer or none.
     """
-    return documented() if path == PYTHON_DOCS else _good(path, key, _conversation, skipped)
+    return documented() if path == PYTHON_DOCS else _good(path, key, _conversation)
 
 
-def read_pairs(
-    path: str | Sequence[str], *, key: str = "data.path", skipped: SkippedRecords | None = None
-) -> list[Pair]:
-    """Reads pairs of answers; see `read_conversations`.
-
-    Raises:
-        DataError: As for `read_conversations`, or both answers are equal.
-    """
-    return _documented_pairs() if path == PYTHON_DOCS else _good(path, key, _pair, skipped)
+def read_pairs(path: str | Sequence[str], *, key: str = "data.path") -> list[Pair]:
+    """Reads pairs of answers; see `read_conversations`. Equal answers are an error too."""
+    return _documented_pairs() if path == PYTHON_DOCS else _good(path, key, _pair)
 
 
 def is_trained(message: Message) -> bool:
@@ -121,25 +97,15 @@ def _good(
     path: str | Sequence[str],
     key: str,
     make: Callable[[str, Mapping[str, Any]], Any],
-    skipped: SkippedRecords | None,
 ) -> list[Any]:
     """Returns what is made of (file and line, object) of each row of all files that paths name."""
     found: list[Any] = []
-    bad: list[BadRecordError] = []
     for one in [path] if isinstance(path, str) else path:
         for file in find_rows(one, what=key, one_format=False):
-            for where, row in pass_over_file(file, None, bad=None if skipped is None else bad.append):
-                try:
-                    found.append(make(where, _without_nulls(row) if file.format in _COLUMNAR else row))
-                except BadRecordError as error:
-                    if skipped is None:
-                        raise
-                    bad.append(error)
-    if not found and not bad:
+            for where, row in pass_over_file(file, None):
+                found.append(make(where, _without_nulls(row) if file.format in _COLUMNAR else row))
+    if not found:
         raise DataError(f"{key} {path} has no rows; give a file with at least one")
-    for error in bad:
-        assert skipped is not None
-        skipped.add(error, of=len(found) + len(bad))
     return found
 
 
@@ -159,7 +125,7 @@ def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
         return _checked(Conversation(where, (*before, *after), len(before), row.get("tools") or None))
     if "chosen" in row and "rejected" in row:
         raise DataError(f"{where} is a pair of answers; set task=dpo or task=reward, or write messages")
-    raise BadRecordError(
+    raise DataError(
         f"{where} is no conversation (it has {', '.join(map(str, row))}); write messages, or prompt and completion"
     )
 
@@ -167,7 +133,7 @@ def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
 def _pair(where: str, row: Mapping[str, Any]) -> Pair:
     if "chosen" not in row or "rejected" not in row:
         there = ", ".join(map(str, row))
-        raise BadRecordError(f"{where} is no pair of answers (it has {there}); write prompt, chosen and rejected")
+        raise DataError(f"{where} is no pair of answers (it has {there}); write prompt, chosen and rejected")
     chosen, rejected = (_messages(where, row[name], ANSWERS) for name in ("chosen", "rejected"))
     if row.get("prompt") is not None and chosen[0]["role"] == rejected[0]["role"] == ANSWERS:
         prompt = _messages(where, row["prompt"], "user")
@@ -175,9 +141,9 @@ def _pair(where: str, row: Mapping[str, Any]) -> Pair:
     shortest = min(len(chosen), len(rejected))
     first = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
     if first == shortest:
-        raise BadRecordError(f"{where} has equal answers, chosen and rejected; a pair needs two that differ")
+        raise DataError(f"{where} has equal answers, chosen and rejected; a pair needs two that differ")
     if first == 0:
-        raise BadRecordError(f"{where} has no common beginning of chosen and rejected; write the prompt")
+        raise DataError(f"{where} has no common beginning of chosen and rejected; write the prompt")
     tools = row.get("tools") or None
     both = [_checked(Conversation(where, messages, first, tools)) for messages in (chosen, rejected)]
     return Pair(both[0], both[1], both[0].prompt)
@@ -188,37 +154,31 @@ def _messages(where: str, value: Any, role: str | None = None) -> tuple[Message,
     if isinstance(value, str) and role is not None:
         return ({"role": role, "content": value},)
     if not isinstance(value, list) or not value:
-        raise BadRecordError(f"{where} has {value!r:.40} for messages; write [{{role: user, content: ...}}, ...]")
+        raise DataError(f"{where} has {value!r:.40} for messages; write [{{role: user, content: ...}}, ...]")
     return tuple(_message(f"{where} messages[{i}]", one) for i, one in enumerate(value))
 
 
 def _message(where: str, value: Any) -> Message:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise BadRecordError(f"{where} has no role (from and value are not read); write {{role: user, content: ...}}")
     # A Parquet column has every key in every row. Templates ask whether the content beside calls of tools is none.
-    found = {name: one for name, one in value.items() if one is not None or name == "content"}
-    if not isinstance(found.get("content"), str) and "tool_calls" not in found:
-        raise BadRecordError(f"{where} has a content that is no text; chats are text alone")
-    for name in _WEIGHTS:
-        if found.get(name) not in (None, 0, 1):
-            raise BadRecordError(f"{where} has {name}: {found[name]!r}; write 0 for a message without loss, or 1")
+    said = value if isinstance(value, dict) else {}
+    found = {name: one for name, one in said.items() if one is not None or name == "content"}
+    if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str | None):
+        raise DataError(f"{where} has no role, or a content that is no text; write {{role: user, content: ...}}")
+    if found.get("content") is None and "tool_calls" not in found:
+        raise DataError(f"{where} has no content; write {{role: {found['role']}, content: ...}}")
     return found
 
 
 def _checked(conversation: Conversation) -> Conversation:
-    """Returns a conversation up to its last answer.
-
-    Raises:
-        BadRecordError: There is no answer, an empty one, none with a weight, or nothing before the first.
-    """
+    """Returns a conversation up to its last answer."""
     where, messages = conversation.where, conversation.messages
     answers = [i for i in range(conversation.first, len(messages)) if messages[i]["role"] == ANSWERS]
     if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0:
         roles = ", ".join(dict.fromkeys(one["role"] for one in messages))
-        raise BadRecordError(f"{where} has no answer to train (roles: {roles}); write one with role: {ANSWERS}")
+        raise DataError(f"{where} has no answer to train (roles: {roles}); write one with role: {ANSWERS}")
     for i in answers:
         if not (messages[i].get("content") or "").strip() and not messages[i].get("tool_calls"):
-            raise BadRecordError(f"{where} has an empty answer (message {i + 1}); fill it in, or remove the row")
+            raise DataError(f"{where} has an empty answer (message {i + 1}); fill it in, or remove the row")
     return replace(conversation, messages=messages[: answers[-1] + 1])
 
 
@@ -230,9 +190,6 @@ def documented() -> list[Conversation]:
     """Returns a question about each function of the standard library, and the first paragraph of its docstring.
 
     No two have the same answer, and the order depends on their names alone.
-
-    Raises:
-        DataError: This Python has no source of its standard library.
     """
     return [_asked(name, question, answer) for name, question, answer in _documented()]
 

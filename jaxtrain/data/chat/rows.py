@@ -23,8 +23,7 @@ from jaxtrain.data.chat.templates import (
     masked_tokens,
 )
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.data.rows import Row, Rows, padded
-from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
+from jaxtrain.data.rows import Examples, Row, Rows, padded
 from jaxtrain.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -40,40 +39,10 @@ _ORDER_SEED = 20240602
 
 
 @dataclass(frozen=True)
-class ChatRows:
-    """Rows of chats, and what `Data` says of them.
-
-    Attributes:
-        train: The training rows.
-        validation: The rows kept for evaluation; None: there are none.
-        tokenizer: Made the ids.
-        identity: Values that identify the rows, for the fingerprint.
-        description: Lines that describe the rows to the user.
-        reading: See `Data.reading`.
-        counts: See `Data.counts`.
-        skipped: Counts the bad rows that were left out; None: the first is an error.
-    """
-
-    train: Rows
-    validation: Rows | None
-    tokenizer: ByteTokenizer | BpeTokenizer
-    identity: dict[str, Any]
-    description: tuple[str, ...]
-    reading: dict[str, Any]
-    counts: dict[str, int]
-    skipped: SkippedRecords | None
-
-
-@dataclass(frozen=True)
 class Store:
     """Conversations as tokens, one after another; those of pair k are 2 k and 2 k + 1.
 
-    Attributes:
-        ids: int32 [all tokens].
-        trained: bool [all tokens].
-        starts: int64 [N + 1], where each conversation begins.
-        length: L.
-        padding: Id that fills rows up.
+    `ids` int32 and `trained` bool [all tokens]; `starts` int64 [N + 1]; `padding` fills rows of `length` up.
     """
 
     ids: np.ndarray
@@ -90,14 +59,7 @@ class Store:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """Conversations that fit into rows.
-
-    Attributes:
-        kept: int64 [num_kept], which of the conversations are left.
-        tokens: Those conversations, cut where they were too long.
-        cut: How many were.
-        dropped: How many are not left because they are too long.
-    """
+    """Conversations that fit into rows: which (int64), their tokens, and how many were cut, and dropped as too long."""
 
     kept: np.ndarray
     tokens: list[MaskedTokens]
@@ -112,8 +74,8 @@ def open_chat(
     pairs: bool,
     scored: bool = False,
     reading: Mapping[str, Any] | None = None,
-) -> ChatRows:
-    """Opens conversations, or pairs of answers.
+) -> Examples:
+    """Opens conversations, or pairs of answers (`scored`: the last token of each is an input too).
 
     Args:
         config: Which ones.
@@ -135,16 +97,15 @@ def open_chat(
         raise ConfigError("data.train_on=all takes the prompt into preferences; set data.train_on=answers or last")
     label = config.path if isinstance(config.path, str) else ", ".join(config.path)
     label = f"built-in {label}" if label == PYTHON_DOCS else label
-    skipped = skipped_records(label, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
-    conversations, sides = _read(config, label, skipped, pairs=pairs)
+    conversations, sides = _read(config, label, pairs=pairs)
     texts = (str(one.get("content") or "") for chat in conversations for one in chat.messages)
     tokenizer = build_tokenizer(config.tokenizer, texts, special=added_tokens(config))
     assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
     form = format_of_reading(reading) or chat_format(config, tokenizer)
     template = compile_template(form, today=datetime.date.fromisoformat(config.date))
-    masked = masked_tokens(conversations, template, chat_encoder(tokenizer), train_on=config.train_on, skipped=skipped)
+    masked = masked_tokens(conversations, template, chat_encoder(tokenizer), train_on=config.train_on)
     most = sequence_length if scored else sequence_length + 1
-    fitted = _fit(masked, most=most, too_long=config.too_long, together=2 if pairs else 1, skipped=skipped)
+    fitted = _fit(masked, most=most, too_long=config.too_long, together=2 if pairs else 1)
     # Places in the store of what is left of each side.
     kept = fitted.kept[::2] // 2 if pairs else fitted.kept
     sides = [np.flatnonzero(np.isin(kept, side)) for side in sides]
@@ -173,7 +134,7 @@ def open_chat(
         "num_rows": len(layouts[0]),
         "num_validation_rows": len(layouts[1]),
     }
-    return ChatRows(
+    return Examples(
         train=made[0],
         validation=made[1] if len(made[1]) else None,
         tokenizer=tokenizer,
@@ -181,21 +142,18 @@ def open_chat(
         description=(*_description(label, counts, form.label), described(tokenizer)),
         reading=form.to_reading(),
         counts=counts,
-        skipped=skipped,
     )
 
 
-def _read(
-    config: ChatData, label: str, skipped: SkippedRecords | None, *, pairs: bool
-) -> tuple[list[Conversation], Sequence[np.ndarray]]:
+def _read(config: ChatData, label: str, *, pairs: bool) -> tuple[list[Conversation], Sequence[np.ndarray]]:
     """Returns conversations, of a pair both after one another, and which (or which pairs) are for training, evaluation.
 
     Those of equal prompts are on one side; the built-in answers are all different, and so are their questions.
     """
     read = read_pairs if pairs else read_conversations
-    found: list[Conversation | Pair] = [*read(config.path, skipped=skipped)]
+    found: list[Conversation | Pair] = [*read(config.path)]
     if config.validation_path is not None:
-        more = read(config.validation_path, key="data.validation_path", skipped=skipped)
+        more = read(config.validation_path, key="data.validation_path")
         sides = np.arange(len(found)), len(found) + np.arange(len(more))
         found += more
     else:
@@ -210,9 +168,7 @@ def _read(
     return [one for group in both for one in group], sides
 
 
-def _fit(
-    conversations: Iterable[MaskedTokens], *, most: int, too_long: str, together: int, skipped: SkippedRecords | None
-) -> _Fitted:
+def _fit(conversations: Iterable[MaskedTokens], *, most: int, too_long: str, together: int) -> _Fitted:
     """Cuts or drops conversations of more than `most` tokens; `together` neighbours (2 for pairs) are left as one.
 
     Raises:
@@ -235,14 +191,9 @@ def _fit(
                 f"{parts[0].where} has {max(sizes):,} tokens, but rows have {most - 1:,}; raise data.sequence_length, "
                 "or set data.too_long=cut or data.too_long=drop"
             )
-        is_bad = not min(sizes)  # the template refused it
         is_same = together == 2 and np.array_equal(parts[0].ids, parts[1].ids)
-        if is_same and not is_bad and not is_over:
-            error = BadRecordError(f"{parts[0].where} has answers that the chat template makes equal; remove the pair")
-            if skipped is None:
-                raise error
-            skipped.add(error, of=group[-1][0] + 1)
-            is_bad = True
+        if is_same and not is_over:
+            raise DataError(f"{parts[0].where} has answers that the chat template makes equal; remove the pair")
         # The first token is nobody's target; a conversation may lose all of its answers to the cut, and a pair what
         # tells its answers apart.
         is_left = all(part.trained[1:].any() for part in parts) and not is_same
@@ -251,7 +202,7 @@ def _fit(
             tokens += parts
             cut += is_over
         else:
-            dropped += not is_bad
+            dropped += 1
     return _Fitted(np.array(kept, np.int64), tokens, cut, dropped)
 
 
@@ -263,14 +214,10 @@ def _make_store(tokens: Sequence[MaskedTokens], *, length: int, padding: int) ->
 
 
 def packed(sizes: np.ndarray, length: int) -> list[list[int]]:
-    """Distributes conversations over few rows: the largest first, each into the fullest row that has room for it.
+    """Distributes conversations of these sizes over few rows of `length` places; returns those of each row.
 
-    Args:
-        sizes: Places that each takes, int [N], at most `length`.
-        length: Places of a row.
-
-    Returns:
-        The conversations of each row; rows are in an order that looks random and is always the same.
+    The largest goes first, each into the fullest row that has room; rows are in an order that looks random and is
+    always the same.
     """
     rows: list[list[int]] = []
     rooms: list[int] = []  # ascending, the rooms that some row has
@@ -297,12 +244,7 @@ def packed(sizes: np.ndarray, length: int) -> list[list[int]]:
 
 
 class PackedRows(Rows):
-    """Rows of several conversations: `tokens`, `segments` (1, 2, ..., and 0 after the last) and `positions` in each.
-
-    Args:
-        store: The conversations.
-        rows: Which of them each row holds.
-    """
+    """Rows of several conversations: `tokens`, `segments` (1, 2, ..., and 0 after the last) and `positions` in each."""
 
     def __init__(self, store: Store, rows: Sequence[Sequence[int]]):
         super().__init__(len(rows))
@@ -333,13 +275,7 @@ class PackedRows(Rows):
 
 
 class PaddedRows(Rows):
-    """Rows of one conversation, or of a pair [2, L] whose chosen answer is first, filled up with places of weight 0.
-
-    Args:
-        store: The conversations.
-        numbers: Which of them, or of the pairs, int64.
-        together: Conversations per row: 2 for pairs.
-    """
+    """Rows of one conversation, or of a pair [2, L] (`together` 2), filled up with places of weight 0."""
 
     def __init__(self, store: Store, numbers: np.ndarray, *, together: int = 1):
         super().__init__(len(numbers))

@@ -6,6 +6,7 @@ beginning of an answer included that a template writes where the model goes on.
 """
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from jaxtrain.config.data import TURN_BEGINS, TURN_ENDS, ChatData
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.chat.conversations import ANSWERS, Conversation, Message, is_trained
 from jaxtrain.data.files import require_file
-from jaxtrain.data.skipped import BadRecordError, SkippedRecords
 from jaxtrain.data.tokenizer import (
     GENERATION_FILE,
     SETTINGS_FILE,
@@ -53,8 +53,6 @@ _KIND = "chat"
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
 _MARKED_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# What jinja2 calls the source of a template that is no file.
-_TEMPLATE_FRAME = "<template>"
 # Characters that are encoded at a time: enough for every core, few enough for their tokens as Python objects.
 _CHUNK_CHARACTERS = 2**20
 
@@ -63,11 +61,7 @@ _CHUNK_CHARACTERS = 2**20
 class ChatFormat:
     """How conversations become text.
 
-    Attributes:
-        source: The template, in the language of jinja2.
-        label: What people call it.
-        tokens: Name that a template uses (eos_token) -> text of the token.
-        stop: Ids at which a model stops.
+    `tokens` are name (eos_token) -> text, as the template (`source`) uses them; a model stops at the ids `stop`.
     """
 
     source: str
@@ -89,12 +83,7 @@ def format_of_reading(reading: Mapping[str, Any] | None) -> ChatFormat | None:
 
 
 def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
-    """Finds the format of a config.
-
-    Args:
-        config: May name a template; null: that beside the tokenizer's file or inside the GGUF file, or chatml where
-            the tokenizer is made for the run.
-        tokenizer: Has the ids.
+    """Finds the format of a config: its template, else that beside the tokenizer's file, else chatml.
 
     Raises:
         ConfigError: There is no template, or no token at which the model stops.
@@ -128,29 +117,13 @@ def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
 
 
 def files_beside(tokenizer: Path) -> dict[str, str]:
-    """Returns the text of the files of a published model that say how it chats, by name.
-
-    Args:
-        tokenizer: Its tokenizer.json, the copy of it in a run, or the GGUF file that holds everything.
-
-    Raises:
-        DataError: A file is not UTF-8.
-    """
+    """Returns name -> text of the files of a published model, or of its copy in a run, that say how it chats."""
     kept = tokenizer.expanduser().parent / _OF_A_RUN
     return tokenizers.files_beside(kept / "tokenizer.json" if kept.is_dir() else tokenizer)
 
 
 def published_format(files: Mapping[str, str], where: str, tokenizer: NamedTokens) -> ChatFormat | None:
-    """Returns the format that the files of a published model describe; None: they hold no template.
-
-    Args:
-        files: Made by `files_beside`.
-        where: Names them in messages.
-        tokenizer: Has the ids.
-
-    Raises:
-        DataError: A file is malformed.
-    """
+    """Returns the format that `files_beside` describe (`where` names them); None: they hold no template."""
     source = _template_in(files)
     if source is None:
         return None
@@ -170,17 +143,9 @@ def _template_in(files: Mapping[str, str]) -> str | None:
 
 
 def published_tokens(files: Mapping[str, str], tokenizer: NamedTokens) -> tuple[dict[str, str], tuple[int, ...]]:
-    """Returns what the files of a published model say of its special tokens.
+    """Returns name (bos_token) -> text of the special tokens of `files_beside`, and the ids at which the model stops.
 
-    Args:
-        files: Made by `files_beside`; empty for a tokenizer that was made for a run.
-        tokenizer: Has the ids.
-
-    Returns:
-        Name (bos_token) -> text of the token, and the ids at which the model stops.
-
-    Raises:
-        DataError: A file is malformed.
+    No files: the tokenizer was made for a run.
     """
     if files:
         tokens = special_names(files)
@@ -194,13 +159,7 @@ def published_tokens(files: Mapping[str, str], tokenizer: NamedTokens) -> tuple[
 
 @dataclass(frozen=True)
 class Template:
-    """A template that is ready to render.
-
-    Attributes:
-        compiled: By jinja2.
-        format: What it was made of.
-        marks_answers: Whether it says itself what a model writes: `{% generation %}`.
-    """
+    """A template that is ready to render; `marks_answers`: it says itself what a model writes, `{% generation %}`."""
 
     compiled: jinja2.Template
     format: ChatFormat
@@ -209,12 +168,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        text: What is encoded.
-        answers: (start, end) in characters of each block that the template marks as written by the model.
-    """
+    """A conversation as text; `answers` are (start, end) in characters of the blocks that the template marks."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
@@ -240,26 +194,19 @@ class _AnswerBlocks(Extension):
 
 
 def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
-    """Compiles a template.
-
-    Args:
-        format: The template, and the tokens that it may name.
-        today: The date for templates that ask for it.
-
-    Raises:
-        ConfigError: The template has an error of syntax; names its line.
-    """
+    """Compiles a template, which may ask for today; a ConfigError names the line of an error of syntax."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _AnswerBlocks]
     )
-    environment.filters["tojson"] = _to_json
+    # Without the escapes for HTML that the filter of jinja2 makes.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.combine(today, datetime.time()).strftime(form)
     try:
         compiled = environment.from_string(format.source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template {format.label} has an error in line {error.lineno}: {_first_line(error)}; mend it, or "
+            f"the chat template {format.label} has an error in line {error.lineno}: {_reason(error)}; mend it, or "
             "set data.template to another"
         ) from None
     return Template(compiled, format, _MARKED_BLOCK.search(format.source) is not None)
@@ -273,14 +220,7 @@ def render(
     where: str,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Rendered:
-    """Writes messages as text.
-
-    Args:
-        template: How.
-        messages: What was said.
-        prompt: Whether the text ends where the model's answer begins (`add_generation_prompt`).
-        where: File and line of the messages.
-        tools: What the model may call, a list of JSON schemas.
+    """Writes messages of `where` as text; with `prompt` it ends where the answer begins (`add_generation_prompt`).
 
     Raises:
         DataError: The template refuses the messages, such as for the order of their roles; names its line.
@@ -297,13 +237,11 @@ def render(
     try:
         text = template.compiled.render(values)
     except _RefusedError as error:
-        raise BadRecordError(
-            f"{where}: line {_line(error)} of the chat template {label} refuses the conversation: {_first_line(error)}"
-        ) from None
+        raise DataError(f"{where}: the chat template {label} refuses the conversation: {_reason(error)}") from None
     except Exception as error:  # a template is somebody's code, and may fail in any way
         raise ConfigError(
-            f"the chat template {label} fails in line {_line(error)} on {where}: {type(error).__name__}: "
-            f"{_first_line(error)}; mend it, or set data.template to another"
+            f"the chat template {label} fails on {where}: {type(error).__name__}: "
+            f"{_reason(error)}; mend it, or set data.template to another"
         ) from None
     if not template.marks_answers:
         return Rendered(text, ())
@@ -314,12 +252,7 @@ def render(
 
 
 def prompt_text(template: Template, conversation: Sequence[Message]) -> str:
-    """Returns messages, of which the last one is not the model's, as the text after which it writes its answer.
-
-    Raises:
-        DataError: The template refuses them.
-        ConfigError: The template fails.
-    """
+    """Returns messages as the text after which the model writes its answer; see `render`."""
     return render(template, conversation, prompt=True, where="the question").text
 
 
@@ -327,39 +260,13 @@ def _refuse(message: str) -> str:
     raise _RefusedError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Writes a value as JSON without the escapes for HTML that jinja2's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _line(error: BaseException) -> int:
-    """Returns the line of the template where an error was raised; 1 where that is not known."""
-    line, trace = 1, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == _TEMPLATE_FRAME:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "it gives no reason")[:300]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A text as tokens.
-
-    Attributes:
-        ids: int32 [num_tokens].
-        starts: int64 [num_tokens], the character at which each token begins.
-    """
+    """A text as tokens: int32 [num_tokens], and int64 [num_tokens], the character at which each begins."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -414,13 +321,7 @@ def chat_encoder(tokenizer: ByteTokenizer | BpeTokenizer) -> ChatEncoder:
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """A conversation as tokens.
-
-    Attributes:
-        where: File and line, for messages.
-        ids: int32 [num_tokens].
-        trained: bool [num_tokens].
-    """
+    """A conversation as tokens: int32 [num_tokens], and which are trained, bool [num_tokens]."""
 
     where: str
     ids: np.ndarray
@@ -442,32 +343,16 @@ def masked_tokens(
     encoder: ChatEncoder,
     *,
     train_on: str,
-    skipped: SkippedRecords | None = None,
 ) -> Iterator[MaskedTokens]:
-    """Encodes conversations and marks what is trained.
-
-    Args:
-        conversations: What was said.
-        template: How it is written.
-        encoder: Makes the ids.
-        train_on: As `ChatData.train_on`.
-        skipped: Counts the conversations that the template refuses, which have no tokens then; None: an error.
+    """Encodes conversations and marks what is trained, as `ChatData.train_on` says.
 
     Raises:
         DataError: The template refuses a conversation.
         ConfigError: The template fails, or the tokens of an answer or its stop token cannot be found.
     """
 
-    def marked(one: Conversation) -> _Marked:
-        try:
-            return _marked(one, template, train_on=train_on)
-        except BadRecordError as error:
-            if skipped is None:
-                raise
-            skipped.add(error, of=len(conversations))
-            return _Marked(one.where, "", ())
-
-    for chunk in chunks(map(marked, conversations), lambda one: len(one.text), most=_CHUNK_CHARACTERS):
+    marked = (_marked(one, template, train_on=train_on) for one in conversations)
+    for chunk in chunks(marked, lambda one: len(one.text), most=_CHUNK_CHARACTERS):
         encoded = encoder.encode([one.text for one in chunk])
         for one, found in zip(chunk, encoded, strict=True):
             trained = np.zeros(len(found.ids), bool)

@@ -1,5 +1,6 @@
 """Opens the data of a config: one case for each kind, whose file is imported when it is opened (grain takes long)."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,13 +111,7 @@ def _text_data(config: Any, sequence_length: int, *, task: str | None, reading: 
         found = open_tagged_text(config, sequence_length=sequence_length, reading=reading)
     else:
         found = open_text_pairs(config, sequence_length=sequence_length)
-    return _padded_data(
-        found,
-        num_outputs=found.num_outputs,
-        input_shape=(sequence_length,),
-        units_per_row=sequence_length + (found.decoder_length or 0),
-        decoder_length=found.decoder_length,
-    )
+    return _encoded_data(found, (sequence_length,))
 
 
 def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
@@ -126,25 +121,23 @@ def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading:
     pairs = gives_pairs(config, task)
     scored = pairs and task == "reward"
     found = open_chat(config, sequence_length=sequence_length, pairs=pairs, scored=scored, reading=reading)
-    return _padded_data(
-        found,
-        input_shape=(2, sequence_length) if pairs else (sequence_length,),
-        units_per_row=2 * sequence_length if pairs else sequence_length,
-        counts=found.counts,
-        skipped=() if found.skipped is None else (found.skipped,),
-    )
+    return _encoded_data(found, (2, sequence_length) if pairs else (sequence_length,))
 
 
-def _padded_data(found: Any, **more: Any) -> Data:
+def _encoded_data(found: Any, input_shape: tuple[int, ...]) -> Data:
     """The data of rows of padded tokens."""
     return Data(
         train=found.train,
         validation=found.validation,
         fingerprint=found.identity,
         vocab_size=found.tokenizer.vocab_size,
+        num_outputs=found.num_outputs,
+        input_shape=input_shape,
         unit="tokens",
+        units_per_row=math.prod(input_shape) + (found.decoder_length or 0),
         tokenizer=found.tokenizer,
         description=found.description,
         reading=found.reading,
-        **more,
+        decoder_length=found.decoder_length,
+        counts=found.counts,
     )

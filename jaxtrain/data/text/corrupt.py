@@ -44,14 +44,9 @@ _MASKED, _RANDOM = 0.8, 0.1
 
 @dataclass(frozen=True)
 class Masking:
-    """How single tokens of a row are hidden.
+    """How single tokens of a row are hidden: chances, special tokens around, and the id of the mask.
 
-    Attributes:
-        settings: Chances.
-        before, after: Special tokens around the tokens of the stream.
-        mask: Id of the mask token.
-        is_special: bool [V], ids that are never hidden and never put in.
-        vocab_size: V.
+    `is_special`, bool [V], are ids that are never hidden and never put in.
     """
 
     settings: MaskCorruption
@@ -64,14 +59,9 @@ class Masking:
 
 @dataclass(frozen=True)
 class SpanNoise:
-    """How spans of a row are moved to the targets.
+    """How spans of a row are moved to the targets: sizes, the ids that end texts and start the decoder.
 
-    Attributes:
-        sizes: Numbers of tokens.
-        end: Id that ends inputs and targets.
-        start: Id with which the decoder begins.
-        sentinels: int32 [P], the id that stands for each span.
-        vocab_size: V.
+    `sentinels`, int32 [P], stand for the spans.
     """
 
     sizes: SpanSizes
@@ -91,13 +81,9 @@ def noise_of(
     *,
     sequence_length: int,
 ) -> Noise | None:
-    """Finds what is hidden in the rows of a stream; None: nothing.
+    """Finds what is hidden in rows of L tokens of a stream; None: nothing.
 
-    Args:
-        config: The data.
-        source: Its stream; where no tokenizer made it, special tokens are added above its ids.
-        tokenizer: May name special tokens.
-        sequence_length: L, tokens of the inputs.
+    Where no tokenizer made the stream, special tokens are added above its ids.
 
     Raises:
         DataError: A token that is needed is missing, or rows are too short.
@@ -139,13 +125,7 @@ def _span_noise(
 
 
 def corrupted(rows: "Rows", noise: Noise, *, seed: int) -> "MappedRows":
-    """Returns the rows of a stream with some of their tokens hidden, in the same training order.
-
-    Args:
-        rows: With `inputs` int32 [N].
-        noise: What is hidden.
-        seed: Decides which tokens.
-    """
+    """Returns the rows of a stream (`inputs` int32 [N]) with tokens hidden by the seed, in the same training order."""
     # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
     from jaxtrain.data.rows import MappedRows
 

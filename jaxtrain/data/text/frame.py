@@ -30,11 +30,7 @@ _LENGTHS = 32  # few different lengths, since each is compiled for
 
 @dataclass(frozen=True)
 class Frame:
-    """The order of special tokens and texts in a row.
-
-    Attributes:
-        entries: (id of a special token, or "first" or "second" for a text; token type), in their order.
-    """
+    """The order in a row of entries: id of a special token, or "first" or "second" for a text; token type."""
 
     entries: tuple[tuple[int | str, int], ...]
 
@@ -47,14 +43,8 @@ class Frame:
 def make_frame(tokenizer: NamedTokens, special: SpecialIds, *, pair: bool, sequence_length: int | None = None) -> Frame:
     """Finds the frame of a tokenizer: that of its own file, or start, text, end where the file says none.
 
-    Args:
-        tokenizer: Made the ids of the texts.
-        special: Its special tokens.
-        pair: Whether a row has two texts.
-        sequence_length: L, which must have room for a text; None: rows have any length.
-
     Raises:
-        DataError: A pair has no token between its texts, or rows have no room.
+        DataError: A pair has no token between its texts, or rows of `sequence_length` have no room for a text.
     """
     frame = _frame(tokenizer, special, pair=pair)
     if sequence_length is not None and sequence_length <= frame.num_special:
@@ -79,15 +69,10 @@ def _frame(tokenizer: NamedTokens, special: SpecialIds, *, pair: bool) -> Frame:
 
 
 def fill_frame(frame: Frame, texts: Sequence[list[int]], length: int) -> tuple[list[int], list[int], bool]:
-    """Puts texts into a frame; where they are too long, the longer one loses tokens from its end.
-
-    Args:
-        frame: What stands around them.
-        texts: The ids of one text, or of two.
-        length: The most tokens that a row may have.
+    """Puts the ids of one text or two into a frame; where they are too long, the longer one loses tokens at its end.
 
     Returns:
-        The ids, their token types, and whether anything was cut off.
+        The ids, at most `length`, their token types, and whether anything was cut off.
     """
     kept = _kept([len(text) for text in texts], max(length - frame.num_special, 0))
     parts = {"first": texts[0][: kept[0]], "second": texts[1][: kept[1]] if len(texts) > 1 else []}
@@ -118,19 +103,9 @@ def _kept(lengths: list[int], room: int) -> list[int]:
 
 
 def framed_file(text: str, tokenizer: BpeTokenizer, special: SpecialIds, *, pair: bool) -> str | None:
-    """Adds the frame of rows to a tokenizer.json that does not say it, by which other programs make the same rows.
+    """Adds the frame of rows to the text of a tokenizer.json, by which other programs make the same rows.
 
-    Args:
-        text: The tokenizer.json.
-        tokenizer: What it makes.
-        special: Its special tokens.
-        pair: Whether the rows have two texts.
-
-    Returns:
-        The tokenizer.json with a post-processor; None where it has one that adds tokens, or nothing is to be added.
-
-    Raises:
-        DataError: A pair has no token between its texts.
+    None: it has a post-processor that adds tokens, or nothing is to be added.
     """
     frames = {"single": make_frame(tokenizer, special, pair=False)}
     if pair or special.end is not None:
@@ -162,14 +137,7 @@ def framed_file(text: str, tokenizer: BpeTokenizer, special: SpecialIds, *, pair
 
 @dataclass(frozen=True)
 class Column:
-    """Lists of integers, one per row.
-
-    Attributes:
-        values: The lists one after another, int32.
-        starts: int64 [R + 1], where each begins.
-        length: L, to which they are filled up.
-        fill: What they are filled up with.
-    """
+    """Lists of integers, one per row: int32 one after another, int64 [R + 1] where each begins, their full length."""
 
     values: np.ndarray
     starts: np.ndarray
@@ -194,13 +162,9 @@ def make_column(lists: Sequence[Sequence[int]], *, length: int, fill: int) -> Co
 
 
 class RaggedRows(Rows):
-    """Rows of several lists, some of which get an entry that is 1 for what is real and 0 for what fills up.
+    """Rows (int64 `numbers`) of several lists; targets are lists too, or an array [R, ...].
 
-    Args:
-        columns: Entry of `inputs` -> its lists.
-        segments: Entry of `inputs` that says what is real -> the entry whose lists it describes.
-        targets: One list per row, or an array [R, ...] of one target per row.
-        numbers: Which of the rows, int64.
+    `segments` are entries of `inputs` that are 1 for what is real of another entry, and 0 for what fills up.
     """
 
     def __init__(
@@ -246,15 +210,7 @@ class FramedTokens:
 
 
 def framed_tokens(tokenizer: Tokenizer, config: TokenizerConfig | None) -> FramedTokens:
-    """Finds the special tokens of a tokenizer.
-
-    Args:
-        tokenizer: Makes the ids.
-        config: May name them; None: nothing does.
-
-    Raises:
-        DataError: The config names a token that the tokenizer does not have.
-    """
+    """Finds the special tokens of a tokenizer, which a config may name."""
     assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
     special = special_ids(tokenizer, config)
     return FramedTokens(tokenizer, special, 0 if special.padding is None else special.padding)
@@ -263,16 +219,10 @@ def framed_tokens(tokenizer: Tokenizer, config: TokenizerConfig | None) -> Frame
 def framed_texts(
     tokens: FramedTokens, texts: Sequence[Sequence[str]], *, sequence_length: int
 ) -> tuple[dict[str, Column], list[bool]]:
-    """Encodes texts, or pairs of texts.
-
-    Args:
-        tokens: The tokenizer.
-        texts: One or two texts per row, of each row as many.
-        sequence_length: L; longer rows are truncated.
+    """Encodes texts, or pairs of texts, cut to L.
 
     Returns:
-        The entries `tokens` and, for pairs whose tokenizer tells the texts apart, `token_types`; and whether each row
-        was truncated.
+        The entries `tokens` and, for pairs whose tokenizer tells the texts apart, `token_types`; which rows were cut.
 
     Raises:
         DataError: The rows have no room for any text, or a pair has no token between its texts.
@@ -289,12 +239,9 @@ def framed_texts(
 
 @dataclass(frozen=True)
 class FramedWords:
-    """Lists of words as tokens.
+    """Lists of words as tokens of each row, at most L, and whether it was cut.
 
-    Attributes:
-        ids: The tokens of each row, at most L.
-        places: Per row and word, the place of its first token in the row; None: the word has no token there.
-        cuts: Whether each row was truncated.
+    `places` are, per row and word, the place of its first token in the row; None: the word has none there.
     """
 
     ids: list[list[int]]
@@ -303,16 +250,7 @@ class FramedWords:
 
 
 def framed_words(tokens: FramedTokens, words: Sequence[Sequence[str]], *, sequence_length: int) -> FramedWords:
-    """Encodes lists of words.
-
-    Args:
-        tokens: The tokenizer.
-        words: Of each row.
-        sequence_length: L; longer rows are truncated.
-
-    Raises:
-        DataError: The rows have no room for any word.
-    """
+    """Encodes lists of words, cut to L; a DataError where the rows have no room for any word."""
     frame = make_frame(tokens.tokenizer, tokens.special, pair=False, sequence_length=sequence_length)
     before = [entry for entry, _ in frame.entries].index("first")
     # A space belongs to the word after it, as tokenizers of running text have it.
@@ -350,12 +288,7 @@ def _space_between(tokenizer: Tokenizer) -> str:
 def text_rows(
     tokens: FramedTokens, texts: Sequence[Sequence[str]], *, sequence_length: int, fit: bool = False
 ) -> RaggedRows:
-    """Rows of texts without targets, as `open_labelled_text` makes their inputs.
-
-    Args:
-        tokens, texts, sequence_length: See `framed_texts`.
-        fit: Whether all rows are as long as the longest needs, up to a multiple of 32.
-    """
+    """Rows of texts without targets; `fit`: as long as the longest needs, up to a multiple of 32."""
     columns, _ = framed_texts(tokens, texts, sequence_length=sequence_length)
     return _without_targets(columns, fit=fit)
 

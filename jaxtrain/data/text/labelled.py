@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtrain.config.data import DOCSTRING_PACKAGES, LabelledTextData, TaggedTextData, TextPairData, added_tokens
 from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import Examples
 from jaxtrain.data.text.corrupt import IGNORED
 from jaxtrain.data.text.frame import (
     Column,
@@ -39,7 +40,7 @@ from jaxtrain.data.text.records import (
     saved_classes,
     text_of,
 )
-from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, described, encode_all, needed, tokenizer_sha256
+from jaxtrain.data.tokenizer import build_tokenizer, described, encode_all, needed, tokenizer_sha256
 from jaxtrain.errors import DataError
 
 _TextConfig = LabelledTextData | TaggedTextData | TextPairData
@@ -50,31 +51,6 @@ _FUNCTION = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _LEAST_WORDS = 4
-
-
-@dataclass(frozen=True)
-class TextRows:
-    """Rows of texts, and what `Data` says of them.
-
-    Attributes:
-        train: The training rows.
-        validation: The rows kept for evaluation; None: there are none.
-        tokenizer: Made the ids.
-        num_outputs: Classes, or 1 for numbers; None for pairs of texts.
-        decoder_length: T; None: there is no decoder.
-        identity: Values that identify the rows, for the fingerprint.
-        description: Lines that describe the rows to the user.
-        reading: See `Data.reading`.
-    """
-
-    train: RaggedRows
-    validation: RaggedRows | None
-    tokenizer: Tokenizer
-    num_outputs: int | None
-    decoder_length: int | None
-    identity: dict[str, Any]
-    description: tuple[str, ...]
-    reading: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -95,14 +71,10 @@ class _Records:
 
 def open_labelled_text(
     config: LabelledTextData, *, sequence_length: int, task: str | None, reading: Mapping[str, Any] | None
-) -> TextRows:
-    """Opens texts, or pairs of texts, with a class or a number each.
+) -> Examples:
+    """Opens texts, or pairs of texts, with a class or, under the task "regression", a number each.
 
-    Args:
-        config: Which texts.
-        sequence_length: L.
-        task: The task of the run: under "regression" labels are numbers, otherwise classes.
-        reading: `Data.reading` of what a model was trained on, whose classes are used; None: those of the data.
+    The classes are those of what a model was trained on (`reading`), or those of the data.
 
     Returns:
         Rows of `inputs`: `tokens`, `segments` (1 for a token, 0 for what fills the row up) and, for pairs whose
@@ -132,13 +104,8 @@ def open_labelled_text(
     return _made(config, records, tokens, columns, targets, lines, classes=classes)
 
 
-def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: Mapping[str, Any] | None) -> TextRows:
+def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: Mapping[str, Any] | None) -> Examples:
     """Opens lists of words with a class each; the first token of a word has its class.
-
-    Args:
-        config: Which words.
-        sequence_length: L.
-        reading: As for `open_labelled_text`.
 
     Returns:
         Rows of `inputs`: `tokens` and `segments` int32 [L]; `targets` int32 [L], -100 where there is no class.
@@ -173,12 +140,8 @@ def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: M
     return _made(config, records, tokens, columns, column, lines, classes=classes)
 
 
-def open_text_pairs(config: TextPairData, *, sequence_length: int) -> TextRows:
-    """Opens pairs of a text to read and a text to write.
-
-    Args:
-        config: Which pairs.
-        sequence_length: L of the texts to read.
+def open_text_pairs(config: TextPairData, *, sequence_length: int) -> Examples:
+    """Opens pairs of a text to read (L) and a text to write (T).
 
     Returns:
         Rows of `inputs`: `tokens` and `segments` int32 [L], `decoder_tokens` (the targets one place later, after
@@ -216,13 +179,13 @@ def _made(
     description: Sequence[str],
     *,
     classes: list[str] | None,
-) -> TextRows:
+) -> Examples:
     decoder = columns.get("decoder_tokens")
     segments = {"segments": "tokens"} | ({} if decoder is None else {"decoder_segments": "decoder_tokens"})
     train, validation = (RaggedRows(columns, segments, targets, side) for side in (records.train, records.validation))
     counts = f"{len(records.train):,} training rows and {len(records.validation):,} validation rows"
     is_number = isinstance(targets, np.ndarray) and targets.dtype.kind == "f"
-    return TextRows(
+    return Examples(
         train=train,
         validation=validation if len(validation) else None,
         tokenizer=tokens.tokenizer,
@@ -248,14 +211,7 @@ def _read(
     *,
     named: str | None = None,
 ) -> _Records:
-    """Reads the rows for training, and those for evaluation from their own file or from among them.
-
-    Args:
-        config: Which rows.
-        columns: Those to read.
-        own: Makes the built-in rows.
-        named: Column of classes, whose numbers become the names that the file gives them.
-    """
+    """Reads the rows for training, and those for evaluation from their own file or from among them."""
     classes = None
     if config.path is not None:
         label, rows = config.path, read_records(config.path, columns, what="data.path", named=named)

@@ -23,29 +23,17 @@ _MAX_CLASSES = 100_000
 
 @dataclass(frozen=True)
 class Record:
-    """One row of a file.
-
-    Attributes:
-        where: File and line, for messages.
-        values: The value of each column that was asked for, in that order.
-    """
+    """The values of one row of a file, for the columns that were asked for; `where` is file and line."""
 
     where: str
     values: tuple[Any, ...]
 
 
 def read_records(path: str, columns: Sequence[Column], *, what: str, named: str | None = None) -> list[Record]:
-    """Reads columns of a file.
+    """Reads columns (key of the config or None, name) of a file or folder, which `what` names in messages.
 
-    Args:
-        path: A .csv (with header), .jsonl, .parquet, .arrow, .array_record or .tar file, a folder of such files but
-            .csv, or one of `save_to_disk`.
-        columns: (key of the config, or None where none can name another column; name of the column) of each.
-        what: Name of the path in messages, such as "data.path".
-        named: Column of classes, whose numbers become the names that a Parquet or Arrow file gives them.
-
-    Returns:
-        The rows in the order of the file.
+    Files are .csv (with header) or of any format of rows. The numbers of a column `named` become the names of classes
+    that a Parquet or Arrow file gives them.
 
     Raises:
         DataError: The file is missing, empty or of another format, or a row lacks a column.
@@ -79,11 +67,7 @@ def _rows(files: Sequence[DataFile], columns: Sequence[Column], named: str | Non
 
 
 def text_of(value: Any, *, where: str, column: str) -> str:
-    """Returns a value that is text.
-
-    Raises:
-        DataError: It is missing, or something else.
-    """
+    """Returns a value that is text; a DataError where it is missing, or something else."""
     if isinstance(value, str):
         return value
     found = "has no value" if value is None else f"holds a value of type {type(value).__name__}, not text"
@@ -91,11 +75,7 @@ def text_of(value: Any, *, where: str, column: str) -> str:
 
 
 def list_of(value: Any, *, where: str, column: str) -> list[Any]:
-    """Returns a value that is a list of texts or numbers, or text with spaces between them.
-
-    Raises:
-        DataError: It is something else.
-    """
+    """Returns a list of texts or numbers, or the words of a text; a DataError where it is something else."""
     if isinstance(value, str):
         return value.split()
     if isinstance(value, list) and all(isinstance(one, str | int) for one in value):
@@ -146,11 +126,7 @@ def float_of(value: Any) -> float:
 
 
 def number_of(value: Any, *, where: str, column: str) -> float:
-    """Returns the number that a file gives: a number, a truth value (1 or 0), or the text of a number.
-
-    Raises:
-        DataError: It is none, or not finite.
-    """
+    """Returns a number, a truth value (1 or 0) or the number of a text; a DataError where it is none, or not finite."""
     found = float_of(value)
     if math.isnan(found):
         raise DataError(f"{where} column '{column}' is {value!r}, not a number; fix or remove the row")
@@ -158,11 +134,7 @@ def number_of(value: Any, *, where: str, column: str) -> float:
 
 
 def class_name(value: Any, *, where: str, column: str) -> str:
-    """Returns the name of a class that a file gives as text, a whole number or a truth value.
-
-    Raises:
-        DataError: It is missing, or something else.
-    """
+    """Returns the name of a class that is text, a whole number or a truth value; a DataError for others."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
@@ -178,11 +150,8 @@ def class_names(
 ) -> list[str]:
     """Returns the names of the classes in the order of their numbers.
 
-    Args:
-        found: The class of each row, or of each word.
-        label: Name of the data in messages.
-        known: The classes that a model was trained on; None: those of the data, sorted (whole numbers by their value).
-        named: The classes that the file names, in their order, which stays where `known` is None.
+    Those that a model was trained on (`known`), else those that the file names (`named`), else those found, sorted
+    (whole numbers by their value).
 
     Raises:
         DataError: A class is not known, or there are too many.
