@@ -64,36 +64,19 @@ def _opened(path: Path) -> IO[Any]:
 
 
 def read_file(path: Path) -> bytes:
-    """Returns the content of a file, decompressed where its name ends in .gz or .zst.
-
-    Raises:
-        DataError: It cannot be read, or is damaged.
-    """
+    """Returns the content of a file, decompressed where its name ends in .gz or .zst."""
     with reading(path), _opened(path) as file:
         return file.read()
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Reads a file line by line, in bounded memory; decompressed where its name ends in .gz or .zst.
-
-    Raises:
-        DataError: It cannot be read, or is damaged.
-    """
+    """Reads a file line by line, decompressed where its name ends in .gz or .zst."""
     with reading(path), _opened(path) as file:
         yield from file
 
 
 def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
-    """Decodes a part of a text file.
-
-    Args:
-        content: The bytes of the part.
-        path: The file, for the message.
-        offset: Position of the part in the file, in bytes.
-
-    Raises:
-        BadRecordError: The bytes are not UTF-8; the message names the file and the byte.
-    """
+    """Decodes a part of a text file, which begins at byte `offset`; a BadRecordError where it is not UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -114,15 +97,7 @@ def sampled_sha256(path: Path) -> str:
 
 
 def require_file(path: str | Path, *, what: str) -> Path:
-    """Returns `path` if it is a file with content.
-
-    Args:
-        path: What the user gave.
-        what: Name of the path in the message, such as "data.path".
-
-    Raises:
-        DataError: The path does not exist, is a folder, or is an empty file.
-    """
+    """Returns `path` (`what` in messages) if it is a file with content, else raises a DataError."""
     path = _required(path, what=what)
     if path.is_dir():
         raise DataError(f"{what} {path} is a folder; give a file")
@@ -132,15 +107,7 @@ def require_file(path: str | Path, *, what: str) -> Path:
 
 
 def require_folder(path: str | Path, *, what: str) -> Path:
-    """Returns `path` if it is a folder.
-
-    Args:
-        path: What the user gave.
-        what: Name of the path in the message, such as "data.path".
-
-    Raises:
-        DataError: The path does not exist or is a file.
-    """
+    """Returns `path` (`what` in messages) if it is a folder, else raises a DataError."""
     path = _required(path, what=what)
     if not path.is_dir():
         raise DataError(f"{what} {path} is a file; give a folder")

@@ -36,14 +36,7 @@ def is_remote(path: str) -> bool:
 
 
 def with_local_paths(config: Any) -> Any:
-    """Returns a data group whose addresses are replaced by the paths of local copies.
-
-    Args:
-        config: A data group of any kind; one without addresses is returned as it is.
-
-    Raises:
-        DataError: As for `local_copy`.
-    """
+    """Returns a data group whose addresses, if there are any, are replaced by the paths of local copies."""
     if not isinstance(config, Stored | ChatData):
         return config
     # Chats have as many keys as a group should; their copies lie in the user's cache folder.

@@ -9,6 +9,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grain
@@ -32,7 +33,7 @@ Order = Callable[[np.ndarray], np.ndarray]
 class Examples:
     """Rows of a source, and what `Data` says of them; see there.
 
-    `identity` is for the fingerprint, and `skipped` counts the bad records (None: a bad record is an error).
+    `identity` is for the fingerprint.
     """
 
     train: grain.MapDataset
@@ -42,7 +43,6 @@ class Examples:
     num_outputs: int | None = None
     input_shape: tuple[int, ...] = ()
     reading: dict[str, Any] | None = None
-    skipped: SkippedRecords | None = None
     tokenizer: Tokenizer | None = None
     decoder_length: int | None = None
     counts: dict[str, int] | None = None

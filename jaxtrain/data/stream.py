@@ -91,11 +91,7 @@ class BatchStream:
 
 
 def _num_rows(spec: Batch) -> int:
-    """Returns the number of rows of a batch; entries without dimensions are for all rows.
-
-    Raises:
-        DataError: It differs between the entries, as it does where single rows are taken for batches.
-    """
+    """Returns the number of rows of a batch; a DataError where entries differ, as they do in single rows."""
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     counts = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}
     targets = spec.get("targets")
@@ -116,14 +112,10 @@ def named_entries(value: Any) -> Any:
 
 
 def host_arrays(value: Any, *, where: str) -> Batch:
-    """Returns a row or a batch as a dict of NumPy arrays.
-
-    Args:
-        value: A dict or a named tuple of arrays, numbers, tensors or nested dicts of them, or a pair (inputs, targets).
-        where: The row or batch, in messages.
+    """Returns a row or a batch as a dict of NumPy arrays; `where` it is from is for messages.
 
     Raises:
-        DataError: It is something else, or holds text or other objects.
+        DataError: It is no dict or named tuple (of nested dicts) and no pair (inputs, targets), or holds no numbers.
     """
     value = named_entries(value)
     if type(value) in (tuple, list) and len(value) == 2:

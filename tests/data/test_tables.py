@@ -112,7 +112,7 @@ MIXED = {
 @pytest.mark.parametrize("name", MIXED)
 def test_a_text_among_numbers_makes_no_classes_of_them(name, form, tmp_path):
     numbers, classes = MIXED[name]
-    path, where = with_gap(form, tmp_path, numbers)
+    path, _ = with_gap(form, tmp_path, numbers)
     if classes is None:
         with pytest.raises(DataError) as caught:
             rows_of(path)

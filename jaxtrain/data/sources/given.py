@@ -89,25 +89,15 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
 
 
 def rows_of(given: Any) -> "grain.MapDataset":
-    """Rows to evaluate, in the forms of `data_of` that can be read by index.
-
-    Raises:
-        DataError: The rows are empty, or hold something other than numbers.
-        ConfigError: `given` is something else.
-    """
+    """Rows to evaluate, in the forms of `data_of` that can be read by index."""
     return _rows(given, "data")[0]
 
 
 def called_data(made: Any, *, label: str) -> Data:
-    """Makes a `Data` of what a function of the user's returned.
+    """Makes a `Data` of what the function `label` returned.
 
-    Args:
-        made: A `Data`, a dict of arrays with the entry `inputs`, rows first, or a dict of two such dicts, `train` and
-            `validation`.
-        label: The function, for messages.
-
-    Raises:
-        DataError: It is something else.
+    It may be a `Data`, a dict of arrays with the entry `inputs`, rows first, or a dict of two such dicts, `train` and
+    `validation`; a DataError where it is something else.
     """
     if isinstance(made, Data):
         return made
@@ -134,16 +124,9 @@ def _are_whole(values: Any, *, ndim: int) -> bool:
 
 
 def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
-    """Returns rows in one of the forms of `data_of`, with the entries that `columns` names and no others.
+    """Returns rows in one of the forms of `data_of` (`name` in messages) with the entries that `columns` names alone.
 
-    Args:
-        given: Rows whose entries have other names; a share, a pair or None is returned as it is.
-        columns: Our name of an entry -> what it is called there.
-        name: Of the argument, in messages.
-
-    Raises:
-        DataError: A row has no such entry.
-        ConfigError: It is an iterable of batches.
+    `columns` are our name of an entry -> what it is called there; a share, a pair or None is returned as it is.
     """
     import grain
 
@@ -206,21 +189,12 @@ def _stream_data(stream: BatchStream) -> Data:
         validation=None,
         fingerprint={"kind": "batches", "entries": _entries(spec)},
         input_shape=tuple(found.shape[1:]) if isinstance(found, jax.ShapeDtypeStruct) else (),
-        description=(
-            f"an iterable of batches ({_shown(spec)}), {again}",
-            "no fingerprint: a run that goes on skips the batches of the steps that are done, and equals an "
-            "uninterrupted one if the iterable gives the same batches again",
-        ),
+        description=(f"an iterable of batches ({_shown(spec)}), {again}",),
     )
 
 
 def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str]":
-    """Rows with an index, the JSON values that identify them, and a line about them.
-
-    Args:
-        given: what was passed.
-        name: of the argument, in messages.
-    """
+    """Rows with an index, the JSON values that identify them, and a line about them."""
     import grain
 
     from jaxtrain.data.rows import ArrayRows

@@ -47,9 +47,6 @@ class ShardMetadata(Group):
 def shard_source(config: TokenData) -> TokenSource:
     """Maps the shards of a folder into memory and checks every id.
 
-    Args:
-        config: Which folder.
-
     Raises:
         DataError: A file is missing, has another size than metadata.json says, or holds an id outside the vocabulary.
     """

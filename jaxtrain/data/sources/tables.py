@@ -131,19 +131,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
 
 
 def scaled_like(reading: Mapping[str, Any], inputs: np.ndarray, *, label: str) -> np.ndarray:
-    """Scales rows as those of the table that a model was trained on.
-
-    Args:
-        reading: `Data.reading` of that table.
-        inputs: Numbers [N, D], the columns in their own units.
-        label: Name of the rows in messages.
-
-    Returns:
-        float32 [N, D].
-
-    Raises:
-        DataError: There are other columns, or a number beyond float32.
-    """
+    """Scales rows [N, D], in their own units, as those of the table whose `Data.reading` is given: float32 [N, D]."""
     return _scaled(inputs.astype(np.float64), reading["mean"], reading["deviation"], label=label)
 
 
