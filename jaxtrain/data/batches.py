@@ -243,7 +243,8 @@ def _stacked(rows: list[Any]) -> Batch:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
     except ValueError as error:
         raise DataError(
-            f"rows differ in entries or shapes (those that a filter of grain leaves out are None): {error}"
+            "rows hold different entries or shapes (those that a filter of grain leaves out are None): "
+            f"{str(error).splitlines()[0]}"
         ) from None
 
 

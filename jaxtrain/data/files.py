@@ -10,7 +10,7 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +53,7 @@ def plain_suffix(path: Path) -> str:
     return path.with_suffix("").suffix if is_packed(path) else path.suffix
 
 
-def _opened(path: Path) -> IO[Any]:
+def _opened(path: Path) -> Any:
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     if path.suffix == ".zst":

@@ -45,7 +45,7 @@ FILES = {
     "gzip as text": ("a.txt", gzip.compress(b"good text"), text, "a.txt is not UTF-8 at byte 1 (0x8b); decompress it"),
     "compressed JSON lines as text": ("a.jsonl.zst", b"x", text, "a.jsonl.zst holds JSON lines, not plain text"),
     "a text shorter than two rows": ("a.txt", b"0123456789" * 3, text, "a.txt has 31 tokens, too few for one training"),
-    "corrupt JSONL": ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', jsonl, "a.jsonl:3 is not JSON: Expecting value"),
+    "corrupt JSONL": ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', jsonl, "a.jsonl:3 is not JSON (Expecting value"),
     "no such field": (
         "a.jsonl",
         b'{"body": "b", "id": 1}\n',

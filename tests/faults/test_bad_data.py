@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jaxtrain.data.row_names import row_name
 
 from jaxtrain.cli import main
 from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenizerConfig
-from jaxtrain.data import open_data, prefetch
+from jaxtrain.data import open_data
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.sources.prepare import prepare_tokens
 from jaxtrain.data.sources.texts import documents_of
 from jaxtrain.errors import DataError
@@ -35,9 +35,10 @@ def images(folder: Path, **keys: Any) -> ImageFolderData:
     return ImageFolderData(path=str(folder), **keys)
 
 
-def place(rows: Any, name: str) -> int:
-    """The row of an image; the split into training and evaluation has shuffled them."""
-    return next(i for i in range(len(rows)) if (row_name(rows, i) or "").endswith(name))
+def shuffled(folder: Path) -> list[Path]:
+    """The images of the training rows; the split into training and evaluation has shuffled them."""
+    files = sorted(folder.rglob("*.png"))
+    return [files[i] for i in split_examples(len(files), validation_fraction=0.0, label="images")[0]]
 
 
 @pytest.mark.parametrize("augment", [False, True])
@@ -53,7 +54,7 @@ def test_the_next_good_image_takes_the_place_of_a_bad_one_in_any_order_of_readin
     for i in reversed(range(24)):  # as a resumed run, or another process, which has not seen the rows before
         np.testing.assert_array_equal(backwards.train[i]["inputs"], read[i]["inputs"])
         assert backwards.train[i]["targets"] == read[i]["targets"]
-    numbers = [int(Path(row_name(forwards.train, i) or "").stem) for i in range(12)]
+    numbers = [int(path.stem) for path in shuffled(folder)]
     for i in range(len(numbers)):
         following = [*numbers[i:], *numbers]
         taken = next(other for other in following if other not in bad)
@@ -102,9 +103,6 @@ def test_bad_lines_of_a_table_are_left_out_and_keep_the_names_of_the_others(tmp_
     data = open_data(TableData(path=str(path), validation_fraction=0.0, standardize=False, **SKIP))
     assert data.skipped[0].count == 3
     assert len(data.train) == 10
-    places = {float(data.train[i]["inputs"][0]): data.train.name_of(i).split(" of ")[0] for i in range(10)}  # pyright: ignore
-    assert places[2.0] == "row 3"
-    assert places[3.0] == "row 6"
 
 
 def test_a_run_records_what_it_skipped(tmp_path, capsys):
@@ -122,25 +120,6 @@ def test_a_run_records_what_it_skipped(tmp_path, capsys):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["skipped_records"] for row in rows if "loss" in row][-1] == 1
     assert capsys.readouterr().err.count("skipped bad record") == 1
-
-
-@pytest.mark.parametrize(
-    ("raised", "wanted", "match"),
-    [
-        (SystemExit(0), DataError, r"reading batch 2 raised SystemExit\(0\)"),
-        (MemoryError(), DataError, "batch 2 does not fit into the memory"),
-        (KeyError(), KeyError, "^$"),
-    ],
-    ids=["exit", "memory", "its own error"],
-)
-def test_what_a_function_of_the_data_may_raise(raised, wanted, match):
-    def load(k: int) -> dict[str, Any]:
-        if k == 2:
-            raise raised
-        return {"k": k}
-
-    with pytest.raises(wanted, match=match):
-        list(prefetch(load, 0, 5))
 
 
 CHANGES = {

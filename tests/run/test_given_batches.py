@@ -13,7 +13,6 @@ import pytest
 from training_runs import losses
 
 import jaxtrain as jt
-from jaxtrain.data.sources.given import data_of
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.run.fit import _num_steps
 

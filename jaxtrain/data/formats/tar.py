@@ -79,7 +79,7 @@ class TarReader:
             return _decoded(ending, os.pread(handle, self._sizes[i], self._offsets[i]), where=where)
 
         described: Any = None
-        found = {_KEY: self._keys[number]}
+        found: Cells = {_KEY: self._keys[number]}
         for key, name in [(None, ending) for ending in members] if self._columns is None else self._columns:
             names = [one for each in name.split(";") for one in (each, each.lower())]
             ending = next((one for one in names if one in members), None)

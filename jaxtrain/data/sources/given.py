@@ -66,7 +66,8 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         data = _stream_data(BatchStream(given))
     else:
         rows, identity, shown = _rows(given, "data")
-        inputs: Any = rows[0].get("inputs")
+        row: Any = rows[0]
+        inputs = row.get("inputs")
         shape: tuple[int, ...] = np.shape(inputs) if isinstance(inputs, (np.ndarray, np.generic)) else ()
         data = Data(rows, None, identity, input_shape=shape, description=(shown,))
         if counts_tokens and shape:

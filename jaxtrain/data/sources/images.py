@@ -127,7 +127,7 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
         image = ";".join(dict.fromkeys([image, *_IMAGES]))
     reader = open_rows(files, [("image", image)], label=config.path)
     own, named = saved_classes(reading, config.kind), named_classes(files[0], label)
-    found: list[list[str]] = [
+    labels = [
         [
             class_name(with_names(row[label], named or ()), where=where, column=label)
             for file in part
@@ -135,11 +135,11 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
         ]
         for part in parts
     ]
-    together = [name for part in found for name in part]
+    together = [name for part in labels for name in part]
     classes = class_names(together, label=config.path, known=own, named=named)
     if len(classes) < 2:
         raise DataError(f"{config.path} has images of one class ('{classes[0]}'); set data.label to another column")
-    sides = np.arange(len(found[0])), np.arange(len(found[0]), len(together))
+    sides = np.arange(len(labels[0])), np.arange(len(labels[0]), len(together))
     if len(parts) == 1:
         fraction = config.validation_fraction
         sides = split_examples(len(together), validation_fraction=fraction, label=config.path)
@@ -426,7 +426,8 @@ def process_image(file: Path, processing: ImageProcessing) -> np.ndarray:
         # The longer edge is rounded down, as transformers does it.
         wanted = (edge, int(edge * height / width)) if width == shorter else (int(edge * width / height), edge)
     else:
-        wanted = (processing.size or (height, width))[::-1]
+        tall, wide = processing.size or (height, width)
+        wanted = wide, tall
     if wanted != image.size:
         image = image.resize(wanted, Image.Resampling(processing.resample))
     if processing.crop is not None:

@@ -56,49 +56,49 @@ def open_data(
         config = load_config({"data": config}).config.data
     if not hasattr(config, "kind"):
         raise ConfigError(f"open_data takes a dict with the kind of data ({{'kind': 'digits'}}), not {config!r:.60}")
-    config = with_local_paths(config)
-    match config:
+    opened: Any = with_local_paths(config)
+    match opened:
         case DigitsData():
             from jaxtrain.data.sources.builtin import open_digits
 
-            return open_digits(config)
+            return open_digits(opened)
         case SyntheticData(task="images"):
             from jaxtrain.data.sources.builtin import open_synthetic_images
 
-            return open_synthetic_images(config)
+            return open_synthetic_images(opened)
         case ImageFolderData():
             from jaxtrain.data.sources.images import open_image_folder
 
-            return open_image_folder(config, seed=seed, reading=reading)
+            return open_image_folder(opened, seed=seed, reading=reading)
         case ImageRecordsData():
             from jaxtrain.data.sources.images import open_image_records
 
-            return open_image_records(config, seed=seed, reading=reading)
+            return open_image_records(opened, seed=seed, reading=reading)
         case TableData():
             from jaxtrain.data.sources.tables import open_table
 
-            return open_table(config, task=task, reading=reading)
+            return open_table(opened, task=task, reading=reading)
         case CalledData():
             from jaxtrain.data.sources.given import called_data
 
-            made = call_function("data", config.call, config.args, error=DataError)
-            return called_data(made, label=config.call)
-    length = config.sequence_length or sequence_length
+            made = call_function("data", opened.call, opened.args, error=DataError)
+            return called_data(made, label=opened.call)
+    length = opened.sequence_length or sequence_length
     if length is None:
         raise DataError("data.sequence_length is null and the model has no max_sequence_length; set it, such as 256")
-    match config:
+    match opened:
         case DocumentsData(rows="document"):
             from jaxtrain.data.sources.texts import open_document_rows
 
-            return open_document_rows(config, sequence_length=length)
+            return open_document_rows(opened, sequence_length=length)
         case LabelledTextData() | TaggedTextData() | TextPairData():
-            return _text_data(config, length, task=task, reading=reading)
+            return _text_data(opened, length, task=task, reading=reading)
         case ChatData():
-            return _chat_data(config, length, task=task, reading=reading)
+            return _chat_data(opened, length, task=task, reading=reading)
         case _:
             from jaxtrain.data.sources.streams import open_streams
 
-            return open_streams(config, sequence_length=length, seed=seed)
+            return open_streams(opened, sequence_length=length, seed=seed)
 
 
 def _text_data(config: Any, sequence_length: int, *, task: str | None, reading: Mapping[str, Any] | None) -> Data:

@@ -399,9 +399,8 @@ def _read_npz(path: Path) -> _Table:
             "[rows, columns] with as many rows"
         )
     for name, values in (("inputs", inputs), ("targets", targets)):
-        bad = np.argwhere(~np.isfinite(values)) if values.dtype.kind == "f" else ()
-        if len(bad):
-            place = tuple(bad[0].tolist())
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            place = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
             raise DataError(f"{path} array '{name}' is {values[place]} at {list(place)}; remove or fill the row")
     # The author of the file chose the dtype of the targets: floats are numbers, integers may be classes.
     are_classes = None if targets.dtype.kind in "iu" and targets.ndim == 1 else targets.dtype.kind in "bU"

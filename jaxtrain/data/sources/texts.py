@@ -50,7 +50,7 @@ def documents_of(config: TextSource) -> Documents:
         else:
             files = find_rows(config.path, what="data.path")
     return Documents(
-        config.path,
+        str(config.path),
         tuple((file.name, file.path.stat().st_size) for file in files),
         lambda: good_rows(files, [("field", field)], lambda row, where: _text(row, field, where), skipped=skipped),
         skipped,

@@ -160,7 +160,7 @@ def class_names(
     if given is not None:
         unknown = sorted(distinct - set(given))
         if unknown:
-            which = "which the run was not trained on" if known is not None else "which the file does not name"
+            which = "which the run was not trained on" if known is not None else "none of those that the file names"
             shown = ", ".join(given[:5]) + (", ..." if len(given) > 5 else "")
             raise DataError(f"{label} has class '{unknown[0]}', {which} (its classes: {shown}); remove these rows")
         return list(given)
