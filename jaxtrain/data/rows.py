@@ -412,8 +412,8 @@ def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[d
         segments: Any = None
         if isinstance(inputs, Mapping):
             segments, inputs = inputs.get("segments"), inputs.get("tokens")
-        shape = getattr(inputs, "shape", None)
-        is_known = shape is not None and (len(shape) == 1 or (len(shape) == 2 and shape[0] == 2))
+        shape: tuple[int, ...] = getattr(inputs, "shape", ())
+        is_known = len(shape) == 1 or (len(shape) == 2 and shape[0] == 2)
         if not is_known or inputs.dtype.kind not in "iu" or shape != getattr(targets, "shape", None):
             raise DataError("rows are shown where their targets are tokens, one for each token of the inputs")
         trained = targets >= 0

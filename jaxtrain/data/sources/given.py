@@ -108,7 +108,8 @@ def called_data(made: Any, *, label: str) -> Data:
             f"data.call={label} returned {_kind(made)}; return a jaxtrain.Data, {{'inputs': x, 'targets': y}}, "
             "rows first, or {'train': {...}, 'validation': {...}} of such dicts"
         )
-    data = data_of(parts["train"], validation=parts.get("validation"))
+    train = host_arrays(parts["train"], where=f"data.call={label}: train")
+    data = data_of(train, validation=parts.get("validation"))
     sides = [data.train.columns] + ([] if data.validation is None else [data.validation.columns])  # pyright: ignore
     inputs, targets = sides[0]["inputs"], sides[0].get("targets")
     classes = [side["targets"] for side in sides if _are_whole(side.get("targets"), ndim=1)]

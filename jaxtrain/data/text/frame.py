@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -117,7 +118,7 @@ def framed_file(text: str, tokenizer: BpeTokenizer, special: SpecialIds, *, pair
         return None
     ids = dict.fromkeys(entry for frame in frames.values() for entry, _ in frame.entries if isinstance(entry, int))
     names = {i: tokenizer.token_name(i) for i in ids}
-    template = {"type": "TemplateProcessing"} | {
+    template: dict[str, Any] = {"type": "TemplateProcessing"} | {
         form: [
             {"SpecialToken": {"id": names[entry], "type_id": kind}}
             if isinstance(entry, int)
