@@ -426,7 +426,7 @@ def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[d
         else:
             places = {f"conversation {k}": segments == k for k in range(1, int(segments.max(initial=0)) + 1)}
         parts = [_part(name, inputs[at], targets[at], trained[at], tokenizer) for name, at in places.items()]
-        yield {"number": number, "length": shape[-1], "parts": parts}
+        yield {"number": number, "length": inputs.shape[-1], "parts": parts}
 
 
 def _part(
