@@ -324,12 +324,6 @@ def _look() -> None:
     parser.example = "data prepare quickstart -o tokens"
     add_shared(parser, "config", "overrides")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
-    parser.add_argument(
-        "--workers",
-        type=count,
-        metavar="N",
-        help="processes that encode; default: the cores, where there is enough text",
-    )
 
     parser = _verb("data show", "show rows as the model sees them, and which tokens have a loss", "data.run_show")
     parser.example = "data show quickstart data.kind=chat --rows 1"
