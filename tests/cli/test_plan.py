@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.search.analyse import with_degrees
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.plan.step import with_degrees
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.train.assemble import build_step
 
 PLAN = ("plan", "quickstart", "--analytic", "--on")

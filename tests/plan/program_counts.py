@@ -12,6 +12,8 @@ import re
 import sys
 from typing import Any
 
+from jaxtrain.plan.compilers.program_text import array_bytes, arrays, read_program
+
 from jaxtrain.config import load_config
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
@@ -19,10 +21,8 @@ from jaxtrain.layout.degrees import AXES
 from jaxtrain.ops.experts.blocks import PARTS, REST
 from jaxtrain.ops.experts.rows import block_rows, round_rows
 from jaxtrain.parallel.division import batch_shards
-from jaxtrain.plan.compilers.exact import batch_shapes
-from jaxtrain.plan.compilers.program_text import array_bytes, arrays, read_program
-from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.plan.workload.record import Workload
+from jaxtrain.plan.compile import batch_shapes
+from jaxtrain.plan.workload import Workload, describe_workload
 from jaxtrain.runtime import distributed
 
 # Plain attention and whole logits: each product is one matmul of the program.

@@ -12,10 +12,11 @@ from program_counts import compile_counts, tiny_config
 from jaxtrain.config import load_config
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.ops.attention.ring_blocks import score_elements
-from jaxtrain.plan.catalogue.hardware import measured_cpu, parse_targets, target_of
-from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.work.attention import attention_work
-from jaxtrain.plan.work.experts import exchanged_bytes
+from jaxtrain.plan.attention import attention_work
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.experts import exchanged_bytes
+from jaxtrain.plan.hardware import measured_cpu
+from jaxtrain.plan.targets import parse_targets, target_of
 
 ROWS = json.loads((Path(__file__).parent / "compiled_counts.json").read_text())["rows"]
 # Of several axes, whose sums the file does not tell apart.

@@ -8,13 +8,21 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.cost.spot import INTERRUPTIONS_PER_NODE_HOUR, spot_efficiency, young_interval
-from jaxtrain.plan.cost.training import steps_for, training_cost, unplanned_downtime
-from jaxtrain.plan.report.show import table
-from jaxtrain.plan.search.analyse import Terms, analyse
-from jaxtrain.plan.search.layouts import search
-from jaxtrain.plan.search.run_length import with_steps
+from jaxtrain.plan.cost import (
+    INTERRUPTIONS_PER_NODE_HOUR,
+    Terms,
+    spot_efficiency,
+    steps_for,
+    training_cost,
+    unplanned_downtime,
+    with_steps,
+    young_interval,
+)
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.hardware import find
+from jaxtrain.plan.search import search
+from jaxtrain.plan.show import table
+from jaxtrain.plan.targets import target_of
 
 MINUTE, HOUR = 60.0, 3600.0
 

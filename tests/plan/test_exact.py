@@ -7,16 +7,15 @@ from typing import Any
 
 import jax
 import pytest
+from jaxtrain.plan.compilers import topology
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import parse_targets
-from jaxtrain.plan.compilers import topology
-from jaxtrain.plan.compilers.exact import exact_memory
+from jaxtrain.plan.compile import exact_memory
+from jaxtrain.plan.estimate import Estimate, analyse
+from jaxtrain.plan.plans import analytic_plan, how_to_check, with_compiler
 from jaxtrain.plan.search import make
-from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.search.estimate import Estimate
-from jaxtrain.plan.search.make import analytic_plan, how_to_check, with_compiler
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.targets import parse_targets
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.runtime.compiler import CompilerOptions, choose_options
 from jaxtrain.train import make_step
 

@@ -3,10 +3,9 @@
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import parse_targets
-from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.search.estimate import Estimate
-from jaxtrain.plan.search.layouts import search
+from jaxtrain.plan.estimate import Estimate, analyse
+from jaxtrain.plan.search import search
+from jaxtrain.plan.targets import parse_targets
 
 # Size -> (billions of parameters as published, H100 that it is planned for).
 SIZES = {

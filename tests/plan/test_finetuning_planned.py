@@ -10,13 +10,14 @@ from jaxtrain.config import load_config
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.search.analyse import analyse, with_degrees
-from jaxtrain.plan.search.layouts import search
-from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.plan.workload.finetuned import finetuned
-from jaxtrain.plan.workload.parameters import model_tensors
+from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.finetuned import finetuned
+from jaxtrain.plan.hardware import find
+from jaxtrain.plan.search import search
+from jaxtrain.plan.step import with_degrees
+from jaxtrain.plan.targets import target_of
+from jaxtrain.plan.workload import describe_workload, model_tensors
 from jaxtrain.train.assemble import build_step
 
 LORA = "finetune.lora={rank: 4}"

@@ -12,21 +12,15 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from jaxtrain.plan.catalogue import hardware_file
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.catalogue import hardware_file
-from jaxtrain.plan.catalogue.hardware import (
-    catalogue,
-    hardware_of,
-    measured_cpu,
-    parse_targets,
-    rented_devices,
-    target_of,
-)
-from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
-from jaxtrain.plan.report.show import table
-from jaxtrain.plan.search.analyse import Terms, analyse, run_cost
+from jaxtrain.plan.cost import Terms, run_cost
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.hardware import catalogue, hardware_json, hardware_of, hardware_table, measured_cpu
+from jaxtrain.plan.show import table
+from jaxtrain.plan.targets import parse_targets, rented_devices, target_of
 from jaxtrain.runtime.devices import device_peaks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -158,7 +152,7 @@ def test_what_cannot_be_had_is_one_line_with_what_can(text):
 # Prints {topology: devices}, in a process of its own because a plugin cannot be unloaded.
 DEVICES = """
 import json, sys
-from jaxtrain.plan.compilers.topology import topology_devices
+from jaxtrain.plan.topology import topology_devices
 print(json.dumps({name: len(topology_devices(name)) for name in sys.argv[1:]}))
 """
 

@@ -10,14 +10,13 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.models.shipped.shapes import Tensors
-from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.work.attention import attention_work
-from jaxtrain.plan.work.block import DeviceBatch
-from jaxtrain.plan.work.blocks import step_blocks
-from jaxtrain.plan.work.state import shard_parameters, state_bytes
-from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.plan.workload.parameters import model_tensors
+from jaxtrain.plan.attention import attention_work
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.hardware import find
+from jaxtrain.plan.state import shard_parameters, state_bytes
+from jaxtrain.plan.targets import target_of
+from jaxtrain.plan.work import DeviceBatch, step_blocks
+from jaxtrain.plan.workload import describe_workload, model_tensors
 
 GB = 1e9
 ONE = dict.fromkeys(AXES, 1)

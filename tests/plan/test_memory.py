@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import find, parse_targets, target_of
-from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.search.make import analytic_plan
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.hardware import find
+from jaxtrain.plan.plans import analytic_plan
+from jaxtrain.plan.targets import parse_targets, target_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 COMPILED = json.loads((Path(__file__).parent / "compiled.json").read_text())

@@ -7,18 +7,18 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from jaxtrain.plan.report.page_html import rate_text, seconds_text, size_text, ticks
+from jaxtrain.plan.report.page_layout import device_grid
 
 from jaxtrain.cli import main
 from jaxtrain.config.load import load_config
 from jaxtrain.layout.degrees import AXES
-from jaxtrain.plan.catalogue.hardware import parse_targets
-from jaxtrain.plan.compilers.exact import ExactMemory
-from jaxtrain.plan.report.page import write_page
-from jaxtrain.plan.report.page_html import rate_text, seconds_text, size_text, ticks
-from jaxtrain.plan.report.page_layout import device_grid
-from jaxtrain.plan.report.show import as_json, table
-from jaxtrain.plan.search.layouts import search
-from jaxtrain.plan.search.make import analytic_plan
+from jaxtrain.plan.compile import ExactMemory
+from jaxtrain.plan.page import write_page
+from jaxtrain.plan.plans import analytic_plan
+from jaxtrain.plan.search import search
+from jaxtrain.plan.show import as_json, table
+from jaxtrain.plan.targets import parse_targets
 
 
 class Elements(HTMLParser):

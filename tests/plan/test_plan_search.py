@@ -10,24 +10,15 @@ import pytest
 import jaxtrain
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.catalogue.hardware import catalogue, find, parse_targets, target_of
-from jaxtrain.plan.catalogue.here import nominal_cpu
-from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.report.rows import answer_lines
-from jaxtrain.plan.search.advice import advise
-from jaxtrain.plan.search.analyse import analyse, with_degrees
-from jaxtrain.plan.search.auto import chosen
-from jaxtrain.plan.search.layouts import (
-    ASKED_FOR,
-    VARIED,
-    describe_layout,
-    largest_batch,
-    layouts,
-    search,
-    why_not,
-)
-from jaxtrain.plan.search.make import fitted_plan
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.hardware import catalogue, find
+from jaxtrain.plan.plans import advise, fitted_plan
+from jaxtrain.plan.search import ASKED_FOR, VARIED, chosen, describe_layout, largest_batch, layouts, search, why_not
+from jaxtrain.plan.show import answer_lines
+from jaxtrain.plan.step import with_degrees
+from jaxtrain.plan.targets import nominal_cpu, parse_targets, target_of
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.run.run import run_config
 from jaxtrain.train.assemble import build_step
 

@@ -7,20 +7,19 @@ import math
 import re
 
 import pytest
+from jaxtrain.plan.report.page_plots import spread
 
 from jaxtrain.config.schema import Config, ParallelConfig, TrainConfig
-from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.compilers.exact import ExactMemory
-from jaxtrain.plan.cost.spot import Spot
-from jaxtrain.plan.cost.training import Cost
-from jaxtrain.plan.memory.record import Memory
-from jaxtrain.plan.report.page import write_page
-from jaxtrain.plan.report.page_plots import spread
-from jaxtrain.plan.report.rows import labels
-from jaxtrain.plan.report.show import as_json, table
-from jaxtrain.plan.search.estimate import Estimate
-from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic
-from jaxtrain.plan.workload.record import Workload
+from jaxtrain.plan.compile import ExactMemory
+from jaxtrain.plan.cost import Cost, Spot
+from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.hardware import find
+from jaxtrain.plan.memory import Memory
+from jaxtrain.plan.page import write_page
+from jaxtrain.plan.show import as_json, labels, table
+from jaxtrain.plan.targets import target_of
+from jaxtrain.plan.time import BlockTime, StepTime, Traffic
+from jaxtrain.plan.workload import Workload
 
 GIB = 2**30
 SPOT = Spot(1.5, 1443.0, 1443.0, 0.98, 102.0, 1224.0, 4.4)

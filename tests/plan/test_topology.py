@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.compilers.topology import CompilerMissingError, topology_devices
+from jaxtrain.plan.topology import CompilerMissingError, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'jaxtrain[aot-tpu]'"
@@ -28,7 +28,7 @@ DESCRIBE = """
 import json, os, sys
 import jax  # which sets variables itself
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.compilers.topology import topology_devices
+from jaxtrain.plan.topology import topology_devices
 before = dict(os.environ)
 found = {}
 for name in sys.argv[1:]:
@@ -48,7 +48,7 @@ warnings.simplefilter("error")
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.plan.compilers.topology import compile_for, topology_devices
+from jaxtrain.plan.topology import compile_for, topology_devices
 jax.config.update("jax_compilation_cache_dir", sys.argv[2])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -64,7 +64,7 @@ print(jax.config.jax_persistent_cache_min_compile_time_secs)
 SLICES = """
 import jax, numpy as np
 from jaxtrain.layout.mesh import crossing_axes, make_mesh, mesh_notes
-from jaxtrain.plan.compilers.topology import topology_devices
+from jaxtrain.plan.topology import topology_devices
 devices = topology_devices("v5e:2x4", num_slices=2)
 for degrees in (dict(fsdp=8), dict(data=1, fsdp=16), dict(pipe=2, tensor=8), dict(tensor=16, data=1)):
     mesh = make_mesh(**degrees, devices=devices)
