@@ -143,7 +143,7 @@ def _search(plans: _Plans, config: Config, target: Target, terms: Terms, argumen
     plans.found.append((target, found))
     if not found.ranked:
         if not found.too_large:
-            reason = found.refused[0].reason if found.refused else "there is none"
+            reason = found.refused[0] if found.refused else "there is none"
             raise ConfigError(f"no layout of {target.name} is possible: {reason}")
         plans.estimates.append(analytic_plan(found.too_large[0].config, target, terms))
         return

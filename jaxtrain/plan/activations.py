@@ -56,19 +56,17 @@ class Work:
 
 def step_work(step: DeviceStep, kind: str) -> Work:
     """The activations of a step on a kind of hardware: cpu, gpu or tpu."""
-    match step.config.model:
-        case _ if step.structure is not None:
-            return _transformer(step, step.structure, kind)
-        case ResNetConfig() as model:
-            return _resnet(step, model, kind)
-        case MLPConfig() as model:
-            size = 2 * step.itemsize * step.rows
-            # The inputs of the lowest trained layer too.
-            kept = size * sum(model.hidden_dims[max(0, step.lowest - 1) :]) / step.degrees["tensor"]
-            widest = max([*model.hidden_dims, math.prod(step.workload.input_shape)])
-            return Work(kept, size * widest / step.degrees["tensor"], 0.0)
-        case _:
-            raise AssertionError("the activations of a model of the user's own are not known")
+    model = step.config.model
+    if step.structure is not None:
+        return _transformer(step, step.structure, kind)
+    if isinstance(model, ResNetConfig):
+        return _resnet(step, model, kind)
+    assert isinstance(model, MLPConfig)
+    size = 2 * step.itemsize * step.rows
+    # The inputs of the lowest trained layer too.
+    kept = size * sum(model.hidden_dims[max(0, step.lowest - 1) :]) / step.degrees["tensor"]
+    widest = max([*model.hidden_dims, math.prod(step.workload.input_shape)])
+    return Work(kept, size * widest / step.degrees["tensor"], 0.0)
 
 
 def _transformer(step: DeviceStep, structure: Structure, kind: str) -> Work:
@@ -231,12 +229,8 @@ def _resnet(step: DeviceStep, model: ResNetConfig, kind: str) -> Work:
 class ResNetSizes:
     """Elements of an image: of results of convolutions that a backward pass needs, and of the largest blocks.
 
-    Attributes:
-        first: of the convolutions outside the scanned stacks.
-        rest: of those inside.
-        residuals: of the inputs of the blocks inside.
-        largest: of the largest block.
-        forward: of the largest block that runs forward alone; 0: there is none.
+    Of convolutions outside the scanned stacks (`first`) and inside (`rest`), of the inputs of the blocks inside
+    (`residuals`), of the largest block, and of the largest that runs forward alone.
     """
 
     first: int = 0

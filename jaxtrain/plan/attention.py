@@ -107,12 +107,7 @@ def _of_form(
 
 
 def context_way(config: Config, model: TransformerConfig, form: AttentionForm | None = None) -> str | None:
-    """How attention crosses `context`, by the rule of the step; None: it does not.
-
-    Args:
-        config: with degrees resolved.
-        model: its model.
-        form: of the layers asked about; None: of the first layer.
+    """How attention of a form (None: of the first layer) crosses `context`, by the rule of the step; None: it does not.
 
     Raises:
         ConfigError: a way that cannot be taken on this mesh with these heads.

@@ -63,11 +63,6 @@ class ExactMemory:
 def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> ExactMemory:
     """Compile the step of a config for devices, real or compile-only, as a run does, and read its memory.
 
-    Args:
-        config: the run; its degrees multiply to the number of devices.
-        workload: from `describe_workload`.
-        devices: from `topology_devices`, or jax's own.
-
     Raises:
         ConfigError: a layout that the model cannot take.
         CompilerMissingError: no compiler for these devices.
@@ -106,8 +101,7 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
 def step_state(config: Config, workload: Workload, devices: list[Any]) -> dict[str, Any]:
     """What the shapes of a step say without compiling: bytes of its state and of its batch on one device.
 
-    Returns:
-        `num_parameters`, `parts` (name -> bytes) with the batch, and `host_parts` of what is offloaded.
+    `num_parameters`, `parts` (name -> bytes) with the batch, and `host_parts` of what is offloaded.
     """
     import jax
 
@@ -134,13 +128,7 @@ def step_state(config: Config, workload: Workload, devices: list[Any]) -> dict[s
 
 
 def planned_step(config: Config, workload: Workload, devices: list[Any] | None) -> "tuple[TrainStep, dict[str, Any]]":
-    """The step of a config for devices, and the shapes of its batch.
-
-    Args:
-        config: the run.
-        workload: from `describe_workload`.
-        devices: real or compile-only; None: all of this process.
-    """
+    """The step of a config for devices (None: all of this process), and the shapes of its batch."""
     from jaxtrain.train.assemble import build_step, open_run_data
 
     sizes = {name: getattr(workload, name) for name in ("input_shape", "vocab_size", "num_outputs")}

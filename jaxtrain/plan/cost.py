@@ -22,6 +22,7 @@ from jaxtrain.plan.workload import Workload
 # (cloud.google.com/compute/docs/instances/preemptible), while AWS's Spot Instance Advisor sorts instance types by the
 # share of instances taken within a month, with "above 20 %" as its worst class.
 INTERRUPTIONS_PER_NODE_HOUR = 1 / 24
+_USD_PER_KWH = 0.12
 # Between two saves: more often, and hosts and storage do little else; more rarely, and a failure costs half a day.
 _LEAST_INTERVAL, _MOST_INTERVAL = 300.0, 6 * 3600.0
 # Below it a run on spot devices does not end in practice: 100 times as long as without interruptions.
@@ -40,7 +41,6 @@ class Terms:
 
     Attributes:
         tokens: to train on; None: as many steps as the config says.
-        usd_per_kwh: of electricity.
         interruptions_per_node_hour: how often spot devices are taken away.
         checkpoint_interval_seconds: on spot devices; None: the one that wastes least.
         downtime: unplanned, as a share of the time to train; None: `unplanned_downtime`.
@@ -50,15 +50,14 @@ class Terms:
     """
 
     tokens: float | None = None
-    usd_per_kwh: float = 0.12
     interruptions_per_node_hour: float = INTERRUPTIONS_PER_NODE_HOUR
     checkpoint_interval_seconds: float | None = None
     downtime: float | None = None
 
     def __post_init__(self):
         for name, number in dataclasses.asdict(self).items():
-            is_share, may_be_zero = name == "downtime", name in ("downtime", "usd_per_kwh")
-            if number is not None and not (0 <= number < (1 if is_share else math.inf) and (number or may_be_zero)):
+            is_share = name == "downtime"
+            if number is not None and not (0 <= number < (1 if is_share else math.inf) and (number or is_share)):
                 share = ", a share of the time, as in 0.1" if is_share else ""
                 raise ConfigError(f"{name} is {number}; give a positive number{share}")
 
@@ -153,14 +152,11 @@ def spot_efficiency(
     during work, saves and restarts. The first-order cost, `1 - δ / τ - τ / 2 M - R / M`, becomes negative where
     interruptions are as frequent as saves; this one does not.
 
-    No use is made of the notice that a cloud gives (two minutes at AWS): a run that saves on it loses less.
-
     Args:
         interval_seconds: work between two saves (τ).
-        save_seconds: time that a save keeps the devices from computing (δ).
-        restart_seconds: from an interruption until work goes on: waiting for a device, starting, compiling, restoring
-            (R).
-        mean_seconds_between_interruptions: of the whole job (M).
+        save_seconds: as `young_interval` takes them (δ), and so are the last (M).
+        restart_seconds: from an interruption until work goes on: a device, start, compile, restore (R).
+        mean_seconds_between_interruptions: of the whole job.
 
     Returns:
         Between 0 and 1; 0 itself only where the share is too small for a float.
@@ -181,15 +177,7 @@ def unplanned_downtime(num_devices: int) -> float:
 
 
 def run_cost(steps: int, step_seconds: float, target: Target, saved_bytes: int, terms: Terms) -> Cost:
-    """Hours, money and energy of a run.
-
-    Args:
-        steps: optimizer steps.
-        step_seconds: wall time of one.
-        target: hardware and count.
-        saved_bytes: of a checkpoint.
-        terms: what the cost assumes.
-    """
+    """Hours, money and energy of a run of so many optimizer steps, whose checkpoints have so many bytes."""
     hardware, num_devices, rented = target.hardware, target.num_devices, rented_devices(target)
     downtime = unplanned_downtime(num_devices) if terms.downtime is None else terms.downtime
     computing = step_seconds * steps / 3600
@@ -206,7 +194,7 @@ def run_cost(steps: int, step_seconds: float, target: Target, saved_bytes: int, 
         on_demand_usd=None if rent is None else rent * hours * rented,
         spot=_spot(computing, target, saved_bytes, terms),
         energy_kwh=energy_kwh,
-        energy_usd=None if energy_kwh is None else energy_kwh * terms.usd_per_kwh,
+        energy_usd=None if energy_kwh is None else energy_kwh * _USD_PER_KWH,
         purchase_usd=None if price is None else price * num_devices,
         break_even_hours=price * num_devices / (rent * rented) if price is not None and rent else None,
     )

@@ -88,8 +88,8 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     Args:
         config: the run; a degree `auto` is computed from the number of devices of the target.
         target: hardware and count.
-        terms: what the cost assumes (steps, electricity, interruptions); None: `Terms()`.
-        sizes: of rows from Python that replace the config's data; None: the config's data.
+        terms: what the cost assumes; None: `Terms()`.
+        sizes: of rows from Python that replace the config's data.
 
     Returns:
         An estimate; its time and cost are None where no peak is known for the number format, and for functions of the
@@ -118,7 +118,7 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
     memory = step_memory(step, state, target)
     time, cost = step_time(step, state, target, memory.host_parts), None
     if time is not None:
-        alone = dict.fromkeys(AXES, 1)
+        alone: dict[str, int] = dict.fromkeys(AXES, 1)
         whole = state_bytes(config, stored, shard_parameters(config, stored, alone), alone)
         # Checkpoints of adapters name their base and do not hold it; what `optimizer.freeze` names is saved like the
         # rest.
@@ -194,11 +194,6 @@ def _analyse_own(config: Config, target: Target) -> Estimate:
     capacity, reserved = target.hardware.memory_bytes or None, reserved_bytes(target)
     memory = Memory(state["parts"], between, capacity, reserved, state["host_parts"], is_complete=False)
     shape, notes = tuple(workload["input_shape"]), tuple(workload["notes"])
-    note = (
-        f"{functions}: the bytes of the state and the batch are those of the step itself; its activations are "
-        "known where a compiler checks the plan; its FLOPs, time and cost are not (jaxtrain bench measures the "
-        "time on this machine)"
-    )
     return Estimate(
         config=config,
         target=target,
@@ -209,5 +204,4 @@ def _analyse_own(config: Config, target: Target) -> Estimate:
         time=None,
         cost=None,
         unknown=f"no formula knows the work of {functions}",
-        notes=(note,),
     )

@@ -31,13 +31,7 @@ class ExpertWork:
 
 
 def expert_work(config: Config, target: Target, tokens: float) -> ExpertWork | None:
-    """The experts of a config on a target, where the routing is even; None: the model has none.
-
-    Args:
-        config: with degrees resolved.
-        target: hardware and count.
-        tokens: of one microbatch on one device.
-    """
+    """The experts of a config on a target for tokens of one microbatch on one device, where the routing is even."""
     model = config.model
     if not isinstance(model, TransformerConfig) or model.experts is None:
         return None
@@ -78,13 +72,7 @@ def exchanged_bytes(
     of their experts; results come back. A backward pass sends the gradients of both buffers and of the weights. What is
     computed again sends tokens once more, and results only where the next layer needs them.
 
-    Args:
-        config: the run.
-        model: its model, with experts.
-        tokens: of one microbatch on one device.
-        size: bytes of a number in the compute dtype.
-        degrees: of the mesh.
-        forwards: forward passes without those of the remat policy.
+    `forwards` are forward passes without those of the remat policy, `size` bytes of a number in the compute dtype.
     """
     assert model.experts is not None
     policy = config.remat.policy

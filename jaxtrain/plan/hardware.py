@@ -7,7 +7,6 @@ and a wrong name are answered at once.
 import dataclasses
 import difflib
 import functools
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -142,8 +141,9 @@ def _own_rows(path: Path, shipped: Mapping[str, Hardware]) -> dict[str, Hardware
         where = f"{path}:{lines.get((str(name),), 1)}: {name}"
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: an entry is a mapping of figures, as in on_demand_usd_hour: 2.5")
-        formats = row.get("peak_flops", {})
-        for known, keys in ((_KEYS, row), (_FORMATS, formats if isinstance(formats, dict) else {})):
+        peaks = row.get("peak_flops", {})
+        formats = peaks if isinstance(peaks, dict) else {}
+        for known, keys in ((_KEYS, row), (_FORMATS, formats)):
             if unknown := [key for key in keys if key not in known]:
                 nearest = difflib.get_close_matches(str(unknown[0]), known, 1, 0.0)[0]
                 raise ConfigError(f"{where}: no key {unknown[0]!r}; the nearest is {nearest}")
@@ -155,15 +155,13 @@ def _own_rows(path: Path, shipped: Mapping[str, Hardware]) -> dict[str, Hardware
         values = {**below, **row, "name": name}
         sources = below["sources"] | dict.fromkeys(row, path.name) | row.get("sources", {})
         try:
-            values["peak_flops"] = below.get("peak_flops", {}) | formats
+            values["peak_flops"] = below.get("peak_flops", {}) | formats if peaks is formats else peaks
             values["sources"] = {key: sources[key] for key in FIGURES if values[key] not in (None, {})}
             found[name] = _reader().validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{where}: {key}: {first['input']!r}: {first['msg']}") from None
-        except TypeError:
-            raise ConfigError(f"{where}: peak_flops is FLOP/s by format, as in {{bf16: 989e12}}") from None
     return found
 
 
@@ -218,15 +216,11 @@ def measured_cpu(
 ) -> Hardware:
     """The entry `cpu` with what was measured on this machine.
 
-    Args:
-        peak_flops: FLOP/s by number format of one device while the others work too.
-        memory_bandwidth: bytes/s of one device while the others work too.
-        memory_bytes: of one device.
-        num_devices: devices that jax makes of the machine.
+    FLOP/s by number format, bytes/s and bytes are of one of its `num_devices` devices while the others work too.
     """
     measured = "measured on this machine"
     moved = f"{measured}: data between the devices of a CPU moves through its memory"
-    sources = dict.fromkeys(("memory_bytes", "memory_bandwidth", "peak_flops"), measured)
+    sources: dict[str, str] = dict.fromkeys(("memory_bytes", "memory_bandwidth", "peak_flops"), measured)
     sources |= dict.fromkeys(("link_bandwidth", "network_bandwidth", "host_bandwidth"), moved)
     sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
     shipped = catalogue()["cpu"]
@@ -246,12 +240,6 @@ def measured_cpu(
     )
 
 
-def _price_date(hardware: Hardware) -> str | None:
-    """Year and month (`2025-06`) of the price of an hour, from its source."""
-    sources = [hardware.sources.get(key, "") for key in ("on_demand_usd_hour", "spot_usd_hour")]
-    return next((date[0] for text in sources if (date := re.search(r"\d{4}-\d{2}", text))), None)
-
-
 # Columns of the list: two lines of head, and of an entry a figure and its unit and form.
 _COLUMNS = {
     ("memory", "GiB"): (lambda one: one.memory_bytes, 2**30, ".2f"),
@@ -268,11 +256,11 @@ _COLUMNS = {
 
 def hardware_table(hardware: Iterable[Hardware]) -> str:
     """The list that `jaxtrain plan --list` prints."""
-    rows = [("", *(one for one, _ in _COLUMNS), "price", ""), ("name", *(one for _, one in _COLUMNS), "of", "compiler")]
+    rows = [("", *(one for one, _ in _COLUMNS), ""), ("name", *(one for _, one in _COLUMNS), "compiler")]
     for entry in hardware:
         found = ((of(entry), unit, form) for of, unit, form in _COLUMNS.values())
         figures = ("-" if value is None else format(value / unit, form) for value, unit, form in found)
-        rows.append((entry.name, *figures, _price_date(entry) or "-", "yes" if entry.compiler else "-"))
+        rows.append((entry.name, *figures, "yes" if entry.compiler else "-"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip() for first, *rest in rows]
     legend = (
@@ -286,4 +274,4 @@ def hardware_table(hardware: Iterable[Hardware]) -> str:
 
 def hardware_json(hardware: Iterable[Hardware]) -> list[dict[str, Any]]:
     """Everything known of some hardware, in types that JSON has."""
-    return [_reader().dump_python(entry, mode="json") | {"price_date": _price_date(entry)} for entry in hardware]
+    return [_reader().dump_python(entry, mode="json") for entry in hardware]

@@ -10,11 +10,11 @@ from html import escape
 from pathlib import Path
 
 from jaxtrain.config.files import to_yaml
-from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.report.style import STYLE as REPORT_STYLE
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.search import Found, describe_layout, why_not
-from jaxtrain.plan.show import dollars, hours, labels, merged, remarks, sections, units_of, verdict
+from jaxtrain.plan.show import answer_lines, dollars, hours, labels, merged, remarks, sections, units_of, verdict
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.time import StepTime
 from jaxtrain.runtime.files import write_text_atomic
@@ -29,7 +29,7 @@ _FITTING, _TOO_LARGE = 20, 5
 _KIND = {True: "good", False: "bad", None: "plain"}
 _STYLE = """
 ul { margin: 0; padding-left: 1.2rem; } li, p { overflow-wrap: anywhere; }
-.verdicts, .legend { list-style: none; padding: 0; margin: .6rem 0 0; }
+.legend { list-style: none; padding: 0; margin: .6rem 0 0; }
 .legend { font-size: .85rem; display: flex; flex-wrap: wrap; gap: .15rem 1.1rem; }
 .legend i { display: inline-block; width: 1.1rem; height: .75rem; margin-right: .45rem; }
 .bar { margin: .8rem 0; } .bar p { margin: 0 0 .2rem; font-size: .92rem; }
@@ -66,14 +66,13 @@ def write_page(
         searches: targets with what a search found for them.
         rejected: layouts of the searches that fit by formulas and that the compiler found too large.
     """
-    configs, targets = [one.config for one in estimates], dict.fromkeys(one.target.name for one in estimates)
+    configs = [one.config for one in estimates]
     names = [one.name or getattr(one.model, "size", None) or f"a {one.model.kind}" for one in configs]
     title = ", ".join(dict.fromkeys(names))
     said = remarks(estimates)
     advice = {"what makes it fit": said.pop("advice")} if "advice" in said else {}
     body = [
-        f"<header><h1>Plan of {_text(title)}</h1><p>{_text(', '.join(targets))}</p>{_verdicts(estimates)}</header>",
-        _cards(estimates),
+        f"<header><h1>Plan of {_text(title)}</h1>{_answers(estimates)}</header>",
         *(_section(name, _list(lines)) for name, lines in advice.items()),
     ]
     if searches:
@@ -105,8 +104,8 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{_text(title[:1].upper() + title[1:])}</h2>{body}</section>"
 
 
-def _list(lines: Sequence[str], kind: str = "") -> str:
-    return f'<ul class="{kind}">{"".join(f"<li>{_text(line)}</li>" for line in lines)}</ul>'
+def _list(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{_text(line)}</li>' for line in lines)}</ul>"
 
 
 def seconds_text(seconds: float) -> str:
@@ -123,39 +122,12 @@ def _range(time: StepTime) -> str:
     return f"{seconds_text(time.seconds)} ({seconds_text(time.low_seconds)} to {seconds_text(time.high_seconds)})"
 
 
-def _verdicts(estimates: Sequence[Estimate]) -> str:
-    lines = []
+def _answers(estimates: Sequence[Estimate]) -> str:
+    """The first lines of the terminal for each estimate: whether it fits, its time, its cost."""
+    lists = []
     for name, one in zip(labels(estimates), estimates, strict=True):
-        said = f'<span class="{_KIND[one.fits]}">{_text(verdict(one))}</span> {_text(one.fitted or "")}'
-        lines.append(f"<li><b>{_text(name)}</b> {said}</li>")
-    return f'<ul class="verdicts">{"".join(lines)}</ul>'
-
-
-def _cards(estimates: Sequence[Estimate]) -> str:
-    """What matters, as a row of numbers: of the one estimate, or the best of several that fit."""
-    named = [(name, one) for name, one in zip(labels(estimates), estimates, strict=True) if one.fits is not False]
-    cards = [(f"{sum(one.fits is True for one in estimates)} of {len(estimates)}", "fit")]
-    if len(estimates) == 1:
-        one, by = estimates[0], "" if estimates[0].exact is None else ", by the compiler"
-        cards = [(format_bytes(one.peak_bytes), f"peak memory of one device{by}")]
-        if one.time is not None and one.fits is not False:
-            rate = one.tokens_per_second or one.rows_per_second
-            cards += [
-                (seconds_text(one.time.seconds), "step"),
-                (format_count(rate), f"{one.workload.unit}/s"),
-            ]
-    ends = {
-        "fastest": lambda cost: cost.hours,
-        "cheapest, on demand": lambda cost: cost.on_demand_usd,
-        "cheapest, spot": lambda cost: cost.spot.usd if cost.spot is not None and cost.spot.is_sensible else None,
-    }
-    for label, of in ends.items():
-        found = [(value, name) for name, one in named if one.cost is not None and (value := of(one.cost)) is not None]
-        if found:
-            value, name = min(found)
-            cards.append((hours(value) if label == "fastest" else dollars(value), f"{label}: {name}"))
-    items = "".join(f"<div><dd>{_text(value)}</dd><dt>{_text(label)}</dt></div>" for value, label in cards)
-    return f'<dl class="cards">{items}</dl>'
+        lists.append(f'<p class="{_KIND[one.fits]}"><b>{_text(name)}</b></p>{_list(answer_lines(one))}')
+    return "".join(lists)
 
 
 def _span(kind: str, left: float, width: float, words: str, data: str = "") -> str:
@@ -217,11 +189,6 @@ def _memory_bars(estimates: Sequence[Estimate]) -> str:
     return "".join(bars) + _legend(shades)
 
 
-def _is_timed(estimate: Estimate) -> bool:
-    """Whether an estimate has a time to draw: it may fit, and its time is known and finite."""
-    return estimate.fits is not False and estimate.time is not None and math.isfinite(estimate.time.seconds)
-
-
 def _time_parts(time: StepTime) -> dict[str, float]:
     """Seconds of a step by part, in the order to draw; parts of no time are left out."""
     parts: dict[str, float] = {}
@@ -236,9 +203,10 @@ def _time_parts(time: StepTime) -> dict[str, float]:
 def _time_bars(estimates: Sequence[Estimate]) -> str:
     """Time of a step by part, each bar as wide as the highest time of its range; and whose is not shown, and why."""
     named = list(zip(labels(estimates), estimates, strict=True))
-    timed = [(name, one.time) for name, one in named if one.time is not None and _is_timed(one)]
-    shades, bars = _shades(merged(_time_parts(time) for _, time in timed)), []
-    for name, time in timed:
+    timed = {name: one.time for name, one in named if one.fits is not False and one.time is not None}
+    timed = {name: time for name, time in timed.items() if math.isfinite(time.seconds)}
+    shades, bars = _shades(merged(_time_parts(time) for time in timed.values())), []
+    for name, time in timed.items():
         parts, reach = _time_parts(time), time.high_seconds if math.isfinite(time.high_seconds) else time.seconds
         words = {
             part: f"{part}: {seconds_text(taken)}, {100 * taken / time.seconds:.1f} % of a step, predicted"
@@ -254,7 +222,7 @@ def _time_bars(estimates: Sequence[Estimate]) -> str:
         )
     reasons: dict[str, list[str]] = {}
     for name, one in named:
-        if not _is_timed(one):
+        if name not in timed:
             reasons.setdefault("does not fit" if one.fits is False else "no step time is known", []).append(name)
     lines = [f"Not shown, {reason}: {', '.join(some)}." for reason, some in reasons.items()]
     return "".join(bars) + _legend(shades) + "".join(f"<p>{_text(line)}</p>" for line in lines)

@@ -56,14 +56,9 @@ def fitted_plan(config: Config, target: Target, terms: Terms | None = None) -> E
 
 
 def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate:
-    """The estimate with the memory that the target's own compiler gives, which runs in a process of its own.
+    """The estimate with the memory that the target's own compiler gives, in `exact`, or why not, in `exact_missing`.
 
-    Args:
-        estimate: analytic.
-        report: receives a line when a compile starts.
-
-    Returns:
-        The estimate with `exact`, or with the reason for its lack as `exact_missing`.
+    `report` receives a line when a compile starts.
     """
     target = estimate.target
     if target.topology is None and target.hardware.kind != "cpu":

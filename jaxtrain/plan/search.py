@@ -48,27 +48,19 @@ _MOST_MICROBATCHES = 1024
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A layout that cannot be: its degrees and options, and why."""
-
-    layout: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Found:
     """What a search gives.
 
     Attributes:
         ranked: layouts that fit, fastest first; of unknown capacity they count as fitting.
         too_large: layouts that do not fit, the smallest first.
-        refused: layouts that the model or the batch cannot take.
+        refused: why each layout that the model or the batch cannot take is none.
         vary: what was varied.
     """
 
     ranked: tuple[Estimate, ...]
     too_large: tuple[Estimate, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[str, ...]
     vary: tuple[str, ...] = VARIED
 
     @property
@@ -91,8 +83,7 @@ def search(
         config: the run; what is varied is replaced, everything else stays.
         target: hardware and count.
         vary: out of `VARIED` and `ASKED_FOR`.
-        terms: of the cost.
-        sizes: of data that takes the place of the config's.
+        terms, sizes: as `analyse` takes them.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
@@ -107,7 +98,7 @@ def search(
         try:
             estimate = analyse(candidate, target, terms, sizes=sizes)
         except ConfigError as error:
-            refused.append(Refused(describe_layout(candidate, vary), str(error)))
+            refused.append(str(error))
             continue
         (too_large if estimate.fits is False else ranked).append(estimate)
 
@@ -143,7 +134,7 @@ def layouts(config: Config, num_devices: int, vary: Sequence[str]) -> Iterator[C
     try:
         own = resolve_degrees(config_degrees(config.parallel), num_devices)
     except ConfigError:  # of another number of devices, whose mesh cannot stay
-        own = dict.fromkeys(AXES, 1)
+        own: dict[str, int] = dict.fromkeys(AXES, 1)
     is_taken = math.prod(own.values()) == num_devices
     meshes = list(_meshes(config, num_devices)) if "mesh" in vary or not is_taken else [{}]
     if "mesh" in vary and is_taken:
@@ -181,11 +172,7 @@ def _options(
 ) -> Iterator[dict[str, Any]]:
     """Options besides the mesh, as paths of the config; what the config says is the first of each.
 
-    Args:
-        config: the run.
-        vary: what a search varies.
-        degrees: of the mesh.
-        chosen: whether the search chose them; they are then not those that ZeRO 3 moves to `fsdp`.
+    Degrees that the search has chosen are not those that ZeRO 3 moves to `fsdp`.
     """
     parallel, pipe, lora = config.parallel, degrees["pipe"], config.finetune.lora
     zero = 0 if chosen and parallel.zero == 3 else parallel.zero
@@ -309,8 +296,8 @@ def why_not(found: Found) -> list[str]:
         lines.append("their largest part: " + ", ".join(parts))
     # Reasons that differ in numbers only are one, shown by its first.
     kinds: dict[str, list[str]] = {}
-    for one in found.refused:
-        kinds.setdefault(re.sub(r"\d+", "N", one.reason), []).append(one.reason)
+    for reason in found.refused:
+        kinds.setdefault(re.sub(r"\d+", "N", reason), []).append(reason)
     for reasons in sorted(kinds.values(), key=len, reverse=True)[:3]:
         lines.append(f"{len(reasons)} refused: {reasons[0].split(';')[0]}")
     return lines
@@ -321,7 +308,7 @@ def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int =
 
     Args:
         config: the run; its batch is where the search starts.
-        fits: whether a config fits, by the analytic model or by compiling; a compiler never runs out of memory itself.
+        fits: whether a config fits, by the analytic model or by compiling.
         most: rows from which on no more are tried.
 
     Returns:
@@ -352,7 +339,7 @@ def choose_layout(loaded: Loaded, *, own_model: bool = False, sizes: RowSizes | 
     Args:
         loaded: the config.
         own_model: whether a model from Python takes the place of the config's.
-        sizes: of data from Python that takes the place of the config's.
+        sizes: of data from Python that does.
 
     Raises:
         ConfigError: a model from Python, a degree set besides auto, devices that are not in the catalogue, or no
@@ -378,11 +365,6 @@ def choose_layout(loaded: Loaded, *, own_model: bool = False, sizes: RowSizes | 
 def chosen(config: Config, target: Target, sizes: RowSizes | None = None) -> tuple[Config, list[str]]:
     """The config with the fastest layout that is predicted to fit, and lines that say why.
 
-    Args:
-        config: the run.
-        target: hardware and count.
-        sizes: of data that takes the place of the config's.
-
     Raises:
         ConfigError: a degree is set besides auto, or no layout fits.
     """
@@ -394,15 +376,12 @@ def chosen(config: Config, target: Target, sizes: RowSizes | None = None) -> tup
             f"parallel.auto: no layout of {target.name} fits: {reasons[0] if reasons else 'none was possible'}; "
             "see jaxtrain plan --search"
         )
-    best, others = found.ranked[0], found.ranked[1:2]
+    best = found.ranked[0]
     time = "" if best.time is None else f", {best.time.seconds * 1e3:.0f} ms a step bound by {best.time.bound}"
     lines = [
         f"parallel.auto chose {describe_layout(best.config)} out of {found.tried} layouts for {target.name}: predicted "
         f"{format_gib(best.memory.total_bytes)} a device{time}"
     ]
-    for other in others:
-        slower = f"{other.time.seconds / best.time.seconds:.2f} x the time, " if best.time and other.time else ""
-        lines.append(f"the next: {describe_layout(other.config)}, {slower}{format_gib(other.memory.total_bytes)}")
     picked = best.config.parallel.model_copy(update={"auto": False})
     lines += reasons[:1] if found.too_large else []
     return config.model_copy(update={"parallel": picked}), lines

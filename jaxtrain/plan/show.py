@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from jaxtrain.config.optimizers import CalledOptimizer
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration, format_gib
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.finetuned import finetuned
-from jaxtrain.plan.search import describe_layout
 from jaxtrain.plan.step import microbatches_of
 from jaxtrain.plan.time import Traffic
 from jaxtrain.plan.workload import model_tensors
@@ -88,22 +86,10 @@ def _three_digits(value: float) -> str:
 
 
 def labels(estimates: Sequence[Estimate]) -> list[str]:
-    """A name for each estimate: its target; where that is not unique, the layout and what differs too, or a number."""
-    differs: dict[str, Callable[[Any], Any]] = {
-        "precision": lambda one: one.precision.policy,
-        "optimizer": lambda one: one.optimizer.kind,
-        "base": lambda one: one.finetune.base,
-        "rank": lambda one: one.finetune.lora,
-        "batch": lambda one: one.train.global_batch_size,
-    }
-    vary = [name for name, of in differs.items() if len({of(estimate.config) for estimate in estimates}) > 1]
-    counts = Counter(estimate.target.name for estimate in estimates)
-    names = [
-        f"{name} {describe_layout(one.config, vary)}" if counts[name := one.target.name] > 1 else name
-        for one in estimates
-    ]
+    """A name for each estimate: its target, with a number where several are for that."""
+    names = [one.target.name for one in estimates]
     numbered = [f"{name} #{names[: index + 1].count(name)}" for index, name in enumerate(names)]
-    return [name if names.count(name) == 1 else with_number for name, with_number in zip(names, numbered, strict=True)]
+    return [name if names.count(name) == 1 else other for name, other in zip(names, numbered, strict=True)]
 
 
 def merged(lists: Iterable[Iterable[str]]) -> list[str]:

@@ -129,9 +129,7 @@ def parse_targets(
 def with_network(target: Target, network: str) -> Target:
     """The target with another network between its nodes or slices.
 
-    Args:
-        target: hardware and count.
-        network: of one device in one direction: `400Gb` (bits/s) or `50GB` (bytes/s), in G, M or T.
+    The rate is of one device in one direction: `400Gb` (bits/s) or `50GB` (bytes/s), in G, M or T.
 
     Raises:
         ConfigError: a rate that cannot be read.
@@ -148,8 +146,7 @@ def with_network(target: Target, network: str) -> Target:
 def measure_cpu(num_devices: int) -> Hardware:
     """The CPU of this machine, measured in about two seconds: its matmul rate and the rate of its memory.
 
-    Args:
-        num_devices: devices that the run makes of it; each gets an equal share of cores, memory and rates.
+    Each of the devices that a run makes of it gets an equal share of cores, memory and rates.
     """
     import jax
 
@@ -179,11 +176,7 @@ def _memory(num_devices: int) -> int:
 
 
 def this_machine(num_devices: int | None = None) -> Target | None:
-    """The devices that jax has, as a target; None where they are not in the catalogue.
-
-    Args:
-        num_devices: of a CPU; None: as many as jax makes of it.
-    """
+    """The devices that jax has (of a CPU, so many), as a target; None where they are not in the catalogue."""
     import jax
 
     devices = jax.devices()

@@ -152,11 +152,7 @@ def step_time(
 ) -> StepTime | None:
     """The prediction, or None where no peak is known for the run's number format.
 
-    Args:
-        step: what a device works on.
-        state: bytes of the train state.
-        target: hardware and count.
-        on_host: name -> bytes in the host's memory, as in `Memory.host_parts`.
+    What is in the host's memory, name -> bytes as in `Memory.host_parts`, is sent there and back.
     """
     policy = step.config.precision.policy
     peak = peak_rate(target, policy)

@@ -1,10 +1,5 @@
 """Devices of hardware that is not here, for which its own compiler compiles: TPUs through libtpu, GPUs through CUDA.
 
-    >>> mesh = make_mesh(fsdp=8, data=1, devices=topology_devices("v5e:2x4"))
-    >>> step = make_train_step(model, task, optimizer, mesh=mesh)
-    >>> compiled = compile_for(mesh.devices.flat[0], step.lower(shapes))
-    >>> compiled.memory_analysis()  # of each device
-
 This is the one file that uses private names of jax. `jax.experimental.topologies` makes the devices, but of a platform
 that jax was not started on the plugin must be initialized, and no public name does that (`jaxlib.xla_client`); nor does
 one say whether jax has started (`jax._src.xla_bridge`) or which arguments a lowered program kept.
@@ -64,19 +59,12 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[Any]:
         ConfigError: an unknown type, or a shape that libtpu refuses; it takes slices larger than are sold.
         CompilerMissingError: libtpu or jax's CUDA plugin is missing; says what to install.
     """
-    parts = re.fullmatch(r"([a-z0-9]+):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
-    if parts is None:
-        raise ConfigError(f"cannot read the hardware {name!r}; {_WRITE}")
-    kind, shape = parts.groups()
-    if kind in TPU_TYPES:
+    kind, _, shape = name.partition(":")
+    if kind in TPU_TYPES and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         return _tpu_devices(name, math.prod(map(int, shape.split("x"))), num_slices)
-    if kind not in GPU_TYPES:
-        raise ConfigError(
-            f"no hardware {kind!r} in {name!r}, there are {', '.join([*TPU_TYPES, *GPU_TYPES])}; {_WRITE}"
-        )
-    if shape.count("x") != 1 or num_slices != 1:
-        raise ConfigError(f"{name!r} is not hosts x GPUs; {_WRITE}")
-    return _gpu_devices(kind, shape)
+    if kind in GPU_TYPES and re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape) and num_slices == 1:
+        return _gpu_devices(kind, shape)
+    raise ConfigError(f"no hardware {name!r} of {', '.join([*TPU_TYPES, *GPU_TYPES])}; {_WRITE}")
 
 
 def compile_for(
@@ -86,16 +74,13 @@ def compile_for(
     on_host: Sequence[Sequence[bool]] | None = None,
     options: Mapping[str, Value] | None = None,
 ) -> "jax.stages.Compiled":
-    """Compile a program for compile-only devices.
+    """Compile a program for compile-only devices; what comes has `memory_analysis()`, but cannot be called.
 
     Args:
         device: one of the devices that the program was lowered for.
         lowered: as from `TrainStep.lower`.
         on_host: whether each argument, and each result, lies in the host's memory; None: none does.
-        options: for the compiler, beside those that the program was lowered with; None: there are none.
-
-    Returns:
-        What has `memory_analysis()`, of each device, and `as_text()`, but cannot be called.
+        options: for the compiler, beside those that the program was lowered with.
 
     Raises:
         jax.errors.JaxRuntimeError: the program does not fit into the memory of a TPU (RESOURCE_EXHAUSTED). Of a GPU it
@@ -111,10 +96,7 @@ def compile_for(
 
 
 def _keep_on_host(lowered: "jax.stages.Lowered", arguments: Sequence[bool], results: Sequence[bool]) -> None:
-    """Say in a lowered program which arguments and results lie in the host's memory.
-
-    Compile-only GPUs list no memories, so that jax drops the memory of a sharding on them (jax 0.10.2).
-    """
+    """Say in a program what lies in the host's memory: on compile-only GPUs jax drops it of a sharding (0.10.2)."""
     from jaxlib.mlir import ir
 
     # jax leaves out arguments that the program does not use.
@@ -208,4 +190,4 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+    return str(error).strip().partition("\n")[0][:200]

@@ -96,20 +96,16 @@ def recomputed_share(remat: RematConfig, *, matmul: bool, names: tuple[str, ...]
 
 def step_blocks(step: DeviceStep) -> list[BlockWork]:
     """The blocks of one step on one device (of a pipeline: on the last stage, which also has the output layer)."""
-    match step.config.model:
-        case _ if step.structure is not None:
-            blocks = [
-                *(block for index, stack in enumerate(step.structure.stacks) for block in _stack(step, stack, index)),
-                _embedding(step, step.structure),
-                _output(step, step.structure),
-                *_finetuning(step, step.structure),
-            ]
-        case ResNetConfig() as model:
-            blocks = _resnet(step, model)
-        case MLPConfig() as model:
-            blocks = _mlp(step, model)
-        case _:
-            raise AssertionError("the blocks of a model of the user's own are not known")
+    model = step.config.model
+    if step.structure is not None:
+        blocks = [block for index, stack in enumerate(step.structure.stacks) for block in _stack(step, stack, index)]
+        blocks += [_embedding(step, step.structure), _output(step, step.structure)]
+        blocks += _finetuning(step, step.structure)
+    elif isinstance(model, ResNetConfig):
+        blocks = _resnet(step, model)
+    else:
+        assert isinstance(model, MLPConfig)
+        blocks = _mlp(step, model)
     backward = _backward_passes(step)
     changed = (replace(block, backward=backward.get(block.name, block.backward)) for block in blocks)
     # Where no gradient goes, nothing is computed again for it.

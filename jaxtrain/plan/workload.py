@@ -234,8 +234,6 @@ def _sizes_of_config(config: Config) -> RowSizes:
             return RowSizes((data.image_size, data.image_size, data.num_channels), num_outputs=data.num_classes)
         case SyntheticData(task="table"):
             return RowSizes((data.num_columns,), num_outputs=data.num_classes)
-        case CalledData():
-            raise AssertionError("it is opened")
         case _:
             return _sizes_of_text(config)
 
@@ -260,14 +258,8 @@ def _sizes_of_text(config: Config) -> RowSizes:
     num_outputs = None
     if isinstance(data, LabelledTextData) and data.path is None:
         num_outputs = 1 if config.task == "regression" else len(DOCSTRING_PACKAGES)
-    if not isinstance(model, CalledModel):
-        if getattr(model, "vocab_size", None) is not None:
-            notes = ()
-        elif vocab_size is None:
-            raise ConfigError(
-                "a plan does not open the data, and model.vocab_size is not set; set model.vocab_size to the "
-                "vocabulary of the tokenizer"
-            )
+    if not isinstance(model, CalledModel) and getattr(model, "vocab_size", None) is not None:
+        notes = ()
     unit = "tokens" if isinstance(model, CalledModel) else None
     return RowSizes((length,), vocab_size, num_outputs, notes, unit, *_numbers_of_text(config, length))
 

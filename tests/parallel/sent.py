@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxtrain.plan.compilers.program_text import Program, array_bytes, read_program
+from program_text import Program, array_bytes, read_program
 
 from jaxtrain.parallel.programs import KINDS
 

@@ -12,7 +12,7 @@ import re
 import sys
 from typing import Any
 
-from jaxtrain.plan.compilers.program_text import array_bytes, arrays, read_program
+from program_text import array_bytes, arrays, read_program
 
 from jaxtrain.config import load_config
 from jaxtrain.config.model import TransformerConfig
