@@ -58,8 +58,7 @@ class Terms:
         for name, number in dataclasses.asdict(self).items():
             is_share = name == "downtime"
             if number is not None and not (0 <= number < (1 if is_share else math.inf) and (number or is_share)):
-                share = ", a share of the time, as in 0.1" if is_share else ""
-                raise ConfigError(f"{name} is {number}; give a positive number{share}")
+                raise ConfigError(f"{name} is {number}; give a {'share, as in 0.1' if is_share else 'positive number'}")
 
 
 @dataclass(frozen=True)

@@ -224,20 +224,18 @@ def measured_cpu(
     sources |= dict.fromkeys(("link_bandwidth", "network_bandwidth", "host_bandwidth"), moved)
     sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
     shipped = catalogue()["cpu"]
-    return dataclasses.replace(
-        shipped,
-        peak_flops=dict(peak_flops),
-        memory_bandwidth=memory_bandwidth,
-        memory_bytes=memory_bytes,
-        link_bandwidth=memory_bandwidth,
-        network_bandwidth=memory_bandwidth,
-        host_bandwidth=memory_bandwidth,
-        island=num_devices,
-        devices_per_host=num_devices,
-        shapes=(num_devices,),
-        board_watts=65.0 / num_devices,
-        sources=shipped.sources | sources,
-    )
+    rates = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
+    values = {
+        **dataclasses.asdict(shipped),
+        **dict.fromkeys(rates, memory_bandwidth),
+        **dict.fromkeys(("island", "devices_per_host"), num_devices),
+        "peak_flops": dict(peak_flops),
+        "memory_bytes": memory_bytes,
+        "shapes": (num_devices,),
+        "board_watts": 65.0 / num_devices,
+        "sources": shipped.sources | sources,
+    }
+    return Hardware(**values)
 
 
 # Columns of the list: two lines of head, and of an entry a figure and its unit and form.

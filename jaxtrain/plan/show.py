@@ -330,7 +330,7 @@ def table(estimates: Sequence[Estimate], *, full: bool = True) -> str:
     names, units, blocks = labels(estimates), units_of(estimates), []
     # Even tables: five estimates are better read as three and two than as four and one.
     num_tables = math.ceil(len(estimates) / _MOST_COLUMNS)
-    ends = [len(estimates) * index // num_tables for index in range(num_tables + 1)]
+    ends = [math.ceil(len(estimates) * index / num_tables) for index in range(num_tables + 1)]
     for start, end in itertools.pairwise(ends):
         shown = sections(estimates[start:end], units)
         for title in () if full else _BRIEF:
