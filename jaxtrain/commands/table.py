@@ -278,8 +278,6 @@ def _planning() -> None:
     )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    add("--epochs", type=float, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
-    add("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
     add("--checkpoint-minutes", type=float, metavar="N", help="time between saves on spot devices")
     add("--interruptions-per-day", type=float, metavar="N", help="per spot node; default: 1")
     add("--downtime", type=float, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")

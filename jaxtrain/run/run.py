@@ -138,8 +138,8 @@ def run_config(
         )
     own_step = OwnStep(optimizer=optimizer, learning_rate=learning_rate)
     if loaded.config.parallel.auto:
-        from jaxtrain.plan.search.auto import choose_layout
-        from jaxtrain.plan.workload.describe import RowSizes
+        from jaxtrain.plan.search import choose_layout
+        from jaxtrain.plan.workload import RowSizes
 
         sizes = None
         if data is not None:
