@@ -27,9 +27,8 @@ from jaxtrain.models.model import Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, get_policy
 from jaxtrain.runtime.compiler import decoding_options
-from jaxtrain.train.given_state import check_not_donated
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.step import TrainStep
+from jaxtrain.train.step import TrainStep, check_not_donated
 
 # (params, prompts_BP, lengths_B, key) -> new tokens int32 [B, T]
 Generator = Callable[[Params, Any, Any, jax.Array], jax.Array]

@@ -34,9 +34,8 @@ from jaxtrain.run.texts import exported_texts
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.base import base_of
-from jaxtrain.train.given_params import paths_of
 from jaxtrain.train.start import restore_base
-from jaxtrain.train.state import merge_leaves
+from jaxtrain.train.state import merge_leaves, paths_of
 
 # Rows on which merged weights are compared.
 _ROWS, _TOKENS = 4, 32

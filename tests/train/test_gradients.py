@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxtrain.train.gradient_norm import gradient_norm
 
 import jaxtrain as jt
-from jaxtrain.train.gradient_norm import gradient_norm
 from jaxtrain.train.step import TrainStep
 
 BATCH = {

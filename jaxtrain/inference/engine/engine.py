@@ -21,7 +21,7 @@ from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.ring_cache import ring_of
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.train.given_state import check_not_donated
+from jaxtrain.train.step import check_not_donated
 
 _CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _CLOSED = "the engine is closed; start another one"
