@@ -98,8 +98,8 @@ def compile_row(name: str) -> dict[str, Any]:
     from jaxtrain.remat.policy import Remat
     from jaxtrain.runtime import distributed
     from jaxtrain.runtime.compiler import record_choices
-    from jaxtrain.train.make_step import make_train_step
     from jaxtrain.train.parallelism import Parallelism
+    from jaxtrain.train.step import make_train_step
 
     distributed.start(emulate=1)
     target, degrees, keys, options, _ = {**ROWS, **ACTIVATIONS}[name]
