@@ -13,8 +13,7 @@ import numpy as np
 from jaxtrain.config.files import read_run
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, published_from
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.inference.stablehlo.folder import check_flatbuffers, check_folder, write_program
-from jaxtrain.inference.stablehlo.program import make_program
+from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
 from jaxtrain.interop.companions import companions
 from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.peft import write_adapter
@@ -31,9 +30,8 @@ from jaxtrain.run.open_run import OpenedRun, open_run
 from jaxtrain.run.published import exported_texts, kept_published
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.base import base_of
-from jaxtrain.train.given_params import paths_of
 from jaxtrain.train.start import restore_base
-from jaxtrain.train.state import merge_leaves
+from jaxtrain.train.state import merge_leaves, paths_of
 
 # Sums of float32 in another order, as a share of the range of the logits: the tests of published models allow as much.
 _SUMS = 1e-4
