@@ -41,9 +41,6 @@ def find_targets(model: Layers, lora: LoraConfig) -> dict[str, tuple[int, int]]:
 
     Returns:
         Path of each kernel, in the order of the model -> how many of its last dims are inputs, how many are outputs.
-
-    Raises:
-        ConfigError: a target matches no layer, or experts.
     """
     kernels = dict(model.linears) or _matrices(model)
     names = list(dict.fromkeys(name for path in kernels for name in (_layer(path).rsplit("/", 1)[-1], _layer(path))))
@@ -89,15 +86,7 @@ def check_train_also(
     kernels: Collection[str],
     base: str | None,
 ) -> None:
-    """Raise where a pattern of `lora.train_also` names nothing, or what is not trained whole.
-
-    Args:
-        patterns: of paths.
-        paths: of every parameter of the model without adapters.
-        targets: the kernels with an adapter.
-        kernels: these, and the quantized ones.
-        base: format of the kernels; None: floats.
-    """
+    """Raise where a pattern of `lora.train_also` names nothing, or what is not trained whole."""
     check_patterns("lora.train_also", tuple(patterns), sorted(paths))
     for pattern in patterns:
         path = next((path for path in sorted(kernels) if fnmatch.fnmatchcase(path, pattern)), None)
@@ -124,17 +113,7 @@ def adapted_rows(
     nested: bool,
     has_adapter: bool,
 ) -> dict[str, Names]:
-    """The axes of the arrays that stand in the place of a kernel; none where the kernel has no row.
-
-    Args:
-        path: of the kernel.
-        num_dims: of the kernel.
-        dims: how many of its last dims are inputs, how many are outputs.
-        table: of the model without adapters.
-        base: format of the kernel; None: floats.
-        nested: whether the scales of an nf4 kernel are quantized too.
-        has_adapter: whether the kernel has an adapter.
-    """
+    """The axes of the arrays that stand in the place of a kernel; none where the kernel has no row."""
     row = table_row(path, table)
     if row is None:
         return {}

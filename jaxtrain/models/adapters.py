@@ -158,15 +158,7 @@ class _Preparation:
         prefix: str = "",
         first_layer: jax.Array | int = 0,
     ) -> Params:
-        """The parameters as the model without adapters takes them.
-
-        Args:
-            params: of the model, or of a part of it.
-            key: random key; None: no randomness.
-            train: whether the adapters drop inputs.
-            prefix: path of the part inside the model, with "/" at its end.
-            first_layer: index of the first layer, where they are a range of the stacked layers.
-        """
+        """The parameters as the model without adapters takes them."""
         key = key if self.dropout and train else None
 
         def one(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -328,7 +320,7 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
         if name not in model.linears:
             return leaf
         if is_kernel(leaf):
-            why = "has an adapter, merge it first" if isinstance(leaf, LowRankKernel) else "is quantized already"
+            why = "has an adapter, so merge it first" if isinstance(leaf, LowRankKernel) else "is quantized already"
             raise ConfigError(f"{name} {why} (merge_adapters, jaxtrain export --merge): {format} is of float kernels")
         if format == "nf4":
             return quantize_nf4(leaf, *model.linears[name])

@@ -72,13 +72,7 @@ class Ring:
 
 
 def ring_of(decoder: Decoder, length: int, chunk: int) -> Ring | None:
-    """What the layers with a window keep of `length` positions; None: all, as the other layers do.
-
-    Args:
-        decoder: of the model.
-        length: positions of the cache.
-        chunk: most tokens of a row that are written at a time.
-    """
+    """What the layers with a window keep of `length` positions; None: all, as the other layers do."""
     if decoder.windows is None:
         return None
     # The first token of a chunk sees its window although the last one is written already.

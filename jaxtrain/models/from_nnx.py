@@ -72,9 +72,6 @@ def maker_of(make: Any) -> Callable[[nnx.Rngs], nnx.Module]:
     """What builds a module from its random streams: of a class, a function, or a module, whose values it starts from.
 
     The module may name logical axes, which Flax would otherwise look for in a mesh, and hold arrays as attributes.
-
-    Raises:
-        ConfigError: it is none of these.
     """
     build = make
     if isinstance(make, nnx.Module):

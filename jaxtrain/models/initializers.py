@@ -4,22 +4,19 @@ The usual normal draw ends in a polynomial (the inverse error function) that com
 shapes of a shard: on jax 0.12, kernels in four shards differed in the last bit. Integers do not round.
 
 On CPU, compiling the program that draws costs more than the draws (docs/benchmarks.md, "The first step of ResNets"):
-`unrolled` gives keys whose hashes are no loops, and `follow` evaluates the program on the host. NumPy follows its
-equations, and the draws are made by one compiled function for blocks of one size: sums of integers, scaled once, so
-that the bits are those of the compiled program. Sums of floats are not followed: XLA rounds them otherwise.
+`follow` evaluates the program on the host. NumPy follows its equations, and the draws are made by one compiled function
+for blocks of one size: sums of integers, scaled once, so that the bits are those of the compiled program. Sums of
+floats are not followed: XLA rounds them otherwise.
 """
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import random as extended
-
-from jaxtrain.layout.sharding import platform
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
@@ -34,7 +31,7 @@ _GROUPS = 5  # of four rounds
 _BLOCK = 2**18
 _CALLS = ("pjit", "jit")
 _DRAWS = "jaxtrain_exact_normal"
-_IMPLEMENTATIONS = ("threefry2x32", "threefry2x32_unrolled")  # of keys
+_THREEFRY = "threefry2x32"  # keys that are followed
 
 
 def normal(stddev: float) -> Initializer:
@@ -93,60 +90,7 @@ def can_draw(key: jax.Array) -> bool:
     """Whether the numbers that follow from a typed key are known here: those of threefry keys."""
     # Attributes of jax.config are made at run time.
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
-    return str(jax.random.key_impl(key)) == "threefry2x32" and partitionable
-
-
-def unrolled(key: jax.Array) -> jax.Array:
-    """Return a key from which the same numbers follow; on CPU by hashes without loops, elsewhere the key itself."""
-    if platform() != "cpu" or not can_draw(key):
-        return key
-    return jax.random.wrap_key_data(jax.random.key_data(key), impl=_implementation())
-
-
-@functools.cache
-def _implementation() -> Hashable:
-    return extended.define_prng_impl(
-        key_shape=(2,),
-        seed=_seed,
-        split=_split_unrolled,
-        random_bits=_random_bits,
-        fold_in=lambda key_2, data: _hash_unrolled(key_2, _seed(data)),
-        name="threefry2x32_unrolled",
-        tag="fryu",
-    )
-
-
-def _seed(seed: jax.Array | int) -> jax.Array:
-    low = jnp.asarray(seed).astype(jnp.uint32)
-    return jnp.stack([jnp.zeros_like(low), low])
-
-
-def _split_unrolled(key_2: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    numbers = _numbers(shape)
-    return jnp.moveaxis(_hash_unrolled(key_2, jnp.stack([jnp.zeros_like(numbers), numbers])), 0, -1)
-
-
-def _random_bits(key_2: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
-    if bits != 32 or math.prod(shape) >= 2**32:
-        own = jax.random.wrap_key_data(key_2, impl="threefry2x32")
-        return jax.random.bits(own, shape, f"uint{bits}")
-    numbers = _numbers(shape)
-    left, right = threefry(key_2[0], key_2[1], jnp.zeros_like(numbers), numbers)
-    return left ^ right
-
-
-def _numbers(shape: tuple[int, ...]) -> jax.Array:
-    """The number of each element, row by row, modulo 2^32: uint32 of this shape."""
-    total = jnp.zeros(shape, jnp.uint32)
-    for dim in range(len(shape)):
-        step = jnp.uint32(math.prod(shape[dim + 1 :]) % 2**32)
-        total = total + step * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-    return total
-
-
-def _hash_unrolled(key_2: jax.Array, counts: jax.Array) -> jax.Array:
-    """Hash pairs of words: uint32 [2, ...] -> uint32 [2, ...]."""
-    return jnp.stack(threefry(key_2[0], key_2[1], counts[0], counts[1]))
+    return str(jax.random.key_impl(key)) == _THREEFRY and partitionable
 
 
 class CannotFollowError(Exception):
@@ -156,15 +100,8 @@ class CannotFollowError(Exception):
 def follow(traced: Any, key: jax.Array) -> list[np.ndarray]:
     """Evaluate a traced function of a key.
 
-    Args:
-        traced: a `jax.core.ClosedJaxpr` with one argument.
-        key: that argument, a threefry key.
-
     Returns:
         The results. In place of keys their words, uint32 [..., 2]; arrays may be views of one number.
-
-    Raises:
-        CannotFollowError: an equation is none that initial values as a rule are made of.
     """
     # Wrapping around is what unsigned integers are for; NumPy warns of it for single numbers.
     with np.errstate(over="ignore"):
@@ -183,7 +120,7 @@ def _follows(equation: Any) -> bool:
         case "broadcast_in_dim":
             return not _is_key(into[0])
         case "random_wrap":
-            return params["impl"].name in _IMPLEMENTATIONS
+            return params["impl"].name == _THREEFRY
         case "unstack":
             return True
         case _:
@@ -278,7 +215,7 @@ def _words(value: Any) -> np.ndarray:
     """A constant of a program, which is a key where a model has one of its own, as NumPy holds it."""
     here = not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
     is_key = _is_key(getattr(value, "dtype", None))
-    if not here or (is_key and str(jax.random.key_impl(value)) not in _IMPLEMENTATIONS):
+    if not here or (is_key and str(jax.random.key_impl(value)) != _THREEFRY):
         raise CannotFollowError("a constant that is not whole here, or keys of another kind")
     if not is_key:
         return np.asarray(value)

@@ -23,16 +23,8 @@ from jaxtrain.published.longrope import longrope_factor
 class Linear(nnx.Module):
     """A linear layer over the last dims of its input, with or without a bias.
 
-    Its kernel has the shape [*inputs, *outputs] and its bias [*outputs], both float32.
-
-    Args:
-        inputs: sizes of the dims of the input that the layer contracts; they are its last ones.
-        outputs: sizes of the dims that take their place.
-        bias: whether a bias is added.
-        initializer: draws the kernel.
-        rngs: random streams; `params` draws the kernel.
-        low_precision: whether the precision policy of the step may multiply this layer in fewer bits, and `quantize`
-            may store its kernel in 8 bits.
+    Its kernel has the shape [*inputs, *outputs] and its bias [*outputs], both float32. With `low_precision` the policy
+    of a step may multiply it in fewer bits, and `quantize` may store its kernel so.
     """
 
     def __init__(
@@ -58,15 +50,7 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last dim, computed in float32 and returned in the dtype of the input.
-
-    Args:
-        dim: size of the last dim.
-        kind: "layernorm" or "rmsnorm".
-        bias: whether LayerNorm has a bias; RMSNorm has none.
-        epsilon: added to the mean of squares before its root is taken.
-        offset: whether the parameter is the scale less 1.
-    """
+    """LayerNorm or RMSNorm over the last dim, in float32; `offset`: the parameter is the scale less 1."""
 
     def __init__(self, dim: int, *, kind: str, bias: bool, epsilon: float, offset: bool = False):
         self.scale = nnx.Param(jnp.zeros((dim,), jnp.float32) if offset else jnp.ones((dim,), jnp.float32))
@@ -117,12 +101,6 @@ def rotary_frequencies(dims: int, theta: float, scaling: AnyRope | None, *, leng
     """Compute by how much each pair of dims is rotated per position.
 
     Source: Su et al. 2021; of the scalings, see `config/rope.py`.
-
-    Args:
-        dims: rotated dims of a head.
-        theta: base of the frequencies.
-        scaling: for sequences longer than those of the first training; None: no scaling.
-        length: positions of the sequence, or of the cache; longrope has other factors for more than the original ones.
 
     Returns:
         Radians per position, float32 [dims / 2].
@@ -179,12 +157,7 @@ def rotary_factor(scaling: AnyRope | None, *, max_length: int) -> float:
 def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *, factor: float = 1.0) -> jax.Array:
     """Apply the rotary position embedding to queries or keys; the first half of the dims is paired with the second.
 
-    Args:
-        x_BLHK: queries or keys, any float dtype; the rotation is computed in float32.
-        positions_BL: positions of the tokens, integers; a batch of 1 serves all rows.
-        frequencies: radians per position, float32 [R / 2], or [B, L, R / 2] where tokens have their own; the first R
-            of K dims are rotated, the others stay.
-        factor: of cos and sin.
+    `frequencies` are float32 [R / 2], or [B, L, R / 2] where tokens have their own; the first R of K dims are rotated.
 
     Returns:
         [B, L, H, K] in the dtype of x_BLHK.
@@ -207,12 +180,6 @@ def model_frequencies(
 ) -> jax.Array:
     """The frequencies of a layer of a transformer.
 
-    Args:
-        config: of the model.
-        local: whether the layer is a local one, bool []; None: the model has none.
-        length: positions of the sequence, or of the cache.
-        long_BL: from `long_documents`; None: all tokens are in sequences of `length`.
-
     Returns:
         Radians per position, float32 [R / 2], or [B, L, R / 2] with `long_BL`.
     """
@@ -234,11 +201,6 @@ def long_documents(scaling: AnyRope | None, positions_BL: jax.Array, segments_BL
 
     The length of a document is its largest position plus one, so that in a packed or padded row it has the factors that
     it has alone. Positions count up by one within a document.
-
-    Args:
-        scaling: of the frequencies.
-        positions_BL: positions of the tokens in their documents; a batch of 1 serves all rows.
-        segments_BL: numbers of the documents of packed rows, and 0 for padding; None: every row is one document.
 
     Returns:
         bool [B, L]; None where all tokens of the rows have the same factors, which the length of the row says.

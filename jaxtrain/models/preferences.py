@@ -74,7 +74,7 @@ def _dpo_loss(
     batch: Batch,
     key: jax.Array,
 ) -> TaskSums:
-    reference_B2 = batch.get("reference")
+    reference_B2: Any = batch.get("reference")
     if getattr(reference_B2, "shape", None) != (_num_pairs("dpo", batch), 2):
         raise ConfigError(
             f"dpo: reference of the batch is {shown(reference_B2)}, not float32 [pairs, 2]; a run computes it "
@@ -158,7 +158,7 @@ def answer_log_probabilities(
     """
     pairs = _num_pairs("answer_log_probabilities", batch)
     outputs = apply.deferred(_answers(batch["inputs"]))
-    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    logits: Any = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
     if not isinstance(logits, DeferredLogits) and getattr(logits, "ndim", 0) != 3:
         raise ConfigError(
             f"the log-probability of an answer needs logits of a vocabulary [{2 * pairs}, L, V], but the model gives "

@@ -34,13 +34,7 @@ from jaxtrain.precision.sums import check_sums
 
 @contextlib.contextmanager
 def model_context(layout: Layout, policy: Policy, *, required_of: str | None = None) -> Iterator[None]:
-    """Layout, matmul precision and the format of linear layers for whatever is traced inside.
-
-    Args:
-        layout: of the model.
-        policy: its number formats.
-        required_of: name of the model, where it is an error that none of its layers uses the policy's linear format.
-    """
+    """Layout, matmul precision and the format of linear layers for whatever is traced inside."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(use_layout(layout))
         if policy.matmul_precision is not None:
@@ -185,15 +179,10 @@ def _inapplicable(model: Model, inputs: Any, error: Exception) -> str:
 
 
 def stored_params(model: Model, params: Params, policy: Policy, trainable: Callable[[str], bool] | None) -> Params:
-    """Parameters in the dtypes that they are stored in.
+    """Parameters in the dtypes that they are stored in: trained ones (all, without `trainable`) in the param dtype.
 
-    Args:
-        model: what they are parameters of.
-        params: as `Model.init` or a user gives them.
-        policy: trained parameters are stored in its param dtype.
-        trainable: parameter path -> whether it is trained; None: all are. Frozen ones keep the dtype that they came
-            in: they may be quantized. Those of an adapted model are stored in the compute dtype, in which they are
-            read: that is half of the bytes under bf16, and the same numbers.
+    Frozen ones keep the dtype that they came in: they may be quantized. Those of an adapted model are stored in the
+    compute dtype, in which they are read: that is half of the bytes under bf16, and the same numbers.
     """
     frozen_in = None if model.adapted is None else policy.compute_dtype
 
@@ -280,16 +269,7 @@ def listed(paths: Iterable[str]) -> str:
 
 
 def check_replicated(params: Params, layout: Layout, max_fraction: float) -> None:
-    """Raise where more than `max_fraction` of the parameter bytes are replicated on every `fsdp` shard.
-
-    Args:
-        params: arrays or shapes.
-        layout: with the specs of these parameters.
-        max_fraction: 0 to 1.
-
-    Raises:
-        ConfigError: names the largest of them.
-    """
+    """Raise where more than `max_fraction` of the parameter bytes are replicated on every `fsdp` shard."""
     if layout.mesh.shape["fsdp"] == 1:
         return
     sizes = {

@@ -292,17 +292,8 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSum
 def calling_sums(task: Task, call: ModelCall, batch: Batch, key: jax.Array) -> tuple[TaskSums, ModelState]:
     """Compute the loss of a task that calls the model itself.
 
-    Args:
-        task: from `Task.calling`.
-        call: the model as the loss gets it.
-        batch: its rows.
-        key: what the loss draws from.
-
     Returns:
         What `task_sums` returns, and the model_state after this batch.
-
-    Raises:
-        ConfigError: the loss returned something else, or in training no model_state although the model has one.
     """
     assert isinstance(task.loss, CallingLoss)
     batch = with_weights(batch)
@@ -322,7 +313,8 @@ def calling_sums(task: Task, call: ModelCall, batch: Batch, key: jax.Array) -> t
 def _losses_by_row(found: Any) -> tuple[jax.Array, Mapping[str, Any]] | None:
     """Losses [B, ...] and metrics, where a loss returned these; None: it returned something else."""
     is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)
-    losses, metrics = found if is_pair else (found, {})
+    losses: Any = found[0] if is_pair else found
+    metrics = found[1] if is_pair else {}
     return (jnp.asarray(losses), metrics) if _is_numeric(losses) and jnp.ndim(losses) else None
 
 

@@ -340,15 +340,7 @@ def _number_loss(loss: str, metrics: tuple[str, ...], outputs: Any, batch: Batch
 
 
 def build_task(config: Config) -> Task:
-    """Build the task that a config describes.
-
-    Args:
-        config: its `task` and `loss`.
-
-    Raises:
-        ConfigError: options of a loss that the task does not have, or a function of `task.call` that cannot be called
-            or returns something else.
-    """
+    """Build the task that a config describes."""
     check_loss(config)
     loss = config.loss
     if isinstance(config.task, CalledTask):
@@ -383,11 +375,7 @@ def _evaluated(task: Task) -> Any:
 
 
 def named_task(task: Task | str) -> Task:
-    """The task of a name: one of `TASKS`, or a loss of `regression` ("mae"); anything else as it is.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """The task of a name: one of `TASKS`, or a loss of `regression` ("mae"); anything else as it is."""
     if not isinstance(task, str):
         return task
     if task in ERRORS:

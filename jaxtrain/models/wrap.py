@@ -105,7 +105,8 @@ def from_linen(
     fields = {name: value for name, value in _TRAINING_ARGUMENTS.items() if name in own_fields and not arguments}
 
     def call(method: str, train: bool, *given: Any, **options: Any) -> Any:
-        chosen = module.clone(**{name: value == train for name, value in fields.items()}) if fields else module
+        values: dict[str, Any] = {name: value == train for name, value in fields.items()}
+        chosen = module.clone(**values) if values else module
         return getattr(chosen, method)(*given, **options, **{name: value == train for name, value in arguments.items()})
 
     def create(key: jax.Array) -> dict[str, Any]:
@@ -189,8 +190,8 @@ def from_equinox(
         import equinox as eqx
     except ImportError:
         raise ConfigError("from_equinox needs Equinox, which is not installed; run pip install equinox") from None
-    is_maker = callable(make) and not isinstance(make, eqx.Module)
-    template = eqx.filter_eval_shape(make, jax.eval_shape(lambda: jax.random.key(0))) if is_maker else None
+    make = make if callable(make) and not isinstance(make, eqx.Module) else lambda key: None
+    template = eqx.filter_eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
     module, state = template if isinstance(template, tuple) and len(template) == 2 else (template, None)
     if not isinstance(module, eqx.Module):
         raise ConfigError(

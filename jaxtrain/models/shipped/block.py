@@ -336,12 +336,7 @@ class MLP(nnx.Module):
 
 
 def activate(x: jax.Array, activation: str) -> jax.Array:
-    """Apply a nonlinearity without a gate.
-
-    Args:
-        x: any float dtype and shape.
-        activation: gelu (tanh form), gelu_exact (error function) or relu.
-    """
+    """Apply a nonlinearity without a gate."""
     match activation:
         case "gelu":
             return gelu(x)

@@ -263,14 +263,6 @@ def encoder_decoder(
     Its inputs are a dict of int32 `tokens` [B, S] and `decoder_tokens` [B, T], and optionally `segments` [B, S] and
     `decoder_segments` [B, T]: numbers of packed documents, 0 for padding. Its outputs are logits [B, T, V] in the
     compute dtype.
-
-    Args:
-        config: sizes and variants.
-        vocab_size: V, used where the config does not set `vocab_size`.
-        remat: what the backward pass keeps of each block; None: everything.
-
-    Raises:
-        ConfigError: neither the config nor the caller gives the size of the vocabulary.
     """
     vocabulary = config.vocab_size or vocab_size
     if vocabulary is None:

@@ -52,14 +52,7 @@ class HeadInputs:
 def head_inputs(
     head: HeadConfig | None, shape: tuple[int, ...], segments_BL: jax.Array | None, key: jax.Array | None
 ) -> HeadInputs:
-    """What a head needs from the inputs of the model.
-
-    Args:
-        head: which head; None: of a language model.
-        shape: of the tokens, (B, L).
-        segments_BL: documents of packed rows from 1 on, and 0 for padding, integers; None: there is no padding.
-        key: for dropout; None: no dropout.
-    """
+    """What a head needs from the inputs of the model."""
     if head is None:
         return HeadInputs()
     pooling_BL = seed_B2 = None

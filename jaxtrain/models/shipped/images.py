@@ -20,7 +20,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_nnx
-from jaxtrain.models.initializers import fan_in_normal, normal, unrolled
+from jaxtrain.models.initializers import fan_in_normal, normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.axes import RESNET, model_axes
@@ -165,17 +165,7 @@ def resnet(
     num_classes: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
-    """Make a ResNet as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes].
-
-    Args:
-        config: sizes and stem.
-        input_shape: (H, W, C) of one image.
-        num_classes: number of classes, used where the config does not set `num_classes`.
-        remat: what the backward pass keeps of the scanned blocks; None: everything.
-
-    Raises:
-        ConfigError: the inputs are not images, or neither the config nor the caller gives the number of classes.
-    """
+    """Make a ResNet as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
     classes = config.num_classes or num_classes
     if classes is None:
         raise ConfigError("model.num_classes is not set and the data has no classes; set model.num_classes")
@@ -191,10 +181,7 @@ def resnet(
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
     model = from_nnx(make, axes=FamilyTable(RESNET), call=call, name=config.size or "resnet", gathers_itself=rest)
-    # The program that draws fifty kernels would take longer to compile than the step.
-    return dataclasses.replace(
-        model, num_outputs=classes, init=lambda key: model.init(unrolled(key)), convolutional=True
-    )
+    return dataclasses.replace(model, num_outputs=classes, convolutional=True)
 
 
 class ViT(nnx.Module):
@@ -242,18 +229,7 @@ def vit(
     num_classes: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
-    """Make a vision transformer as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes].
-
-    Args:
-        config: sizes and variants.
-        input_shape: (H, W, C) of one image.
-        num_classes: number of classes, used where the config does not set `num_classes`.
-        remat: what the backward pass keeps of the blocks; None: everything.
-
-    Raises:
-        ConfigError: the inputs are not images of the size that the config wants, or do not divide into patches, or
-            neither the config nor the caller gives the number of classes.
-    """
+    """Make a vision transformer as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
     classes = config.num_classes or num_classes
     if classes is None:
         raise ConfigError("model.num_classes is not set and the data has no classes; set model.num_classes")

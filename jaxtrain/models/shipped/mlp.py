@@ -24,14 +24,7 @@ _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
 
 
 class MLP(nnx.Module):
-    """Hidden layers with a nonlinearity, and a linear output layer.
-
-    Args:
-        config: widths, nonlinearity and dropout.
-        inputs: input features.
-        outputs: output features.
-        rngs: random streams; `params` draws the kernels.
-    """
+    """Hidden layers with a nonlinearity, and a linear output layer."""
 
     def __init__(self, config: MLPConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
         init, last = fan_in_normal(2.0), fan_in_normal(1.0)
@@ -51,17 +44,7 @@ class MLP(nnx.Module):
 
 
 def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | None = None) -> Model:
-    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O].
-
-    Args:
-        config: widths, nonlinearity and dropout.
-        input_shape: shape of the inputs of one row, without B.
-        num_outputs: number of outputs, used where the config does not set `num_outputs`.
-
-    Raises:
-        ConfigError: neither the config nor the caller gives the number of outputs; the scale is of another number of
-            outputs; or the inputs are integers.
-    """
+    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O]."""
     outputs, scale = config.num_outputs or num_outputs, config.output_scale
     if outputs is None:
         raise ConfigError("model.num_outputs is not set and the data has no number of outputs; set model.num_outputs")

@@ -58,10 +58,6 @@ class Routing:
     def outputs(self, num_layers: int, *, train: bool) -> dict[str, jax.Array]:
         """Return what the model gives its task besides the logits.
 
-        Args:
-            num_layers: layers that were summed.
-            train: whether the outputs are for training.
-
         Returns:
             `expert_busiest` and `experts_unused`, float32 [], means over the layers; in training also `router_loss`
             [B, L], the sum over the layers, and `router_tokens` float32 [], the number of tokens that it is of.
@@ -97,10 +93,6 @@ class MoE(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Route each token to its experts and add their outputs, weighted by the router.
-
-        Args:
-            x_BLD: any float dtype.
-            real_BL: bool, False for padding, which goes through experts and counts nowhere; None: there is none.
 
         Returns:
             The output [B, L, D] in the dtype of x; the router's loss of each token, float32 [B, L], 0 for padding, to

@@ -135,13 +135,7 @@ def router_shape(config: TransformerConfig) -> LinearShape:
 
 
 def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[str, LinearShape]:
-    """The linear layers of a head, by name.
-
-    Args:
-        head: which head.
-        width: of the residual stream.
-        num_labels: outputs of the head; None: it has no labels.
-    """
+    """The linear layers of a head, by name."""
     square = LinearShape((width,), (width,))
     if head.kind == "masked_language_model":
         return {"dense": square}
@@ -150,15 +144,7 @@ def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[st
 
 
 def head_tensors(head: HeadConfig, width: int, *, norm: str, vocab_size: int | None, num_labels: int | None) -> Shapes:
-    """The parameters of a head, by path.
-
-    Args:
-        head: which head; that of a language model has none of its own.
-        width: of the residual stream.
-        norm: kind of the norms of the model.
-        vocab_size: ids of the vocabulary; None: the inputs are no tokens.
-        num_labels: outputs of the head; None: it has no labels.
-    """
+    """The parameters of a head, by path."""
     shapes: Shapes = {}
     for name, one in head_shapes(head, width, num_labels).items():
         shapes[f"head/{name}/kernel"] = one.kernel
@@ -221,14 +207,7 @@ def dense_layers(config: MLPConfig, num_inputs: int, num_outputs: int) -> dict[s
 def model_tensors(
     config: ModelConfig, *, input_shape: tuple[int, ...], vocab_size: int | None, num_outputs: int | None
 ) -> Tensors:
-    """The tensors of the model that a config describes.
-
-    Args:
-        config: the model.
-        input_shape: of one row, without the batch.
-        vocab_size: rows of a transformer's embedding.
-        num_outputs: classes or targets of another model, and labels of a transformer's head.
-    """
+    """The tensors of the model that a config describes."""
     match config:
         case TransformerConfig():
             assert vocab_size is not None
@@ -424,15 +403,7 @@ def structure_of(
     num_outputs: int | None,
     decoder_length: int | None = None,
 ) -> Structure | None:
-    """The structure of a model; None for one without transformer blocks.
-
-    Args:
-        config: the model.
-        input_shape: of one row, without the batch.
-        vocab_size: ids of the vocabulary, of a model of tokens.
-        num_outputs: classes or targets of the data, which a head takes where the config names none.
-        decoder_length: tokens of a row of an encoder-decoder's output; None: as many as the input has.
-    """
+    """The structure of a model; None for one without transformer blocks."""
     match config:
         case TransformerConfig():
             assert vocab_size is not None

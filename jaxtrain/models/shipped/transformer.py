@@ -208,15 +208,6 @@ def transformer(
     or padding) and `token_types` [B, L]. Its outputs are logits [B, L, V] in the compute dtype; with experts they are a
     dict of `logits` and the entries of `Routing.outputs`. Another head gives one array: labels or numbers [B, C],
     labels per token [B, L, C], or embeddings [B, D].
-
-    Args:
-        config: sizes and variants.
-        vocab_size: V, used where the config does not set `vocab_size`.
-        num_outputs: C, used where the config does not set `head.num_labels`.
-        remat: what the backward pass keeps; None: everything.
-
-    Raises:
-        ConfigError: neither the config nor the caller gives the size of the vocabulary, or the labels of the head.
     """
     vocabulary = config.vocab_size or vocab_size
     if vocabulary is None:
