@@ -184,8 +184,10 @@ def _prepared(model: Model, prepare: _Preparation) -> Model:
     if not prepare.dropout and not prepare.added_up:
         return model
     parts = None if model.parts is None else _prepared_parts(model.parts, prepare)
-    is_parts = parts is not None and isinstance(model.apply, PartsApply)
-    apply = PartsApply(parts) if is_parts else _prepared_apply(model.apply, prepare)
+    if parts is not None and isinstance(model.apply, PartsApply):
+        apply = PartsApply(parts)
+    else:
+        apply = _prepared_apply(model.apply, prepare)
     rebuild, decoder = model.rebuild, model.decoder
     if rebuild is not None and model.apply is rebuild.apply and model.parts is rebuild.parts:
         build = rebuild.build

@@ -36,6 +36,7 @@ from jaxtrain.models.shipped.block import (
 )
 from jaxtrain.models.shipped.cache import Cache, LayerCache, unrolled_on
 from jaxtrain.models.shipped.cache import init_cache as make_cache
+from jaxtrain.models.shipped.shapes import size_of
 from jaxtrain.models.shipped.transformer import check_entries
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.ops.attention.reference import attention
@@ -264,9 +265,7 @@ def encoder_decoder(
     `decoder_segments` [B, T]: numbers of packed documents, 0 for padding. Its outputs are logits [B, T, V] in the
     compute dtype.
     """
-    vocabulary = config.vocab_size or vocab_size
-    if vocabulary is None:
-        raise ConfigError("model.vocab_size is not set and the data has no vocabulary; set model.vocab_size")
+    vocabulary = size_of("vocab_size", config.vocab_size, vocab_size)
 
     def make(rngs: nnx.Rngs) -> EncoderDecoder:
         return EncoderDecoder(config, vocabulary, remat or Remat(), rngs)

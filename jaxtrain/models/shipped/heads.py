@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.model import HeadConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain, row_numbers
 from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import Linear, Norm
-from jaxtrain.models.shipped.shapes import head_shapes
+from jaxtrain.models.shipped.shapes import head_shapes, size_of
 from jaxtrain.ops.activation import gelu
 
 _INIT_STDDEV = 0.02  # as the transformer's other kernels
@@ -151,12 +150,4 @@ class PooledHead(nnx.Module):
 
 def num_labels(head: HeadConfig, from_data: int | None) -> int | None:
     """The number of labels of a head, or of numbers of a regression, by the config or the data; None: it has none."""
-    if not head.has_labels:
-        return None
-    labels = head.num_labels or from_data
-    if labels is None:
-        raise ConfigError(
-            f"model.head.num_labels is not set and the data has no labels for a head of kind {head.kind}; set "
-            "model.head.num_labels"
-        )
-    return labels
+    return size_of("head.num_labels", head.num_labels, from_data) if head.has_labels else None

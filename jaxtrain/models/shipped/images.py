@@ -26,7 +26,14 @@ from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.axes import RESNET, model_axes
 from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, block_norm
 from jaxtrain.models.shipped.heads import HeadInputs, PooledHead, head_inputs
-from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, patch_shape, resnet_stages, stem_shape
+from jaxtrain.models.shipped.shapes import (
+    ConvShape,
+    ResidualBlockShape,
+    patch_shape,
+    resnet_stages,
+    size_of,
+    stem_shape,
+)
 from jaxtrain.models.stack import from_stages, make_stack, scan_stack
 from jaxtrain.ops.images.batch_norm import batch_norm, normalise
 from jaxtrain.ops.images.convolution import convolve
@@ -166,9 +173,7 @@ def resnet(
     remat: Remat | None = None,
 ) -> Model:
     """Make a ResNet as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
-    classes = config.num_classes or num_classes
-    if classes is None:
-        raise ConfigError("model.num_classes is not set and the data has no classes; set model.num_classes")
+    classes = size_of("num_classes", config.num_classes, num_classes)
     if len(input_shape) != 3:
         raise ConfigError(f"model.kind=resnet takes images, but a row of the data has shape {input_shape}")
 
@@ -230,9 +235,7 @@ def vit(
     remat: Remat | None = None,
 ) -> Model:
     """Make a vision transformer as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
-    classes = config.num_classes or num_classes
-    if classes is None:
-        raise ConfigError("model.num_classes is not set and the data has no classes; set model.num_classes")
+    classes = size_of("num_classes", config.num_classes, num_classes)
     image_size, channels = image_sizes(config, input_shape)
     blocks = config.blocks(image_size)
 

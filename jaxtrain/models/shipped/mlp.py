@@ -17,7 +17,7 @@ from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.axes import mlp_axes
-from jaxtrain.models.shipped.shapes import dense_layers
+from jaxtrain.models.shipped.shapes import dense_layers, size_of
 from jaxtrain.ops.activation import gelu
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
@@ -45,9 +45,7 @@ class MLP(nnx.Module):
 
 def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | None = None) -> Model:
     """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O]."""
-    outputs, scale = config.num_outputs or num_outputs, config.output_scale
-    if outputs is None:
-        raise ConfigError("model.num_outputs is not set and the data has no number of outputs; set model.num_outputs")
+    outputs, scale = size_of("num_outputs", config.num_outputs, num_outputs), config.output_scale
     if scale is not None:
         for name, numbers in (("mean", scale.mean), ("deviation", scale.deviation)):
             if len(numbers) not in (1, outputs):

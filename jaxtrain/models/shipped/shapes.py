@@ -20,8 +20,17 @@ from jaxtrain.config.model import (
     ViTConfig,
     image_sizes,
 )
+from jaxtrain.errors import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def size_of(key: str, *sizes: int | None) -> int:
+    """The first size that is known, of the config or of the data; a ConfigError where none is."""
+    known = next(filter(None, sizes), None)
+    if known is None:
+        raise ConfigError(f"model.{key} is not set and the data has none; set model.{key}")
+    return known
 
 
 @dataclass(frozen=True)

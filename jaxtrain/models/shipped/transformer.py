@@ -34,6 +34,7 @@ from jaxtrain.models.shipped.heads import (
     num_labels,
 )
 from jaxtrain.models.shipped.moe import Routing
+from jaxtrain.models.shipped.shapes import size_of
 from jaxtrain.models.stack import from_stages, make_stack, scan_stack
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
@@ -209,9 +210,7 @@ def transformer(
     dict of `logits` and the entries of `Routing.outputs`. Another head gives one array: labels or numbers [B, C],
     labels per token [B, L, C], or embeddings [B, D].
     """
-    vocabulary = config.vocab_size or vocab_size
-    if vocabulary is None:
-        raise ConfigError("model.vocab_size is not set and the data has no vocabulary; set model.vocab_size")
+    vocabulary = size_of("vocab_size", config.vocab_size, vocab_size)
 
     labels = None if config.head is None else num_labels(config.head, num_outputs)
 
