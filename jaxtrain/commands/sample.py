@@ -15,9 +15,8 @@ from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.written import TokenScore, Written
-from jaxtrain.interop.weights import is_published
-from jaxtrain.published.hub import published_place
-from jaxtrain.published.peft import is_adapter_folder
+from jaxtrain.interop.formats.hub import is_published, published_place
+from jaxtrain.interop.formats.peft_reading import is_adapter_folder
 from jaxtrain.run.open_run import saved_config
 from jaxtrain.run.served import Writing, open_writer, write
 from jaxtrain.runtime import distributed

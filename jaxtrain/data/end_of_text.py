@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtrain.data.special import END_KEY, OLDER_SETTINGS_FILE, SETTINGS_FILE, names_beside
-from jaxtrain.published.json_text import parse_json
 from jaxtrain.runtime.files import write_bytes_atomic
 
 
@@ -36,7 +35,7 @@ def save_end(tokenizer: EndedTokenizer, path: Path) -> None:
     file = path.with_name(SETTINGS_FILE if is_settings else OLDER_SETTINGS_FILE)
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
-        content = parse_json(file.read_text("utf-8"))
+        content = json.loads(file.read_text("utf-8"))
     name = tokenizer.token_name(tokenizer.end_of_text)
     content = {**(content if isinstance(content, dict) else {}), END_KEY: name}
     write_bytes_atomic(file, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())

@@ -1,13 +1,13 @@
 """The special tokens of rows that are not plain text, in a tokenizer."""
 
 import contextlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.errors import DataError, UserError
-from jaxtrain.published.json_text import parse_json
 
 # Role -> the names that published tokenizers give it, in the order in which they are tried.
 _NAMES = {
@@ -119,15 +119,15 @@ def names_beside(tokenizer: Path) -> dict[str, str]:
     Args:
         tokenizer: The tokenizer.json, whose folder may hold tokenizer_config.json and special_tokens_map.json.
     """
-    from jaxtrain.published.gguf import read_gguf  # which few need
-    from jaxtrain.published.gguf_tokenizer import tokenizer_files
+    from jaxtrain.interop.formats.gguf import read_gguf  # which few need
+    from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 
     path = tokenizer.expanduser()
     found: dict[str, str] = {}
     for name in (OLDER_SETTINGS_FILE, SETTINGS_FILE):
         if path.suffix == ".gguf":
             with contextlib.suppress(OSError, ValueError, UserError):  # what reads a file as a whole says what is wrong
-                found |= _names_of(parse_json(tokenizer_files(path, read_gguf(path).metadata).get(name, "{}")))
+                found |= _names_of(json.loads(tokenizer_files(path, read_gguf(path).metadata).get(name, "{}")))
         else:
             found |= _names_in(path.with_name(name))
     return found
@@ -136,7 +136,7 @@ def names_beside(tokenizer: Path) -> dict[str, str]:
 def _names_in(file: Path) -> dict[str, str]:
     """Returns the names of special tokens in a file, none where it cannot be read."""
     try:
-        return _names_of(parse_json(file.read_text("utf-8")))
+        return _names_of(json.loads(file.read_text("utf-8")))
     except (OSError, ValueError, UserError):
         return {}
 

@@ -14,9 +14,8 @@ from jaxtrain.data.end_of_text import save_end
 from jaxtrain.data.files import require_file
 from jaxtrain.data.special import END_KEY, names_beside
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.published.gguf import read_gguf
-from jaxtrain.published.gguf_tokenizer import tokenizer_files
-from jaxtrain.published.json_text import parse_json
+from jaxtrain.interop.formats.gguf import read_gguf
+from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -292,7 +291,7 @@ def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeToke
         DataError: It is not that of a tokenizer.
     """
     try:
-        content = parse_json(text)
+        content = json.loads(text)
     except ValueError as error:
         raise _not_json(where, error) from None
     if isinstance(content, dict) and content.get("jaxtrain_tokenizer") == "byte":

@@ -1,7 +1,13 @@
-"""`load_adapter` and `save_adapter`: adapters as PEFT writes and reads them."""
+"""`load_adapter` and `save_adapter`: adapters as PEFT writes and reads them, and the base that each is of.
+
+A digest of the base tells it from another model of the same shapes. It is of the first numbers of every layer of a
+parameter, in float32: training moves all numbers, so that these few tell two models apart. It does not depend on how
+files are sharded, named or laid out, and is no proof that a file is whole.
+"""
 
 import contextlib
 import fnmatch
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,30 +16,38 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config.arguments import refusal
 from jaxtrain.config.base import Group
-from jaxtrain.config.published import lora_settings
+from jaxtrain.config.published import lora_settings, settings_of
 from jaxtrain.config.schema import LoraConfig
-from jaxtrain.errors import ConfigError
-from jaxtrain.interop.base_digest import base_digests, check_base, write_base_digests
-from jaxtrain.interop.folders import empty_folder, name_folder, partial_folder, partial_of
-from jaxtrain.interop.gather import on_main_host
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.formats.entries import Row
+from jaxtrain.interop.formats.hub import read_json
+from jaxtrain.interop.formats.peft_reading import (
+    CONFIG,
+    WEIGHTS,
+    AdapterConfig,
+    open_adapter_folder,
+    read_adapter_arrays,
+)
+from jaxtrain.interop.formats.peft_writing import config_json, whole_paths, written_adapter
+from jaxtrain.interop.formats.safetensors import write_safetensors
 from jaxtrain.interop.load import by_path
-from jaxtrain.interop.pretrained import Pretrained, load_pretrained
-from jaxtrain.interop.settings import family_for, settings_of
+from jaxtrain.interop.pretrained import Pretrained, load_pretrained, model_group
+from jaxtrain.interop.save import Origin, name_folder, partial_folder, partial_of, write_files
+from jaxtrain.interop.settings import family_for
+from jaxtrain.interop.tensors import on_main_host
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapters import adapt_as_folder
 from jaxtrain.models.model import Model, Params
 from jaxtrain.precision.low_rank import LowRankKernel
-from jaxtrain.published.entries import Row
-from jaxtrain.published.peft import CONFIG, WEIGHTS, AdapterConfig, config_json, open_adapter_folder
-from jaxtrain.published.peft_tensors import read_adapter_arrays
-from jaxtrain.published.peft_writing import whole_paths, written_adapter
-from jaxtrain.published.safetensors import write_safetensors
 from jaxtrain.runtime.distributed import on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 
+DIGESTS = "base_digest.json"
+"""File of an adapter's folder; PEFT does not read it."""
+# Numbers per dimension of each layer of a parameter.
+_SAMPLE = 8
 _KERNEL = "/kernel"
 # End of an architecture of transformers -> task_type of PEFT.
 _TASKS = {
@@ -80,16 +94,42 @@ def open_adapter(
     """
     folder = open_adapter_folder(path)
     found = read_adapter_arrays(folder, rows)
-    check_base(folder.path, base, places)
+    _check_base(folder.path, base, places)
     said = folder.config
     kernels, whole = tuple(found.factors), tuple(found.whole)
     lora = LoraConfig(**lora_settings(said, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole))
-    factors = {f"{kernel}/{name}": one for kernel, pair in found.factors.items() for name, one in _named(pair)}
-    return OpenedAdapter(Path(path), said, lora, {**factors, **found.whole})
+    leaves = dict(found.whole)
+    for kernel, (lora_a, lora_b) in found.factors.items():
+        leaves |= {f"{kernel}/lora_a": lora_a, f"{kernel}/lora_b": lora_b}
+    return OpenedAdapter(Path(path), said, lora, leaves)
 
 
-def _named(pair: tuple[np.ndarray, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-    return [("lora_a", pair[0]), ("lora_b", pair[1])]
+def base_digests(published: PublishedModel, places: Mapping[str, Place]) -> dict[str, str]:
+    """Returns path -> digest of the parameters of a published model, which lie at these places."""
+    return {path: _digest(published, place) for path, place in places.items()}
+
+
+def _digest(published: PublishedModel, place: Place) -> str:
+    transform, found = place.row.transform, hashlib.sha256()
+    for name in place.names:
+        sample = transform.read(published.source.read(name), [slice(_SAMPLE)] * len(transform.ours))
+        found.update(np.ascontiguousarray(sample, "<f4").tobytes())
+    return found.hexdigest()[:16]
+
+
+def _check_base(folder: Path, published: PublishedModel, places: Mapping[str, Place]) -> None:
+    """Raises where a published model is not the one that an adapter's folder has the digests of, if it has any."""
+    if not (folder / DIGESTS).is_file():
+        return
+    digests = read_json(folder / DIGESTS)["digests"]
+    # A head that one of the two does not have is not compared.
+    common = {path: place for path, place in places.items() if path in digests}
+    other = next((path for path, found in base_digests(published, common).items() if found != digests[path]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{folder} is an adapter of another base than {published.path}: {other} differs from what {DIGESTS} says; "
+            f"name the base that it was trained on, or remove {DIGESTS} to use it over this one"
+        )
 
 
 def load_adapter(folder: str | Path, *, base: "Pretrained | str | Path") -> tuple[Model, Params]:
@@ -188,30 +228,12 @@ def save_adapter(
         >>> sorted(file.name for file in folder.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
+    group, origin, name = model_group(base, what="save_adapter: base"), Origin(), None
     digests: Mapping[str, str] = {}
     if isinstance(base, Pretrained):
-        group, published = base.config, base.published
-        said, files, name = published.source.config, published.source.files, str(base.path)
-        digests = base_digests(published, base.places.params)
-    elif isinstance(base, Group):
-        group, said, files, name = base, {}, {}, None
-    elif isinstance(base, Mapping) and base:
-        from jaxtrain.config.load import load_config
-
-        group, said, files, name = load_config({"model": base}).config.model, {}, {}, None
-    else:
-        takes = "what load_pretrained gave, or a model group"
-        raise ConfigError(refusal("save_adapter: base", takes, base, "base=pretrained"))
-    return write_adapter(
-        folder,
-        settings_of(group),
-        params,
-        model=model,
-        base_config=said,
-        base_files=files,
-        base_name=name,
-        digests=digests,
-    )
+        source, name = base.published.source, str(base.path)
+        origin, digests = Origin(source.config, source.files), base_digests(base.published, base.places.params)
+    return write_adapter(folder, settings_of(group), params, model=model, base=origin, base_name=name, digests=digests)
 
 
 def write_adapter(
@@ -220,8 +242,7 @@ def write_adapter(
     params: Params,
     *,
     model: Model,
-    base_config: Mapping[str, Any],
-    base_files: Mapping[str, str | bytes],
+    base: Origin,
     base_name: str | None,
     digests: Mapping[str, str],
 ) -> Path:
@@ -232,8 +253,7 @@ def write_adapter(
         settings: Our model group, from `settings_of`.
         params: Parameters of the adapted model.
         model: The adapted model.
-        base_config: The config.json of the base; empty where there is none.
-        base_files: Name -> contents of its tokenizer files and the like.
+        base: What is known of its base; empty where there is none.
         base_name: Path or name of the base.
         digests: From `base_digests`, of the base; empty where it was read from no files.
 
@@ -244,10 +264,7 @@ def write_adapter(
     lora = None if model.adapted is None else model.adapted.lora
     if lora is None:
         raise ConfigError(f"the model {model.name} has no adapters to write; write all of it with save_pretrained")
-    family = family_for(settings, model_type=base_config.get("model_type"))
-    # Only the main process looks: when another one comes here, it may have written into the folder already.
-    with on_main_process(empty_folder(folder)):
-        pass
+    family = family_for(settings, model_type=base.config.get("model_type"))
     rows = family.tensors(settings)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
     kernels = {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRankKernel)}
@@ -259,7 +276,7 @@ def write_adapter(
         )
     others = {path_name(path): leaf for path, leaf in leaves if not isinstance(leaf, LowRankKernel)}
     trained = {path for path in others if any(fnmatch.fnmatchcase(path, one) for one in lora.train_also)}
-    architecture = str((base_config.get("architectures") or family.to_published(settings)["architectures"])[0])
+    architecture = str((base.config.get("architectures") or family.to_published(settings)["architectures"])[0])
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     paths = whole_paths(rows, trained, task_type=task)
     nameless = sorted(trained - set(paths))
@@ -276,21 +293,20 @@ def write_adapter(
         base=base_name,
         task_type=task,
     )
-    with on_main_process(
-        _write_files(folder, rows, factors, whole, said, base_files, digests), does="write the adapter"
-    ):
+    writing = _written(folder, rows, factors, whole, said, base.files, digests)
+    with on_main_process(writing, does="write the adapter"):
         pass
     return folder
 
 
 @contextlib.contextmanager
-def _write_files(
+def _written(
     folder: Path,
     rows: Sequence[Row],
     factors: Mapping[str, Any],
     whole: Mapping[str, Any],
     config: AdapterConfig,
-    base_files: Mapping[str, str | bytes],
+    files: Mapping[str, str | bytes],
     digests: Mapping[str, str],
 ) -> Iterator[None]:
     """Writes the files of an adapter on entering."""
@@ -300,10 +316,9 @@ def _write_files(
         partial = partial_of(folder)
         shapes = {name: (array.shape, array.dtype) for name, array in written.tensors.items()}
         write_safetensors(partial / WEIGHTS, shapes, written.tensors.items())
-        for name, text in base_files.items():
-            (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        write_files(partial, files)
         if digests:
-            write_base_digests(partial, digests)
-        write_json_atomic(partial / CONFIG, config_json(written.config, fan_in_fan_out=written.fan_in_fan_out))
+            write_json_atomic(partial / DIGESTS, {"digests": dict(digests)})
+        write_json_atomic(partial / CONFIG, config_json(written))
         name_folder(folder, last=CONFIG)
     yield

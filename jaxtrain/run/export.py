@@ -12,17 +12,22 @@ import numpy as np
 
 from jaxtrain.config.files import read_run
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, published_from
+from jaxtrain.config.published import settings_of
 from jaxtrain.data import load_tokenizer
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.inference.stablehlo.folder import check_flatbuffers, check_folder, write_program
 from jaxtrain.inference.stablehlo.program import make_program
-from jaxtrain.interop.companions import companions
-from jaxtrain.interop.folders import name_folder, partial_folder, partial_of
-from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.peft import write_adapter
 from jaxtrain.interop.pretrained import load_pretrained
-from jaxtrain.interop.save import Origin, saved_dtypes, write_published
-from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.save import (
+    Origin,
+    companions,
+    name_folder,
+    partial_folder,
+    partial_of,
+    saved_dtypes,
+    write_published,
+)
 from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.merge import merge_adapters
@@ -101,14 +106,16 @@ def export_run(
             settings,
             run.params,
             model=model,
-            base_config={} if origin is None else origin.config,
-            base_files=companions(texts.ids, {} if origin is None else origin.files, tokenizer, texts),
+            base=Origin(
+                {} if origin is None else origin.config,
+                companions(texts.ids, {} if origin is None else origin.files, tokenizer, texts),
+            ),
             base_name=base_name,
             digests=digests,
         )
     original = model if adapted is None else adapted.original
     how = {"origin": origin, "dtype": dtype, "max_shard_size": max_shard_size, "tokenizer": tokenizer, "texts": texts}
-    how |= {"packing": None if base is None else Packing(original.linears), "classes": run.classes}
+    how |= {"nf4_linears": None if base is None else original.linears, "classes": run.classes}
     if not merge:
         return write_published(folder, settings, run.params, run.model_state, **how)
     return _write_merged(folder, settings, run, **how)
@@ -136,7 +143,7 @@ def export_folder(
         origin=Origin(published.source.config, published.source.files, saved_dtypes(published)),
         dtype=dtype,
         max_shard_size=max_shard_size,
-        packing=None if base is None else Packing(opened.model.linears),
+        nf4_linears=None if base is None else opened.model.linears,
     )
 
 

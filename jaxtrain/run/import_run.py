@@ -13,14 +13,13 @@ from jaxtrain.config.model import published_from
 from jaxtrain.config.published import published_settings
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.companions import TEXT_FILES
-from jaxtrain.interop.fresh import check_fits, fresh_parts
+from jaxtrain.interop.families.family import label_names
+from jaxtrain.interop.formats.hub import published_place, read_published_config, tokenizer_origin
+from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
+from jaxtrain.interop.save import TEXT_FILES
+from jaxtrain.interop.settings import check_fits, fresh_parts
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
-from jaxtrain.published.config_file import read_published_config, tokenizer_origin
-from jaxtrain.published.heads import label_names
-from jaxtrain.published.hub import published_place
-from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.directory import RunLock
 from jaxtrain.run.published import FOLDER
 from jaxtrain.run.record import RunRecord

@@ -32,15 +32,15 @@ from jaxtrain.data.sources.tables import scaled_like
 from jaxtrain.data.text.framed import framed_tokens, framed_words, text_rows, word_rows
 from jaxtrain.data.text.records import list_of, read_records, text_of
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.interop.families.bert import read_sentence_head
+from jaxtrain.interop.families.family import label_names
+from jaxtrain.interop.families.vit import PROCESSOR_FILE, ImageProcessing, read_image_processing
+from jaxtrain.interop.formats.hub import published_place
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.tasks import classification
 from jaxtrain.parallel.division import batch_shards
-from jaxtrain.published.heads import label_names
-from jaxtrain.published.hub import published_place
-from jaxtrain.published.image_processor import PROCESSOR_FILE, ImageProcessing, read_image_processing
-from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.published import FOLDER
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.batch import batch_shardings

@@ -13,10 +13,10 @@ from typing import Any
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
+from jaxtrain.config.published import settings_in, settings_of
 from jaxtrain.data import Tokenizer, load_tokenizer
-from jaxtrain.interop.base_digest import base_digests
+from jaxtrain.interop.peft import base_digests
 from jaxtrain.interop.save import Origin, saved_dtypes
-from jaxtrain.interop.settings import settings_in, settings_of
 from jaxtrain.interop.weights import PublishedModel, find_places, open_published
 from jaxtrain.run.directory import TOKENIZER_FILE, file_digest, tokenizer_file
 from jaxtrain.runtime.files import write_json_atomic

@@ -1,5 +1,6 @@
 """What a run or a published model says of its texts, chat template and special tokens, and what an export says."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,10 +23,8 @@ from jaxtrain.data.text.frame_file import framed_file
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer_text, tokenizer_sha256
 from jaxtrain.inference.prompts import encoder_prompts
 from jaxtrain.inference.special import SpecialTokens
-from jaxtrain.interop.companions import GENERATION, SETTINGS, TEMPLATE, TEXT_FILES, Texts
-from jaxtrain.interop.save import Origin
+from jaxtrain.interop.save import GENERATION, SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts
 from jaxtrain.models.model import Model
-from jaxtrain.published.json_text import parse_json
 
 _END, _END_ID = "eos_token", "eos_token_id"
 _NAMES_END = re.compile(rf"\b{_END}\b")
@@ -35,7 +34,7 @@ def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
     """The files that say how a published model chats: those of an adapter over it where that has a template."""
     base = files_beside(file)
     own = {} if adapter is None else files_beside(Path(adapter) / "tokenizer.json")
-    if TEMPLATE not in own and not parse_json(own.get(SETTINGS, "{}")).get("chat_template"):
+    if TEMPLATE not in own and not json.loads(own.get(SETTINGS, "{}")).get("chat_template"):
         return base
     return {name: text for name, text in base.items() if name != TEMPLATE} | own
 
@@ -90,7 +89,7 @@ def exported_texts(
     files = {
         name: text.decode(errors="replace") if isinstance(text, bytes) else text for name, text in start.files.items()
     }
-    ends = parse_json(files.get(GENERATION, "{}")).get(_END_ID, start.config.get(_END_ID))
+    ends = json.loads(files.get(GENERATION, "{}")).get(_END_ID, start.config.get(_END_ID))
     ends = {one for one in (ends if isinstance(ends, list) else [ends]) if isinstance(one, int)}
     form = format_of_reading((info.get("data") or {}).get("reading"))
     if form is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from jaxtrain.config.kinds import check_freeze
 from jaxtrain.config.schema import Config, FinetuneConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.fresh import fresh_parts
+from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.models.adapters import adapt, adapt_as_folder
 from jaxtrain.models.model import Model, parameter_shapes
 from jaxtrain.optim.masks import trainable_predicate

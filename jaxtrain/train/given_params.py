@@ -16,8 +16,7 @@ from jaxtrain.checkpoint.directory import CheckpointInfo
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.load import read_places
-from jaxtrain.interop.quantize import read_kernel
+from jaxtrain.interop.load import read_kernel, read_places
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.runtime.tree import first_deleted

@@ -19,10 +19,11 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.config.arguments import is_store_address
+from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.formats.hub import is_published
 from jaxtrain.interop.peft import OpenedAdapter, open_adapter
-from jaxtrain.interop.settings import settings_in
-from jaxtrain.interop.weights import find_places, is_published, open_published
+from jaxtrain.interop.weights import find_places, open_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel

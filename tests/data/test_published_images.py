@@ -10,7 +10,7 @@ from PIL import Image
 
 from jaxtrain.data.sources.published_images import process_image, published_images
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.image_processor import PROCESSOR_FILE, read_image_processing
+from jaxtrain.interop.families.vit import PROCESSOR_FILE, read_image_processing
 
 MADE = np.load(Path(__file__).with_name("published_images.npz"))
 CASES = [name.split("/")[1:] for name in MADE.files if name.startswith("made/")]

@@ -14,13 +14,12 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.formats.nf4 import pack_floats, packed_parts
+from jaxtrain.interop.formats.safetensors import map_tensor, open_folder, read_header, write_safetensors
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.weights import open_published
 from jaxtrain.precision.kernels import is_kernel
 from jaxtrain.precision.low_rank import LowRankKernel
-from jaxtrain.published.bitsandbytes_writing import pack_floats, packed_parts
-from jaxtrain.published.folder import open_folder
-from jaxtrain.published.safetensors import map_tensor, read_header, write_safetensors
 from jaxtrain.run.export import export_folder
 
 FOLDER = Path(__file__).parent / "published_nf4"

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop import gather, save
-from jaxtrain.published.folder import SINGLE, open_folder
-from jaxtrain.published.safetensors import write_safetensors
+from jaxtrain.interop.formats.safetensors import SINGLE, open_folder, write_safetensors
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 

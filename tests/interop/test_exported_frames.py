@@ -14,8 +14,7 @@ from jaxtrain.data.special import special_ids
 from jaxtrain.data.text.frame import fill_frame, make_frame
 from jaxtrain.data.text.frame_file import framed_file
 from jaxtrain.data.tokenizer import BpeTokenizer, build_tokenizer, load_tokenizer_text
-from jaxtrain.interop.companions import Texts, companions
-from jaxtrain.interop.save import Origin
+from jaxtrain.interop.save import Origin, Texts, companions
 from jaxtrain.run.export import export_run
 from jaxtrain.run.predict import predict_published
 from jaxtrain.run.run import run_config

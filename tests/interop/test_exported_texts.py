@@ -8,13 +8,12 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.data import TokenizerConfig
+from jaxtrain.config.published import settings_of
 from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
 from jaxtrain.data.chat.templates import compile_template, render
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.inference.chat import answer_ends
-from jaxtrain.interop.companions import Texts, companions
-from jaxtrain.interop.save import Origin, write_published
-from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.save import Origin, Texts, companions, write_published
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.served import open_served
 from jaxtrain.run.texts import exported_texts, format_of_run

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from jaxtrain import load_pretrained, save_pretrained
+from jaxtrain.config.published import settings_of
 from jaxtrain.inference.generate import Sampling, make_generator
+from jaxtrain.interop.formats.safetensors import open_folder
 from jaxtrain.interop.load import by_path
-from jaxtrain.interop.settings import settings_of
-from jaxtrain.interop.written import assemble_tensor
-from jaxtrain.published.folder import open_folder
+from jaxtrain.interop.tensors import assemble_tensor
 
 PUBLISHED = Path(__file__).parent / "published"
 # float32 here and there; sums of a few dozen products in another order.

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.families.table import family_of
 from jaxtrain.interop.settings import family_for, parse_settings, settings_of
-from jaxtrain.published.families.table import family_of
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 

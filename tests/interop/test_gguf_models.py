@@ -10,11 +10,10 @@ from gguf_files import gguf_bytes, metadata_of, q8_0, string, tensors_of, value
 
 import jaxtrain as jt
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.published.families.table import FAMILIES
-from jaxtrain.published.folder import open_folder
-from jaxtrain.published.gguf import read_gguf, read_tensor
-from jaxtrain.published.gguf_blocks import BLOCK_TYPES, dequantize
-from jaxtrain.published.gguf_source import open_gguf
+from jaxtrain.interop.families.table import FAMILIES
+from jaxtrain.interop.formats.gguf import BLOCK_TYPES, dequantize, read_gguf, read_tensor
+from jaxtrain.interop.formats.gguf_model import open_gguf
+from jaxtrain.interop.formats.safetensors import open_folder
 
 PUBLISHED = Path(__file__).with_name("published")
 NAMES = (

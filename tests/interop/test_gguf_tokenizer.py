@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import CheckpointError
-from jaxtrain.published.gguf_tokenizer import tokenizer_files
+from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 
 PATH = Path("some.gguf")
 PIECES = json.loads(Path(__file__).with_name("gguf_pieces.json").read_text(encoding="utf-8"))

@@ -12,13 +12,12 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.load import load_config
+from jaxtrain.config.published import settings_in, settings_of
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.fresh import check_fits
-from jaxtrain.interop.settings import settings_in, settings_of
+from jaxtrain.interop.families.table import family_of, read_settings
+from jaxtrain.interop.formats.safetensors import SINGLE, open_folder, write_safetensors
+from jaxtrain.interop.settings import check_fits
 from jaxtrain.models.rotary import rotary_factor
-from jaxtrain.published.families.table import family_of, read_settings
-from jaxtrain.published.folder import SINGLE, open_folder
-from jaxtrain.published.safetensors import write_safetensors
 from jaxtrain.run.export import export_run
 from jaxtrain.run.import_run import import_run
 

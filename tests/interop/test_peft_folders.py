@@ -11,17 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtrain.published import peft_tensors
 
 import jaxtrain as jt
+from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.settings import settings_in
+from jaxtrain.interop.formats.entries import Entry, positions
+from jaxtrain.interop.formats.peft_reading import (
+    PREFIX,
+    AdapterConfig,
+    module_names,
+    open_adapter_folder,
+    read_adapter_arrays,
+    targets_module,
+)
+from jaxtrain.interop.formats.peft_writing import written_adapter
+from jaxtrain.interop.formats.safetensors import map_tensor, read_header, write_safetensors
 from jaxtrain.interop.weights import open_published
-from jaxtrain.published import peft_tensors
-from jaxtrain.published.entries import Entry, positions
-from jaxtrain.published.peft import PREFIX, AdapterConfig, open_adapter_folder, targets_module
-from jaxtrain.published.peft_tensors import module_names, read_adapter_arrays
-from jaxtrain.published.peft_writing import written_adapter
-from jaxtrain.published.safetensors import map_tensor, read_header, write_safetensors
 
 HERE = Path(__file__).parent
 ADAPTERS = sorted(folder.name for folder in (HERE / "adapters").iterdir())

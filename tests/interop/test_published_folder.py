@@ -6,14 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.settings import parse_settings, settings_of
-from jaxtrain.interop.weights import find_places, open_published
-from jaxtrain.published.folder import INDEX, SINGLE, open_folder
 from jaxtrain.published.parts import part_of
-from jaxtrain.published.safetensors import DTYPES, map_tensor, read_header, write_safetensors
-from jaxtrain.published.transforms import (
+
+from jaxtrain.config.published import parse_settings, settings_of
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.formats.safetensors import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    map_tensor,
+    open_folder,
+    read_header,
+    write_safetensors,
+)
+from jaxtrain.interop.formats.transforms import (
     block,
     conv1d,
     convolution,
@@ -23,6 +29,7 @@ from jaxtrain.published.transforms import (
     reshaped,
     vector,
 )
+from jaxtrain.interop.weights import find_places, open_published
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 

@@ -13,8 +13,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.interop import load
+from jaxtrain.interop.formats.safetensors import open_folder
 from jaxtrain.interop.load import by_path, copy_into, read_places
-from jaxtrain.published.folder import open_folder
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 WANTED = dict(np.load(LLAMA / "expected.npz"))

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from jaxtrain import load_pretrained
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.families.table import read_settings
-from jaxtrain.published.sentence_pooling import read_sentence_head
+from jaxtrain.interop.families.bert import read_sentence_head
+from jaxtrain.interop.families.table import read_settings
 from jaxtrain.run.served import open_served
 
 PUBLISHED = Path(__file__).resolve().parent / "published" / "bert_base"

@@ -1,5 +1,6 @@
 """Where the chat template of a run comes from, which tokens it may name, and at which tokens a model stops."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,8 @@ from jaxtrain.config.data import TURN_BEGINS, TURN_ENDS, ChatData
 from jaxtrain.data.files import require_file
 from jaxtrain.data.special import NamedTokens
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.published.gguf import read_gguf
-from jaxtrain.published.gguf_tokenizer import tokenizer_files
-from jaxtrain.published.json_text import parse_json
+from jaxtrain.interop.formats.gguf import read_gguf
+from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 
 # Templates that need no file: turns between two tokens, and the texts one after another.
 BUILT_IN = {
@@ -189,7 +189,7 @@ def _ids(tokenizer: NamedTokens, names: Sequence[str | None]) -> tuple[int, ...]
 
 def _object(files: Mapping[str, str], name: str) -> dict[str, Any]:
     try:
-        found = parse_json(files.get(name, "{}"))
+        found = json.loads(files.get(name, "{}"))
     except ValueError as error:
         raise DataError(f"{name} beside the tokenizer is not JSON ({error}); fetch it again") from None
     return found if isinstance(found, dict) else {}

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxtrain.data.sources.images import decoded_image
 from jaxtrain.errors import DataError
-from jaxtrain.published.image_processor import ImageProcessing
+from jaxtrain.interop.families.vit import ImageProcessing
 
 
 def published_images(files: Sequence[Path], processing: ImageProcessing) -> grain.MapDataset:

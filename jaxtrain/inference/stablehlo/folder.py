@@ -16,7 +16,7 @@ import numpy as np
 from jaxtrain import __version__
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.stablehlo.program import BATCH, PLATFORMS, Program
-from jaxtrain.published.safetensors import DTYPES, write_safetensors
+from jaxtrain.interop.formats.safetensors import DTYPES, write_safetensors
 from jaxtrain.runtime.files import strict_json
 
 FILES = ("forward.bin", "weights.safetensors", "program.json", "read.py")

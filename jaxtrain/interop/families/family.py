@@ -1,0 +1,301 @@
+"""What a family is, and how the keys of its config.json become keys of our model group and back.
+
+`Family.keys` holds a declaration for every key that the family's published files can have:
+
+    mapped("hidden_size", "embed_dim", 4096)                         becomes the key embed_dim of our model group
+    mapped("hidden_act", "activation", "silu", {"silu": "swiglu"})   other values are refused
+    own("max_window_layers", 28)                                     the family's own `read` and `write` know it
+    fixed("pretraining_tp", 1)                                       known, and supported with these values only
+    *ignored("initializer_range")                                    known, without effect on the model's outputs
+
+Defaults are the FAMILY's (of the class in transformers that reads the file), because published files leave defaults
+out. A function as a default gets the file's values read so far, and answers for a key that is absent or null.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.formats.entries import Row
+from jaxtrain.interop.formats.rope import read_rope, write_rope
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json; made by `mapped`, `own`, `fixed` and `ignored`.
+
+    Attributes:
+        name: The key.
+        default: The family's value where the file leaves the key out (see the module).
+        to: Key of our model group; None: none.
+        values: Their values -> ours; None: as they are. Of several of theirs for one of ours the first is written.
+        allowed: The values that are supported; empty: all.
+        others: Names that some files use for the same key.
+        is_read: False: it has no effect.
+        write_default: Whether the default is written too.
+    """
+
+    name: str
+    default: Any = None
+    to: str | None = None
+    values: Mapping[Any, Any] | None = None
+    allowed: tuple[Any, ...] = ()
+    others: tuple[str, ...] = ()
+    is_read: bool = True
+    write_default: bool = True
+
+    def value_in(self, file: Config) -> Any:
+        """Returns the default; `file` is what was read before."""
+        return self.default(file) if callable(self.default) else self.default
+
+
+def mapped(name: str, to: str, default: Any, values: Config | None = None, *, write_default: bool = True) -> Key:
+    """Returns a key that becomes the key `to` of our model group."""
+    return Key(name, default, to, values, write_default=write_default)
+
+
+def own(name: str, default: Any = None, *others: str) -> Key:
+    """Returns a key that the family's own code reads and writes; `others` are further names of it."""
+    return Key(name, default, others=others)
+
+
+def fixed(name: str, *values: Any) -> Key:
+    """Returns a key that is supported with some values only; the first is the default."""
+    return Key(name, values[0], allowed=values)
+
+
+def ignored(*names: str) -> tuple[Key, ...]:
+    """Returns keys that change no output."""
+    return tuple(Key(name, is_read=False) for name in names)
+
+
+def _nothing(*_: Config) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One published family.
+
+    Attributes:
+        name: The `model_type` of its config.json.
+        architecture: The class of transformers that is written.
+        keys: Declarations of every key of its config.json.
+        tensors: Our model group, every key of it, with num_kv_heads, head_dim and mlp_dim filled in -> the name table.
+        fixed: Keys of our model group that all models of the family have; those whose default of ours is not what the
+            family means must be there.
+        sizes: Published sizes: name -> keys of our model group.
+        rotary: Whether it has the rotary keys, `rope_keys(theta)` among its keys.
+        read: (mapped keys, the file's values of all declared keys) -> further keys of our model group.
+        write: Our model group -> further keys of config.json. What it cannot say it need not check: the caller reads
+            the result back and names the key that differs.
+    """
+
+    name: str
+    architecture: str
+    keys: tuple[Key, ...]
+    tensors: Callable[[Config], tuple[Row, ...]]
+    fixed: Config = field(default_factory=dict)
+    sizes: Mapping[str, Config] = field(default_factory=dict)
+    rotary: bool = False
+    read: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = _nothing
+    write: Callable[[Config], dict[str, Any]] = _nothing
+
+    def from_published(self, config: Config) -> dict[str, Any]:
+        """Returns the keys of our model group, `kind` included, for the object in a config.json.
+
+        Raises:
+            ConfigError: A key or a value of it is not supported.
+        """
+        ours, file = read_keys(self, config)
+        rope = read_rope(file) if self.rotary else {}
+        return {"kind": "transformer", **self.fixed, **ours, **rope, **self.read(ours, file)}
+
+    def to_published(self, model: Config) -> dict[str, Any]:
+        """Returns the config.json of a model group, every key of it.
+
+        Raises:
+            ConfigError: A key of the model group has a value that the family has no word for.
+        """
+        said = {"architectures": [self.architecture], "model_type": self.name, **write_keys(self, model)}
+        return said | (write_rope(model) if self.rotary else {}) | self.write(model)
+
+
+# Keys that transformers writes into the config.json of every family.
+EVERYWHERE = (
+    *ignored("_name_or_path", "transformers_version", "architectures", "model_type", "auto_map", "unsloth_version",
+             "unsloth_fixed", "name_or_path", "_commit_hash", "torch_dtype", "dtype"),
+    # Of generation, of the tokenizer, of labels.
+    *ignored("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
+             "mask_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class", "prefix", "max_length",
+             "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+             "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+             "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+             "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+             "suppress_tokens", "begin_suppress_tokens", "task_specific_params", "cache_implementation", "id2label",
+             "label2id", "num_labels", "problem_type", "finetuning_task", "_num_labels"),
+    # What transformers returns, or how it computes the same.
+    *ignored("output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate",
+             "torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward", "gradient_checkpointing",
+             "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "use_return_dict",
+             "initializer_range", "initializer_factor"),
+    fixed("pruned_heads", {}, None),
+    fixed("is_decoder", False, None),
+    fixed("is_encoder_decoder", False, None),
+    fixed("add_cross_attention", False, None),
+    fixed("cross_attention_hidden_size", None),
+    fixed("tie_encoder_decoder", False, None),
+    fixed("quantization_config", None),
+)  # fmt: skip
+
+
+def read_keys(family: Family, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads a config.json: the mapped keys of our model group, and the file's values of every declared key.
+
+    Raises:
+        ConfigError: The file has a key that is not declared, or a value that is not supported.
+    """
+    declared = {key.name: key for key in (*EVERYWHERE, *family.keys)}
+    known = {name for key in declared.values() for name in (key.name, *key.others)}
+    unknown = next((name for name in config if name not in known), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"config.json has the key {unknown} (value {_shown(config[unknown])}), which the family {family.name} "
+            "does not know; remove it if it changes nothing in the model"
+        )
+    ours: dict[str, Any] = {}
+    file: dict[str, Any] = {}
+    for key in declared.values():
+        if not key.is_read:
+            continue
+        given = next((config[name] for name in (key.name, *key.others) if name in config), _ABSENT)
+        computed = given is None and callable(key.default)
+        file[key.name] = value = key.value_in(file) if given is _ABSENT or computed else given
+        allowed = key.allowed or tuple(key.values or ())
+        if allowed and not any(value == one and type(value) is type(one) for one in allowed):
+            raise ConfigError(
+                f"config.json has {key.name}: {_shown(value)}, which the family {family.name} does not support; it "
+                f"knows {', '.join(map(_shown, allowed))}"
+            )
+        if key.to is not None:
+            ours[key.to] = value if key.values is None else key.values[value]
+    return ours, file
+
+
+def write_keys(family: Family, model: Config) -> dict[str, Any]:
+    """Returns the mapped keys of a config.json for a model group, the inverse of `read_keys`.
+
+    Raises:
+        ConfigError: A key of the model group has a value that the family has no word for.
+    """
+    written: dict[str, Any] = {}
+    for key in family.keys:
+        if key.to is None:
+            continue
+        value = model[key.to]
+        if key.values is not None:
+            theirs = [one for one, ours in key.values.items() if ours == value and type(ours) is type(value)]
+            if not theirs:
+                wanted = ", ".join(map(_shown, dict.fromkeys(key.values.values())))
+                raise ConfigError(f"model.{key.to} is {_shown(value)}, but this family knows only {wanted}")
+            value = theirs[0]
+        if key.write_default or value != key.value_in(written):
+            written[key.name] = value
+    return written
+
+
+_ABSENT = object()
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# What the families after Llama share.
+SILU = {"silu": "swiglu", "swish": "swiglu"}
+GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+GELUS = {name: "gelu" for name in GELU_TANH} | {"gelu": "gelu_exact", "relu": "relu"}
+
+
+def split_width(file: Config) -> int:
+    """The default of `head_dim` in most families."""
+    return int(file["hidden_size"]) // int(file["num_attention_heads"])
+
+
+def decoder_keys(
+    *sizes: Any, norm_epsilon: float, tied: bool, mlp_key: str = "intermediate_size", write_head_dim: bool = True
+) -> tuple[Key, ...]:
+    """Returns the keys that decoders share, each with the family's default.
+
+    Args:
+        sizes: Defaults of vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+            num_key_value_heads, head_dim and max_position_embeddings; functions of the values read before for some.
+        norm_epsilon, tied: Defaults of rms_norm_eps and tie_word_embeddings.
+        mlp_key: The key of the MLP's width.
+        write_head_dim: False: transformers divides the width by the heads, and knows no key for the usual head_dim.
+    """
+    vocabulary, width, mlp, layers, heads, kv_heads, head_dim, length = sizes
+    return (
+        mapped("vocab_size", "vocab_size", vocabulary),
+        mapped("hidden_size", "embed_dim", width),
+        mapped(mlp_key, "mlp_dim", mlp),
+        mapped("num_hidden_layers", "num_layers", layers),
+        mapped("num_attention_heads", "num_heads", heads),
+        mapped("num_key_value_heads", "num_kv_heads", kv_heads),
+        mapped("head_dim", "head_dim", head_dim, write_default=write_head_dim),
+        mapped("max_position_embeddings", "max_sequence_length", length),
+        mapped("rms_norm_eps", "norm_epsilon", norm_epsilon),
+        mapped("tie_word_embeddings", "tie_embeddings", tied),
+        mapped("hidden_act", "activation", "silu", SILU),
+        fixed("attention_dropout", 0.0, 0),
+    )
+
+
+def rope_keys(theta: float, *others: str) -> tuple[Key, ...]:
+    """Returns the rotary keys; `theta` is the default of rope_theta, and `others` are further names of that key."""
+    return (own("rope_theta", theta, *others), own("rope_scaling"), own("rope_parameters"))
+
+
+def no_tokens(model: Config, **defaults: int) -> dict[str, None]:
+    """Returns null for the keys of special tokens whose default in the family (`defaults`) is no token of a model."""
+    return {name: None for name, token in defaults.items() if token >= int(model["vocab_size"])}
+
+
+def labels_of(count: int | None) -> dict[str, Any]:
+    """Returns the keys of config.json that number the labels of a head."""
+    numbers = range(count or 0)
+    return dict(id2label={str(n): f"LABEL_{n}" for n in numbers}, label2id={f"LABEL_{n}": n for n in numbers})
+
+
+HEAD_KEYS = (own("architectures"), own("id2label"), own("num_labels", None, "_num_labels"), own("problem_type"))
+
+
+def read_labels(file: Config) -> int:
+    """Returns the number of labels that a config.json says; 2 where it says nothing, as in transformers."""
+    return len(file["id2label"]) if file["id2label"] else file["num_labels"] or 2
+
+
+def read_architecture(file: Config, *known: str) -> str:
+    """Returns the architecture of a config.json; the last of those that are known where it names none.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    found = next(iter(file["architectures"] or ()), known[-1])
+    if found not in known:
+        raise ConfigError(f"config.json has architectures: {found}, which is not supported; known: {', '.join(known)}")
+    return found
+
+
+def label_names(config: Config) -> tuple[str, ...] | None:
+    """Returns the names of the labels in a config.json, in the order of the outputs; None: it names none."""
+    labels = config.get("id2label")
+    if not isinstance(labels, Mapping):
+        return None
+    numbers = [str(number) for number in range(len(labels))]
+    return tuple(str(labels[number]) for number in numbers) if all(number in labels for number in numbers) else None
