@@ -22,6 +22,8 @@ from jaxtrain.interop.formats.transforms import Shape
 
 # What a published config does not say, or what changes how outputs are computed but not what they are.
 _NOT_COMPARED = ("size", "from", "attention", "dropout")
+# A family that cannot write a model at all counts as one that cannot say so many of its keys.
+_UNWRITTEN = 2
 _KINDS = ("transformer", "encoder_decoder", "vit", "resnet")
 
 
@@ -34,9 +36,9 @@ def unsaid(family: Family, settings: Mapping[str, Any]) -> list[str]:
         written = {**family.to_published(settings), "model_type": family.name}
         again = settings_of(parse_settings(read_settings(written)))
     except ConfigError as error:
-        return [str(error)] * len(settings)
+        return [str(error)] * _UNWRITTEN
     except ValidationError as error:  # what it can say of the model does not fit together
-        return [str(error.errors()[0]["msg"])] * len(settings)
+        return [str(error.errors()[0]["msg"])] * _UNWRITTEN
     differing = (key for key, value in settings.items() if key not in _NOT_COMPARED and again.get(key, key) != value)
     return [f"model.{key}={settings[key]}" for key in differing]
 

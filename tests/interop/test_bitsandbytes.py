@@ -79,8 +79,8 @@ def test_a_float_folder_gives_the_same_integers_on_a_mesh(tmp_path):
 
 
 CONFIGS = {
-    "fp4": ({"bnb_4bit_quant_type": "fp4"}, "quantized as 4-bit fp4 of bitsandbytes; nf4 of bitsandbytes is read"),
-    "another method": ({"quant_method": "gptq"}, "quantized as gptq"),
+    "fp4": ({"bnb_4bit_quant_type": "fp4"}, "quantized as .*fp4.*; floats and nf4 of bitsandbytes"),
+    "another method": ({"quant_method": "gptq"}, "quantized as .*gptq"),
 }
 
 
@@ -91,7 +91,7 @@ def test_other_quantizations_are_refused(config, said, tmp_path):
 
 
 TENSORS = {
-    "other blocks": ({"__quant_state.bitsandbytes__nf4": described(blocksize=128)}, "in blocks of 128"),
+    "other blocks": ({"__quant_state.bitsandbytes__nf4": described(blocksize=128)}, "in blocks of .128"),
     "other levels": ({"__quant_map": np.ones(16, np.float32)}, "holds other levels than those of nf4"),
 }
 
@@ -199,7 +199,7 @@ def quantized(params: Any, model: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "base", "said"),
     [
-        ("gpt2", "nf4", r"c_attn\.weight holds a row for each input.*\(Conv1D\)"),
+        ("gpt2", "nf4", r"c_attn\.weight .* cannot be written in nf4 .*\(a Conv1D"),
         ("resnet_basic", "nf4", "is for linear layers, and the model has none"),
     ],
 )

@@ -125,9 +125,9 @@ def test_scored_pieces_give_the_ids_of_sentencepiece(prefix):
 WRONG = {
     "a rule": (
         dict(pre="tekken"),
-        "tokenizer.ggml.pre is 'tekken'; the ways to divide text into words that are known are",
+        "tokenizer.ggml.pre is tekken; the ways to divide text into words are",
     ),
-    "no tokens": (dict(tokens=None), "tokenizer.ggml.tokens is not a list of tokens"),
+    "no tokens": (dict(tokens=None), "its tokenizer is not read"),
     "a merge of strangers": (dict(merges=["a z"]), "the merge 'a z' is not of tokens"),
     "an id": (dict(eos_token_id=999), f"tokenizer.ggml.eos_token_id is 999, but there are {len(TOKENS)} tokens"),
 }

@@ -26,8 +26,8 @@ class CountingSource:
     def __init__(self, source):
         self.source, self.read_elements = source, {}
 
-    def read(self, name, index=None):
-        found = self.source.read(name, index)
+    def read(self, name):
+        found = self.source.read(name)
         self.read_elements[name] = self.read_elements.get(name, 0) + found.size
         return found
 
@@ -75,7 +75,7 @@ def test_memory_is_one_share_and_the_largest_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
-@pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "in tiles"])
+@pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "by NumPy"])
 def test_transposed_views_are_copied_number_for_number(order, has_cpu, monkeypatch):
     if not has_cpu:  # as with JAX_PLATFORMS=cuda
         monkeypatch.setattr(load, "_cpu_device", lambda: None)

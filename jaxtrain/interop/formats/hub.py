@@ -165,7 +165,7 @@ def read_published_config(path: Path) -> dict[str, Any]:
     found = (stored.get("quant_method"), bool(four), stored.get("bnb_4bit_quant_type"))
     if found != ("bitsandbytes", True, "nf4") or stored.get("bnb_4bit_quant_storage", "uint8") != "uint8":
         raise ConfigError(
-            f"{file}: quantization_config says that the tensors are quantized as {found[0]}, 4 bits: {found[1]}; "
+            f"{file}: quantization_config says that the tensors are quantized as {found}; "
             "floats and nf4 of bitsandbytes (in uint8) are read: publish them as one of these first"
         )
     return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -328,8 +328,8 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
     rest = [name for name in folder.stored if name not in used]
     if rest or not modules:
         raise CheckpointError(
-            f"{folder.path} holds {rest[0] if rest else 'no factors'}: the base has no such linear layer, or it is "
-            "not supported (DoRA; adapters of embeddings, experts, biases or the output layer)"
+            f"{folder.path} holds {rest[0] if rest else 'no factors'}: it is of another base, or not supported "
+            "(DoRA; adapters of embeddings, experts, biases or the output layer)"
         )
     found = {module: list(_factors(folder, module, parts)) for module, parts in modules.items()}
     scales = {module: rank_and_scale(folder.config, module)[1] for module in modules}
