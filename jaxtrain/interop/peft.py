@@ -1,13 +1,7 @@
-"""`load_adapter` and `save_adapter`: adapters as PEFT writes and reads them, and the base that each is of.
-
-A digest of the base tells it from another model of the same shapes. It is of the first numbers of every layer of a
-parameter, in float32: training moves all numbers, so that these few tell two models apart. It does not depend on how
-files are sharded, named or laid out, and is no proof that a file is whole.
-"""
+"""`load_adapter` and `save_adapter`: adapters as PEFT writes and reads them."""
 
 import contextlib
 import fnmatch
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +13,8 @@ import numpy as np
 from jaxtrain.config.base import Group
 from jaxtrain.config.published import lora_settings, settings_of
 from jaxtrain.config.schema import LoraConfig
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.entries import Row
-from jaxtrain.interop.formats.hub import read_json
 from jaxtrain.interop.formats.peft_reading import (
     CONFIG,
     WEIGHTS,
@@ -44,10 +37,6 @@ from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.runtime.distributed import on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 
-DIGESTS = "base_digest.json"
-"""File of an adapter's folder; PEFT does not read it."""
-# Numbers per dimension of each layer of a parameter.
-_SAMPLE = 8
 _KERNEL = "/kernel"
 # End of an architecture of transformers -> task_type of PEFT.
 _TASKS = {
@@ -94,7 +83,6 @@ def open_adapter(
     """
     folder = open_adapter_folder(path)
     found = read_adapter_arrays(folder, rows)
-    _check_base(folder.path, base, places)
     said = folder.config
     kernels, whole = tuple(found.factors), tuple(found.whole)
     lora = LoraConfig(**lora_settings(said, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole))
@@ -102,34 +90,6 @@ def open_adapter(
     for kernel, (lora_a, lora_b) in found.factors.items():
         leaves |= {f"{kernel}/lora_a": lora_a, f"{kernel}/lora_b": lora_b}
     return OpenedAdapter(Path(path), said, lora, leaves)
-
-
-def base_digests(published: PublishedModel, places: Mapping[str, Place]) -> dict[str, str]:
-    """Returns path -> digest of the parameters of a published model, which lie at these places."""
-    return {path: _digest(published, place) for path, place in places.items()}
-
-
-def _digest(published: PublishedModel, place: Place) -> str:
-    transform, found = place.row.transform, hashlib.sha256()
-    for name in place.names:
-        sample = transform.read(published.source.read(name), [slice(_SAMPLE)] * len(transform.ours))
-        found.update(np.ascontiguousarray(sample, "<f4").tobytes())
-    return found.hexdigest()[:16]
-
-
-def _check_base(folder: Path, published: PublishedModel, places: Mapping[str, Place]) -> None:
-    """Raises where a published model is not the one that an adapter's folder has the digests of, if it has any."""
-    if not (folder / DIGESTS).is_file():
-        return
-    digests = read_json(folder / DIGESTS)["digests"]
-    # A head that one of the two does not have is not compared.
-    common = {path: place for path, place in places.items() if path in digests}
-    other = next((path for path, found in base_digests(published, common).items() if found != digests[path]), None)
-    if other is not None:
-        raise CheckpointError(
-            f"{folder} is an adapter of another base than {published.path}: {other} differs from what {DIGESTS} says; "
-            f"name the base that it was trained on, or remove {DIGESTS} to use it over this one"
-        )
 
 
 def load_adapter(folder: str | Path, *, base: "Pretrained | str | Path") -> tuple[Model, Params]:
@@ -206,8 +166,7 @@ def save_adapter(
 ) -> Path:
     """Write the adapters of a model as a folder that PEFT opens.
 
-    The base is not written; PEFT asks for it beside the folder. Over a base that was read from files, the file
-    base_digest.json tells it from others of the same shapes, which `load_adapter` then refuses.
+    The base is not written; PEFT asks for it beside the folder.
 
     Args:
         folder: The folder to make; it may exist if it is empty.
@@ -229,11 +188,9 @@ def save_adapter(
         ['adapter_config.json', 'adapter_model.safetensors']
     """
     group, origin, name = model_group(base, what="save_adapter: base"), Origin(), None
-    digests: Mapping[str, str] = {}
     if isinstance(base, Pretrained):
-        source, name = base.published.source, str(base.path)
-        origin, digests = Origin(source.config, source.files), base_digests(base.published, base.places.params)
-    return write_adapter(folder, settings_of(group), params, model=model, base=origin, base_name=name, digests=digests)
+        origin, name = Origin(base.published.source.config, base.published.source.files), str(base.path)
+    return write_adapter(folder, settings_of(group), params, model=model, base=origin, base_name=name)
 
 
 def write_adapter(
@@ -244,7 +201,6 @@ def write_adapter(
     model: Model,
     base: Origin,
     base_name: str | None,
-    digests: Mapping[str, str],
 ) -> Path:
     """Writes an adapter's folder. Every process calls it, the main one writes.
 
@@ -255,7 +211,6 @@ def write_adapter(
         model: The adapted model.
         base: What is known of its base; empty where there is none.
         base_name: Path or name of the base.
-        digests: From `base_digests`, of the base; empty where it was read from no files.
 
     Raises:
         ConfigError: The folder is not empty, the model has no adapters, or no published family has it.
@@ -268,12 +223,6 @@ def write_adapter(
     rows = family.tensors(settings)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
     kernels = {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRankKernel)}
-    missing = [path for path in model.adapted.targets if path not in kernels] if model.adapted else []
-    if missing:
-        raise ConfigError(
-            f"params hold no adapter at {missing[0]}, which the model has; write save_adapter(folder, state.params, "
-            "model=step.model, base=pretrained)"
-        )
     others = {path_name(path): leaf for path, leaf in leaves if not isinstance(leaf, LowRankKernel)}
     trained = {path for path in others if any(fnmatch.fnmatchcase(path, one) for one in lora.train_also)}
     architecture = str((base.config.get("architectures") or family.to_published(settings)["architectures"])[0])
@@ -293,7 +242,7 @@ def write_adapter(
         base=base_name,
         task_type=task,
     )
-    writing = _written(folder, rows, factors, whole, said, base.files, digests)
+    writing = _written(folder, rows, factors, whole, said, base.files)
     with on_main_process(writing, does="write the adapter"):
         pass
     return folder
@@ -307,7 +256,6 @@ def _written(
     whole: Mapping[str, Any],
     config: AdapterConfig,
     files: Mapping[str, str | bytes],
-    digests: Mapping[str, str],
 ) -> Iterator[None]:
     """Writes the files of an adapter on entering."""
     written = written_adapter(rows, factors, whole, config)
@@ -317,8 +265,6 @@ def _written(
         shapes = {name: (array.shape, array.dtype) for name, array in written.tensors.items()}
         write_safetensors(partial / WEIGHTS, shapes, written.tensors.items())
         write_files(partial, files)
-        if digests:
-            write_json_atomic(partial / DIGESTS, {"digests": dict(digests)})
         write_json_atomic(partial / CONFIG, config_json(written))
         name_folder(folder, last=CONFIG)
     yield

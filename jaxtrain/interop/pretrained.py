@@ -213,11 +213,5 @@ def built_of(group: Any, settings: Mapping[str, Any]) -> Model:
 
 def _filled(pretrained: Pretrained, tree: Any, places: Mapping[str, Any]) -> Any:
     wanted = by_path(tree)
-    for path, like in wanted.items():
-        if path not in places or places[path].shape != like.shape:
-            raise ConfigError(
-                f"{pretrained.path}: the sharded model has {path} {list(like.shape)}, which the published model does "
-                "not; shard pretrained.model"
-            )
     found = read_places(pretrained.published, places, wanted)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: found[path_name(path)], tree)

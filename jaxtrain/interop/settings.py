@@ -24,7 +24,6 @@ from jaxtrain.interop.formats.transforms import Shape
 _NOT_COMPARED = ("size", "from", "attention", "dropout")
 # A family that cannot write a model at all counts as one that cannot say so many of its keys.
 _UNWRITTEN = 2
-_KINDS = ("transformer", "encoder_decoder", "vit", "resnet")
 
 
 def unsaid(family: Family, settings: Mapping[str, Any]) -> list[str]:
@@ -53,14 +52,6 @@ def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) ->
     Raises:
         ConfigError: No family can say it; names the nearest, and what that one cannot.
     """
-    if settings.get("kind") not in _KINDS:
-        raise ConfigError(
-            f"model.kind={settings.get('kind')} is of no published family, so it cannot be written as one"
-        )
-    if settings.get("vocab_size", 0) is None:
-        raise ConfigError(
-            "model.vocab_size is null, which leaves it to data; write the number of rows of the embedding"
-        )
     families = list(FAMILIES.values()) if model_type is None else [family_of(model_type)]
     problems = {}
     for family in families:

@@ -30,8 +30,8 @@ from jaxtrain.interop.formats.nf4 import (
     quantization_config,
     state_name,
 )
-from jaxtrain.interop.formats.safetensors import DTYPES, Kind
-from jaxtrain.interop.formats.transforms import Shape
+from jaxtrain.interop.formats.safetensors import DTYPES
+from jaxtrain.interop.formats.transforms import Kind, Shape
 from jaxtrain.interop.load import rows_of_outputs
 from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.layout.sharding import path_name
@@ -336,9 +336,6 @@ def on_main_host(array: Any, position: Position) -> np.ndarray | None:
     main = is_main_process()
     if not isinstance(array, jax.Array):
         return np.asarray(array)[position] if main else None
-    if array.is_fully_addressable and all(device.platform == "cpu" for device in array.sharding.device_set):
-        # The shards lie in the host's memory: they are looked at, not gathered.
-        return _of_shards(array, position) if main else None
     sharding = array.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     # Waited for on every process, so that no more than one part is on the devices.
@@ -355,15 +352,3 @@ def _gather(sharding: NamedSharding | None) -> Any:
         return array
 
     return jax.jit(pick, out_shardings=sharding)
-
-
-def _of_shards(array: jax.Array, position: Position) -> np.ndarray:
-    count = len(position)
-    out = np.empty(array.shape[count:], array.dtype)
-    for shard in array.addressable_shards:
-        bounds = [one.indices(size) for one, size in zip(shard.index, array.shape, strict=True)]
-        holds = all(start <= at < stop for at, (start, stop, _) in zip(position, bounds, strict=False))
-        if holds and shard.replica_id == 0:
-            inside = tuple(at - start for at, (start, _, _) in zip(position, bounds, strict=False))
-            out[shard.index[count:]] = np.asarray(shard.data)[inside]
-    return out

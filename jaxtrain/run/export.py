@@ -100,7 +100,6 @@ def export_run(
     if has_adapters and not merge:
         if base is not None or dtype not in (None, "float32"):
             raise ConfigError("adapters are written in float32; leave --base and --dtype out, or add --merge")
-        base_name, digests = base_of_adapters(run_dir)
         return write_adapter(
             folder,
             settings,
@@ -110,8 +109,7 @@ def export_run(
                 {} if origin is None else origin.config,
                 companions(texts.ids, {} if origin is None else origin.files, tokenizer, texts),
             ),
-            base_name=base_name,
-            digests=digests,
+            base_name=base_of_adapters(run_dir),
         )
     original = model if adapted is None else adapted.original
     how = {"origin": origin, "dtype": dtype, "max_shard_size": max_shard_size, "tokenizer": tokenizer, "texts": texts}

@@ -13,11 +13,9 @@ from typing import Any
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
-from jaxtrain.config.published import settings_in, settings_of
 from jaxtrain.data import Tokenizer, load_tokenizer
-from jaxtrain.interop.peft import base_digests
 from jaxtrain.interop.save import Origin, saved_dtypes
-from jaxtrain.interop.weights import PublishedModel, find_places, open_published
+from jaxtrain.interop.weights import open_published
 from jaxtrain.run.directory import TOKENIZER_FILE, file_digest, tokenizer_file
 from jaxtrain.runtime.files import write_json_atomic
 
@@ -26,7 +24,7 @@ FOLDER = "published"
 _RECORD = "origin.json"
 
 
-def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bool) -> dict[str, Any] | None:
+def keep_published(run_dir: Path, model: Group, *, is_resumed: bool) -> dict[str, Any] | None:
     """Copy the small files of the published model that a run starts from into the run."""
     path, kept = published_from(model), run_dir / FOLDER
     if path is None:
@@ -40,8 +38,6 @@ def keep_published(run_dir: Path, model: Group, *, is_resumed: bool, is_base: bo
         (kept / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     write_json_atomic(kept / "config.json", dict(published.source.config))
     record = {"folder": str(Path(path).resolve()), "dtypes": saved_dtypes(published)}
-    if is_base:
-        record["parameters"] = _parameters(published, model)
     write_json_atomic(kept / _RECORD, record)
     return record
 
@@ -58,21 +54,10 @@ def origin_of(run_dir: Path) -> Origin | None:
     return Origin(json.loads((kept / "config.json").read_text(encoding="utf-8")), files, record.get("dtypes", {}))
 
 
-def base_of_adapters(run_dir: Path) -> tuple[str | None, dict[str, str]]:
-    """Returns where the published model was that a run started from, or None; and the digests of its parameters."""
+def base_of_adapters(run_dir: Path) -> str | None:
+    """Returns where the published model was that a run started from, or None."""
     file = run_dir / FOLDER / _RECORD
-    if not file.is_file():
-        return None, {}
-    record = json.loads(file.read_text(encoding="utf-8"))
-    return record["folder"], record.get("parameters", {})
-
-
-def _parameters(published: PublishedModel, model: Group) -> dict[str, str]:
-    """Path -> digest of the parameters of a published model, read as a run of this model group reads it."""
-    settings = settings_in(published.path, published.settings)
-    if settings_of(model).get("tie_embeddings") is False and settings.get("tie_embeddings"):
-        settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
-    return base_digests(published, find_places(published, settings).params)
+    return json.loads(file.read_text(encoding="utf-8"))["folder"] if file.is_file() else None
 
 
 def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> str:

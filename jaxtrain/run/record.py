@@ -72,8 +72,7 @@ class RunRecord:
         # Before the rows of lost steps are dropped, which changes when the file was last written.
         earlier = seconds_before(self._run_dir, before, start=start, began_at=self.spent.began_at)
         self._open_writers(start)
-        is_base = run.config.finetune.lora is not None
-        info["published"] = keep_published(self._run_dir, run.config.model, is_resumed=start > 0, is_base=is_base)
+        info["published"] = keep_published(self._run_dir, run.config.model, is_resumed=start > 0)
         info["created"] = before.get("created") or info["created"]
         resumes = [step for step in before.get("resumed_after") or [] if step < start]
         info["resumed_after"] = [*resumes, start] if start else []

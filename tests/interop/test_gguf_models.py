@@ -150,8 +150,8 @@ def changed(given, old, new):
 
 
 WRONG_FILES = {
-    "another format": (b"{}" * 20, "does not begin with the letters GGUF"),
-    "version 1": (gguf_bytes({}, {}, version=1), "of version 1; versions 2 and 3, little-endian, are read"),
+    "another format": (b"{}" * 20, "GGUF of the versions 2 and 3, little-endian, is read"),
+    "version 1": (gguf_bytes({}, {}, version=1), "versions 2 and 3"),
     "too many tensors": (gguf_bytes({}, {}, counts=(2**40, 0)), "go past the end"),
     "a string past the end": (changed("v", string("v"), b"\0\0\1\0\0\0\0\0v"), "65536 bytes at byte"),
     "a string that is not text": (changed("vv", b"vv", b"\xff\xfe"), "is damaged, or no GGUF file"),

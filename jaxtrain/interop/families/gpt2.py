@@ -1,4 +1,4 @@
-"""GPT-2.
+"""GPT-2. No jax here.
 
 Sources: Radford et al. 2019 (openai/gpt-2 hparams), and the config.json published with each model.
 """

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia.
+"""GPT-NeoX and Pythia. No jax here.
 
 Sources: Black et al. 2022, Biderman et al. 2023, and the config.json published with each model.
 """

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, and SmolLM2.
+"""Llama 2, 3, 3.1 and 3.2, and SmolLM2. No jax here.
 
 Sources: the config.json published with each model (the base models).
 """

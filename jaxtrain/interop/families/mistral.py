@@ -1,4 +1,4 @@
-"""Mistral 7B and Nemo, Mixtral 8x7B and 8x22B.
+"""Mistral 7B and Nemo, Mixtral 8x7B and 8x22B. No jax here.
 
 Sources: the config.json published with each model (the base models).
 """

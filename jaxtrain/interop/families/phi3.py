@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-3.5, dense.
+"""Phi-3 and Phi-3.5, dense. No jax here.
 
 Sources: the config.json published with each model.
 """

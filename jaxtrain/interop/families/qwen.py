@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3, and Qwen3 with a mixture of experts.
+"""Qwen2, Qwen2.5, Qwen3, and Qwen3 with a mixture of experts. No jax here.
 
 Sources: the config.json published with each model (the base models).
 """

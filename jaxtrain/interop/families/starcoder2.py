@@ -1,4 +1,4 @@
-"""StarCoder2.
+"""StarCoder2. No jax here.
 
 Sources: Lozhkov et al. 2024, and the config.json published with each model.
 """

@@ -1,4 +1,4 @@
-"""T5, and T5 1.1 with Flan-T5.
+"""T5, and T5 1.1 with Flan-T5. No jax here.
 
 Sources: Raffel et al. 2020, section 3.7; Chung et al. 2022; the config.json published with each model.
 """

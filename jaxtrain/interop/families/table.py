@@ -1,4 +1,4 @@
-"""The published families, by the `model_type` of their config.json, and those of other packages.
+"""The published families, by the `model_type` of their config.json, and those of other packages. No jax here.
 
 The order counts: a model that no published folder gave is exported as the first family that can say all of it. Other
 packages add families by the entry point group `jaxtrain.families`: model_type = "package.module:FAMILY".

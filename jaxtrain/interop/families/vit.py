@@ -1,4 +1,4 @@
-"""ViT, the vision transformer; and how published image classifiers want their images.
+"""ViT, the vision transformer; and how published image classifiers want their images. No jax here.
 
 Sources: Dosovitskiy et al. 2020 (arXiv 2010.11929), table 1; Touvron et al. 2020 (arXiv 2012.12877) for the tiny size;
 the config.json published with each model.
@@ -151,9 +151,8 @@ def read_image_processing(folder: Path) -> ImageProcessing | None:
         kind = kind.removesuffix(ending)
     if kind not in _KINDS:
         raise _unknown(file, "image_processor_type", kind, f"{', '.join(_KINDS)}")
-    for key in ("do_pad", "do_reduce_labels"):
-        if content.get(key):
-            raise _unknown(file, key, content[key], "false")
+    if content.get("do_pad"):
+        raise _unknown(file, "do_pad", content["do_pad"], "false")
     edge, size, crop = None, None, None
     if content.get("do_resize", True):
         edge, size = _size(file, content, "size", is_edge=_KINDS[kind])

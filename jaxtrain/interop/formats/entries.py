@@ -1,4 +1,4 @@
-r"""The rows of a family's name table: which tensors of the file are which parameters of ours.
+r"""The rows of a family's name table: which tensors of the file are which parameters of ours. No jax here.
 
 `tensors(model)` of a family returns a tuple of
 

@@ -1,4 +1,4 @@
-"""GGUF files: metadata, and tensors as float32 where they are quantized.
+"""GGUF files: metadata, and tensors as float32 where they are quantized. No jax here.
 
 GGUF (versions 2 and 3, little-endian) is a header, typed metadata, a table of tensors, and their bytes; the format is
 specified in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A quantized tensor is a row-major array of
@@ -104,11 +104,9 @@ class _Reader:
         self.content, self.at = content, 0
 
     def file(self, path: Path) -> GgufFile:
-        if self.take(4) != b"GGUF":
-            raise ValueError("it does not begin with the letters GGUF")
-        version, num_tensors, num_keys = self.number("<I"), self.number("<Q"), self.number("<Q")
-        if version not in (2, 3):
-            raise ValueError(f"it is of version {version}; versions 2 and 3, little-endian, are read")
+        if (start := (self.take(4), self.number("<I"))) not in ((b"GGUF", 2), (b"GGUF", 3)):
+            raise ValueError(f"it begins with {start}; GGUF of the versions 2 and 3, little-endian, is read")
+        num_tensors, num_keys = self.number("<Q"), self.number("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.text()

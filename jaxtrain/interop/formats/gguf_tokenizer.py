@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file holds, as the files of a published folder.
+"""The tokenizer that a GGUF file holds, as the files of a published folder. No jax here.
 
 GGUF keeps a vocabulary, its merges or scores, and the *name* of the rule that divides text into words before them;
 `tokenizer.json` spells that rule out. The rules below are those of the published tokenizers of the same names.
@@ -96,20 +96,11 @@ class _Tokenizer:
         self.template = metadata.get("tokenizer.chat_template")
         self.kind, self.tokens = self.said["model"], self.said["tokens"]
         self.numbers = {token: number for number, token in enumerate(self.tokens)}
-        if len(self.numbers) != len(self.tokens):
-            raise ValueError(f"{_START}tokens holds a token twice")
         self.kinds = self.said.get("token_type") or [1] * len(self.tokens)
-
-    def token(self, key: str) -> int | None:
-        """Returns the id of a special token."""
-        token = self.said.get(key)
-        if token is not None and not 0 <= token < len(self.tokens):
-            raise ValueError(f"{_START}{key} is {token}, but there are {len(self.tokens)} tokens")
-        return token
 
     def files(self) -> dict[str, str]:
         """Returns name -> text."""
-        found = {name: self.token(key) for name, key in _SPECIAL.items()}
+        found = {name: self.said.get(key) for name, key in _SPECIAL.items()}
         special = {name: token for name, token in found.items() if token is not None}
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings.update({name: self.tokens[token] for name, token in special.items()})
@@ -136,9 +127,9 @@ class _Tokenizer:
 
     def ends(self) -> list[int]:
         """Returns the tokens at which the model stops: the end of a text first, then those of turns and messages."""
-        found = [self.token("eos_token_id")]
+        found = [self.said.get("eos_token_id")]
         for key, names in _TURN_ENDS.items():
-            given = self.token(key)
+            given = self.said.get(key)
             # Text may spell the name of a token that is no control token.
             named = [i for i, name in enumerate(self.tokens) if name in names and self.kinds[i] == _CONTROL]
             found += named if given is None else [given]
@@ -156,8 +147,8 @@ class _Tokenizer:
     def around(self) -> dict[str, Any] | None:
         """Returns what adds tokens around each text for those who ask for special tokens; None: nothing does."""
         usual = self.kind == "llama" or self.said.get("pre") in _BEGUN
-        before = self.token("bos_token_id") if self.said.get("add_bos_token", usual) else None
-        after = self.token("eos_token_id") if self.said.get("add_eos_token", False) else None
+        before = self.said.get("bos_token_id") if self.said.get("add_bos_token", usual) else None
+        after = self.said.get("eos_token_id") if self.said.get("add_eos_token", False) else None
         ends = [i for i in (before, after) if i is not None]
         if not ends:
             return None
@@ -196,9 +187,6 @@ def _byte_pairs(told: _Tokenizer) -> dict[str, Any]:
         raise ValueError(f"{_START}pre is {words}; the ways to divide text into words are {', '.join(_BPE_WORDS)}")
     # Byte-level pieces hold no space, so a merge is two words.
     merges = [str(one).split(" ") for one in told.said["merges"]]
-    wrong = next((one for one in merges if len(one) != 2 or "".join(one) not in told.numbers), None)
-    if wrong is not None:
-        raise ValueError(f"the merge {' '.join(wrong)!r} is not of tokens")
     return {
         "normalizer": _NORMALIZERS.get(words),
         "pre_tokenizer": _BPE_WORDS[words],
@@ -224,7 +212,7 @@ def _scored_pieces(told: _Tokenizer) -> dict[str, Any]:
         {"type": "Fuse"},
     ]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    unknown = told.token("unknown_token_id")
+    unknown = told.said.get("unknown_token_id")
     return {
         "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces]}
         if prefix

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +129,9 @@ def read_json(file: Path, kind: type = dict) -> Any:
         ConfigError: There is no such file, or something else is in it.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{file} cannot be read as JSON ({problem}); fetch it again") from None
-    if not isinstance(found, kind):
-        raise ConfigError(f"{file} holds no JSON {'object' if kind is dict else 'list'}")
-    return found
+        return kind(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as problem:
+        raise ConfigError(f"{file} cannot be read as JSON of a {kind.__name__} ({problem}); fetch it again") from None
 
 
 def read_published_config(path: Path) -> dict[str, Any]:
@@ -150,14 +147,10 @@ def read_published_config(path: Path) -> dict[str, Any]:
 
         return published_config(read_gguf(path))
     file = path / "config.json"
-    if not file.is_file():
-        if (found := _torchvision(path)) is not None:
-            return found
-        lacks = "holds no config.json" if path.is_dir() else "is no folder"
-        raise ConfigError(f"{path} {lacks}; name a folder that holds config.json and model.safetensors")
-    config = read_json(file)
+    config = read_json(file) if file.is_file() else {}
     if "model_type" not in config:
-        raise ConfigError(f"{file} names no model_type; it is not the config.json of a published model")
+        lacks = "is no config.json with a model_type" if path.is_dir() else "is not there"
+        raise ConfigError(f"{file} {lacks}; name a folder that holds config.json and model.safetensors")
     stored = config.get("quantization_config")
     if stored is None:
         return config
@@ -169,34 +162,3 @@ def read_published_config(path: Path) -> dict[str, Any]:
             "floats and nf4 of bitsandbytes (in uint8) are read: publish them as one of these first"
         )
     return {key: value for key, value in config.items() if key != "quantization_config"}
-
-
-def resnet_widths(width: int, stages: int, *, bottleneck: bool) -> list[int]:
-    """Returns the channels that each stage of a ResNet gives; its first convolution gives `width`."""
-    return [width * 2**stage * (4 if bottleneck else 1) for stage in range(stages)]
-
-
-def _torchvision(folder: Path) -> dict[str, Any] | None:
-    """What the config.json of a ResNet with torchvision's names would be, which has none; None for another folder."""
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) != 1:
-        return None
-    from jaxtrain.interop.formats.safetensors import read_header
-
-    tensors: Mapping[str, Sequence[int]] = {name: one.shape for name, one in read_header(files[0]).items()}
-    if "conv1.weight" not in tensors or "layer1.0.conv1.weight" not in tensors:
-        return None
-    depths: list[int] = []
-    while f"layer{len(depths) + 1}.0.conv1.weight" in tensors:
-        stage = len(depths) + 1
-        depths.append(sum(f"layer{stage}.{block}.conv1.weight" in tensors for block in range(len(tensors))))
-    bottleneck, width = "layer1.0.conv3.weight" in tensors, tensors["conv1.weight"][0]
-    found: dict[str, Any] = dict(
-        architectures=["ResNetForImageClassification" if "fc.weight" in tensors else "ResNetModel"],
-        model_type="resnet",
-        embedding_size=width,
-        hidden_sizes=resnet_widths(width, len(depths), bottleneck=bottleneck),
-        depths=depths,
-        layer_type="bottleneck" if bottleneck else "basic",
-    )
-    return found | (dict(num_labels=tensors["fc.weight"][0]) if "fc.weight" in tensors else {})

@@ -1,4 +1,5 @@
 """4-bit normal floats (Dettmers et al. 2023, arXiv 2305.14314) in NumPy, and as bitsandbytes stores them in files.
+No jax here.
 
 A row of weights is divided into blocks of 64. A block is stored as its largest magnitude (`absmax`) and a code of 4
 bits per weight: the nearest of 16 levels between -1 and 1, which are quantiles of a normal distribution. Two codes
@@ -32,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.formats.safetensors import DTYPES, FolderSource, Kind
-from jaxtrain.interop.formats.transforms import Shape
+from jaxtrain.interop.formats.safetensors import DTYPES, FolderSource
+from jaxtrain.interop.formats.transforms import Kind, Shape
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -335,8 +336,8 @@ def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
             state = json.loads(folder.read(name).tobytes())
             (rows, inputs), dtype, offset = state["shape"], _DTYPES[state["dtype"]], state.get("nested_offset")
             sizes = (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{folder.folder}: {name} is no description of a quantized tensor") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            kind, sizes = f"no description ({error})", ()
         if kind != "nf4" or sizes != (BLOCK, NESTED_BLOCK):
             raise CheckpointError(
                 f"{folder.folder}: {name} says {kind} in blocks of {sizes}; only nf4 in blocks of {BLOCK} and "

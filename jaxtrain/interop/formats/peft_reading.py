@@ -1,4 +1,5 @@
 """Folders of adapters as PEFT writes them: adapter_config.json and the tensors, as factors of our kernels.
+No jax here.
 
 The tensors lie in adapter_model.safetensors. A linear layer whose weight a published folder calls
 `model.layers.0.self_attn.q_proj.weight` has, with rank R, I inputs and O outputs,
@@ -118,8 +119,6 @@ def open_adapter_folder(path: str | Path) -> AdapterFolder:
     if not is_adapter_folder(folder):
         raise ConfigError(f"{folder} holds no {CONFIG}; name the folder of an adapter, as PEFT or export writes it")
     config = _read_config(folder / CONFIG)
-    if not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} lacks {WEIGHTS}; save the adapter again with safe_serialization=True")
     stored = read_header(folder / WEIGHTS)
     return AdapterFolder(folder, config, {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()})
 
@@ -397,14 +396,12 @@ def _read_whole(folder: AdapterFolder, rows: Sequence[Row], used: set[str]) -> d
         if not isinstance(row, Entry) or row.state:
             continue
         names = {at: next((one for one in names_of(row, at) if one in folder.stored), None) for at in positions(row)}
-        if not any(names.values()):
-            continue
+        if not all(names.values()):
+            continue  # what is trained whole in some layers only is left for the message
         array = np.empty(row.shape, np.float32)
         for position, name in names.items():
-            if name is None:
-                raise CheckpointError(f"{folder.path} trains {row.path} whole in some layers only; it is all or none")
-            array[position] = row.transform.read_all(_floats(folder, name, row.transform))
-            used.add(name)
+            array[position] = row.transform.read_all(_floats(folder, str(name), row.transform))
+            used.add(str(name))
         found[row.path] = array
     for row in rows:
         if not isinstance(row, Tied):

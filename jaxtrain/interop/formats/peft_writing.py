@@ -1,4 +1,4 @@
-"""Our factors as the tensors and the adapter_config.json of an adapter's folder.
+"""Our factors as the tensors and the adapter_config.json of an adapter's folder. No jax here.
 
 A module that holds several of our kernels has one A for all of them. Kernels whose A differ are written as one module
 of a rank that is larger by the number of kernels: their A one after the other, and B as blocks on a diagonal.

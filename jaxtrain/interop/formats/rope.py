@@ -1,4 +1,4 @@
-"""Rotary keys and windows of a config.json.
+"""Rotary keys and windows of a config.json. No jax here.
 
 Files have `rope_theta` and `rope_scaling` {"rope_type" or "type", ...}, or, from transformers 5 on, `rope_parameters`
 {"rope_type", "rope_theta", ...}. Both forms are read, and both are written, because a reader of the old form takes a
@@ -86,12 +86,13 @@ def _read_scaling(group: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str
         if ours == "original_length" and value in (_REQUIRED, None):
             value = file.get("original_max_position_embeddings", longest)
         if value is _REQUIRED:
-            raise ConfigError(f"config.json has a rope_scaling of type {kind} without {theirs}; write its value there")
+            rest[theirs] = value
+            continue
         found[ours] = float(value) if ours in _FLOATS and value is not None else value
         if isinstance(value, list):
             found[ours] = tuple(map(float, value))
     if rest:
-        raise ConfigError(f"config.json has the key {min(rest)} in a rope_scaling of type {kind}, which has none")
+        raise ConfigError(f"config.json has a rope_scaling of type {kind} whose keys are wrong: {', '.join(rest)}")
     if kind == "longrope" and found["attention_factor"] is None:
         # It follows from the length of the file, which a run may lower: every score of attention would change with it.
         found["attention_factor"] = longrope_factor(found["original_length"], longest)

@@ -1,4 +1,5 @@
 """Published folders: safetensors files, read by memory mapping and written in one pass, and what lies beside them.
+No jax here.
 
 A file is eight bytes (the length of the header, little endian), the header (JSON: name -> dtype, shape and the offsets
 of its bytes in what follows), and the bytes.
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.formats.hub import INDEX, SINGLE, fetch_weights, read_json, read_published_config
-from jaxtrain.interop.formats.transforms import Shape
+from jaxtrain.interop.formats.transforms import Kind, Shape
 
 # Name in the header -> dtype.
 DTYPES: dict[str, np.dtype] = {
@@ -38,7 +39,6 @@ COMPANIONS = (
     "generation_config.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt",
     "added_tokens.json", "preprocessor_config.json",
 )  # fmt: skip
-Kind = tuple[Shape, np.dtype]
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         found, at = {}, 0
         entries = [(entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
         for (begin, end), name, entry in sorted(entries, key=lambda one: one[:2]):
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} has the dtype {entry['dtype']}; known are {', '.join(DTYPES)}")
             one = StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
             if begin != at or end - begin != one.num_bytes:
                 raise ValueError(f"{name} {one.dtype}{list(one.shape)} is not what lies at bytes {begin} to {end}")

@@ -1,4 +1,4 @@
-"""How one tensor of a published file becomes one parameter of ours, and back: views, never arithmetic.
+"""How one tensor of a published file becomes one parameter of ours, and back: views, never arithmetic. No jax here.
 
 A `Transform` says how to look at their tensor: take a block of one dimension, split dimensions, pick an index of
 some, put the rest in our order, and merge neighbours. All but the merging are views of one array, so that the same
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 Shape = tuple[int, ...]
+# Shape and dtype.
+Kind = tuple[Shape, "np.dtype"]
 
 
 @dataclass(frozen=True)
