@@ -92,7 +92,7 @@ NAME = "model.norm.weight"
 # What the index says of one tensor -> what the line says.
 INDICES = {
     "parent": ("../a.safetensors", "names ../a.safetensors"),
-    "missing": ("c.safetensors", "names c.safetensors, which the folder lacks"),
+    "missing": ("c.safetensors", "names c.safetensors; a shard must lie"),
 }
 
 

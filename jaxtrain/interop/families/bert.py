@@ -76,15 +76,7 @@ def _keys(vocabulary: int) -> tuple[Key, ...]:
 def _read_head(
     file: Mapping[str, Any], prefix: str, *, masked: object, text: str, pooled: str | None, dropout: float
 ) -> dict[str, Any]:
-    """Returns our head.
-
-    Args:
-        file: The file's values of the declared keys.
-        prefix: What the names of the family's architectures begin with.
-        masked, text: Activations in the heads of masked language models, and of those that classify texts.
-        pooled: Activation of the pooled first token of the model without a head; None: it has no layer for it.
-        dropout: Rate before the layer that classifies.
-    """
+    """Returns our head."""
     found = read_architecture(file, *(prefix + suffix for suffix in reversed(_KINDS)))
     kind = _KINDS[found.removeprefix(prefix)]
     if kind == "masked_language_model":
@@ -114,11 +106,7 @@ def _write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _label_dropout(ours: Mapping[str, Any], file: Mapping[str, Any]) -> float:
-    """Returns the rate before the layer that classifies.
-
-    Raises:
-        ConfigError: There is no kind of token, without which transformers runs no model of these families.
-    """
+    """Returns the rate before the layer that classifies."""
     if not ours["token_types"]:
         raise ConfigError("config.json has type_vocab_size: 0, without which this family has no models; 1 would work")
     rate = file["classifier_dropout"]

@@ -98,14 +98,7 @@ def _stage(stage: int, blocks: int, inputs: int, inner: int, outputs: int) -> li
 
 
 def _normed(ours: tuple[str, str], theirs: str, shape: tuple[int, int, int], layers: range | None = None) -> list[Row]:
-    """The rows of a convolution and of the batch norm after it.
-
-    Args:
-        ours: Our paths of the two.
-        theirs: Their name, with {layer}.
-        shape: Side of the kernel, inputs and outputs.
-        layers: What {layer} is where our parameters are stacked over it; None: they are not, and it is 0.
-    """
+    """The rows of a convolution and of the batch norm after it."""
     side, inputs, outputs = shape
     if layers is not None and not layers:
         return []

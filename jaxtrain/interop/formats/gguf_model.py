@@ -45,7 +45,7 @@ class _Keys:
 
     def number(self, key: str, default: float | None = None) -> Any:
         """Returns a number that is the same in every layer; it is 0 only where that is the default."""
-        value = self.left.pop(key, default)
+        value: Any = self.left.pop(key, default)
         if isinstance(value, list) and value and all(one == value[0] for one in value):
             value = value[0]
         if type(value) not in (int, float) or not 0 <= value < math.inf or (value == 0 and default != 0):
@@ -139,10 +139,7 @@ def _llama(keys: _Keys) -> dict[str, Any]:
 
 
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the scaling whose table of divisors of the frequencies the file holds.
-
-    Llama 3.1 and later differ in the factor and in the original length only; both can be read off the table.
-    """
+    """Returns the scaling whose table of divisors of the frequencies the file holds."""
     table = np.asarray(read_tensor(file, "rope_freqs.weight"), np.float64).reshape(-1)
     half = config["head_dim"] // 2
     if np.all(table == 1):

@@ -149,8 +149,8 @@ def read_published_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     config = read_json(file) if file.is_file() else {}
     if "model_type" not in config:
-        lacks = "is no config.json with a model_type" if path.is_dir() else "is not there"
-        raise ConfigError(f"{file} {lacks}; name a folder that holds config.json and model.safetensors")
+        lacks = f"{path} holds no config.json with a model_type" if path.is_dir() else f"there is no folder {path}"
+        raise ConfigError(f"{lacks}; name a folder that holds config.json and model.safetensors")
     stored = config.get("quantization_config")
     if stored is None:
         return config

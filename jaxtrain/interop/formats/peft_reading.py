@@ -117,7 +117,7 @@ def open_adapter_folder(path: str | Path) -> AdapterFolder:
     """
     folder = Path(path)
     if not is_adapter_folder(folder):
-        raise ConfigError(f"{folder} holds no {CONFIG}; name the folder of an adapter, as PEFT or export writes it")
+        raise ConfigError(f"{folder} has no {CONFIG}; name the folder of an adapter, as PEFT or export writes it")
     config = _read_config(folder / CONFIG)
     stored = read_header(folder / WEIGHTS)
     return AdapterFolder(folder, config, {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()})

@@ -220,7 +220,7 @@ def _sharded(folder: Path) -> dict[str, StoredTensor]:
     # Whoever published the index named the files: they may not lead out of the folder.
     wrong = next((file for file in files if Path(file).name != file or not (folder / file).is_file()), None)
     if not files or wrong is not None:
-        raise CheckpointError(f"{folder / INDEX} names {wrong or 'no files'}, which the folder lacks; fetch the file")
+        raise CheckpointError(f"{folder / INDEX} names {wrong or 'no files'}; a shard must lie in the folder itself")
     found = {name: (file, tensor) for file in files for name, tensor in read_header(folder / file).items()}
     if {name: file for name, (file, _) in found.items()} != names:
         raise CheckpointError(f"{folder / INDEX} places tensors elsewhere than the files do; fetch all of them again")
