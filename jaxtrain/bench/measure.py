@@ -30,16 +30,14 @@ from jaxtrain.runtime.host import SETTINGS
 
 PARTS = ("start", "limits", "blocks", "step")
 _START_LIMIT_SECONDS = 600.0
-# A week: no timed start takes so long.
-_NEVER_MINUTES = 10_080
 # Settings added to those of the config, so that the process writes nothing outside of its temporary folder, claims no
-# folder of checkpoints, and asks no service. Saves by the clock are those that spikes.action=roll_back accepts.
+# folder of checkpoints, and asks no service.
 _QUIET = (
     *("logging.report=false", "logging.tensorboard=false"),
-    *("logging.wandb=false", "logging.trackio=false", "logging.mlflow=false"),
+    *("logging.wandb=false", "logging.mlflow=false"),
     *("checkpoint.directory=null", "checkpoint.mirror=null"),
-    *("checkpoint.every=null", f"checkpoint.every_minutes={_NEVER_MINUTES}"),
-    *("profile.start_step=null", "notices.metadata=false"),
+    *("checkpoint.every=null", "checkpoint.every_minutes=null"),
+    "profile.start_step=null",
 )
 
 
@@ -118,7 +116,7 @@ def measure(
         answer["step"] = _step(config, workload, measured, answer, reasons)
     # The choices of implementations and compiler options are known after the step was traced.
     answer["choices"] = list(step.choices)
-    answer["compiler_options"] = dict(step.compiled_with)
+    answer["compiler_options"] = dict(step.compiler_options.used)
     return answer | {"reasons": reasons}
 
 

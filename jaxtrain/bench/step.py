@@ -160,7 +160,6 @@ def _host_seconds(
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), load(0))
     passing = jax.jit(nothing, donate_argnums=0, out_shardings=(step.state_shardings, replicated))
     meter, rows, clock = Meter("tokens", 1), [], StepClock()
-    compiled_with = step.compiled_with
     step.use(passing.lower(step.abstract_state, shapes).compile())
     loaded = prefetch(load, 0, _HOST_STEPS)
     try:
@@ -179,7 +178,7 @@ def _host_seconds(
             pending = metrics, waited
     finally:
         loaded.close()
-        step.use(compiled, tried=compiled_with)
+        step.use(compiled)
     return (
         statistics.median(max(seconds - waited, 0.0) for seconds, waited in rows[1:]),
         statistics.fmean(waited for _, waited in rows[1:]),

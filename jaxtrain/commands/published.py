@@ -7,15 +7,15 @@ from jaxtrain.commands.shared import print_text
 from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.hub import is_published
-from jaxtrain.run.export import export_folder, export_run
+from jaxtrain.run.export import export_folder, export_program, export_run
 from jaxtrain.run.import_run import import_run
 from jaxtrain.runtime import distributed
 
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Make a run of a published model; 0."""
-    overrides, emulate = arguments.overrides, arguments.emulate
-    run_dir = import_run(arguments.path, arguments.output, overrides=overrides, base=arguments.base, emulate=emulate)
+    distributed.start(emulate=arguments.emulate)
+    run_dir = import_run(arguments.path, arguments.output, overrides=arguments.overrides, base=arguments.base)
     if distributed.is_main_process():
         print_text(str(run_dir))
     return 0
@@ -33,18 +33,14 @@ def run_export(arguments: argparse.Namespace) -> int:
     for name in unused:
         if getattr(arguments, name) not in (None, False):
             raise ConfigError(f"--{name.replace('_', '-')} has no use for {made}; leave it out")
+    distributed.start(emulate=arguments.emulate, compilation_cache=None)
     weights = {"dtype": arguments.dtype, "base": arguments.base, "max_shard_size": arguments.max_shard_size or "5GB"}
     if arguments.to == "stablehlo":
-        from jaxtrain.run.export import export_program
-
-        distributed.start(emulate=arguments.emulate, compilation_cache=None)
         folder = export_program(run_dir, output, batch=arguments.batch, step=arguments.step)
     elif published:
-        distributed.start(emulate=arguments.emulate)
         folder = export_folder(run_dir, output, **weights)
     else:
-        more = {"step": arguments.step, "merge": arguments.merge, "emulate": arguments.emulate}
-        folder = export_run(run_dir, output, **weights, **more)
+        folder = export_run(run_dir, output, **weights, step=arguments.step, merge=arguments.merge)
     if distributed.is_main_process():
         print_text(str(folder))
     return 0

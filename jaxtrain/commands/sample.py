@@ -9,16 +9,11 @@ from typing import Any
 import jax
 
 from jaxtrain.commands.shared import own_code, print_table, print_text
-from jaxtrain.config import Config
-from jaxtrain.config.arguments import local_path
-from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.written import TokenScore, Written
-from jaxtrain.interop.formats.hub import is_published, published_place
-from jaxtrain.interop.formats.peft_reading import is_adapter_folder
-from jaxtrain.run.open_run import saved_config
-from jaxtrain.run.served import Writing, open_writer, write
+from jaxtrain.run.open_model import open_model
+from jaxtrain.run.predict import Writing, write, writer_of
 from jaxtrain.runtime import distributed
 
 # Tokens between two looks for a stop, for which the host waits.
@@ -33,15 +28,12 @@ def run(arguments: argparse.Namespace) -> int:
     answers, beams = arguments.chat is not None, arguments.beams
     if (beams is not None and (answers or arguments.logprobs is not None)) or (answers and arguments.stop):
         raise ConfigError("jaxtrain sample: --beams takes no --chat and no --logprobs, and --chat no --stop")
-    # What is no run is opened as a published model, if it looks like one; else as a run, which says what is missing.
-    path = local_path(published_place(arguments.run_dir, what="run or model"), what="run directory")
-    is_folder = not is_run(path) and (is_published(path) or is_adapter_folder(path))
-    config = Config() if is_folder else saved_config(arguments.run_dir).config
     texts = arguments.chat if answers else _prompts(arguments.prompt)
-    distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
+    distributed.start(emulate=arguments.emulate)
     writing = _writing(arguments)
-    with own_code(config):
-        writer = open_writer(path, answers=answers, quantize=arguments.quantize, step=arguments.step)
+    model = open_model(arguments.run_dir, quantize=arguments.quantize, step=arguments.step)
+    with own_code(model.config):
+        writer = writer_of(model, answers=answers)
         written: Iterable[Written] = write(writer, texts, writing, answers=answers)
         if arguments.json or writing.piece != 1 or beams is not None:
             written = list(written)  # an error comes before any text

@@ -139,7 +139,7 @@ def _use() -> None:
     add(
         "file",
         metavar="FILE",
-        help="table (.csv, .jsonl, .parquet), folder or list of images, texts (.txt), or array (.npy)",
+        help="table (.csv, .jsonl, .parquet), folder of images, or texts (.txt)",
     )
     add("--out", metavar="FILE", help="write FILE (.csv or .jsonl); default: CSV on standard output")
     add("--batch", type=count, metavar="N", help="the largest batch; default: a microbatch of the run")

@@ -50,14 +50,11 @@ class Texts:
         template: Chat template in the language of jinja2; None: that of the origin, if any.
         tokens: Name of a special token (eos_token) -> its text.
         ids: Key of config.json and generation_config.json (eos_token_id) -> an id, a list of ids, or null.
-        tokenizer: Text of a tokenizer.json that says how the run's rows are framed; None: that of the origin or the run
-            does, or rows are not framed.
     """
 
     template: str | None = None
     tokens: Mapping[str, str] = field(default_factory=dict)
     ids: Mapping[str, int | list[int] | None] = field(default_factory=dict)
-    tokenizer: str | None = None
 
 
 _TEXTS_OF_THE_ORIGIN = Texts()
@@ -258,8 +255,8 @@ def companions(
     """
     found = dict(files)
     is_own = tokenizer is not None and "tokenizer.json" not in files
-    if (text := texts.tokenizer or (tokenizer if is_own else None)) is not None:
-        found["tokenizer.json"] = text
+    if is_own:
+        found["tokenizer.json"] = str(tokenizer)
     said: dict[str, Any] = dict(texts.tokens)
     if texts.template is not None:
         if TEMPLATE in files:

@@ -121,7 +121,7 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     Raises:
         ConfigError: names the settings that contradict one another.
     """
-    check_kinds(config, own_task=own_task, unit=data.unit)
+    check_kinds(config, own_task=own_task, own_data=True)
     own_task = own_task or isinstance(config.task, Call)
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:

@@ -112,17 +112,11 @@ def make_train_step(
     check_rows_of(task, accumulation_steps)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
     updates = mesh.size == 1 or model.convolutional
-    compiled_with = choose_options(
-        mesh.devices.flat[0],
-        mesh.size,
-        compiler_options,
-        updates=updates,
-        axes=[axis for axis, size in mesh.shape.items() if size > 1],
-    )
+    options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, updates=updates)
     sharded_model = place_model(
         model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
     )
     check_trainable(sharded_model.abstract_params, trainable)
     if pipeline is not None:
         pipeline = replace(pipeline, layout=sharded_model.layout)
-    return TrainStep(StepProgram(sharded_model, task, optimizer, settings, pipeline), compiled_with)
+    return TrainStep(StepProgram(sharded_model, task, optimizer, settings, pipeline), options)

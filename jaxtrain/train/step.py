@@ -15,7 +15,7 @@ from jaxtrain.models.sharded import with_sharding
 from jaxtrain.models.task import Batch
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import Policy
-from jaxtrain.runtime.compiler import CompilerOptions, Value, compile_lowered, record_choices
+from jaxtrain.runtime.compiler import CompilerOptions, record_choices
 from jaxtrain.runtime.host import give_back_free_memory
 from jaxtrain.train import given_state
 from jaxtrain.train.batch import BatchFeed, BatchSource
@@ -50,9 +50,7 @@ class TrainStep:
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_shardings: those shardings.
         state_on_host: a `TrainState` that says of each array whether it is kept in the host's memory.
-        compiler_options: what every program of the step is compiled with, however it comes about; and what is tried
-            for the step itself, where `compile` or a run compiles it.
-        compiled_with: name -> value of each option that the program that runs was compiled with.
+        compiler_options: what every program of the step is compiled with.
         initial_state: what is remembered of the last state from `init`.
         last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the program that runs was traced, and why, one line per operation ("attention:
@@ -75,7 +73,6 @@ class TrainStep:
         divided = microbatches(program.pipeline, program.settings.accumulation_steps)
         self.feed = BatchFeed(self.sharded_model, self.task, divided)
         self.compiler_options = compiler_options
-        self.compiled_with: Mapping[str, Value] = {**compiler_options.used}
 
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
             return create_state(program, key, params=params, model_state=model_state)
@@ -236,22 +233,14 @@ class TrainStep:
         """
         with record_choices() as choices:
             lowered = self.lower(batch)
-        taken = compile_lowered(lowered, self.compiler_options.tried)
-        return self.use(taken.compiled, choices=[*choices, *taken.lines], tried=taken.tried)
+        return self.use(lowered.compile(), choices=choices)
 
-    def use(
-        self,
-        compiled: jax.stages.Compiled,
-        *,
-        choices: Sequence[str] | None = None,
-        tried: Mapping[str, Value] | None = None,
-    ) -> jax.stages.Compiled:
+    def use(self, compiled: jax.stages.Compiled, *, choices: Sequence[str] | None = None) -> jax.stages.Compiled:
         """Make later calls run this compiled program (the result of `lower(batch).compile(...)`).
 
         Args:
             compiled: takes a state and a batch.
             choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
-            tried: options of `compiler_options.tried` that it was compiled with; None: none.
 
         Raises:
             ConfigError: something that is no compiled step, or a pipeline stage that would wait for other stages for
@@ -262,7 +251,6 @@ class TrainStep:
             check_branches(compiled.as_text() or "", self.layout)
         arguments, _ = compiled.args_info
         self._compiled, self._compiled_for = compiled, given_state.leaf_shapes(arguments[1])
-        self.compiled_with = {**self.compiler_options.used, **(tried or {})}
         give_back_free_memory()
         self.choices = self.choices if choices is None else tuple(choices)
         return compiled

@@ -21,7 +21,7 @@ from jaxtrain.inference.generate import generate_ids
 from jaxtrain.inference.server.app import build_app
 from jaxtrain.inference.server.embedder import Embedder
 from jaxtrain.inference.server.service import start_service
-from jaxtrain.run.served import open_served
+from jaxtrain.run.open_model import open_served
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))

@@ -45,7 +45,7 @@ USAGE = {
     "rows that are no tokens": ("data show digits_mlp", 3, r"rows are shown where their targets are"),
     "report of no run": ("report nowhere", 2, r"no run at nowhere"),
     "a folder without a tokenizer": (f"sample {LLAMA} -p a", 2, r"has no tokenizer\.json"),
-    "serving nothing": ("serve nowhere --port 0", 2, r"is no run and no published folder"),
+    "serving nothing": ("serve nowhere --port 0", 2, r"no run at nowhere"),
     "serving everybody": ("serve folder --port 0 --host 0.0.0.0", 2, r"can be reached from other machines"),
     "serving with an empty key": ("serve folder --port 0 --api-key-file file", 2, r"holds no key"),
     "launching nothing": ("launch --processes 2", 2, r"command to run is missing after '--', as in 'jaxtrain launch"),
@@ -132,14 +132,14 @@ def test_mistake_is_one_line(cli, places, words, code, pattern):
 
 # id: (words after the run, exit code, pattern); the run is a text run with checkpoints of steps 2 and 4
 RUN_MISTAKES = {
-    "step that is not there": ("eval {text} --step 3", 4, r"no checkpoint of step 3 in .*; there are 2, 4"),
+    "step that is not there": ("eval {text} --step 3", 4, r"no checkpoint of step 3 in .*: it holds 2, 4"),
     "key that belongs to training": ("eval {text} model.num_layers=3", 2, r"model\.num_layers=3 cannot change"),
     "no held-out rows": (
         "eval {text} data.validation_fraction=0",
         3,
         r"no held-out rows; set data\.validation",
     ),
-    "text of an image model": ("sample {image} -p a", 2, r"images gives neither text nor embeddings"),
+    "text of an image model": ("sample {image} -p a", 2, r"images .* writes no text"),
     "top-p above one": ("sample {text} -p a --top-p 2", 2, r"top_p is 2\.0"),
     "beams in pieces": ("sample {text} -p a --beams 2 --stream", 2, r"not allowed with argument --beams"),
     "beams with scores": ("sample {text} -p a --beams 2 --logprobs", 2, r"--beams takes no --chat and no --logprobs"),

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import jaxtrain as jt
+from jaxtrain.data.chat.formats import files_beside
 from jaxtrain.data.tokenizer import BpeTokenizer
 from jaxtrain.inference import generate
 from jaxtrain.inference.engine.request import Emitted
@@ -19,7 +20,7 @@ from jaxtrain.inference.server.prompts import PromptReader
 from jaxtrain.inference.server.tokens import tokenizer_info
 from jaxtrain.inference.special import SpecialTokens
 from jaxtrain.inference.text_stream import TokenTexts
-from jaxtrain.run.texts import special_of_folder, special_of_run
+from jaxtrain.run.published import read_texts
 
 GROUP = {
     "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16,
@@ -63,7 +64,10 @@ def read_everywhere(model, tokenizer, special) -> list[list[int]]:
 @pytest.mark.parametrize(("info", "added"), RUNS.values(), ids=RUNS)
 def test_of_a_run(model, tokenizer, tmp_path, info, added):
     plain = tokenizer.encode("hi").tolist()
-    for found in read_everywhere(model, tokenizer, special_of_run(info, tmp_path, tokenizer)):
+    (tmp_path / "run.json").write_text(json.dumps({"config": {}, **info}))
+    run = jt.open_run(tmp_path)
+    run.tokenizer = tokenizer
+    for found in read_everywhere(model, tokenizer, run.special):
         assert found == ([256, *plain] if added else plain)
 
 
@@ -106,7 +110,7 @@ def test_of_a_published_folder(model, tokenizer, tmp_path):
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<none such>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 10]}))
-    special = special_of_folder(tmp_path / "tokenizer.json", tokenizer)
+    _, special = read_texts(files_beside(tmp_path / "tokenizer.json"), tokenizer, where="", added=True)
     assert read_everywhere(model, tokenizer, special) == [[256, *tokenizer.encode("hi").tolist()]] * 3
     reader = PromptReader(tokenizer, None, vocab_size=258, special=special)
     info = tokenizer_info(reader)

@@ -79,11 +79,6 @@ ROWS = {
         "the folder of an adapter",
     ),
     "load_config: no such config": (lambda: jt.load_config("quikstart"), "'quikstart'", "did you mean 'quickstart'"),
-    "load_config: one override": (
-        lambda: jt.load_config("quickstart", overrides="train.steps=3"),
-        "not 'train.steps=3'",
-        "overrides=['train.steps=100']",
-    ),
     "load_pretrained: no folder": (lambda: jt.load_pretrained("none"), "no folder none", "config.json"),
     "LoraConfig: an unknown key": (lambda: jt.LoraConfig(r=8), "'r'", "it takes rank"),
     "make_mesh: too many": (lambda: jt.make_mesh(data=16), "data=16", "--emulate 16"),

@@ -157,12 +157,6 @@ def text_rows(
     return _without_targets(columns, len(texts), fit=fit)
 
 
-def word_rows(tokens: FramedTokens, found: FramedWords, *, sequence_length: int, fit: bool = False) -> RaggedRows:
-    """Rows of words without targets, as `open_tagged_text` makes their inputs; `fit` as for `text_rows`."""
-    column = make_column(found.ids, length=sequence_length, fill=tokens.padding)
-    return _without_targets({"tokens": column}, len(found.ids), fit=fit)
-
-
 def _without_targets(columns: dict[str, Column], num_rows: int, *, fit: bool) -> RaggedRows:
     numbers, nothing = np.arange(num_rows), np.zeros(num_rows, np.int32)
     if fit:

@@ -31,7 +31,6 @@ class ExactMemory:
         capacity_bytes: what the compiler says the device has, where it says so.
         compile_seconds: what compiling took, tracing left out.
         host_bytes: in the host's memory for one device: state and activations that are offloaded.
-        lines: which options that are tried the program took or goes without, as a run says it.
     """
 
     state_bytes: int
@@ -40,7 +39,6 @@ class ExactMemory:
     capacity_bytes: int | None
     compile_seconds: float
     host_bytes: int = 0
-    lines: tuple[str, ...] = ()
 
 
 def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> ExactMemory:
@@ -58,7 +56,6 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     import jax
 
     from jaxtrain.plan.compilers.topology import compile_for
-    from jaxtrain.runtime.compiler import compile_trying
 
     step, batch = planned_step(config, workload, devices)
     on_host = step.state_on_host
@@ -67,24 +64,22 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     state_bytes = sharded_bytes(step.abstract_state) - host_bytes
     lowered = step.lower(batch)
     flags = _host_flags(on_host, batch, lowered)
-    tried = step.compiler_options.tried
     began = time.monotonic()
     try:
-        taken = compile_trying(lambda more: compile_for(devices[0], lowered, on_host=flags, options=more), tried)
+        compiled = compile_for(devices[0], lowered, on_host=flags)
     except jax.errors.JaxRuntimeError as error:
         used = _USED.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or used is None:
             raise
         peak, capacity = (round(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
-        lines = (f"compiler: gave up with {', '.join(tried)}, and without",) if tried else ()
-        return ExactMemory(state_bytes, peak, None, capacity, time.monotonic() - began, host_bytes, lines)
-    memory = taken.compiled.memory_analysis()
+        return ExactMemory(state_bytes, peak, None, capacity, time.monotonic() - began, host_bytes)
+    memory = compiled.memory_analysis()
     assert memory is not None, "every compiler that compile_for has gives it"
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = arguments + outputs + temporaries + memory.generated_code_size_in_bytes
     host_bytes = max(host_bytes, memory.host_argument_size_in_bytes) + memory.host_temp_size_in_bytes
-    return ExactMemory(state_bytes, peak, temporaries, None, time.monotonic() - began, host_bytes, taken.lines)
+    return ExactMemory(state_bytes, peak, temporaries, None, time.monotonic() - began, host_bytes)
 
 
 def planned_step(config: Config, workload: Workload, devices: list[Any] | None) -> "tuple[TrainStep, dict[str, Any]]":

@@ -15,12 +15,12 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.compiler import Value, out_of_cache
+from jaxtrain.runtime.compiler import out_of_cache
 
 if TYPE_CHECKING:
     import jax
@@ -84,7 +84,6 @@ def compile_for(
     lowered: "jax.stages.Lowered",
     *,
     on_host: Sequence[Sequence[bool]] | None = None,
-    options: Mapping[str, Value] | None = None,
 ) -> "jax.stages.Compiled":
     """Compile a program for compile-only devices.
 
@@ -92,7 +91,6 @@ def compile_for(
         device: one of the devices that the program was lowered for.
         lowered: as from `TrainStep.lower`.
         on_host: whether each argument, and each result, lies in the host's memory; None: none does.
-        options: for the compiler, beside those that the program was lowered with; None: there are none.
 
     Returns:
         What has `memory_analysis()`, of each device, and `as_text()`, but cannot be called.
@@ -105,7 +103,6 @@ def compile_for(
         _keep_on_host(lowered, *on_host)
     # Kernels are chosen by running them, and there is no card to run them on.
     chosen: dict[str, Any] = {"xla_gpu_autotune_level": "0"} if device.platform == "gpu" else {}
-    chosen |= options or {}
     with out_of_cache():
         return lowered.compile(compiler_options=chosen or None)
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtrain.config.kinds import PREFERENCES, check_roll_back, task_name
+from jaxtrain.config.kinds import PREFERENCES, task_name
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.optimizers import check_schedule
 from jaxtrain.config.schema import BLOCK_INPUT, Config
@@ -115,7 +115,6 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
             "precision.policy=fp8 is for linear layers, and a resnet has none: nothing would run in it; "
             "use precision.policy=bf16"
         )
-    check_roll_back(config.spikes, config.checkpoint)
     if config.optimizer.learning_rate is not None:
         # Of the run that the config describes: `--tokens` asks what others cost.
         check_schedule(config.optimizer.schedule, config.train.steps)

@@ -73,8 +73,7 @@ def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate
     answer = _compile(estimate)
     if "error" in answer:
         return dataclasses.replace(estimate, exact_missing=answer["error"])
-    exact = ExactMemory(**{**answer, "lines": tuple(answer.get("lines", ()))})  # a list, as JSON has it
-    after = dataclasses.replace(estimate, exact=exact, notes=(*estimate.notes, *exact.lines))
+    after = dataclasses.replace(estimate, exact=ExactMemory(**answer))
     return dataclasses.replace(after, advice=advise(after) if after.fits is False and after.unknown is None else ())
 
 

@@ -216,7 +216,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
         source = f"data.call={config.data.call}"
         sizes = sizes or _sizes_of_config(config)
     # A plan knows no task from Python, but a config may be meant for one.
-    check_kinds(config, own_task=True, unit=None if sizes is None else sizes.unit)
+    check_kinds(config, own_task=True, own_data=sizes is not None)
     model, given = config.model, sizes is not None
     sizes = sizes or _sizes_of_config(config)
     input_shape, vocab_size, num_outputs = sizes.input_shape, sizes.vocab_size, sizes.num_outputs
