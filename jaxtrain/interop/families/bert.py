@@ -9,18 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import (
-    HEAD_KEYS,
-    Family,
-    Key,
-    fixed,
-    ignored,
-    labels_of,
-    mapped,
-    own,
-    read_architecture,
-    read_labels,
-)
+from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
+from jaxtrain.interop.families.keys import HEAD_KEYS, Key, fixed, ignored, mapped, own
 from jaxtrain.interop.families.llama import head_kind
 from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed, prefixed, renamed
 from jaxtrain.interop.formats.hub import read_json

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import GELU_TANH, Family, Key, fixed, ignored, mapped, own, rope_keys
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.keys import GELU_TANH, Key, fixed, ignored, mapped, own, rope_keys
 from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder, mlp_blocks
 from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, all_names
 from jaxtrain.interop.formats.rope import read_rope, read_windows, write_rope, write_windows

@@ -6,7 +6,8 @@ Sources: Radford et al. 2019 (openai/gpt-2 hparams), and the config.json publish
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_tokens
+from jaxtrain.interop.families.family import Family, no_tokens
+from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped
 from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed, prefixed
 from jaxtrain.interop.formats.transforms import block, conv1d, copy, linear, vector
 

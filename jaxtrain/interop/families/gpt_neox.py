@@ -6,7 +6,8 @@ Sources: Black et al. 2022, Biderman et al. 2023, and the config.json published 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, own, rope_keys
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped, own, rope_keys
 from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed
 from jaxtrain.interop.formats.transforms import copy, interleaved, linear
 

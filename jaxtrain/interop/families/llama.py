@@ -7,16 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import (
-    HEAD_KEYS,
-    Family,
-    decoder_keys,
-    fixed,
-    labels_of,
-    read_labels,
-    rope_keys,
-    split_width,
-)
+from jaxtrain.interop.families.family import Family, labels_of, read_labels
+from jaxtrain.interop.families.keys import HEAD_KEYS, decoder_keys, fixed, rope_keys, split_width
 from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, in_layers
 from jaxtrain.interop.formats.transforms import copy, linear, vector
 

@@ -8,16 +8,8 @@ from typing import Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import llama
-from jaxtrain.interop.families.family import (
-    Family,
-    decoder_keys,
-    fixed,
-    ignored,
-    mapped,
-    own,
-    rope_keys,
-    split_width,
-)
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.keys import decoder_keys, fixed, ignored, mapped, own, rope_keys, split_width
 from jaxtrain.interop.formats.entries import Row
 
 _FIXED = dict(position="rotary", norm="rmsnorm", bias=False)

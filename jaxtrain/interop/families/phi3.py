@@ -7,17 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import (
-    Family,
-    decoder_keys,
-    fixed,
-    ignored,
-    mapped,
-    no_tokens,
-    own,
-    rope_keys,
-    split_width,
-)
+from jaxtrain.interop.families.family import Family, no_tokens
+from jaxtrain.interop.families.keys import decoder_keys, fixed, ignored, mapped, own, rope_keys, split_width
 from jaxtrain.interop.families.llama import ends, in_decoder
 from jaxtrain.interop.formats.entries import Entry, Row
 from jaxtrain.interop.formats.transforms import block, copy, linear

@@ -7,16 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import (
-    HEAD_KEYS,
-    Family,
-    fixed,
-    ignored,
-    labels_of,
-    own,
-    read_architecture,
-    read_labels,
-)
+from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
+from jaxtrain.interop.families.keys import HEAD_KEYS, fixed, ignored, own
 from jaxtrain.interop.formats.entries import Constant, Entry, Row
 from jaxtrain.interop.formats.transforms import convolution, copy, linear
 

@@ -6,16 +6,8 @@ Sources: Lozhkov et al. 2024, and the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import (
-    GELUS,
-    Family,
-    fixed,
-    ignored,
-    mapped,
-    no_tokens,
-    rope_keys,
-    split_width,
-)
+from jaxtrain.interop.families.family import Family, no_tokens
+from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped, rope_keys, split_width
 from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder
 from jaxtrain.interop.formats.entries import Entry, Row, biased
 from jaxtrain.interop.formats.transforms import copy, linear

@@ -6,7 +6,8 @@ Sources: Raffel et al. 2020, section 3.7; Chung et al. 2022; the config.json pub
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, fixed, ignored, mapped, own
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.keys import fixed, ignored, mapped, own
 from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, in_layers
 from jaxtrain.interop.formats.transforms import copy, linear
 

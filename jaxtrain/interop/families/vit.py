@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import (
-    HEAD_KEYS,
-    Family,
-    fixed,
-    ignored,
-    labels_of,
-    mapped,
-    read_architecture,
-    read_labels,
-)
+from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
+from jaxtrain.interop.families.keys import HEAD_KEYS, fixed, ignored, mapped
 from jaxtrain.interop.formats.entries import Entry, Row, Skipped, biased, in_layers, normed, prefixed
 from jaxtrain.interop.formats.hub import read_json
 from jaxtrain.interop.formats.transforms import linear, patches, reshaped

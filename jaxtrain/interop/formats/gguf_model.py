@@ -45,9 +45,9 @@ class _Keys:
 
     def number(self, key: str, default: float | None = None) -> Any:
         """Returns a number that is the same in every layer; it is 0 only where that is the default."""
-        value: Any = self.left.pop(key, default)
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            value = value[0]
+        found = self.left.pop(key, default)
+        same = isinstance(found, list) and found and all(one == found[0] for one in found)
+        value: Any = found[0] if same else found
         if type(value) not in (int, float) or not 0 <= value < math.inf or (value == 0 and default != 0):
             raise self.unsupported(key, value, "one number above 0, for all layers, is read")
         return value
