@@ -78,7 +78,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     cache = "auto" if config is None else config.compilation_cache
     distributed.start(emulate=arguments.emulate, compilation_cache=cache)
     main = distributed.is_main_process()
-    from jaxtrain.inference.harness.results import HEADER, shown_rows
+    from jaxtrain.inference.harness import HEADER, shown_rows
 
     progress = Progress(process_index=0 if main else 1)
     with own_code(config), progress, progress.phase("evaluating") as phase:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxtrain.commands.arguments import add_shared, count, process_count, step_number, tokens, whole
+from jaxtrain.commands.arguments import add_shared, count, process_count, step_number, tokens
 from jaxtrain.errors import ConfigError
 
 
@@ -118,17 +118,7 @@ def _use() -> None:
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times")
     add("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
-    form = parser.add_mutually_exclusive_group().add_argument
-    form("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
-    form("--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal")
-    add(
-        "--logprobs",
-        type=lambda text: whole(text, 0, 20),
-        nargs="?",
-        const=0,
-        metavar="K",
-        help="log-probability of each new token, and of the K likeliest ones in its place",
-    )
+    add("--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal")
     add("--special-tokens", action="store_true", help="show the special tokens that the model writes")
     add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 

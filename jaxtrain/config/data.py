@@ -206,7 +206,7 @@ class TextPairData(_LabelledData):
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
-class ChatData(_Tokenized, _Tokens, _RecordData):
+class ChatData(_Tokenized, _Tokens):
     """Conversations, written as text by the model's chat template; the loss is on the answers."""
 
     kind: Literal["chat"] = "chat"

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from jaxtrain.data.batches import Batch, in_dtypes
-from jaxtrain.data.masked import check_unmasked
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree import path_name
 
@@ -188,7 +187,6 @@ def _host(value: Any, where: str) -> Any:
         return {str(name): _host(entry, f"{where}.{name}") for name, entry in value.items()}
     if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple of arrays, as graph libraries have them
         return type(value)(*(_host(entry, where) for entry in value))
-    check_unmasked(value, where)
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint.digest import shard_sums
 from jaxtrain.config.schema import SpikesConfig
-from jaxtrain.data.row_names import row_name
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import CorruptionError
 from jaxtrain.metrics.progress import Progress
@@ -68,8 +67,7 @@ class BadSteps:
             numbers = run.batches.row_numbers(k)
             for place, entries in self._rows_with(run.step.loader(run.batches)(k))[:_LISTED]:
                 index = int(numbers[place])
-                source = row_name(run.data.train, index)
-                rows.append({"place": place, "not_finite": entries, "row": index, "source": source})
+                rows.append({"place": place, "not_finite": entries, "row": index})
             found |= {"batch_rows": numbers.tolist(), "rows": rows}
         path = self._run_dir / "nonfinite" / f"step_{number}.json"
         if jax.process_index() == 0:
@@ -97,8 +95,7 @@ class BadSteps:
 
 
 def _row_text(row: Mapping[str, Any]) -> str:
-    parts = [*filter(None, [row["source"]]), *(f"{entry} not finite" for entry in row["not_finite"])]
-    return f"{row['row']} ({', '.join(parts)})"
+    return f"{row['row']} ({', '.join(f'{entry} not finite' for entry in row['not_finite'])})"
 
 
 def _listed(texts: Iterable[str]) -> str:

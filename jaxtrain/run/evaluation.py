@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, Data, prefetch
-from jaxtrain.data.evaluated import evaluated_rows
+from jaxtrain.data.rows import evaluated_rows
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.metrics import MACRO
 from jaxtrain.models.model import ModelState, Params, parameter_shapes

@@ -14,8 +14,7 @@ from jaxtrain.config.files import read_run
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, published_from
 from jaxtrain.config.published import settings_of
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.inference.stablehlo.folder import check_flatbuffers, check_folder, write_program
-from jaxtrain.inference.stablehlo.program import make_program
+from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
 from jaxtrain.interop.peft import write_adapter
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.interop.save import Origin, companions, saved_dtypes, write_published

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError, DataError, UserError
-from jaxtrain.inference.harness.results import result_rows
-from jaxtrain.inference.harness.tokens import task_tokens
+from jaxtrain.inference.harness import result_rows, task_tokens
 from jaxtrain.run.open_model import open_model
 from jaxtrain.run.predict import tokenizer_of, writer_of
 
@@ -63,7 +62,7 @@ def evaluate_tasks(
         opened = writer_of(open_model(path, **how), answers=chat)
         from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
-        from jaxtrain.inference.harness.model import HarnessModel
+        from jaxtrain.inference.harness_model import HarnessModel
 
         form = opened.chat if chat else None
         tokens = task_tokens(tokenizer_of(opened), opened.special, form)

@@ -7,7 +7,7 @@ import jax
 
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.data import prefetch
-from jaxtrain.data.prefetch import queue_depth
+from jaxtrain.data.batches import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps, CheckedStep

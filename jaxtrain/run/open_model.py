@@ -19,11 +19,10 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.published import published_family, published_settings, settings_in, settings_of
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.formats import ChatFormat
+from jaxtrain.data.chat.templates import ChatFormat
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.server.served import Served
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.prompts import Served, SpecialTokens
 from jaxtrain.interop.families.bert import read_sentence_head
 from jaxtrain.interop.formats.entries import Entry
 from jaxtrain.interop.formats.hub import is_published, published_place, read_published_config, tokenizer_origin

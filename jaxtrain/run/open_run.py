@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxtrain.data import Data, Tokenizer
-    from jaxtrain.data.chat.formats import ChatFormat
-    from jaxtrain.inference.special import SpecialTokens
+    from jaxtrain.data.chat.templates import ChatFormat
+    from jaxtrain.inference.prompts import SpecialTokens
     from jaxtrain.metrics.figure import CurveFigure
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.sharded import ShardedModel
@@ -237,7 +237,7 @@ class OpenedRun:
 
     @functools.cached_property
     def _texts(self) -> "tuple[ChatFormat | None, SpecialTokens]":
-        from jaxtrain.data.chat.formats import files_beside, format_of_reading
+        from jaxtrain.data.chat.templates import files_beside, format_of_reading
         from jaxtrain.run.published import read_texts
 
         own, files = format_of_reading(self._trained_on.get("reading")), files_beside(self.run_dir / "tokenizer.json")

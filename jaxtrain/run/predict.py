@@ -20,23 +20,20 @@ from jaxtrain.config.data import ImageFolderData, ImageRecordsData, LabelledText
 from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.data import Batches, Data
-from jaxtrain.data.chat.formats import format_of_reading
+from jaxtrain.data.chat.templates import format_of_reading
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.images import centered_images, image_files, normalized
 from jaxtrain.data.sources.table_rows import read_input_columns
 from jaxtrain.data.sources.tables import scaled_like
-from jaxtrain.data.text.framed import framed_tokens, text_rows
+from jaxtrain.data.text.frame import framed_tokens, text_rows
 from jaxtrain.data.text.records import read_records, text_of
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError, UserError
 from jaxtrain.inference.chat import answer_ends, answer_questions, encode_questions
-from jaxtrain.inference.continued import continue_texts, default_new_tokens
-from jaxtrain.inference.decoding import decoder_of
-from jaxtrain.inference.generate import generate_text, room_for_new_tokens
-from jaxtrain.inference.prompts import encode_prompts, special_tokens
+from jaxtrain.inference.generate import Written, default_new_tokens, generate_text, write_texts
+from jaxtrain.inference.prompts import decoder_of, encode_prompts, room_for_new_tokens, special_tokens
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.written import Written, write_texts
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.parallel.division import batch_shards
@@ -249,8 +246,7 @@ def embeds(model: Any) -> bool:
 class Writing:
     """How texts are written.
 
-    `piece` tokens are between two looks (None: all), `top` alternatives get log-probabilities (None: there are none),
-    and with `beams` that many beginnings are followed for the most likely text, in place of random choices.
+    `piece` tokens are between two looks; None: all.
     """
 
     new_tokens: int | None
@@ -258,9 +254,7 @@ class Writing:
     seed: int = 0
     stop: Sequence[str] = ()
     skip_special_tokens: bool = True
-    top: int | None = None
     piece: int | None = 1
-    beams: int | None = None
 
 
 def write(writer: Any, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
@@ -268,11 +262,6 @@ def write(writer: Any, texts: Sequence[str], writing: Writing, *, answers: bool 
     tokenizer, model, params, special = tokenizer_of(writer), writer.sharded_model, writer.params, writer.special
     new_tokens, skip = writing.new_tokens, writing.skip_special_tokens
     chosen: dict[str, Any] = {"sampling": writing.sampling, "seed": writing.seed, "stop": writing.stop}
-    if writing.beams is not None:
-        chosen |= {"beams": writing.beams, "special": special, "skip_special_tokens": skip}
-        found = continue_texts(model, params, tokenizer, texts, new_tokens=new_tokens, **chosen)
-        yield from (Written(row, text, ended=True) for row, text in enumerate(found))
-        return
     if answers:
         assert writer.chat is not None
         tokens, room = encode_questions(model, tokenizer, writer.chat, texts)
@@ -287,7 +276,6 @@ def write(writer: Any, texts: Sequence[str], writing: Writing, *, answers: bool 
         for row, given in enumerate(encoded.given):
             if given:
                 yield Written(row, tokenizer.decode(given))
-    vocab_size, top = model.model.vocab_size, writing.top
     yield from write_texts(
         model,
         params,
@@ -297,7 +285,6 @@ def write(writer: Any, texts: Sequence[str], writing: Writing, *, answers: bool 
         stop_tokens=ends,
         hidden=special_tokens(tokenizer) if skip else (),
         begins=begins,
-        top=top if top is None or vocab_size is None else min(top, vocab_size),
         piece=writing.piece,
         **chosen,
     )

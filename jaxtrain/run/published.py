@@ -11,18 +11,16 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Tokenizer, load_tokenizer
-from jaxtrain.data.chat.formats import (
+from jaxtrain.data.chat.templates import (
     ChatFormat,
     files_beside,
     format_of_reading,
     published_format,
     published_tokens,
 )
-from jaxtrain.data.special import NamedTokens
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.prompts import encoder_prompts
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.interop.families.family import label_names
 from jaxtrain.interop.formats.hub import read_published_config, tokenizer_origin
 from jaxtrain.interop.save import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.data import Data
-from jaxtrain.data.entries import with_entry
+from jaxtrain.data.rows import with_entry
 from jaxtrain.errors import CheckpointError, DataError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import write_bytes_atomic

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import refusal
-from jaxtrain.data.masked import check_unmasked
 from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
@@ -152,7 +151,6 @@ def check_leaves(batch: Mapping[str, Any], *, of_shapes: bool) -> None:
         DataError: names one with masked entries.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
-        check_unmasked(leaf, f"the batch holds {path_name(path)}")
         dtype = getattr(leaf, "dtype", None)
         in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
         is_number = isinstance(leaf, int | float) and not of_shapes and not in_list

@@ -300,14 +300,6 @@ def test_files_of_one_format_come_before_those_of_the_next(tmp_path):
     assert [file.name for file in found] == ["10.jsonl", "2.jsonl", "z.jsonl", "b.parquet"]
 
 
-def test_images_without_a_class_are_named(tmp_path):
-    names = {"info": {"features": {"label": {"names": ["ant", "bee"], "_type": "ClassLabel"}}}}
-    table = pyarrow.table({"image": [png(i) for i in range(4)], "label": [0, 1, -1, 0]})
-    write_stream(tmp_path / "a.arrow", table.replace_schema_metadata({"huggingface": json.dumps(names)}))
-    with pytest.raises(DataError, match="row 3 column 'label' is -1, by which other libraries mark a row"):
-        open_data({"kind": "images", "path": str(tmp_path / "a.arrow"), "image_size": 8})
-
-
 def test_a_local_copy_holds_nothing_else(tmp_path):
     class Store:
         is_one_file = False

@@ -1,12 +1,10 @@
 """Every source gives the rows, shapes and description it promises."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.config.data import (
     Component,
@@ -21,10 +19,7 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.documents import open_documents
-from jaxtrain.data.row_names import row_name
-from jaxtrain.data.rows import ConcatenatedRows, MappedRows, SelectedRows, selected_rows
-from jaxtrain.data.tokens import token_dtype
+from jaxtrain.data.tokens import open_documents, token_dtype
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.train.assemble import assemble, open_run_data
 
@@ -314,29 +309,3 @@ def test_other_images_keep_the_class_numbers(tmp_path):
     assert data.num_outputs == 3
     with pytest.raises(DataError, match="dog is a class that the run does not have"):
         open_data(config, reading={**reading, "classes": ["bird", "cat"]})
-
-
-def test_rows_of_a_table_are_those_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    path.write_text("x,y\n" + "".join(f"{i},{2 * i}\n" for i in range(20)))
-    data = jt.open_data(
-        {"kind": "table", "path": str(path), "target": "y", "standardize": False, "validation_fraction": 0.2},
-        task="regression",
-    )
-    for number in range(len(data.train)):
-        value = int(data.train[number]["inputs"][0])
-        assert row_name(data.train, number) == f"row {value + 1} of {path}"
-
-
-def test_names_go_through_what_rows_are_made_into(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("0123456789" * 20)
-    data = jt.open_data({"kind": "text", "path": str(text), "tokenizer": {"kind": "byte"}}, sequence_length=8)
-    rows = data.train
-    assert row_name(rows, 3) == "tokens 24 to 32 of its source"
-    assert row_name(SelectedRows(rows, np.array([5, 3])), 1) == "tokens 24 to 32 of its source"
-    assert row_name(MappedRows(rows, lambda row, _: row), 3) == "tokens 24 to 32 of its source"
-    assert row_name(ConcatenatedRows([selected_rows(rows, np.arange(4)), rows]), 7) == "tokens 24 to 32 of its source"
-    assert row_name(rows.map(lambda row: row), 3) == "tokens 24 to 32 of its source"
-    assert row_name(jt.ArrayRows({"x": np.ones(3)}), 1) is None
-    assert row_name(rows.shuffle(seed=0), 3) is None

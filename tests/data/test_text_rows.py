@@ -8,9 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxtrain.data import open_data
-from jaxtrain.data.text.frame import Frame, fill_frame
-from jaxtrain.data.text.framed import framed_texts, framed_tokens, framed_words
-from jaxtrain.data.text.ragged import take
+from jaxtrain.data.text.frame import Frame, fill_frame, framed_texts, framed_tokens, framed_words
 from jaxtrain.data.tokenizer import BpeTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 
@@ -113,7 +111,7 @@ def test_pairs_are_truncated_as_the_tokenizers_library_does(tmp_path):
     for length in (9, 10):
         model.enable_truncation(length, strategy="longest_first")
         column = framed_texts(tokens, pairs, sequence_length=length)[0]["tokens"]
-        rows = take(column, np.arange(len(pairs)))
+        rows = column.take(np.arange(len(pairs)))
         for pair, row in zip(pairs, rows.tolist(), strict=True):
             expected = model.encode(*pair).ids
             assert row == [*expected, *[PAD] * (length - len(expected))], pair

@@ -8,18 +8,17 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenData, TokenizerConfig
-from jaxtrain.data import Batches, open_data, prefetch
+from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenizerConfig
 from jaxtrain.data import files as data_files
-from jaxtrain.data.documents import open_documents
+from jaxtrain.data import open_data
 from jaxtrain.data.files import find_files
-from jaxtrain.data.row_names import row_name
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.sources.prepare import prepare_tokens
+from jaxtrain.data.tokens import open_documents
 from jaxtrain.errors import DataError
 
 PIL = pytest.importorskip("PIL.Image")
@@ -42,9 +41,10 @@ def images(folder: Path, **keys: Any) -> ImageFolderData:
     return ImageFolderData(path=str(folder), **keys)
 
 
-def place(rows: Any, name: str) -> int:
-    """The row of an image; the split into training and evaluation has shuffled them."""
-    return next(i for i in range(len(rows)) if (row_name(rows, i) or "").endswith(name))
+def shuffled(folder: Path) -> list[Path]:
+    """The images of the training rows; the split into training and evaluation has shuffled them."""
+    files = sorted(folder.rglob("*.png"))
+    return [files[i] for i in split_examples(len(files), validation_fraction=0.0, label="images")[0]]
 
 
 @pytest.mark.parametrize("augment", [False, True])
@@ -60,7 +60,7 @@ def test_the_next_good_image_takes_the_place_of_a_bad_one_in_any_order_of_readin
     for i in reversed(range(24)):  # as a resumed run, or another process, which has not seen the rows before
         np.testing.assert_array_equal(backwards.train[i]["inputs"], read[i]["inputs"])
         assert backwards.train[i]["targets"] == read[i]["targets"]
-    numbers = [int(Path(row_name(forwards.train, i) or "").stem) for i in range(12)]
+    numbers = [int(path.stem) for path in shuffled(folder)]
     for i in range(len(numbers)):
         following = [*numbers[i:], *numbers]
         taken = next(other for other in following if other not in bad)
@@ -109,9 +109,6 @@ def test_bad_lines_of_a_table_are_left_out_and_keep_the_names_of_the_others(tmp_
     data = open_data(TableData(path=str(path), validation_fraction=0.0, standardize=False, **SKIP))
     assert data.skipped[0].count == 3
     assert len(data.train) == 10
-    places = {float(data.train[i]["inputs"][0]): data.train.name_of(i).split(" of ")[0] for i in range(10)}  # pyright: ignore
-    assert places[2.0] == "row 3"
-    assert places[3.0] == "row 6"
 
 
 def test_a_run_records_what_it_skipped(tmp_path, capsys):
@@ -204,24 +201,13 @@ def test_pipes_and_devices_are_refused_and_links_in_circles_end(tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_one_line(tmp_path):
     folder = image_folder(tmp_path / "images")
     rows = open_data(images(folder, **SKIP)).train
-    number = place(rows, "02.png")
+    number = next(i for i, path in enumerate(shuffled(folder)) if path.name == "02.png")
     (folder / "0" / "02.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"02\.png of \d+ bytes changed to 0 while it was being read"):
         rows[number]
     (folder / "0" / "02.png").unlink()
     with pytest.raises(DataError, match=r"02\.png cannot be read any more \(No such file or directory\)"):
         rows[number]
-
-    (tmp_path / "a.txt").write_text("some words of a text " * 2000)
-    prepare_tokens(TextData(path=str(tmp_path / "a.txt")), tmp_path / "tokens", tokens_per_shard=20_000)
-    data = open_data(TokenData(path=str(tmp_path / "tokens"), sequence_length=16))
-    batches = Batches(data.train, 4, seed=0, shuffle=False)
-    shardings = dict.fromkeys(batches.spec(), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    shard = tmp_path / "tokens" / "shard-00001.bin"
-    os.truncate(shard, 0)  # reading on would end the process with SIGBUS
-    assert data.train[0]["inputs"].shape == (16,)
-    with pytest.raises(DataError, match=r"shard-00001\.bin of 40,000 bytes changed to 0"):
-        batches.load(len(batches) - 1, shardings)
 
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"text": "fine"}\n' * 5)
@@ -231,25 +217,6 @@ def test_a_file_that_changes_while_it_is_read_is_one_line(tmp_path):
         file.write('{"text": "grown"}\n')
     with pytest.raises(DataError, match="changed to"):
         list(reading)
-
-
-@pytest.mark.parametrize(
-    ("raised", "wanted", "match"),
-    [
-        (SystemExit(0), DataError, r"reading batch 2 raised SystemExit\(0\)"),
-        (MemoryError(), DataError, "batch 2 does not fit into the memory"),
-        (KeyError(), KeyError, "^$"),
-    ],
-    ids=["exit", "memory", "its own error"],
-)
-def test_what_a_function_of_the_data_may_raise(raised, wanted, match):
-    def load(k: int) -> dict[str, Any]:
-        if k == 2:
-            raise raised
-        return {"k": k}
-
-    with pytest.raises(wanted, match=match):
-        list(prefetch(load, 0, 5))
 
 
 CHANGES = {

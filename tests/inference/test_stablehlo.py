@@ -10,9 +10,8 @@ import pytest
 from jax import export
 
 import jaxtrain as jt
-from jaxtrain.inference.stablehlo.folder import FILES, write_program
-from jaxtrain.inference.stablehlo.program import make_program
-from jaxtrain.inference.stablehlo.read import read_weights
+from jaxtrain.inference.read_program import read_weights
+from jaxtrain.inference.stablehlo import FILES, make_program, write_program
 
 SMALL = {"num_layers": 2, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32}
 DECODER = {"kind": "transformer", **SMALL, "max_sequence_length": 16}

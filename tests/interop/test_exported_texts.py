@@ -9,8 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.config.published import settings_of
-from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
-from jaxtrain.data.chat.templates import compile_template, render
+from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.inference.chat import answer_ends
 from jaxtrain.interop.save import Origin, Texts, companions, write_published

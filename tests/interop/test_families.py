@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain import load_pretrained, save_pretrained
 from jaxtrain.config.published import settings_of
-from jaxtrain.inference.generate import Sampling, make_generator
+from jaxtrain.inference.decoding import generate_ids
+from jaxtrain.inference.sampling import Sampling
 from jaxtrain.interop.formats.safetensors import open_folder
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.tensors import floats_of, gathered, plan_tensors
@@ -130,8 +132,9 @@ def test_answers_token_for_token(name):
         prompt, lengths = wanted["tokens"], wanted["attention_mask"].sum(1).astype(np.int32)
         generated = generated[:, 1:]
     new = generated.shape[1]
-    generate = make_generator(pretrained.model, new_tokens=new, sampling=Sampling(temperature=0))
-    found = generate(pretrained.params, prompt.astype(np.int32), lengths, jax.random.key(0))
+    sharded = jt.shard_model(pretrained.model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    prompts = [row[:length].astype(np.int32) for row, length in zip(prompt, lengths, strict=True)]
+    found = generate_ids(sharded, pretrained.params, prompts, new_tokens=new, sampling=Sampling(temperature=0))
     np.testing.assert_array_equal(found, generated)
 
 

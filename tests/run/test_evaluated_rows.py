@@ -12,7 +12,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config import load_config
-from jaxtrain.data.evaluated import evaluated_numbers
+from jaxtrain.data.permutation import evaluated_numbers
 from jaxtrain.data.rows import mean_tokens, selected_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.evaluation import Evaluator, held_out_rows

@@ -16,7 +16,7 @@ import pytest
 from training_runs import losses, rows
 
 import jaxtrain as jt
-from jaxtrain.data.evaluated import evaluated_numbers
+from jaxtrain.data.permutation import evaluated_numbers
 from jaxtrain.data.sources.given import data_of
 from jaxtrain.data.stream import BatchStream
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import jaxtrain as jt
 from jaxtrain.config import load_config
-from jaxtrain.data.examples import split_examples
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.run.run import run_config
 
 FEW_STEPS = {

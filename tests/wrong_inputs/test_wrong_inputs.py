@@ -83,7 +83,7 @@ ROWS = {
     "LoraConfig: an unknown key": (lambda: jt.LoraConfig(r=8), "'r'", "it takes rank"),
     "make_mesh: too many": (lambda: jt.make_mesh(data=16), "data=16", "--emulate 16"),
     "open_data: an unknown kind": (lambda: jt.open_data({"kind": "digit"}), "'digit'", "did you mean 'digits'"),
-    "open_data: another template": (lambda: chats(template="chatnl"), "data.template=chatnl", "chatml or plain"),
+    "open_data: another template": (lambda: chats(template="chatnl"), "chatnl does not exist", "chatml or plain"),
     "open_data: no file": (lambda: chats(path="chats.jsonl"), "data.path chats.jsonl", "the nearest existing path"),
     "open_run: no run": (lambda: jt.open_run("runs/none"), "runs/none", "run"),
     "Remat: an unknown policy": (lambda: jt.Remat("ful"), "'ful'", "not one of none, full"),

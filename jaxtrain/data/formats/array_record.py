@@ -8,8 +8,7 @@ from typing import Any
 
 from jaxtrain.data.files import FileState
 from jaxtrain.data.formats.reader import Cells, Column, check_columns, missing_cell
-from jaxtrain.data.json_line import json_object
-from jaxtrain.data.skipped import BadRecordError
+from jaxtrain.data.skipped import BadRecordError, json_object
 from jaxtrain.errors import DataError
 
 # The column of records that are text.

@@ -7,8 +7,7 @@ import numpy as np
 
 from jaxtrain.data.files import BYTE_ORDER_MARK, FileState, decode_utf8, read_file, read_lines
 from jaxtrain.data.formats.reader import Cells, Column, missing_cell, missing_column
-from jaxtrain.data.json_line import json_object
-from jaxtrain.data.skipped import BadRecordError
+from jaxtrain.data.skipped import BadRecordError, json_object
 from jaxtrain.errors import DataError
 
 # The column of a text file, which is one row.

@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxtrain.config.data import DocumentsData, JsonlData
 from jaxtrain.data.compression import UNPACKING_ERRORS, damaged, open_unpacked
-from jaxtrain.data.documents import line_document, open_documents, read_document
 from jaxtrain.data.files import MAX_LINE_BYTES, file_state, find_files
 from jaxtrain.data.formats.opened import DataFile, find_rows, open_file
 from jaxtrain.data.formats.parquet import ParquetReader
@@ -17,7 +16,7 @@ from jaxtrain.data.formats.reader import pass_over
 from jaxtrain.data.skipped import NAMED, BadRecordError, without_advice
 from jaxtrain.data.sources.texts import TextSource, text_of_row
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.data.tokens import divided, encode_stream, token_dtype
+from jaxtrain.data.tokens import divided, encode_stream, line_document, open_documents, read_document, token_dtype
 from jaxtrain.errors import DataError
 
 # Text of a block: enough to use a process for a second, and little enough that several wait in memory.

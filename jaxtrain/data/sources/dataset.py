@@ -1,5 +1,6 @@
 """The data of a run from any source: rows by index, their shapes, and the values that identify them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -28,7 +29,6 @@ from jaxtrain.config.data import (
 )
 from jaxtrain.config.schema import TaskName
 from jaxtrain.data.batches import check_rows
-from jaxtrain.data.examples import Examples
 from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.sources.parts import Part, RowForm, describe, row_form, row_length, spans, split, tokenizer_lines
@@ -43,7 +43,7 @@ from jaxtrain.runtime.call import call_function
 if TYPE_CHECKING:
     import grain
 
-    from jaxtrain.data.rows import Rows
+    from jaxtrain.data.rows import Examples, Rows
 
 
 @dataclass(frozen=True)
@@ -242,13 +242,12 @@ def _synthetic_tokens(config: SyntheticData, sequence_length: int, seed: int) ->
 
 
 def _token_data(parts: Sequence[Part], form: RowForm, *, weights: Sequence[float] | None) -> Data:
-    from jaxtrain.data.rows import ConcatenatedRows
-    from jaxtrain.data.token_rows import TokenRows
+    from jaxtrain.data.rows import ConcatenatedRows, TokenRows
 
     sequence_length, noise = form.length, form.noise
 
     def rows(source: TokenSource, span: Span) -> "Rows":
-        return TokenRows(source.segments, span=span, sequence_length=form.stream_length, files=source.files)
+        return TokenRows(source.segments, span=span, sequence_length=form.stream_length)
 
     def hidden(rows: "Rows", seed: int) -> "Rows":
         return rows if noise is None else corrupted(rows, noise, seed=seed)
@@ -333,47 +332,39 @@ def _text_data(
             found = open_tagged_text(config, sequence_length=sequence_length, reading=reading)
         case TextPairData():
             found = open_text_pairs(config, sequence_length=sequence_length)
+    return _encoded_data(found, (sequence_length,))
+
+
+def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
+    """The data of conversations or of pairs of answers."""
+    from jaxtrain.data.chat.rows import open_chat
+
+    pairs = gives_pairs(config, task)
+    scored = pairs and task == "reward"
+    found = open_chat(config, sequence_length=sequence_length, pairs=pairs, scored=scored, reading=reading)
+    return _encoded_data(found, (2, sequence_length) if pairs else (sequence_length,))
+
+
+def _encoded_data(found: "Examples", input_shape: tuple[int, ...]) -> Data:
+    assert found.tokenizer is not None
     return Data(
         train=found.train,
         validation=found.validation,
         fingerprint=found.identity,
         vocab_size=found.tokenizer.vocab_size,
         num_outputs=found.num_outputs,
-        input_shape=(sequence_length,),
+        input_shape=input_shape,
         unit="tokens",
-        units_per_row=sequence_length + (found.decoder_length or 0),
+        units_per_row=math.prod(input_shape) + (found.decoder_length or 0),
         tokenizer=found.tokenizer,
         description=found.description,
         reading=found.reading,
         decoder_length=found.decoder_length,
-    )
-
-
-def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
-    """The data of conversations or of pairs of answers."""
-    from jaxtrain.data.chat.source import open_chat
-
-    pairs = gives_pairs(config, task)
-    scored = pairs and task == "reward"
-    found = open_chat(config, sequence_length=sequence_length, pairs=pairs, scored=scored, reading=reading)
-    return Data(
-        train=found.train,
-        validation=found.validation,
-        fingerprint=found.identity,
-        vocab_size=found.tokenizer.vocab_size,
-        num_outputs=None,
-        input_shape=(2, sequence_length) if pairs else (sequence_length,),
-        unit="tokens",
-        units_per_row=2 * sequence_length if pairs else sequence_length,
-        tokenizer=found.tokenizer,
-        description=found.description,
-        reading=found.reading,
         counts=found.counts,
-        skipped=() if found.skipped is None else (found.skipped,),
     )
 
 
-def _example_data(examples: Examples) -> Data:
+def _example_data(examples: "Examples") -> Data:
     sizes = [len(examples.train), 0 if examples.validation is None else len(examples.validation)]
     return Data(
         train=examples.train,

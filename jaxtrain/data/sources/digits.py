@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 
 from jaxtrain.config.data import DigitsData
-from jaxtrain.data.examples import Examples, split_examples
-from jaxtrain.data.rows import ArrayRows
+from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import ArrayRows, Examples
 from jaxtrain.errors import DataError
 
 # Mean and standard deviation of all pixels, whose range is 0 to 16.

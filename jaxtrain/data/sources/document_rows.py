@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DocumentsData, added_tokens
-from jaxtrain.data.end_of_text import named_end
-from jaxtrain.data.examples import split_examples
 from jaxtrain.data.formats.opened import find_rows, open_rows
 from jaxtrain.data.formats.reader import Reader, good_value
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.rows import Row, Rows
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
 from jaxtrain.data.sources.parts import tokenizer_lines
 from jaxtrain.data.sources.texts import documents_of, text_of_row
-from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
+from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, encode_all, named_end, tokenizer_sha256
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import grain
 import numpy as np
 
 from jaxtrain.config.data import ImageRecordsData
-from jaxtrain.data.examples import Examples, matching_reading, split_examples
 from jaxtrain.data.formats.arrow import with_names
 from jaxtrain.data.formats.opened import DataFile, find_rows, named_classes, open_file, open_rows, pass_over_file
 from jaxtrain.data.formats.reader import Cells, Reader, good_value, missing_column
-from jaxtrain.data.rows import grain_seed
+from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import Examples, grain_seed, matching_reading
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
 from jaxtrain.data.sources.images import Box, center_box, few, flipped, image_row, random_box, read_part
-from jaxtrain.data.text.labels import check_labelled, class_name, class_names, numbered, saved_classes, unlabelled
+from jaxtrain.data.text.records import class_name, class_names, numbered, saved_classes
 from jaxtrain.errors import DataError
 
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "image.jpg", "image_bytes", "image/encoded")
@@ -55,16 +55,13 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
         # A shard may hold .jpg beside .png; a row of both is read as the first row is.
         read = ";".join(dict.fromkeys([image, *_IMAGES]))
     reader = open_rows(files, [("image", read)], label=config.path)
-    found, places = _labels(files, label)
+    found = _labels(files, label)
     own = saved_classes(matching_reading(reading, kind=config.kind), config.kind)
     named = named_classes(files[0], label)
-    without = unlabelled(found, own or named)
-    labelled = [name for name, is_left in zip(found, without, strict=True) if not is_left]
-    classes = class_names(labelled, label=config.path, known=own, named=named)
+    classes = class_names(found, label=config.path, known=own, named=named)
     if own is None and len(classes) < 2:
         raise DataError(f"{config.path} has images of one class ('{classes[0]}'); set data.label to another column")
-    targets = np.zeros(len(found), np.int32)
-    targets[~without] = numbered(labelled, classes)
+    targets = numbered(found, classes)
     if len(parts) > 1:
         first = sum(len(open_file(file, [("label", label)])) for file in parts[0])
         train, validation = np.arange(first), np.arange(first, len(targets))
@@ -72,9 +69,6 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
         train, validation = split_examples(
             len(targets), validation_fraction=config.validation_fraction, label=config.path
         )
-    if own is None:
-        check_labelled([found[i] for i in train], without[train], lambda i: places[train[i]], column=label)
-    train, validation = train[~without[train]], validation[~without[validation]]
     skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
     readers = [_Images(reader, read, targets, side, config.image_size, skipped) for side in (train, validation)]
     numbers = [grain.MapDataset.source(range(len(side))) for side in (train, validation)]
@@ -119,16 +113,15 @@ def _columns(config: ImageRecordsData, reader: Reader) -> tuple[str, str]:
     return chosen[0], chosen[1]
 
 
-def _labels(files: Sequence[DataFile], column: str) -> tuple[list[str], list[str]]:
-    """Returns the class of each image, and where it is: a pass over the column of the classes alone."""
-    found, places = [], []
+def _labels(files: Sequence[DataFile], column: str) -> list[str]:
+    """Returns the class of each image: a pass over the column of the classes alone."""
+    found = []
     for file in files:
         names = named_classes(file, column)
         for where, row in pass_over_file(file, [("label", column)]):
             value = row[column] if names is None else with_names(row[column], names)
             found.append(class_name(value, where=where, column=column))
-            places.append(where)
-    return found, places
+    return found
 
 
 class _Images:

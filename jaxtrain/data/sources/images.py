@@ -12,9 +12,9 @@ import grain
 import numpy as np
 
 from jaxtrain.config.data import ImageFolderData
-from jaxtrain.data.examples import Examples, matching_reading, split_examples
 from jaxtrain.data.files import FileState, file_state, files_below, require_folder
-from jaxtrain.data.rows import grain_seed
+from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import Examples, grain_seed, matching_reading
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
 from jaxtrain.errors import DataError
 

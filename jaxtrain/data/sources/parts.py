@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from jaxtrain.config.data import Corruption, DocumentsData, JsonlData, MixtureData, TextData, TokenData
-from jaxtrain.data.end_of_text import end_lines
 from jaxtrain.data.text.corrupt import Noise, noise_of, stream_length
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtrain.data.tokens import Span, TokenSource, split_tokens
@@ -122,6 +121,6 @@ def describe(part: Part, *, share: float | None) -> str:
 
 
 def tokenizer_lines(tokenizer: Tokenizer | None, vocab_size: int) -> list[str]:
-    """Returns a line about a tokenizer, and one about what ends documents where it is not what its kind says."""
+    """Returns a line about a tokenizer."""
     kind = "none" if tokenizer is None else "bytes" if isinstance(tokenizer, ByteTokenizer) else "byte-level BPE"
-    return [f"tokenizer: {kind}, {vocab_size:,} ids", *end_lines(tokenizer)]
+    return [f"tokenizer: {kind}, {vocab_size:,} ids"]

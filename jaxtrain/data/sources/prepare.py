@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import added_tokens
-from jaxtrain.data.end_of_text import end_lines
 from jaxtrain.data.formats.opened import DataFile
 from jaxtrain.data.remote import with_local_paths
 from jaxtrain.data.skipped import NAMED, skipped_records
@@ -102,8 +101,6 @@ def prepare_tokens(
             identity = _identity(config, files, tokens_per_shard)
             state = _resumed(partial, identity)
             tokenizer = _tokenizer(config, partial, is_resumed=state is not None)
-            for line in end_lines(tokenizer):
-                print_remark(line)
             state = state or _State(identity)
             write_json_atomic(partial / _PROGRESS, state.to_json())
             shards = _Shards(partial, tokenizer, tokens_per_shard, state)

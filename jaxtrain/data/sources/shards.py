@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import TokenData
-from jaxtrain.data.files import file_state, require_file, require_folder
+from jaxtrain.data.files import require_file, require_folder
 from jaxtrain.data.formats.reader import sampled_sha256
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.data.tokens import TokenSource, check_tokens
@@ -67,12 +67,10 @@ def shard_source(config: TokenData) -> TokenSource:
     metadata = _read_metadata(folder)
     segments = []
     identity = []
-    files = []
     dtype = np.dtype(metadata.dtype).newbyteorder("<")
     for shard in metadata.shards:
         path = require_file(folder / shard.file, what="token shard")
-        files.append(file_state(path))
-        size = files[-1].num_bytes
+        size = path.stat().st_size
         if size != shard.num_tokens * dtype.itemsize:
             raise DataError(
                 f"token shard {path} has {size} bytes, {METADATA} says {shard.num_tokens * dtype.itemsize}; "
@@ -93,7 +91,6 @@ def shard_source(config: TokenData) -> TokenSource:
         label=str(folder),
         num_documents=metadata.num_documents,
         identity={"kind": "tokens", "shards": identity, "tokenizer_sha256": metadata.tokenizer_sha256},
-        files=tuple(files),
     )
 
 

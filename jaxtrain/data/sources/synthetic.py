@@ -3,8 +3,7 @@
 import numpy as np
 
 from jaxtrain.config.data import SyntheticData
-from jaxtrain.data.examples import Examples
-from jaxtrain.data.rows import ArrayRows, Row, Rows
+from jaxtrain.data.rows import ArrayRows, Examples, Row, Rows
 from jaxtrain.data.tokens import TokenSource, token_dtype
 
 # Constant, because synthetic data is one data set: the run's seed decides only the order of its rows.

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.csv_rows import csv_rows, stripped_header
 from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
 from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRows, input_columns
 from jaxtrain.data.sources.table_targets import as_known_classes, target_of
-from jaxtrain.data.text.numbers import TRUTH, number_in
+from jaxtrain.data.text.records import TRUTH, csv_rows, number_in, stripped_header
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.terminal import print_remark
 

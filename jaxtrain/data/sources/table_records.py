@@ -15,7 +15,7 @@ from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
 from jaxtrain.data.sources.table_columns import AskedColumns, FirstText, TableRows, input_columns
 from jaxtrain.data.sources.table_targets import target_of
-from jaxtrain.data.text.numbers import float_of
+from jaxtrain.data.text.records import float_of
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.terminal import print_remark
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.data.text.labels import number_of
-from jaxtrain.data.text.records import column_names, read_records
+from jaxtrain.data.text.records import column_names, number_of, read_records
 from jaxtrain.errors import DataError
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxtrain.data.skipped import BadRecordError
 from jaxtrain.data.sources.table_columns import TableRows
-from jaxtrain.data.text.numbers import exact_number, number_in
+from jaxtrain.data.text.records import exact_number, number_in
 from jaxtrain.errors import DataError
 
 _MAX_CLASSES = 1000

@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data.archives import check_archive
-from jaxtrain.data.examples import Examples, matching_reading, split_examples
 from jaxtrain.data.files import COMPRESSED_SUFFIXES, check_is_text, require_file
-from jaxtrain.data.row_names import NamedRows
-from jaxtrain.data.rows import ArrayRows
+from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import ArrayRows, Examples, matching_reading
 from jaxtrain.data.skipped import SkippedRecords, skipped_records
 from jaxtrain.data.sources.table_columns import AskedColumns, TableRows
 from jaxtrain.data.sources.table_csv import read_csv
@@ -25,7 +24,6 @@ from jaxtrain.data.sources.table_targets import (
     numbered_classes,
     target_array,
 )
-from jaxtrain.data.text.numbers import check_steps
 from jaxtrain.data.text.records import row_files
 from jaxtrain.errors import DataError
 
@@ -104,9 +102,8 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     else:
         num_outputs = len(names)
         task = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-    numbers = train if table.numbers is None else table.numbers[train]
     return Examples(
-        train=NamedRows({"inputs": inputs[train], "targets": targets[train]}, label=table.label, numbers=numbers),
+        train=ArrayRows({"inputs": inputs[train], "targets": targets[train]}),
         validation=ArrayRows({"inputs": inputs[validation], "targets": targets[validation]})
         if len(validation)
         else None,
@@ -242,8 +239,6 @@ def _targets(table: _Table, *, known: Sequence[str] | None, is_new: bool) -> tup
             )
         columns = values.astype(np.float64).reshape(len(values), -1)
         _check_float32(columns, label=table.label, what="target")
-        if is_new:
-            check_steps(columns, table.label)
         return columns.astype(np.float32), None
     return numbered_classes(values, table.label, known=known)
 

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
-from jaxtrain.data.documents import Documents, open_documents
 from jaxtrain.data.formats.opened import DataFile, find_rows, pass_over_file
 from jaxtrain.data.formats.reader import Cells
 from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, skipped_records, without_advice
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.data.tokens import TokenSource, encoded_source
+from jaxtrain.data.tokens import Documents, TokenSource, encoded_source, open_documents
 
 # The sources whose texts become tokens.
 TextSource = TextData | JsonlData | DocumentsData

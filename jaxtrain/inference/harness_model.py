@@ -9,12 +9,10 @@ from typing import Any
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.chat.templates import compile_template, render
+from jaxtrain.data.chat.templates import ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import tokenizer_sha256
-from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.inference.harness.asked import AskedModel
-from jaxtrain.inference.harness.tokens import TaskTokens
+from jaxtrain.errors import DataError
+from jaxtrain.inference.harness import AskedModel, TaskTokens
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 
@@ -31,14 +29,8 @@ class HarnessModel(LM):
     Every process of a run asks the same and gets the same answers, so that to the harness there is one.
 
     Args:
-        sharded_model: predicts the next token.
-        params: as the model stores them, on its mesh; also quantized.
-        model_state: of the model.
-        tokens: turns texts into ids, see `task_tokens`.
+        sharded_model, params, model_state, tokens, rows, seed, report: as for `AskedModel`.
         form: how chats are written, for tasks that ask in chats; None: there is no template.
-        rows: rows of a batch, at most; None: from their lengths for log-likelihoods, and 8 per device for answers.
-        seed: of answers that are sampled.
-        report: receives what is computed, and how many of its requests are done.
 
     Raises:
         ConfigError: the model does not predict the next token of a text, or the template has an error.
@@ -62,30 +54,15 @@ class HarnessModel(LM):
         self._template = None if form is None else compile_template(form, today=datetime.date.today())
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Scores continuations, see `AskedModel.score_continuations`.
-
-        Args:
-            requests: `args` of each are (context, continuation).
-            disable_tqdm: of the interface; there is no bar.
-        """
+        """Scores continuations, see `AskedModel.score_continuations`."""
         return self._asked.score_continuations([_pair(one) for one in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Scores whole texts, see `AskedModel.score_texts`.
-
-        Args:
-            requests: `args` of each are (text,).
-            disable_tqdm: of the interface; there is no bar.
-        """
+        """Scores whole texts, see `AskedModel.score_texts`."""
         return self._asked.score_texts([text for (text,) in (one.args for one in requests)])
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers contexts up to a stop, see `AskedModel.answer`.
-
-        Args:
-            requests: `args` of each are (context, settings).
-            disable_tqdm: of the interface; there is no bar.
-        """
+        """Answers contexts up to a stop, see `AskedModel.answer`."""
         tasks = ", ".join(dict.fromkeys(str(one.task_name) for one in requests))
         return self._asked.answer([_pair(one) for one in requests], task=tasks)
 
@@ -109,11 +86,10 @@ class HarnessModel(LM):
                 beginning of an answer, and the text ends with it.
 
         Raises:
-            ConfigError: the model has no template, or it fails.
+            ConfigError: the template fails.
             DataError: the template refuses the messages, or writes the beginning of an answer in other words.
         """
-        if self._template is None:
-            raise ConfigError("the model has no chat template; leave --chat out")
+        assert self._template is not None, "the harness writes chats where a template was given"
         where = "a chat of the task"
         text = render(self._template, chat_history, prompt=add_generation_prompt, where=where).text
         if add_generation_prompt:
