@@ -136,9 +136,9 @@ def broken_laws(name, tree):
     """What a file does that none may."""
     found = []
     for node in ast.walk(tree):
-        # A private import breaks with any release; plan/compilers/topology.py says why it needs one.
+        # A private import breaks with any release; plan/topology.py says why it needs one.
         module = node.module if isinstance(node, ast.ImportFrom) else ""
-        if (module or "").startswith("jax._src") and name != "jaxtrain.plan.compilers.topology":
+        if (module or "").startswith("jax._src") and name != "jaxtrain.plan.topology":
             found.append(f"line {node.lineno}: imports jax._src")
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

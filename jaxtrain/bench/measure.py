@@ -20,9 +20,8 @@ from jaxtrain import __version__
 from jaxtrain.config import Loaded
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
-from jaxtrain.plan.search.own_step import own_functions
-from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.plan.workload.record import Workload
+from jaxtrain.plan.estimate import own_functions
+from jaxtrain.plan.workload import Workload, describe_workload
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.cluster import detect_cluster
 from jaxtrain.runtime.devices import FORMATS, peak_flops, usable_cores

@@ -17,8 +17,8 @@ from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
-from jaxtrain.plan.compilers.exact import batch_shapes, stand_in_batches
-from jaxtrain.plan.workload.record import Workload
+from jaxtrain.plan.compile import batch_shapes, stand_in_batches
+from jaxtrain.plan.workload import Workload
 from jaxtrain.run.loop import StepClock
 from jaxtrain.train.assemble import build_step, open_run_data
 from jaxtrain.train.batch import BatchSource

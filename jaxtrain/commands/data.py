@@ -38,11 +38,10 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         nonlocal last
         if time.monotonic() - last >= 10:
             last = time.monotonic()
-            share = f"{found.position / found.total:.0%}, " if found.total else ""
-            print_remark(f"encoding: {share}{found.documents:,} documents, {found.tokens:,} tokens")
+            print_remark(f"encoding: {found.documents:,} documents, {found.tokens:,} tokens")
 
     folder = local_path(arguments.output, what="--output")
-    made = prepare_tokens(source, folder, workers=arguments.workers, progress=show)
+    made = prepare_tokens(source, folder, progress=show)
     print_remark(
         f"documents: {made['num_documents']:,}, tokens: {made['num_tokens']:,} of {made['vocab_size']:,} ids "
         f"({made['dtype']}), files: {len(made['shards']):,}"

@@ -278,8 +278,6 @@ def _planning() -> None:
     )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    add("--epochs", type=float, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
-    add("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
     add("--checkpoint-minutes", type=float, metavar="N", help="time between saves on spot devices")
     add("--interruptions-per-day", type=float, metavar="N", help="per spot node; default: 1")
     add("--downtime", type=float, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
@@ -324,12 +322,6 @@ def _look() -> None:
     parser.example = "data prepare quickstart -o tokens"
     add_shared(parser, "config", "overrides")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
-    parser.add_argument(
-        "--workers",
-        type=count,
-        metavar="N",
-        help="processes that encode; default: the cores, where there is enough text",
-    )
 
     parser = _verb("data show", "show rows as the model sees them, and which tokens have a loss", "data.run_show")
     parser.example = "data show quickstart data.kind=chat --rows 1"

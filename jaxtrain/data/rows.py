@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from jaxtrain.data.permutation import evaluated_numbers, permuted
-from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
@@ -34,7 +33,7 @@ Order = Callable[[np.ndarray], np.ndarray]
 class Examples:
     """Rows of a source, and what `Data` says of them; see there.
 
-    `identity` is for the fingerprint, and `skipped` counts the bad records (None: a bad record is an error).
+    `identity` is for the fingerprint.
     """
 
     train: grain.MapDataset
@@ -44,7 +43,6 @@ class Examples:
     num_outputs: int | None = None
     input_shape: tuple[int, ...] = ()
     reading: dict[str, Any] | None = None
-    skipped: SkippedRecords | None = None
     tokenizer: Tokenizer | None = None
     decoder_length: int | None = None
     counts: dict[str, int] | None = None

@@ -11,16 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
-from jaxtrain.data.files import BYTE_ORDER_MARK, FileState, decode_utf8, file_state, find_files, read_file, read_lines
 from jaxtrain.data.permutation import num_held_out
-from jaxtrain.data.skipped import (
-    NAMED,
-    BadRecordError,
-    SkippedRecords,
-    json_object,
-    skipped_records,
-    without_advice,
-)
+from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.tokenizer import BpeTokenizer, Tokenizer, build_tokenizer, encode_all, named_end, tokenizer_sha256
 from jaxtrain.errors import DataError
 
@@ -44,74 +36,11 @@ class Documents:
     skipped: SkippedRecords | None = None
 
 
-def open_documents(config: TextData | JsonlData) -> Documents:
-    """Finds the documents of a source; calling their `read` reads them.
-
-    Raises:
-        DataError: A file is missing or empty. `read` raises it where a file is not UTF-8 or not JSON lines.
-    """
-    if config.path is None:
-        assert isinstance(config, TextData)
-        if config.builtin is None:
-            raise DataError("data.path and data.builtin are both null; set one, such as data.builtin=python_prose")
-        if config.builtin == "python_prose":
-            return Documents("built-in python_prose", (), _read_prose)
-        return Documents(f"built-in python_source of Python {sys.version.split()[0]}", (), _read_source)
-    files = find_files(config.path, suffix=".jsonl" if isinstance(config, JsonlData) else ".txt")
-    sizes = tuple((name, path.stat().st_size) for name, path in files)
-    states = [file_state(path) for _, path in files]
-    if isinstance(config, TextData):
-        return Documents(config.path, sizes, lambda: map(read_document, states))
-    skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
-    return Documents(config.path, sizes, lambda: _read_jsonl(states, field=config.field, skipped=skipped), skipped)
-
-
-def read_document(state: FileState) -> str:
-    """Returns the text of a file."""
-    content = read_file(state.path)
-    state.check()
-    return decode_utf8(content, path=state.path).removeprefix(BYTE_ORDER_MARK)
-
-
-def _read_jsonl(states: list[FileState], *, field: str, skipped: SkippedRecords | None) -> Iterator[str]:
-    """Yields the documents; bad lines are left out and counted where `skipped` is given."""
-    num_lines = num_bad = 0
-    named: list[str] = []
-    for state in states:
-        offset = 0
-        for number, line in enumerate(read_lines(state.path), start=1):
-            try:
-                text = line_document(line, field=field, path=state.path, number=number, offset=offset)
-            except BadRecordError as error:
-                if skipped is None:
-                    raise
-                num_lines, num_bad, text = num_lines + 1, num_bad + 1, None
-                named += [without_advice(error)] if len(named) < NAMED else []
-            offset += len(line)
-            if text is not None:
-                num_lines += 1
-                yield text
-        # A pass for the tokenizer and a pass for the ids must see the same.
-        state.check()
-    if skipped is not None:
-        skipped.set(named, num_bad, of=num_lines)
-
-
-def line_document(line: bytes, *, field: str, path: Path, number: int, offset: int) -> str | None:
-    """Returns the text of a line of JSON, None where it is empty; number (from 1) and first byte are for messages.
-
-    Raises:
-        BadRecordError: It is no object of JSON, or holds no text in this field.
-    """
-    text = decode_utf8(line, path=path, offset=offset).strip().removeprefix(BYTE_ORDER_MARK).strip()
-    if not text:
-        return None
-    where = f"{path}:{number}"
-    record = json_object(text, where=where)
-    if not isinstance(record.get(field), str):
-        keys = ", ".join(map(str, record)) or "none"
-        raise BadRecordError(f"{where} has no text in the field '{field}' (it has: {keys}); set data.field")
-    return record[field]
+def builtin_documents(name: str) -> Documents:
+    """Returns `python_prose`, the language reference, or `python_source`, the standard library, of this Python."""
+    if name == "python_prose":
+        return Documents("built-in python_prose", (), _read_prose)
+    return Documents(f"built-in python_source of Python {sys.version.split()[0]}", (), _read_source)
 
 
 def _read_prose() -> Iterator[str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
     from jaxtrain.models.task import Task
-    from jaxtrain.train.own_step import OwnStep
+    from jaxtrain.train.assemble import OwnStep
     from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None

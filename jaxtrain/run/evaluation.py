@@ -22,17 +22,16 @@ from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, Sums, Task
 from jaxtrain.models.task_sums import calling_sums, task_sums
-from jaxtrain.parallel.division import batch_shards, step_microbatches
+from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
 from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
-from jaxtrain.train.checks import check_task
-from jaxtrain.train.given_state import check_not_donated
-from jaxtrain.train.parallelism import Parallelism, check_stages, make_pipeline, microbatches
+from jaxtrain.train.checks import check_parts
+from jaxtrain.train.parallelism import Parallelism, make_pipeline, microbatches
 from jaxtrain.train.pipelined import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState
-from jaxtrain.train.step import TrainStep
+from jaxtrain.train.step import TrainStep, check_not_donated
 
 # A mean over nothing is NaN; a scalar metric is a float, a vector one a NumPy array.
 Means = dict[str, Any]
@@ -73,10 +72,10 @@ class Evaluator:
             self._sharded_model, self._task, self._pipeline = step.sharded_model, step.task, step.pipeline
             self.feed, options = step.feed, step.compiler_options
         else:
-            check_task(task)
+            check_parts(task=task)
             assert task is not None
             mesh = step.mesh
-            check_stages(task, mesh)
+            check_task_stages(mesh.shape, task=task.name, calls_model=task.calls_model, rows=task.rows)
             self._sharded_model, self._task = step, task
             self._pipeline = make_pipeline(step.model, step.layout, parallelism or Parallelism(), 1)
             self.feed = BatchFeed(step, task, microbatches(self._pipeline, 1))

@@ -22,9 +22,8 @@ from jaxtrain.run.record import RunRecord
 from jaxtrain.run.restore import describe_start, start_of, trained_leaves
 from jaxtrain.run.resume import own_parts, run_metadata
 from jaxtrain.runtime import distributed
-from jaxtrain.train.assemble import assemble, open_run_data
+from jaxtrain.train.assemble import OwnStep, assemble, open_run_data
 from jaxtrain.train.base import without_base
-from jaxtrain.train.own_step import OwnStep
 
 # Rows of what is not there are made up: nothing is trained on them.
 _MADE_UP_ROWS, _LONGEST_ROW = 64, 512

@@ -277,8 +277,7 @@ class OpenedRun:
         if self._own_model is None:
             _check_evaluable(self.info, self.run_dir, "model")
         distributed.start(compilation_cache=self.config.compilation_cache)
-        from jaxtrain.train.assemble import build_sharded_model
-        from jaxtrain.train.output_scale import with_output_scale
+        from jaxtrain.train.assemble import build_sharded_model, with_output_scale
 
         config, sizes, saved = self.config, dict[str, Any](input_shape=()), self._trained_on
         if self._own_model is None:

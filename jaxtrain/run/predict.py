@@ -24,8 +24,7 @@ from jaxtrain.data.chat.templates import format_of_reading
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.images import centered_images, image_files, normalized
-from jaxtrain.data.sources.table_rows import read_input_columns
-from jaxtrain.data.sources.tables import scaled_like
+from jaxtrain.data.sources.tables import read_input_columns, scaled_like
 from jaxtrain.data.text.frame import framed_tokens, text_rows
 from jaxtrain.data.text.records import read_records, text_of
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer

@@ -41,11 +41,8 @@ from jaxtrain.runtime.agreement import Facts, together
 from jaxtrain.runtime.compiler import cache_folder, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 from jaxtrain.runtime.distributed import is_main_process
-from jaxtrain.train.assemble import Run, assemble, open_run_data
+from jaxtrain.train.assemble import OwnStep, Run, assemble, open_run_data
 from jaxtrain.train.base import BaseRecord, without_base
-from jaxtrain.train.option_checks import check_jit
-from jaxtrain.train.own_step import OwnStep
-from jaxtrain.train.parallelism import pipeline_notes
 from jaxtrain.train.state import TrainState
 
 _STATUS: dict[type[BaseException], str] = {
@@ -76,7 +73,6 @@ def prepare_session(
     activity: Activity,
 ) -> Session:
     """Make every part of a run; what was opened is closed again where a later part cannot be made."""
-    check_jit()
     spent = TimeSpent(during=activity.during)
     with spent.measure("reading data"):
         run = together(lambda: _assembled(loaded, given, progress), says=_facts)
@@ -239,7 +235,6 @@ def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> lis
         f"compiled programs: {cache_folder(config.compilation_cache) or 'not kept'}",
         f"run directory: {run_dir}",
         *mesh_notes(mesh),
-        *pipeline_notes(step.pipeline),
         *option_notes(step.compiler_options, asked=config.compiler_options),
         *notes,
         *([unused] if unused else []),

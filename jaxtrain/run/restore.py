@@ -26,13 +26,18 @@ from jaxtrain.models.quantize import quantize, quantized_bytes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import LossScale
 from jaxtrain.runtime.tree import path_name
-from jaxtrain.train.assemble import Run
+from jaxtrain.train.assemble import OwnStep, Run
 from jaxtrain.train.base import KEPT, BaseRecord, base_of, describe_base, with_base, without_base
-from jaxtrain.train.own_step import OwnStep
-from jaxtrain.train.placement import average_shapes
 from jaxtrain.train.spikes import first_history
 from jaxtrain.train.start import restore_base
-from jaxtrain.train.state import EvaluationState, TrainState, averaged_model_state, merge_leaves, select_leaves
+from jaxtrain.train.state import (
+    EvaluationState,
+    TrainState,
+    average_shapes,
+    averaged_model_state,
+    merge_leaves,
+    select_leaves,
+)
 from jaxtrain.train.step import TrainStep
 
 

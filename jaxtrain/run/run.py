@@ -123,14 +123,10 @@ def run_config(
     watchdog = limits(loaded.config.watchdog)
     lost = None if watchdog is None else watchdog.lost_seconds
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
-    from jaxtrain.train.checks import check_data, check_model, check_optimizer, check_task
-    from jaxtrain.train.own_step import OwnStep, check_shown
+    from jaxtrain.train.assemble import OwnStep
+    from jaxtrain.train.checks import check_parts
 
-    check_shown(learning_rate)
-    checks = {"model": check_model, "task": check_task, "data": check_data, "optimizer": check_optimizer}
-    for part, check in checks.items():
-        if given[part] is not None:
-            check(given[part])
+    check_parts(**given)
     if optimizer is None and learning_rate is not None:
         raise ConfigError(
             "learning_rate= is what the metrics show of optimizer=, which is not given; for the config's optimizer set "
@@ -138,8 +134,8 @@ def run_config(
         )
     own_step = OwnStep(optimizer=optimizer, learning_rate=learning_rate)
     if loaded.config.parallel.auto:
-        from jaxtrain.plan.search.auto import choose_layout
-        from jaxtrain.plan.workload.describe import RowSizes
+        from jaxtrain.plan.search import choose_layout
+        from jaxtrain.plan.workload import RowSizes
 
         sizes = None
         if data is not None:

@@ -12,7 +12,7 @@ from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, reda
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import config_degrees, resolve_degrees
 from jaxtrain.parallel.division import check_rows, step_microbatches
-from jaxtrain.plan.cost.spot import young_interval
+from jaxtrain.plan.cost import young_interval
 from jaxtrain.run.directory import folder_of, run_folder
 
 # Where the pods find the file of a config.

@@ -11,8 +11,8 @@ from jaxtrain.bench import measure
 from jaxtrain.bench.measure import NoStepError, start_seconds
 from jaxtrain.config import load_config
 from jaxtrain.config.schema import LoggingConfig
-from jaxtrain.plan.compilers.exact import batch_shapes
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.compile import batch_shapes
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.train.assemble import build_step
 
 TINY = ["model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.max_sequence_length=16"]

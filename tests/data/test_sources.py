@@ -19,7 +19,8 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.tokens import open_documents, token_dtype
+from jaxtrain.data.sources.texts import documents_of
+from jaxtrain.data.tokens import token_dtype
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.train.assemble import assemble, open_run_data
 
@@ -87,7 +88,6 @@ SOURCES = {
     "breast_cancer": lambda folder: TableData(path="builtin:breast_cancer"),
     "synthetic tokens": lambda folder: SyntheticData(num_rows=40),
     "synthetic images": lambda folder: SyntheticData(task="images", num_rows=40, image_size=8),
-    "synthetic table": lambda folder: SyntheticData(task="table", num_rows=40),
     "mixture": mixture,
 }
 
@@ -266,20 +266,6 @@ def test_train_and_val_folders_are_the_splits(tmp_path):
     assert (len(data.train), len(data.validation), data.num_outputs) == (12, 11, 2)
 
 
-def test_a_folder_beside_train_is_named_and_classes_may_have_any_name(tmp_path):
-    write_images(tmp_path / "parts" / "train")
-    write_images(tmp_path / "parts" / "validation")
-    data = open_data(ImageFolderData(path=str(tmp_path / "parts"), image_size=8, validation_fraction=0.25))
-    assert (len(data.train), len(data.validation)) == (9, 3)
-    assert any(line.startswith("not read: validation/ beside train/") for line in data.description)
-    # Folders that hold images themselves are classes, whatever they are called.
-    classes = write_images(tmp_path / "classes")
-    (classes / "cat").rename(classes / "test")
-    (classes / "dog").rename(classes / "training")
-    data = open_data(ImageFolderData(path=str(classes), image_size=8, validation_fraction=0.25))
-    assert data.reading["classes"] == ["test", "training"]
-
-
 def test_a_mixture_of_texts_trains_one_tokenizer(tmp_path):
     config = MixtureData(
         components=(
@@ -297,8 +283,8 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text("some words", encoding="utf-8-sig")
     lines.write_text('{"text": "some words"}\n', encoding="utf-8-sig")
-    assert list(open_documents(TextData(path=str(text))).read()) == ["some words"]
-    assert list(open_documents(JsonlData(path=str(lines))).read()) == ["some words"]
+    assert list(documents_of(TextData(path=str(text))).read()) == ["some words"]
+    assert list(documents_of(JsonlData(path=str(lines))).read()) == ["some words"]
 
 
 def test_other_images_keep_the_class_numbers(tmp_path):
@@ -307,5 +293,5 @@ def test_other_images_keep_the_class_numbers(tmp_path):
     data = open_data(config, reading=reading)
     assert {int(data.train[i]["targets"]) for i in range(len(data.train))} == {1, 2}
     assert data.num_outputs == 3
-    with pytest.raises(DataError, match="dog is a class that the run does not have"):
+    with pytest.raises(DataError, match="dog is a class that training does not have"):
         open_data(config, reading={**reading, "classes": ["bird", "cat"]})

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data import open_data
-from jaxtrain.data.sources.table_rows import read_input_columns
+from jaxtrain.data.sources.tables import read_input_columns
 from jaxtrain.errors import DataError
 
 
@@ -22,19 +22,15 @@ def lines(*rows):
 
 STRAY = lines("a,y", *(f"{i},cat" for i in range(9)), '9,"dog', *(f"{i},cat" for i in range(10, 30)))
 
-# Content of a.csv, more keys, what is said; {0} is the path.
+# Content of a.csv, more keys, what is said.
 QUOTES = {
-    "never closed": (
-        STRAY,
-        {},
-        "{0}:11 opens a quote that is not closed before line",
-    ),
+    "never closed": (STRAY, {}, "close the quote that runs to line 31"),
     "closed by the next one": (
         lines("a,y", '1,"cat', "2,dog", '3,"cat', "4,dog"),
         {"on_bad_record": "skip"},
-        "{0}:2 opens a quote that is not closed before line 4 ends",
+        "close the quote that runs to line 4",
     ),
-    "text after it": (lines("a,y", "1,cat", '2,"do"g'), {}, "{0}:3 is not CSV"),
+    "text after it": (lines("a,y", "1,cat", '2,"do"g'), {}, "a.csv:3 is not CSV"),
 }
 
 
@@ -44,7 +40,7 @@ def test_a_stray_quote_takes_no_rows_with_it(name, tmp_path):
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path / "a.csv", **more)
-    assert str(caught.value).startswith(said.format(tmp_path / "a.csv"))
+    assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -116,11 +112,11 @@ MIXED = {
 @pytest.mark.parametrize("name", MIXED)
 def test_a_text_among_numbers_makes_no_classes_of_them(name, form, tmp_path):
     numbers, classes = MIXED[name]
-    path, where = with_gap(form, tmp_path, numbers)
+    path, _ = with_gap(form, tmp_path, numbers)
     if classes is None:
         with pytest.raises(DataError) as caught:
             rows_of(path)
-        assert str(caught.value).startswith(f"{where} column 'y' is 'NA', and 40 of 41 targets are numbers")
+        assert "has 40 numbers among 41 targets, beside 'NA'" in str(caught.value)
         assert len(rows_of(path, task="classification").reading["classes"]) == 41
     else:
         assert rows_of(path).reading["classes"] == classes
@@ -131,7 +127,7 @@ def test_the_row_numbers_of_pandas_are_no_input(tmp_path, capsys):
     path.write_text(lines(",a,b,species", *(f"{i},{i % 3},{i % 5},{'xy'[i % 2]}" for i in range(20))))
     data = rows_of(path)
     assert data.reading["columns"] == ["a", "b"]
-    assert "the first column has no name" in capsys.readouterr().err
+    assert "a column without a name" in capsys.readouterr().err
     named = rows_of(path, columns=["", "a"])
     assert named.reading["columns"] == ["", "a"]
 

@@ -260,7 +260,7 @@ WRONG = {
     "no label": ("a.csv", "text,label\nx,\n", {}, r"a.csv:2 column 'label' has no value"),
     "a short line": ("a.csv", "text,label\nx\n", {}, r"a.csv:2 has 1 fields, the header has 2"),
     "no rows": ("a.csv", "text,label\n", {}, r"a.csv has no rows"),
-    "another format": ("a.txt", "x\n", {}, r"is no .csv, .jsonl or .parquet file"),
+    "another format": ("a.txt", "x\n", {}, r"a.txt has no column 'label'"),
     "no number": ("a.csv", "text,label\nx,abc\n", {"task": "regression"}, r"column 'label' is 'abc', not a number"),
     "no room": ("a.csv", "text,label\nx,1\n", {"sequence_length": 2}, r"has no room beside 2 special tokens"),
 }

@@ -28,7 +28,7 @@ from jaxtrain.models.shipped.transformer import transformer
 from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.make_step import make_train_step
+from jaxtrain.train.step import make_train_step
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=13, max_sequence_length=6)
 # Inits for these keys compile five times faster than for the default kind.

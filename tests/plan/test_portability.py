@@ -94,12 +94,12 @@ def compile_row(name: str) -> dict[str, Any]:
     from jaxtrain.models.shipped.build import build_model
     from jaxtrain.models.tasks import language_modeling
     from jaxtrain.parallel.programs import collectives, crosses
-    from jaxtrain.plan.compilers.topology import compile_for, topology_devices
+    from jaxtrain.plan.topology import compile_for, topology_devices
     from jaxtrain.remat.policy import Remat
     from jaxtrain.runtime import distributed
     from jaxtrain.runtime.compiler import record_choices
-    from jaxtrain.train.make_step import make_train_step
     from jaxtrain.train.parallelism import Parallelism
+    from jaxtrain.train.step import make_train_step
 
     distributed.start(emulate=1)
     target, degrees, keys, options, _ = {**ROWS, **ACTIVATIONS}[name]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.data import PYTHON_DOCS
-from jaxtrain.data.formats.opened import find_rows, pass_over_file
+from jaxtrain.data.formats.open import find_rows, pass_over_file
 from jaxtrain.errors import DataError
 
 # What a template reads: {"role": ..., "content": ...} and whatever else the file gives.

@@ -294,11 +294,6 @@ def text_rows(
     return _without_targets(columns, fit=fit)
 
 
-def word_rows(tokens: FramedTokens, found: FramedWords, *, sequence_length: int, fit: bool = False) -> RaggedRows:
-    """Rows of words without targets, as `open_tagged_text` makes their inputs; `fit` as for `text_rows`."""
-    return _without_targets({"tokens": make_column(found.ids, length=sequence_length, fill=tokens.padding)}, fit=fit)
-
-
 def _without_targets(columns: dict[str, Column], *, fit: bool) -> RaggedRows:
     numbers = np.arange(len(columns["tokens"].starts) - 1)
     if fit:

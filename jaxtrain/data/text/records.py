@@ -1,24 +1,16 @@
 """Columns of a .csv file or of a file of any format of rows, and the texts, numbers and classes in them."""
 
-import csv
-import io
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.arguments import local_path
-from jaxtrain.data.compression import plain_suffix
-from jaxtrain.data.files import BYTE_ORDER_MARK, MAX_LINE_BYTES, decode_utf8, read_file, require_file
 from jaxtrain.data.formats.arrow import with_names
-from jaxtrain.data.formats.opened import SUFFIXES, DataFile, find_rows, named_classes, pass_over_file
-from jaxtrain.data.formats.reader import Column, missing_column
-from jaxtrain.data.skipped import BadRecordError
+from jaxtrain.data.formats.open import DataFile, find_rows, named_classes, pass_over_file
+from jaxtrain.data.formats.reader import Column
 from jaxtrain.errors import DataError
 
 # Truth values as pandas writes them into CSV files; in Parquet and JSON they are 1 and 0 too.
@@ -46,111 +38,32 @@ def read_records(path: str, columns: Sequence[Column], *, what: str, named: str 
     Raises:
         DataError: The file is missing, empty or of another format, or a row lacks a column.
     """
-    files = row_files(path, what=what)
-    records = list(_csv_records(path, columns, what) if files is None else _format_records(files, columns, named))
+    records = list(_rows(find_rows(path, what=what), columns, named))
     if not records:
         raise DataError(f"{what} {path} has no rows; give a file with at least one")
     return records
 
 
 def column_names(path: str, *, what: str) -> list[str]:
-    """Returns the columns of a file as `read_records` takes it; of .jsonl those of its first row."""
-    files = row_files(path, what=what)
-    if files is None:
-        names = stripped_header(next(_csv_of(path, what), ("", []))[1])
-    else:
-        names = list(next(pass_over_file(files[0], None), ("", {}))[1])
+    """Returns the columns of the first row of a file as `read_records` takes it."""
+    names = list(next(pass_over_file(find_rows(path, what=what)[0], None), ("", {}))[1])
     if not names:
         raise DataError(f"{what} {path} has no rows; give a file with at least one")
     return names
 
 
-def row_files(path: str, *, what: str) -> tuple[DataFile, ...] | None:
-    """Returns the files of rows that a file, a folder or a glob names; None: it is none of a known format."""
-    root = local_path(path, what=what, error=DataError).expanduser()
-    suffix = plain_suffix(root)
-    return find_rows(path, what=what) if root.is_dir() or (suffix in SUFFIXES and suffix != ".txt") else None
-
-
 def declared_classes(path: str, column: str, *, what: str) -> list[str] | None:
     """Returns the names of the classes that the first of a path's files gives for a column; None: it gives none."""
-    files = row_files(path, what=what)
-    return named_classes(files[0], column) if files else None
+    return named_classes(find_rows(path, what=what)[0], column)
 
 
-def _format_records(files: Sequence[DataFile], columns: Sequence[Column], named: str | None) -> Iterator[Record]:
+def _rows(files: Sequence[DataFile], columns: Sequence[Column], named: str | None) -> Iterator[Record]:
     for file in files:
         names = named_classes(file, named) if named else None
         for where, found in pass_over_file(file, columns):
             if names and named:
                 found[named] = with_names(found[named], names)
             yield Record(where, tuple(found[name] for _, name in columns))
-
-
-def _csv_of(path: str, what: str) -> Iterator[tuple[str, list[str]]]:
-    file = require_file(path, what=what)
-    if file.suffix not in (".csv", ".tsv"):
-        raise DataError(f"{what} {file} is no .csv, .jsonl or .parquet file; convert it, or rename it")
-    return csv_rows(decode_utf8(read_file(file), path=file).removeprefix(BYTE_ORDER_MARK), path=file)
-
-
-def _csv_records(path: str, columns: Sequence[Column], what: str) -> Iterator[Record]:
-    rows = _csv_of(path, what)
-    header = stripped_header(next(rows, ("", []))[1])
-    columns = [(key, name if name in header else name.strip()) for key, name in columns]
-    for key, name in columns:
-        if name not in header:
-            raise missing_column(f"{path}:1", key, name, header)
-    places = [header.index(name) for _, name in columns]
-    for where, row in rows:
-        if len(row) != len(header):
-            raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
-        yield Record(where, tuple(row[place] for place in places))
-
-
-def csv_rows(
-    text: str, *, path: Path, bad: Callable[[BadRecordError], None] | None = None
-) -> Iterator[tuple[str, list[str]]]:
-    """Yields (file with the line or lines, fields) of the rows of CSV text; empty lines are left out.
-
-    A line below the header that is no CSV goes to `bad`; None: it is an error.
-
-    Raises:
-        BadRecordError: A line is no CSV.
-        DataError: A quote runs over several lines and is closed wrongly, or nowhere: the rows between are lost.
-    """
-    # A field may be a whole document. The limit is one of the process, so it is raised only.
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-    # What separates the names of a header: the most frequent of comma, tab and semicolon outside of quotes.
-    header = re.sub(r'"[^"]*"', "", text.lstrip("\r\n").partition("\n")[0])
-    # Without `strict`, a field with an unclosed quote takes in the rest of the file.
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=max(",\t;", key=header.count))
-    is_header = True
-    while True:
-        first = reader.line_num + 1
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            fix = 'write a quote (") that is part of a text twice in a field within quotes'
-            if str(error) == "unexpected end of data" or first != reader.line_num:
-                raise DataError(
-                    f"{path}:{first} opens a quote that is not closed before line {reader.line_num} ends; {fix}"
-                ) from None
-            found = BadRecordError(f"{path}:{first} is not CSV ({error}); {fix}")
-            if bad is None or is_header:
-                raise found from None
-            bad(found)
-            continue
-        if row is None:
-            return
-        if row:
-            is_header = False
-            yield f"{path}:{first}" if first == reader.line_num else f"{path}:{first}-{reader.line_num}", row
-
-
-def stripped_header(header: Sequence[str]) -> list[str]:
-    """Returns names of columns without the spaces around them, as in `a, b, y`."""
-    return [name.strip() for name in header]
 
 
 def text_of(value: Any, *, where: str, column: str) -> str:
