@@ -150,7 +150,7 @@ def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
         (("import", "elsewhere", "-o", "run"), "is a run already"),
         (("export", "run", "-o", "out"), "not empty"),
         (("export", "run", "-o", "more", "--max-shard-size", "big"), "5GB"),
-        (("export", "none", "-o", "more"), "no run at none"),
+        (("export", "none", "-o", "more"), "none is not a run"),
     ):
         answer = cli(*words)
         assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
