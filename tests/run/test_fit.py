@@ -281,7 +281,7 @@ class Table:
 WRONG = {
     "a table of pandas": (dict(data=Table()), r"a Table of pandas.*data=\(table\[\['a', 'b'\]\].to_numpy"),
     "an array": (dict(data=X), r"data is an array \[96, 8\]; give a dict of arrays"),
-    "three arrays": (dict(data=(X, Y, Y)), "data is a tuple of 3, not a pair"),
+    "three arrays": (dict(data=(X, Y, Y)), "data is a tuple; give a dict of arrays"),
     "a generator function": (dict(data=batches_of), "data is a function .batches_of.; call it first"),
     "no rows": (dict(data=(X[:0], Y[:0])), "data has no rows"),
     "text in a row": (dict(data=[{"inputs": X[0], "targets": "a"}]), "row 0 of data holds 'targets' of type text"),
