@@ -62,7 +62,7 @@ def open_data(
             from jaxtrain.data.sources.builtin import open_digits
 
             return open_digits(opened)
-        case SyntheticData(task="images"):
+        case SyntheticData(task="images" | "table"):
             from jaxtrain.data.sources.builtin import open_synthetic_examples
 
             return open_synthetic_examples(opened)
