@@ -165,9 +165,9 @@ def _pages() -> None:
         help="published folder (config.json, safetensors), a .gguf file, or an adapter of PEFT",
     )
     add_shared(parser, "overrides")
-    add("-o", "--output", metavar="RUN_DIR", help="directory of the run to make; --check needs none")
+    add("-o", "--output", required=True, metavar="RUN_DIR", help="directory of the run to make")
     add("--base", metavar="FOLDER", help="published model that an adapter is of")
-    add_shared(parser, "--check", "--emulate")
+    add_shared(parser, "--emulate")
 
     parser = _verb(
         "export", "write a checkpoint of a run as a published folder, which other tools open", "published.run_export"
@@ -195,7 +195,7 @@ def _pages() -> None:
         choices=("nf4",),
         help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
     )
-    add_shared(parser, "--step", "--check", "--emulate")
+    add_shared(parser, "--step", "--emulate")
 
     parser = _verb("report", "draw the page of a run again, or one page about several runs or a sweep", "report.run")
     parser.example = "report runs/first runs/second --output compare.html"

@@ -300,7 +300,7 @@ class SyntheticData(_Hidden):
     """Random rows of the right shape; tokens follow a fixed random Markov chain, so that a model can learn it."""
 
     kind: Literal["synthetic"] = "synthetic"
-    task: Literal["tokens", "images"] = "tokens"
+    task: Literal["tokens", "images", "table"] = "tokens"
     """Kind of the rows."""
     num_rows: PositiveInt = 4096
     """Number of distinct rows; after these they repeat."""
@@ -310,8 +310,10 @@ class SyntheticData(_Hidden):
     """Side of an image in pixels, for task images."""
     num_channels: PositiveInt = 3
     """Channels of an image, for task images."""
+    num_columns: PositiveInt = 16
+    """Number of input columns, for task table."""
     num_classes: PositiveInt = 10
-    """Number of classes, for task images."""
+    """Number of classes, for tasks images and table."""
 
 
 class Component(Group):

@@ -1,6 +1,7 @@
 """Files that hold a config: YAML, the shipped configs, and the record of a run (`run.json`). No jax, and no schema."""
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,7 +11,6 @@ import yaml
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.json_text import parse_json
 
 RUN_FILE = "run.json"
 # Settings of the group `optimizer` that hold beside an optimizer from Python.
@@ -118,7 +118,7 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
     """Returns the content of the `run.json` in the directory of a run; raises a ConfigError where it is none."""
     path = local_path(run_dir, what="run directory")
     try:
-        info = parse_json((path / RUN_FILE).read_text(encoding="utf-8"))
+        info = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
         if isinstance(info["config"], dict):
             return info
     except (FileNotFoundError, NotADirectoryError):

@@ -8,7 +8,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.families.table import sizes_of
+from jaxtrain.interop.families.table import sizes_of
 
 # Key of a model group -> value.
 Size = dict[str, object]

@@ -14,9 +14,8 @@ import numpy as np
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.files import require_file
 from jaxtrain.errors import DataError
-from jaxtrain.published.gguf import read_gguf
-from jaxtrain.published.gguf_tokenizer import tokenizer_files
-from jaxtrain.published.json_text import parse_json
+from jaxtrain.interop.formats.gguf import read_gguf
+from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 from jaxtrain.runtime.files import write_bytes_atomic
 
 END_OF_TEXT = "<|endoftext|>"
@@ -281,7 +280,7 @@ def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeToke
     from tokenizers import Tokenizer as Model
 
     try:
-        content = parse_json(text)
+        content = json.loads(text)
         if isinstance(content, dict) and content.get("jaxtrain_tokenizer") == "byte":
             return ByteTokenizer(content.get("special", ()))
         return BpeTokenizer(Model.from_str(text))
@@ -303,7 +302,7 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:
     """Returns the object in one of `files_beside`; empty where there is none."""
     try:
-        found = parse_json(files.get(name, "{}"))
+        found = json.loads(files.get(name, "{}"))
     except ValueError as error:
         raise DataError(f"{name} beside the tokenizer is not JSON ({error}); fetch it again") from None
     return found if isinstance(found, dict) else {}

@@ -18,9 +18,9 @@ from jax import export
 
 from jaxtrain import __version__
 from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.interop.formats.safetensors import write_safetensors
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.published.safetensors import write_safetensors
 from jaxtrain.runtime.files import strict_json
 from jaxtrain.runtime.tree import path_name
 

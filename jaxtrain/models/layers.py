@@ -12,12 +12,12 @@ from flax import nnx
 
 from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, TransformerConfig, YarnRope
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.formats.rope import longrope_factor
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import Initializer
 from jaxtrain.ops.dropout import drop_by_row
 from jaxtrain.ops.linear import linear
 from jaxtrain.ops.ranks import aligned
-from jaxtrain.published.longrope import longrope_factor
 
 
 class Linear(nnx.Module):

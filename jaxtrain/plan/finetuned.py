@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.fresh import fresh_parts
+from jaxtrain.interop.formats.nf4 import BLOCK, NESTED_BLOCK
+from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.rules import AxesTable
 from jaxtrain.models.adapter_targets import Layers, adapted_rows, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Shapes, Tensors
 from jaxtrain.optim.rules import check_patterns
 from jaxtrain.precision.dtypes import POLICY_DTYPES
-from jaxtrain.published.nf4_blocks import BLOCK, NESTED_BLOCK
 
 LOW_RANK = ("/lora_a", "/lora_b")
 """Ends of the paths of an adapter's factors."""

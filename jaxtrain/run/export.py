@@ -12,14 +12,12 @@ import numpy as np
 
 from jaxtrain.config.files import read_run
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, published_from
+from jaxtrain.config.published import settings_of
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
-from jaxtrain.interop.companions import companions
-from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.peft import write_adapter
 from jaxtrain.interop.pretrained import load_pretrained
-from jaxtrain.interop.save import Origin, saved_dtypes, write_published
-from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.save import Origin, companions, saved_dtypes, write_published
 from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import merge_adapters
@@ -78,14 +76,15 @@ def export_run(
             settings,
             run.params,
             model=model,
-            base_config={} if origin is None else origin.config,
-            base_files=companions(texts.ids, {} if origin is None else origin.files, tokenizer, texts),
+            base=Origin(
+                {} if origin is None else origin.config,
+                companions(texts.ids, {} if origin is None else origin.files, tokenizer, texts),
+            ),
             base_name=record.get("folder"),
-            digests=record.get("parameters", {}),
         )
     original = model if adapted is None else adapted.original
     how = {"origin": origin, "dtype": dtype, "max_shard_size": max_shard_size, "tokenizer": tokenizer, "texts": texts}
-    how |= {"packing": None if base is None else Packing(original.linears), "classes": run.classes}
+    how |= {"nf4_linears": None if base is None else original.linears, "classes": run.classes}
     params = _merged(run, settings) if merge else run.params
     return write_published(folder, settings, params, run.model_state, **how)
 
@@ -112,7 +111,7 @@ def export_folder(
         origin=Origin(published.source.config, published.source.files, saved_dtypes(published)),
         dtype=dtype,
         max_shard_size=max_shard_size,
-        packing=None if base is None else Packing(opened.model.linears),
+        nf4_linears=None if base is None else opened.model.linears,
     )
 
 

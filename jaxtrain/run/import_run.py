@@ -11,12 +11,11 @@ from jaxtrain.config import load_config
 from jaxtrain.config.files import is_run
 from jaxtrain.config.published import published_settings
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.fresh import check_fits
+from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
+from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
+from jaxtrain.interop.settings import check_fits
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
-from jaxtrain.published.config_file import tokenizer_origin
-from jaxtrain.published.hub import published_place
-from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.run.directory import RunLock
 from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord

@@ -16,23 +16,20 @@ import jax
 
 from jaxtrain.config.files import is_run
 from jaxtrain.config.load import load_config
-from jaxtrain.config.published import published_family, published_settings
+from jaxtrain.config.published import published_family, published_settings, settings_in, settings_of
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.templates import ChatFormat
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import Served, SpecialTokens
-from jaxtrain.interop.fresh import check_fits, fresh_parts
-from jaxtrain.interop.settings import settings_in, settings_of
-from jaxtrain.interop.weights import is_published
+from jaxtrain.interop.families.bert import read_sentence_head
+from jaxtrain.interop.formats.entries import Entry
+from jaxtrain.interop.formats.hub import is_published, published_place, read_published_config, tokenizer_origin
+from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
+from jaxtrain.interop.settings import check_fits, fresh_parts
 from jaxtrain.models.model import ModelState, Params, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.published.config_file import read_published_config, tokenizer_origin
-from jaxtrain.published.entries import Entry
-from jaxtrain.published.hub import published_place
-from jaxtrain.published.peft import CONFIG, is_adapter_folder, open_adapter_folder
-from jaxtrain.published.sentence_pooling import read_sentence_head
 from jaxtrain.run.open_run import OpenedRun, open_run
 from jaxtrain.run.predict import Predictor, embeds, tokenizer_of
 from jaxtrain.run.published import published_classes, read_texts, texts_beside

@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
-from jaxtrain.interop.fresh import check_fits, fresh_notes
+from jaxtrain.interop.settings import check_fits, fresh_notes
 from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh, mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count

@@ -21,16 +21,12 @@ from jaxtrain.data.chat.templates import (
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
-from jaxtrain.interop.base_digest import base_digests
-from jaxtrain.interop.companions import SETTINGS, TEMPLATE, TEXT_FILES, Texts
-from jaxtrain.interop.fresh import fresh_parts
-from jaxtrain.interop.save import Origin, saved_dtypes
-from jaxtrain.interop.settings import settings_in, settings_of
-from jaxtrain.interop.weights import find_places, open_published
+from jaxtrain.interop.families.family import label_names
+from jaxtrain.interop.formats.hub import read_published_config, tokenizer_origin
+from jaxtrain.interop.save import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes
+from jaxtrain.interop.settings import fresh_parts
+from jaxtrain.interop.weights import open_published
 from jaxtrain.models.model import Model
-from jaxtrain.published.config_file import read_published_config, tokenizer_origin
-from jaxtrain.published.heads import label_names
-from jaxtrain.published.json_text import parse_json
 from jaxtrain.run.directory import TOKENIZER_FILE, file_digest, tokenizer_file
 from jaxtrain.runtime.files import write_json_atomic
 
@@ -39,9 +35,7 @@ FOLDER = "published"
 _RECORD = "origin.json"
 
 
-def keep_published(
-    run_dir: Path, model: Group, *, adapter: str | None, is_resumed: bool, is_base: bool
-) -> dict[str, Any] | None:
+def keep_published(run_dir: Path, model: Group, *, adapter: str | None, is_resumed: bool) -> dict[str, Any] | None:
     """Copy the small files of the published model, and of an adapter over it, that a run starts from into the run."""
     path, kept = published_from(model), run_dir / FOLDER
     if path is None:
@@ -59,20 +53,12 @@ def keep_published(
         (kept / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     write_json_atomic(kept / "config.json", dict(published.source.config))
     record = {"folder": str(Path(path).resolve()), "dtypes": saved_dtypes(published)}
-    if is_base:
-        settings = settings_in(published.path, published.settings)
-        if settings_of(model).get("tie_embeddings") is False and settings.get("tie_embeddings"):
-            settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
-        record["parameters"] = base_digests(published, find_places(published, settings).params)
     write_json_atomic(kept / _RECORD, record)
     return record
 
 
 def kept_published(run_dir: Path) -> tuple[Origin | None, dict[str, Any]]:
-    """What a run kept of the published model that it started from, and `keep_published`'s record; None and {} of none.
-
-    The record has the `folder`, and under adapters the digests of its `parameters`.
-    """
+    """What a run kept of the published model that it started from, and the record of it; None and {} of none."""
     kept = run_dir / FOLDER
     if not (kept / "config.json").is_file():
         return None, {}
@@ -124,7 +110,7 @@ def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
     """The files that say how a published model chats: those of an adapter over it where that has a template."""
     base = files_beside(file)
     own = {} if adapter is None else files_beside(Path(adapter) / "tokenizer.json")
-    if TEMPLATE not in own and not parse_json(own.get(SETTINGS, "{}")).get("chat_template"):
+    if TEMPLATE not in own and not json.loads(own.get(SETTINGS, "{}")).get("chat_template"):
         return base
     return {name: text for name, text in base.items() if name != TEMPLATE} | own
 

@@ -48,8 +48,8 @@ class RunRecord:
         info, before = _described(loaded, run, metadata), read_run_info(self._run_dir) if start else {}
         self.spent.after(before.get("seconds") or {})
         self._writers = open_writers(self._run_dir, config.logging, resumed_step=start, report=self._report)
-        how = {"adapter": config.finetune.adapter, "is_base": config.finetune.lora is not None}
-        info["published"] = keep_published(self._run_dir, config.model, is_resumed=start > 0, **how)
+        adapter = config.finetune.adapter
+        info["published"] = keep_published(self._run_dir, config.model, adapter=adapter, is_resumed=start > 0)
         info["created"] = before.get("created") or info["created"]
         resumes = [step for step in before.get("resumed_after") or [] if step < start]
         info["resumed_after"] = [*resumes, start] if start else []

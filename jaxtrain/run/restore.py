@@ -18,8 +18,8 @@ from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.config.arguments import is_store_address
 from jaxtrain.config.model import published_from
 from jaxtrain.errors import CheckpointError
-from jaxtrain.interop.fresh import fresh_parts
-from jaxtrain.interop.weights import is_published
+from jaxtrain.interop.formats.hub import is_published
+from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.models.adapters import quantize, quantized_bytes
 from jaxtrain.models.model import Params

@@ -15,7 +15,7 @@ from jaxtrain.config.kinds import check_freeze, check_kinds, check_sizes
 from jaxtrain.config.model import CalledModel, MLPConfig, OutputScale
 from jaxtrain.config.schema import Config, FinetuneConfig, RematConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.fresh import fresh_parts
+from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.zero import stage_over_data

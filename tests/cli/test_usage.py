@@ -34,7 +34,7 @@ USAGE = {
         4,
         r"no checkpoint in \S*/new/checkpoints",
     ),
-    "evaluating nothing": ("eval nowhere", 2, r"no run at nowhere; .*run\.json"),
+    "evaluating nothing": ("eval nowhere", 2, r"nowhere is not a run: it has no run\.json"),
     "a folder that is no run": ("eval folder", 2, r"folder is not a run: it has no run\.json"),
     "a published folder": ("eval published", 2, r"published is not a run: .*jaxtrain import published -o RUN_DIR"),
     "a foreign run.json": ("eval foreign", 2, r"run\.json holds no config"),
@@ -43,9 +43,9 @@ USAGE = {
     "an address as config": ("train s3://b/a.yaml", 2, r"config s3://b/a\.yaml is not a path on this machine"),
     "an address as output": ("data prepare quickstart -o gs://b/t", 2, r"--output gs://b/t is not a path"),
     "rows that are no tokens": ("data show digits_mlp", 3, r"rows are shown where their targets are"),
-    "report of no run": ("report nowhere", 2, r"no run at nowhere"),
+    "report of no run": ("report nowhere", 2, r"nowhere is not a run"),
     "a folder without a tokenizer": (f"sample {LLAMA} -p a", 2, r"has no tokenizer\.json"),
-    "serving nothing": ("serve nowhere --port 0", 2, r"no run at nowhere"),
+    "serving nothing": ("serve nowhere --port 0", 2, r"nowhere is not a run"),
     "serving everybody": ("serve folder --port 0 --host 0.0.0.0", 2, r"can be reached from other machines"),
     "serving with an empty key": ("serve folder --port 0 --api-key-file file", 2, r"holds no key"),
     "launching nothing": ("launch --processes 2", 2, r"command to run is missing after '--', as in 'jaxtrain launch"),
@@ -147,7 +147,7 @@ RUN_MISTAKES = {
     "other images as text": (
         "eval {image} data.kind=text data.sequence_length=8",
         2,
-        r"task=classification, but data\.kind=text",
+        r"the data has no classes",
     ),
 }
 

@@ -8,12 +8,11 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.data import TokenizerConfig
+from jaxtrain.config.published import settings_of
 from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.inference.chat import answer_ends
-from jaxtrain.interop.companions import Texts, companions
-from jaxtrain.interop.save import Origin, write_published
-from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.save import Origin, Texts, companions, write_published
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.open_model import open_served
 from jaxtrain.run.published import exported_texts

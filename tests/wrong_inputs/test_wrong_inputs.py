@@ -64,7 +64,7 @@ ROWS = {
     "Config: an unknown key": (lambda: jt.Config(trian={"steps": 3}), "unknown key 'trian'", "did you mean 'train'"),
     "Config: a wrong value": (lambda: jt.Config(train={"steps": "many"}), "train.steps is 'many'", "it takes int"),
     "dpo: a beta of 0": (lambda: jt.dpo(0.0), "Loss: beta is 0.0", "greater than 0"),
-    "fit: a rate as optimizer": (lambda: fit(1e-3), "0.001", "optax.adamw(0.001)"),
+    "fit: a rate as optimizer": (lambda: fit(1e-3), "0.001", "optax.adamw(1e-3)"),
     "fit: no length": (lambda: fit(steps=None), "steps= or epochs=", "give one of them"),
     "fit: lengths that differ": (lambda: fit(data=(X, Y[:3])), "3", "one length"),
     "fit: an unknown key": (lambda: fit(evaluation={"evry": 1}), "evaluation.evry", "evaluation.every"),

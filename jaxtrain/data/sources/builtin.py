@@ -53,28 +53,41 @@ def open_digits(config: DigitsData) -> Data:
     )
 
 
-def open_synthetic_images(config: SyntheticData) -> Data:
-    """Generates images: a pattern for each class, plus noise.
+def open_synthetic_examples(config: SyntheticData) -> Data:
+    """Generates images or table rows: a pattern for each class, plus noise.
 
     Args:
-        config: The sizes.
+        config: Task "images" or "table", and the sizes.
 
     Returns:
-        Rows of inputs float32 [H, W, C] and targets int32 [].
+        Rows of inputs, float32 [H, W, C] for images or [D] for tables, and targets int32 [].
     """
     count, side, channels = config.num_rows, config.image_size, config.num_channels
     random = np.random.default_rng(SYNTHETIC_SEED)
     labels = random.integers(0, config.num_classes, count + max(1, count // 8)).astype(np.int32)
+    if config.task == "table":
+        means = random.standard_normal((config.num_classes, config.num_columns), np.float32)
+        inputs = means[labels] + random.standard_normal((len(labels), config.num_columns), np.float32)
+        train, validation = (
+            ArrayRows({"inputs": inputs[side], "targets": labels[side]}) for side in (slice(count), slice(count, None))
+        )
+        return _synthetic(config, train, validation, (config.num_columns,))
     pattern_size = min(_PATTERN_SIZE, side)
     patterns = random.standard_normal((config.num_classes, pattern_size, pattern_size, channels), np.float32)
     noise = random.standard_normal((_NUM_NOISE_IMAGES, side, side, channels), np.float32)
+    train = _SyntheticImages(labels[:count], patterns=patterns, noise=noise, first=0)
+    validation = _SyntheticImages(labels[count:], patterns=patterns, noise=noise, first=count)
+    return _synthetic(config, train, validation, (side, side, channels))
+
+
+def _synthetic(config: SyntheticData, train: Rows, validation: Rows, input_shape: tuple[int, ...]) -> Data:
     return example_data(
-        _SyntheticImages(labels[:count], patterns=patterns, noise=noise, first=0),
-        _SyntheticImages(labels[count:], patterns=patterns, noise=noise, first=count),
-        identity={"kind": "synthetic", "task": "images", "num_classes": config.num_classes, "seed": SYNTHETIC_SEED},
-        description=(f"synthetic images: a mean for each of {config.num_classes} classes, plus noise",),
+        train,
+        validation,
+        identity={"kind": "synthetic", "task": config.task, "num_classes": config.num_classes, "seed": SYNTHETIC_SEED},
+        description=(f"synthetic {config.task}: a mean for each of {config.num_classes} classes, plus noise",),
         num_outputs=config.num_classes,
-        input_shape=(side, side, channels),
+        input_shape=input_shape,
     )
 
 

@@ -62,10 +62,10 @@ def open_data(
             from jaxtrain.data.sources.builtin import open_digits
 
             return open_digits(opened)
-        case SyntheticData(task="images"):
-            from jaxtrain.data.sources.builtin import open_synthetic_images
+        case SyntheticData(task="images" | "table"):
+            from jaxtrain.data.sources.builtin import open_synthetic_examples
 
-            return open_synthetic_images(opened)
+            return open_synthetic_examples(opened)
         case ImageFolderData():
             from jaxtrain.data.sources.images import open_image_folder
 
