@@ -19,21 +19,14 @@ Names = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Layers:
-    """What a model says of its layers.
+    """What a model says of its layers."""
 
-    Attributes:
-        name: of the model.
-        shapes: path -> shape of every parameter.
-        linears: path of each kernel of our linear layers -> how many of its last dims are inputs, how many are outputs.
-        stack: top-level path of the layers that are stacked; None: there are none.
-        has_experts: whether some layers are experts.
-    """
-
-    name: str
-    shapes: Mapping[str, tuple[int, ...]]
+    name: str  # of the model
+    shapes: Mapping[str, tuple[int, ...]]  # path -> shape of every parameter
+    # path of each kernel of our linear layers -> how many of its last dims are inputs, how many are outputs.
     linears: Mapping[str, tuple[int, int]]
-    stack: str | None
-    has_experts: bool
+    stack: str | None  # top-level path of the layers that are stacked; None: there are none
+    has_experts: bool  # whether some layers are experts
 
 
 def find_targets(model: Layers, lora: LoraConfig) -> dict[str, tuple[int, int]]:

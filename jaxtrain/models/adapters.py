@@ -138,17 +138,11 @@ def _adapted_kernel(
 
 @dataclass(frozen=True)
 class _Preparation:
-    """What is done with the parameters of an adapted model before the model that it was made of is applied to them.
+    """What is done with the parameters of an adapted model before the model that it was made of is applied to them."""
 
-    Attributes:
-        stack_dims: path of each adapted kernel -> how many of its dims count layers.
-        added_up: paths of the kernels that the model takes as one array.
-        dropout: whether the other adapters drop inputs in training, by a key per layer.
-    """
-
-    stack_dims: Mapping[str, int]
-    added_up: frozenset[str]
-    dropout: bool
+    stack_dims: Mapping[str, int]  # path of each adapted kernel -> how many of its dims count layers
+    added_up: frozenset[str]  # paths of the kernels that the model takes as one array
+    dropout: bool  # whether the other adapters drop inputs in training, by a key per layer
 
     def __call__(
         self,

@@ -183,23 +183,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Adapted:
-    """How the linear layers of a model differ from those of the model that it was made of; see `adapt`.
+    """How the linear layers of a model differ from those of the model that it was made of; see `adapt`."""
 
-    Attributes:
-        original: the model without adapters, with floating-point kernels.
-        lora: settings of the adapters; None: there are none, only quantized kernels.
-        base: format of the kernels below the adapters: "int8" or "nf4"; None: floats.
-        double_quantization: whether the scales of nf4 kernels are quantized too.
-        targets: paths of the kernels that have an adapter, in the order of the parameters.
-        trains: parameter path -> whether it is trained unless something else is asked for.
-    """
-
-    original: Model
-    lora: LoraConfig | None
-    base: str | None
-    double_quantization: bool
-    targets: tuple[str, ...]
-    trains: Callable[[str], bool]
+    original: Model  # the model without adapters, with floating-point kernels
+    lora: LoraConfig | None  # settings of the adapters; None: there are none, only quantized kernels
+    base: str | None  # format of the kernels below the adapters: "int8" or "nf4"; None: floats
+    double_quantization: bool  # whether the scales of nf4 kernels are quantized too
+    targets: tuple[str, ...]  # paths of the kernels that have an adapter, in the order of the parameters
+    trains: Callable[[str], bool]  # parameter path -> whether it is trained unless something else is asked for
 
 
 @dataclass(frozen=True)

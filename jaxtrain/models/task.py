@@ -150,16 +150,12 @@ class LogitsLoss:
 
 @dataclass(frozen=True)
 class CallingLoss:
-    """A loss that calls the model itself; made by `Task.calling`.
+    """A loss that calls the model itself; made by `Task.calling`."""
 
-    Attributes:
-        function: (apply, batch, key) -> what `Task.loss` returns; `apply` is a `ModelCall`.
-        reference: see `Task.calling`.
-        ids: entries of a batch that hold ids of the model's vocabulary; larger ones are refused when a batch is read.
-    """
-
+    # (apply, batch, key) -> what `Task.loss` returns; `apply` is a `ModelCall`.
     function: Callable[[ModelCall, Batch, jax.Array], Any]
-    reference: Callable[[ModelCall, Batch], jax.Array] | None = None
+    reference: Callable[[ModelCall, Batch], jax.Array] | None = None  # see `Task.calling`
+    # entries of a batch that hold ids of the model's vocabulary; larger ones are refused when a batch is read.
     ids: tuple[str, ...] = ()
 
 

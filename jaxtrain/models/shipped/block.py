@@ -38,23 +38,14 @@ INIT_STDDEV = 0.02  # GPT-2, Radford et al. 2019
 
 @dataclass(frozen=True)
 class Stddevs:
-    """Standard deviations of the kernels of a stack.
+    """Standard deviations of the kernels of a stack."""
 
-    Attributes:
-        query: of the layer that makes queries.
-        key_value: of those that make keys and values.
-        attention_output: of the layer after attention.
-        up: of the first layers of the MLP, gate and experts included.
-        down: of its last layer.
-        relative: of the table of relative positions.
-    """
-
-    query: float
-    key_value: float
-    attention_output: float
-    up: float
-    down: float
-    relative: float
+    query: float  # of the layer that makes queries
+    key_value: float  # of those that make keys and values
+    attention_output: float  # of the layer after attention
+    up: float  # of the first layers of the MLP, gate and experts included
+    down: float  # of its last layer
+    relative: float  # of the table of relative positions
 
 
 def small_stddevs(config: TransformerConfig) -> Stddevs:

@@ -33,14 +33,11 @@ class HeadInputs:
 
     It travels with the residual stream from the embedding to the head, because the head of a pipeline sees neither
     the inputs nor a key; all of it is floats for the same reason.
-
-    Attributes:
-        pooling_BL: weight of each token in the mean that stands for its text, float32; None: the first token does.
-        seed_B2: two 16-bit integers per row that dropout draws from, float32; None: no dropout.
     """
 
+    # weight of each token in the mean that stands for its text, float32; None: the first token does.
     pooling_BL: jax.Array | None = None
-    seed_B2: jax.Array | None = None
+    seed_B2: jax.Array | None = None  # two 16-bit integers per row that dropout draws from, float32; None: no dropout
 
     @property
     def is_empty(self) -> bool:

@@ -71,36 +71,22 @@ class ResidualBlockShape:
 
 @dataclass(frozen=True)
 class ResNetStage:
-    """A stage of a ResNet: its first block, and the equal ones after it.
+    """A stage of a ResNet: its first block, and the equal ones after it."""
 
-    Attributes:
-        first: changes the shape.
-        rest: one of the others.
-        num_rest: how many of them there are.
-        outputs: channels of the stage.
-    """
-
-    first: ResidualBlockShape
-    rest: ResidualBlockShape
-    num_rest: int
-    outputs: int
+    first: ResidualBlockShape  # changes the shape
+    rest: ResidualBlockShape  # one of the others
+    num_rest: int  # how many of them there are
+    outputs: int  # channels of the stage
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a model holds.
+    """What a model holds."""
 
-    Attributes:
-        params: path -> shape.
-        model_state: path -> shape, float32 (batch statistics).
-        stack: top-level path of the layers that are stacked, for a model that can be pipelined.
-        sides: paths of the stacks of a model that has several, one after the other.
-    """
-
-    params: Shapes
-    model_state: Shapes
-    stack: str | None = None
-    sides: tuple[str, ...] = ()
+    params: Shapes  # path -> shape
+    model_state: Shapes  # path -> shape, float32 (batch statistics)
+    stack: str | None = None  # top-level path of the layers that are stacked, for a model that can be pipelined
+    sides: tuple[str, ...] = ()  # paths of the stacks of a model that has several, one after the other
 
     def scan_of(self, path: str) -> str | None:
         """Returns the path of the stack that a parameter is in, whose layers are gathered one at a time; or None."""
@@ -350,18 +336,12 @@ OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig)
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal blocks.
+    """Equal blocks."""
 
-    Attributes:
-        path: of their parameters.
-        blocks: what they are; what the config says of embeddings and head means nothing.
-        length: positions of a row.
-        memory_length: positions of another stack's output that each block attends to besides; None: it does not.
-    """
-
-    path: str
-    blocks: TransformerConfig
-    length: int
+    path: str  # of their parameters
+    blocks: TransformerConfig  # what they are; what the config says of embeddings and head means nothing
+    length: int  # positions of a row
+    # positions of another stack's output that each block attends to besides; None: it does not.
     memory_length: int | None = None
 
     @property
@@ -389,18 +369,12 @@ class OuterLayer:
 
 @dataclass(frozen=True)
 class Structure:
-    """A model of transformer blocks.
+    """A model of transformer blocks."""
 
-    Attributes:
-        stacks: in the order in which they run.
-        entry: linear layers before the first stack.
-        head: linear layers after the last stack, in their order.
-        vocabulary: ids of which the last layer of the head gives a logit for each position; None: it gives none.
-    """
-
-    stacks: tuple[Stack, ...]
-    entry: tuple[OuterLayer, ...]
-    head: tuple[OuterLayer, ...]
+    stacks: tuple[Stack, ...]  # in the order in which they run
+    entry: tuple[OuterLayer, ...]  # linear layers before the first stack
+    head: tuple[OuterLayer, ...]  # linear layers after the last stack, in their order
+    # ids of which the last layer of the head gives a logit for each position; None: it gives none.
     vocabulary: int | None
 
 
