@@ -22,7 +22,7 @@ GROUPS = (
     ("jaxtrain.errors", "errors"),
     ("jaxtrain.data", "data"),
     ("jaxtrain.models.task", "tasks"),
-    ("jaxtrain.models.targets", "tasks"),
+    ("jaxtrain.models.task", "tasks"),
     ("jaxtrain.models.preferences", "tasks"),
     ("jaxtrain.ops", "tasks"),
     ("jaxtrain.models.shard", "layout"),

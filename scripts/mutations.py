@@ -100,7 +100,7 @@ MUTATIONS = [
     ("optim/masks.py", "dims >= 2 and", "dims >= 1 and", "optim train"),
     # models
     (
-        "models/rotary.py",
+        "models/layers.py",
         "[first * cos - second * sin, second * cos + first * sin]",
         "[first * cos + second * sin, second * cos - first * sin]",
         "models interop",
@@ -114,12 +114,12 @@ MUTATIONS = [
         "preferences",
     ),
     (
-        "models/targets.py",
+        "models/task.py",
         "jnp.where(targets < 0, 0.0, weights)",
         "jnp.where(targets <= 0, 0.0, weights)",
         "models train ops",
     ),
-    ("models/merge.py", "+ kernel.scale * product", "+ product", "finetune interop models"),
+    ("models/adapters.py", "+ kernel.scale * product", "+ product", "finetune interop models"),
     # checkpoint and data
     ("checkpoint/storage.py", "values.get(name, ()) != info.digests.get(name)", "name not in values", "checkpoint"),
     ("checkpoint/upkeep.py", "set(steps[-self.keep_last :])", "set(steps[-self.keep_last - 1 :])", "checkpoint"),

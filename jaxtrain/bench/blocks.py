@@ -20,9 +20,10 @@ from jaxtrain.bench.limits import Limits, call_seconds
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.context import model_context
 from jaxtrain.models.model import parameter_shapes
+from jaxtrain.models.sharded import model_context
 from jaxtrain.models.shipped.block import Block
+from jaxtrain.models.task import task_sums
 from jaxtrain.ops.attention.blocks import visible_pairs
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.attention import AttentionWork
@@ -178,7 +179,7 @@ def _transformer_calls(
 
     def loss(some: Any, carry: Any) -> jax.Array:
         outputs = parts.head({**params, **some}, carry, train=True)
-        return step.task.loss(outputs, {"inputs": tokens, "targets": tokens})[0]
+        return task_sums(step.task, outputs, {"inputs": tokens, "targets": tokens}, train=True)[0]
 
     yield counted["embedding"], _forward_and_backward(embed, (embedding,), dtype)
     attention, scores = counted["attention projections"], counted["attention scores"]

@@ -23,8 +23,8 @@ from jaxtrain.inference.sampling import (
     row_sampling,
 )
 from jaxtrain.layout.gather import hold_parameters
+from jaxtrain.models.decoder import make_cache
 from jaxtrain.models.model import Model, Params
-from jaxtrain.models.ring_cache import make_cache
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.runtime.compiler import decoding_options

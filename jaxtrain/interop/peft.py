@@ -31,7 +31,7 @@ from jaxtrain.interop.settings import family_for
 from jaxtrain.interop.tensors import on_main_host
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.adapters import adapt_as_folder
+from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model, Params
 from jaxtrain.precision.low_rank import LowRankKernel
 from jaxtrain.runtime.distributed import on_main_process
@@ -121,7 +121,7 @@ def load_adapter(folder: str | Path, *, base: "Pretrained | str | Path") -> tupl
     rows = pretrained.published.family.tensors(settings_of(pretrained.config))
     opened = open_adapter(folder, rows, base=pretrained.published, places=pretrained.places.params)
     check_linears(opened, pretrained.model)
-    model = adapt_as_folder(pretrained.model, lora=opened.lora)
+    model = adapt(pretrained.model, lora=opened.lora)
     return model, place_leaves(model, pretrained.params, opened)
 
 

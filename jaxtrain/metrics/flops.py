@@ -29,14 +29,17 @@ from jaxtrain.config.model import (
 )
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
+    OuterLayer,
+    Stack,
+    Structure,
     attention_shapes,
     dense_layers,
     mlp_shapes,
     resnet_stages,
     router_shape,
     stem_shape,
+    structure_of,
 )
-from jaxtrain.models.shipped.structure import OuterLayer, Stack, Structure, structure_of
 from jaxtrain.ops.attention.blocks import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2

@@ -3,27 +3,40 @@
 import fnmatch
 import math
 import zlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jaxtrain.config.arguments import check_choice
 from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.adapted_apply import Preparation, prepared
-from jaxtrain.models.adapted_axes import adapted_axes
-from jaxtrain.models.adapter_targets import Layers, check_train_also, find_targets, layer_sizes
-from jaxtrain.models.model import LOW_RANK, Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
+from jaxtrain.models.adapter_targets import Layers, adapted_rows, check_train_also, find_targets, layer_sizes
+from jaxtrain.models.model import (
+    LOW_RANK,
+    Adapted,
+    Decoder,
+    DefersLogits,
+    Model,
+    ModelState,
+    Params,
+    Parts,
+    PartsApply,
+    Rebuild,
+    by_row_as,
+    parameter_shapes,
+)
+from jaxtrain.precision.kernels import is_kernel, is_quantized
 from jaxtrain.precision.low_rank import LowRankKernel
-from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
+from jaxtrain.precision.nf4 import Nf4Kernel, dequantize, quantize_nf4
 from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
-FORMATS = ("int8", "nf4")
-"""Number formats of kernels below adapters."""
+FORMATS = ("int8", "int8_dynamic", "nf4")
+"""Number formats that `quantize` stores kernels in."""
 
 
 def adapt(
@@ -44,8 +57,8 @@ def adapt(
         A model whose parameters hold a `LowRankKernel` or a quantized kernel in the place of each kernel.
 
     Raises:
-        ConfigError: a target matches no layer or matches experts, the rank exceeds a dim, a format or dropout is
-            asked for of layers that are not ours, or the model is adapted already.
+        ConfigError: a target matches no layer or matches experts, a format or dropout is asked for of layers that are
+            not ours, or the model is adapted already.
 
     Example:
         >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
@@ -53,114 +66,59 @@ def adapt(
         >>> sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.optimizer_state[0].mu))
         128
     """
-    return _adapt(model, lora, base, double_quantization, from_folder=False)
-
-
-def adapt_as_folder(
-    model: Model, *, lora: LoraConfig, base: str | None = None, double_quantization: bool = True
-) -> Model:
-    """Make the model of an adapter's folder: `adapt`, with settings that the folder gave.
-
-    Args:
-        model: see `adapt`.
-        lora: what the folder gives; its rank may exceed the dims of some layers.
-        base: see `adapt`.
-        double_quantization: see `adapt`.
-
-    Raises:
-        ConfigError: as `adapt` does, but for the rank.
-    """
-    return _adapt(model, lora, base, double_quantization, from_folder=True)
-
-
-def _adapt(
-    model: Model, lora: LoraConfig | None, base: str | None, double_quantization: bool, *, from_folder: bool
-) -> Model:
-    check_is_model(model, what="adapt")
-    if base is not None:
-        check_choice(base, FORMATS, what="adapt: base", write=f"base={FORMATS[0]!r}")
-    if lora is None and base is None:
-        raise ConfigError("adapt takes lora=, base= or both; write adapt(model, lora=jt.LoraConfig(rank=16))")
+    if base not in (None, "int8", "nf4") or (lora is None and base is None):
+        raise ConfigError("adapt takes lora=jt.LoraConfig(rank=16), base='int8' or 'nf4', or both")
     if model.adapted is not None:
         raise ConfigError(f"the model {model.name} is adapted already; adapt the model that it was made of")
-    if base is not None and not model.linears:
+    if not model.linears and (base is not None or (lora is not None and lora.dropout)):
         raise ConfigError(
-            f"base={base!r} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none; "
-            "leave it out"
+            f"base and lora.dropout are for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} "
+            "has none; leave them out"
         )
-    shapes = parameter_shapes(model)
-    targets = {} if lora is None else find_targets(_layers(model), lora, from_folder=from_folder)
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
+    stack = None if model.parts is None else model.parts.stack
+    layers = Layers(model.name, shapes, model.linears, stack, model.has_experts)
+    targets = {} if lora is None else find_targets(layers, lora)
     kernels = {**(model.linears if base else {}), **targets}
-    if lora is not None:
-        check_train_also(lora.train_also, shapes, targets, kernels, base)
+    patterns = () if lora is None else lora.train_also
+    check_train_also(patterns, shapes, targets, kernels, base)
+
+    def kernel_of(path: tuple[Any, ...], leaf: jax.Array, key: jax.Array) -> Any:
+        name = path_name(path)
+        if name not in kernels:
+            return leaf
+        kernel = leaf if base is None else quantized_kernel(leaf, kernels[name], base, double_quantization)
+        if lora is None or name not in targets:
+            return kernel
+        return _adapted_kernel(
+            kernel, leaf.shape, kernels[name], lora, jax.random.fold_in(key, zlib.crc32(name.encode()))
+        )
 
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         params, model_state = model.init(key)
-        return _with_kernels(params, kernels, lora, base, double_quantization, tuple(targets), key), model_state
-
-    patterns = () if lora is None else lora.train_also
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: kernel_of(path, leaf, key), params), model_state
 
     def trains(path: str) -> bool:
         return path.rsplit("/", 1)[-1] in LOW_RANK or any(fnmatch.fnmatchcase(path, one) for one in patterns)
 
+    # Rows of the original kernels stay: a model may still ask how such an array is sharded.
+    axes = dict(model.axes)
+    options: Any = {"base": base, "nested": base == "nf4" and double_quantization}
+    for path, dims in kernels.items():
+        axes |= adapted_rows(path, len(shapes[path]), dims, model.axes, **options, has_adapter=path in targets)
     adapted = Adapted(model, lora, base, double_quantization, tuple(targets), trains)
-    prepare = Preparation(
-        {path: len(shapes[path].shape) - sum(dims) for path, dims in targets.items()},
+    prepare = _Preparation(
+        {path: len(shapes[path]) - sum(dims) for path, dims in targets.items()},
         frozenset(path for path in targets if path not in model.linears),
         lora is not None and lora.dropout > 0,
     )
-    if prepare.added_up and prepare.dropout:
-        raise ConfigError(
-            f"lora.dropout={lora.dropout if lora else 0} is for layers of jaxtrain.models.layers.Linear, whose inputs "
-            f"it drops, and the model {model.name} has none; use dropout=0"
-        )
-    nested = base == "nf4" and double_quantization
-    axes = adapted_axes(model, kernels, shapes, base=base, nested=nested, targets=tuple(targets))
-    return replace(prepared(model, prepare), init=init, axes=axes, adapted=adapted)
-
-
-def _layers(model: Model) -> Layers:
-    """What decides which kernels of a model get an adapter."""
-    shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
-    stack = None if model.parts is None else model.parts.stack
-    return Layers(model.name, shapes, model.linears, stack, model.has_experts)
-
-
-def _with_kernels(
-    params: Params,
-    kernels: Mapping[str, tuple[int, int]],
-    lora: LoraConfig | None,
-    base: str | None,
-    double_quantization: bool,
-    targets: tuple[str, ...],
-    key: jax.Array,
-) -> Params:
-    """The parameters with kernels of their kind in place of float kernels; adapters begin at 0."""
-
-    def one(path: tuple, leaf: jax.Array) -> Any:
-        name = path_name(path)
-        dims = kernels.get(name)
-        if dims is None:
-            return leaf
-        kernel = leaf if base is None else quantized_kernel(leaf, dims, base, double_quantization)
-        if lora is None or name not in targets:
-            return kernel
-        return _adapted_kernel(kernel, leaf.shape, dims, lora, jax.random.fold_in(key, zlib.crc32(name.encode())))
-
-    return jax.tree_util.tree_map_with_path(one, params)
+    return replace(_prepared(model, prepare), init=init, axes=FamilyTable(axes), adapted=adapted)
 
 
 def quantized_kernel(
     kernel: jax.Array, dims: tuple[int, int], base: str | None, double_quantization: bool
 ) -> QuantizedKernel | Nf4Kernel:
-    """A float kernel in the number format of a base.
-
-    Args:
-        kernel: [*stack, *D, *F].
-        dims: numbers of dims of D and of F.
-        base: one of `FORMATS`.
-        double_quantization: nf4: whether its scales are quantized too.
-    """
+    """A float kernel [*stack, *D, *F] in a format of `adapt`, where D and F have so many dims."""
     if base == "nf4":
         return quantize_nf4(kernel, *dims, double=double_quantization)
     return quantize_kernel(kernel, *dims, activations=False)
@@ -176,3 +134,199 @@ def _adapted_kernel(
     drawn = jax.random.uniform(key, (*shape[: first + num_inputs], lora.rank), jnp.float32, -bound, bound)
     zeros = jnp.zeros((*shape[:first], lora.rank, *shape[first + num_inputs :]), jnp.float32)
     return LowRankKernel(kernel, drawn, zeros, lora.scale, lora.dropout)
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """What is done with the parameters of an adapted model before the model that it was made of is applied to them."""
+
+    stack_dims: Mapping[str, int]  # path of each adapted kernel -> how many of its dims count layers
+    added_up: frozenset[str]  # paths of the kernels that the model takes as one array
+    dropout: bool  # whether the other adapters drop inputs in training, by a key per layer
+
+    def __call__(
+        self,
+        params: Params,
+        key: jax.Array | None = None,
+        train: bool = False,
+        prefix: str = "",
+        first_layer: jax.Array | int = 0,
+    ) -> Params:
+        """The parameters as the model without adapters takes them."""
+        key = key if self.dropout and train else None
+
+        def one(path: tuple[Any, ...], leaf: Any) -> Any:
+            if not isinstance(leaf, LowRankKernel):
+                return leaf
+            name = f"{prefix}{path_name(path)}"
+            if name in self.added_up:
+                return leaf.base + (leaf.scale * jnp.matmul(leaf.lora_a, leaf.lora_b)).astype(leaf.base.dtype)
+            if key is None:
+                return leaf
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            if self.stack_dims[name] == 0:
+                return replace(leaf, key=own)
+            # The masks of a layer follow from its index alone, on whichever stage of a pipeline it is.
+            numbers = first_layer + jnp.arange(leaf.lora_b.shape[0])
+            return replace(leaf, key=jax.vmap(jax.random.fold_in, (None, 0))(own, numbers))
+
+        return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
+
+
+def _prepared(model: Model, prepare: _Preparation) -> Model:
+    """The model with functions that prepare their parameters; the model itself where there is nothing to do."""
+    if not prepare.dropout and not prepare.added_up:
+        return model
+    parts = None if model.parts is None else _prepared_parts(model.parts, prepare)
+    if parts is not None and isinstance(model.apply, PartsApply):
+        apply = PartsApply(parts)
+    else:
+        apply = _prepared_apply(model.apply, prepare)
+    rebuild, decoder = model.rebuild, model.decoder
+    if rebuild is not None and model.apply is rebuild.apply and model.parts is rebuild.parts:
+        build = rebuild.build
+        rebuild = Rebuild(apply, parts, lambda remat: _prepared(build(remat), prepare))
+    decoder = None if decoder is None else _prepared_decoder(decoder, prepare)
+    return replace(model, apply=apply, parts=parts, rebuild=rebuild, decoder=decoder)
+
+
+def _prepared_apply(apply: Any, prepare: _Preparation) -> Any:
+    if isinstance(apply, DefersLogits):
+        return DefersLogits(_prepared_apply(apply.deferred, prepare))
+
+    def prepared_apply(params: Params, model_state: Any, inputs: Any, *, key: Any, train: bool) -> Any:
+        return apply(prepare(params, key, train), model_state, inputs, key=key, train=train)
+
+    return by_row_as(prepared_apply, apply)
+
+
+def _prepared_parts(parts: Parts, prepare: _Preparation) -> Parts:
+    prefix = f"{parts.stack}/"
+
+    def embed(params: Params, inputs: Any, /, *, key: jax.Array | None, train: bool) -> Any:
+        return parts.embed(prepare(params, key, train), inputs, key=key, train=train)
+
+    def layers(stack: Params, carry: Any, inputs: Any, /, *, first_layer: Any, key: Any, train: bool) -> Any:
+        stack = prepare(stack, key, train, prefix, first_layer)
+        return parts.layers(stack, carry, inputs, first_layer=first_layer, key=key, train=train)
+
+    def head(params: Params, carry: Any, /, *, train: bool) -> Any:
+        return parts.head(prepare(params), carry, train=train)
+
+    return Parts(parts.stack, parts.num_layers, by_row_as(embed, parts.embed), by_row_as(layers, parts.layers), head)
+
+
+def _prepared_decoder(decoder: Decoder, prepare: _Preparation) -> Decoder:
+    def prepared(function: Callable[..., Any] | None) -> Any:
+        return None if function is None else lambda params, *arguments: function(prepare(params), *arguments)
+
+    names = ("decode", "encode", "prefill", "deferred")
+    return replace(decoder, **{name: prepared(getattr(decoder, name)) for name in names})
+
+
+def merge_adapters(params: Params, model: Model) -> Params:
+    """Add the adapters of a model to its kernels, and make floats of quantized kernels.
+
+    Args:
+        params: parameters of the adapted model, sharded in any way; inside `jit` too.
+        model: from `adapt`.
+
+    Returns:
+        Parameters of the model that was adapted. Each kernel is summed in float32, and has the dtype of its base;
+        float32 where that is quantized.
+
+    Raises:
+        ConfigError: the model has no adapters.
+
+    Example:
+        >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2))
+        >>> params, _ = adapted.init(jax.random.key(0))
+        >>> merged = jt.merge_adapters(params, adapted)  # for text_model.apply, save_pretrained, ...
+    """
+    if model.adapted is None:
+        raise ConfigError(
+            f"merge_adapters: the model {model.name} has no adapters; give what jt.adapt(model, lora=...) made"
+        )
+    linears = model.adapted.original.linears
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        # Other kernels that have adapters are matrices, or stacks of them.
+        return _merged_kernel(leaf, linears.get(path_name(path), (1, 1))) if is_kernel(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_kernel)
+
+
+def _merged_kernel(kernel: Any, dims: tuple[int, int]) -> jax.Array:
+    """A kernel [*stack, *D, *F] of any kind as one float array, where D and F have so many dims."""
+    if not isinstance(kernel, LowRankKernel):
+        return _float_kernel(kernel, dims)
+    base = _float_kernel(kernel.base, dims)
+    first = base.ndim - sum(dims)
+    stack, inputs = base.shape[:first], base.shape[first : first + dims[0]]
+    lora_a = kernel.lora_a.astype(jnp.float32).reshape(*stack, math.prod(inputs), kernel.rank)
+    lora_b = kernel.lora_b.astype(jnp.float32).reshape(*stack, kernel.rank, -1)
+    product = jnp.matmul(lora_a, lora_b, precision="highest").reshape(base.shape)
+    return (base.astype(jnp.float32) + kernel.scale * product).astype(base.dtype)
+
+
+def _float_kernel(kernel: Any, dims: tuple[int, int]) -> jax.Array:
+    if isinstance(kernel, Nf4Kernel):
+        return dequantize(kernel, jnp.float32)
+    if isinstance(kernel, QuantizedKernel):
+        first = kernel.values.ndim - sum(dims)
+        scale = jnp.expand_dims(kernel.scale, tuple(range(first, first + dims[0])))
+        return kernel.values.astype(jnp.float32) * scale
+    return kernel
+
+
+def quantize(params: Params, model: Model, format: str = "int8") -> Params:
+    """Quantize the kernels of a model's linear layers, for inference.
+
+    The result serves `model.apply`, an `Evaluator` and `generate_text` in place of the floating-point parameters.
+    Embeddings, output layers, norms, routers and experts stay as they are. Every layer of a stack and every output
+    channel has its own scale.
+
+    Args:
+        params: floating-point parameters of the model.
+        model: the model that they belong to.
+        format: `int8` stores the weights in 8 bits; `int8_dynamic` also rounds the inputs of the layers, with one
+            scale per token, and multiplies integers; `nf4` stores them in 4.127 bits, scales included.
+
+    Returns:
+        The same tree with a `QuantizedKernel` or an `Nf4Kernel` for each kernel of `model.linears`; all other leaves
+        are those of `params`.
+
+    Raises:
+        ConfigError: the format is not known, the model has no linear layers, or the parameters have adapters or are
+            quantized already.
+
+    Example:
+        >>> params, _ = jax.jit(text_model.init)(jax.random.key(0))
+        >>> small = jt.quantize(params, text_model)  # in place of params in `apply`, EvaluationState or generate_text
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"no quantized format {format!r}; known: {', '.join(FORMATS)}")
+    if not model.linears:
+        raise ConfigError(
+            f"{format} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none"
+        )
+
+    def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        name = path_name(path)
+        if name not in model.linears:
+            return leaf
+        if is_kernel(leaf):
+            why = "has an adapter, so merge it first" if isinstance(leaf, LowRankKernel) else "is quantized already"
+            raise ConfigError(f"{name} {why} (merge_adapters, jaxtrain export --merge): {format} is of float kernels")
+        if format == "nf4":
+            return quantize_nf4(leaf, *model.linears[name])
+        return quantize_kernel(leaf, *model.linears[name], activations=format == "int8_dynamic")
+
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_kernel)
+
+
+def quantized_bytes(params: Params, dtype: DTypeLike) -> tuple[int, int]:
+    """Count the bytes of quantized kernels as they are stored, and of the same kernels in a floating-point dtype."""
+    kernels = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)]
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(kernels))
+    return stored, sum(math.prod(kernel.shape) for kernel in kernels) * jnp.dtype(dtype).itemsize

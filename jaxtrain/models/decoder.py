@@ -1,4 +1,4 @@
-"""How a model generates: a cache of keys and values, and functions that extend it."""
+"""How a model generates: a cache of keys and values, functions that extend it, and what layers with a window keep."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,3 +61,36 @@ class Decoder:
     prefill: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | None = None
     deferred: Callable[[Params, jax.Array, jax.Array, Any], tuple[DeferredLogits, Any]] | None = None
     windows: Windows | None = None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The positions that layers with a window keep: position p is at p modulo `size`; a query sees `window` of them."""
+
+    size: int
+    window: int
+
+
+def ring_of(decoder: Decoder, length: int, chunk: int) -> Ring | None:
+    """What the layers with a window keep of `length` positions; None: all, as the other layers do."""
+    if decoder.windows is None:
+        return None
+    # The first token of a chunk sees its window although the last one is written already.
+    size = decoder.windows.window + chunk - 1
+    return Ring(size, decoder.windows.window) if size < length else None
+
+
+def make_cache(decoder: Decoder, batch: int, length: int, dtype: Any, *, chunk: int) -> Any:
+    """An empty cache for `batch` rows of `length` positions; arguments as of `ring_of`."""
+    if ring_of(decoder, length, chunk) is None:
+        return decoder.init_cache(batch, length, dtype)
+    assert decoder.windows is not None
+    return decoder.windows.init_cache(batch, length, dtype, chunk)
+
+
+def can_go_on(ring: Ring | None, position: int, written: int) -> bool:
+    """Whether a text can go on from a position although `written` ones were written in its row since position 0."""
+    if ring is None or position == 0 or written <= ring.size:
+        return True
+    # The window of the next token begins behind what was overwritten.
+    return written - ring.size <= position - ring.window + 1

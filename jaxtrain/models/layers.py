@@ -1,14 +1,19 @@
-"""Layers of the shipped models as NNX modules; they compute in the dtype of their input.
+"""Layers of the shipped models as NNX modules, dropout and rotary positions; they compute in the dtype of their input.
 
-Shapes: B batch, L length, H heads, K head_dim.
+Shapes: B batch, L length, H heads, K head_dim, R rotated dims of a head.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jaxtrain.config.arguments import refusal
+from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, TransformerConfig, YarnRope
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.formats.rope import longrope_factor
+from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import Initializer
 from jaxtrain.ops.dropout import drop_by_row
 from jaxtrain.ops.linear import linear
@@ -18,16 +23,8 @@ from jaxtrain.ops.ranks import aligned
 class Linear(nnx.Module):
     """A linear layer over the last dims of its input, with or without a bias.
 
-    Its kernel has the shape [*inputs, *outputs] and its bias [*outputs], both float32.
-
-    Args:
-        inputs: sizes of the dims of the input that the layer contracts; they are its last ones.
-        outputs: sizes of the dims that take their place.
-        bias: whether a bias is added.
-        initializer: draws the kernel.
-        rngs: random streams; `params` draws the kernel.
-        low_precision: whether the precision policy of the step may multiply this layer in fewer bits, and `quantize`
-            may store its kernel in 8 bits.
+    Its kernel has the shape [*inputs, *outputs] and its bias [*outputs], both float32. With `low_precision` the policy
+    of a step may multiply it in fewer bits, and `quantize` may store its kernel so.
     """
 
     def __init__(
@@ -53,15 +50,7 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last dim, computed in float32 and returned in the dtype of the input.
-
-    Args:
-        dim: size of the last dim.
-        kind: "layernorm" or "rmsnorm".
-        bias: whether LayerNorm has a bias; RMSNorm has none.
-        epsilon: added to the mean of squares before its root is taken.
-        offset: whether the parameter is the scale less 1.
-    """
+    """LayerNorm or RMSNorm over the last dim, in float32; `offset`: the parameter is the scale less 1."""
 
     def __init__(self, dim: int, *, kind: str, bias: bool, epsilon: float, offset: bool = False):
         self.scale = nnx.Param(jnp.zeros((dim,), jnp.float32) if offset else jnp.ones((dim,), jnp.float32))
@@ -94,18 +83,138 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
         The shape and dtype of x.
 
     Raises:
-        ConfigError: a rate that is no number from 0 to below 1, or a key that is none.
+        ConfigError: a rate that is not from 0 to below 1.
 
     Example:
         >>> jt.dropout(jnp.ones((2, 4)), 0.5, None).tolist()  # without a key: evaluation
         [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
         >>> dropped = jt.dropout(jnp.ones((2, 4)), 0.5, jax.random.key(0))
     """
-    write = "dropout(x, 0.1, key) with key=jax.random.key(0)"
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
-        raise ConfigError(refusal("dropout: rate", "a number from 0 to below 1", rate, write))
-    if key is not None and not isinstance(key, jax.Array):
-        raise ConfigError(refusal("dropout: key", "a random key, or None", key, write))
+    if not 0 <= rate < 1:
+        raise ConfigError(f"dropout: rate={rate} is not from 0 to below 1, such as 0.1")
     if rate == 0 or key is None:
         return x
     return drop_by_row(x, rate, key)
+
+
+def rotary_frequencies(dims: int, theta: float, scaling: AnyRope | None, *, length: int = 1) -> jax.Array:
+    """Compute by how much each pair of dims is rotated per position.
+
+    Source: Su et al. 2021; of the scalings, see `config/rope.py`.
+
+    Returns:
+        Radians per position, float32 [dims / 2].
+    """
+    frequencies = theta ** (-jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
+    match scaling:
+        case None:
+            return frequencies
+        case RopeScaling():
+            wavelengths = 2 * math.pi / frequencies
+            low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+            ramp = jnp.clip((scaling.original_length / wavelengths - low) / (high - low), 0.0, 1.0)
+            return frequencies * (ramp + (1 - ramp) / scaling.factor)
+        case LinearRope():
+            return frequencies / scaling.factor
+        case YarnRope():
+            kept = _yarn_kept(dims, theta, scaling)
+            return frequencies * (kept + (1 - kept) / scaling.factor)
+        case LongRope():
+            long = length > scaling.original_length
+            return frequencies / np.asarray(scaling.long_factors if long else scaling.short_factors, np.float32)
+
+
+def _yarn_kept(dims: int, theta: float, scaling: YarnRope) -> np.ndarray:
+    """The share of each frequency that stays as it is: 1 for many rotations, 0 for few, float32 [dims / 2]."""
+
+    def dim_of(rotations: float) -> float:
+        """The pair of dims that rotates so often over the original length."""
+        return dims * math.log(scaling.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    # A ramp of no width would divide by zero.
+    width = last - first or 0.001
+    return 1 - np.clip((np.arange(dims // 2, dtype=np.float32) - first) / width, 0, 1)
+
+
+def rotary_factor(scaling: AnyRope | None, *, max_length: int) -> float:
+    """The factor of cos and sin, and so of rotated queries and keys, of a model with so many positions."""
+    match scaling:
+        case YarnRope() if scaling.attention_factor is None:
+            return 0.1 * math.log(scaling.factor) + 1
+        case LongRope() if scaling.attention_factor is None:
+            return longrope_factor(scaling.original_length, max_length)
+        case YarnRope() | LongRope():
+            assert scaling.attention_factor is not None
+            return scaling.attention_factor
+        case _:
+            return 1.0
+
+
+def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *, factor: float = 1.0) -> jax.Array:
+    """Apply the rotary position embedding to queries or keys; the first half of the dims is paired with the second.
+
+    `frequencies` are float32 [R / 2], or [B, L, R / 2] where tokens have their own; the first R of K dims are rotated.
+
+    Returns:
+        [B, L, H, K] in the dtype of x_BLHK.
+    """
+    dims = 2 * frequencies.shape[-1]
+    if dims < x_BLHK.shape[-1]:
+        rotated = rotate(x_BLHK[..., :dims], positions_BL, frequencies, factor=factor)
+        return jnp.concatenate([rotated, x_BLHK[..., dims:]], axis=-1)
+    positions_BL1 = positions_BL[..., None].astype(jnp.float32)
+    angles = positions_BL1 * aligned(frequencies, positions_BL1)  # [B, L, R / 2]
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)
+
+
+def model_frequencies(
+    config: TransformerConfig, local: jax.Array | None, *, length: int, long_BL: jax.Array | None = None
+) -> jax.Array:
+    """The frequencies of a layer of a transformer.
+
+    Returns:
+        Radians per position, float32 [R / 2], or [B, L, R / 2] with `long_BL`.
+    """
+
+    def scaled(length: int) -> jax.Array:
+        return rotary_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling, length=length)
+
+    frequencies = scaled(length)
+    if long_BL is not None:
+        frequencies = jnp.where(long_BL[..., None], frequencies, scaled(1))
+    if local is None or config.local_layers is None or config.local_layers.rope_theta is None:
+        return frequencies
+    own = rotary_frequencies(config.rotary_dims, config.local_layers.rope_theta, None)
+    return jnp.where(local, own, frequencies)
+
+
+def long_documents(scaling: AnyRope | None, positions_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array | None:
+    """Find the tokens that longrope rotates by its long factors: those of documents longer than the original length.
+
+    The length of a document is its largest position plus one, so that in a packed or padded row it has the factors that
+    it has alone. Positions count up by one within a document.
+
+    Returns:
+        bool [B, L]; None where all tokens of the rows have the same factors, which the length of the row says.
+    """
+    if segments_BL is None or not isinstance(scaling, LongRope) or segments_BL.shape[1] <= scaling.original_length:
+        return None
+    with jax.named_scope("long_documents"):
+        # A document is long if it has a token at position `original_length`: for each token, as far behind it as it is
+        # before that position. Scans along a sharded sequence would send its parts to and fro in stages of a pipeline.
+        length = segments_BL.shape[1]
+        positions_BL = jnp.broadcast_to(positions_BL, segments_BL.shape)
+        left_BL = scaling.original_length - positions_BL
+        there_BL = jnp.arange(length) + jnp.maximum(left_BL, 0)
+        whole_BL = constrain(segments_BL, "batch", None)
+        found_BL = jnp.take_along_axis(whole_BL, jnp.minimum(there_BL, length - 1), axis=1)
+        long_BL = (left_BL <= 0) | ((there_BL < length) & (found_BL == segments_BL))
+        return constrain(long_BL & (segments_BL != 0), "batch", "sequence")

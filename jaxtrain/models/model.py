@@ -6,9 +6,8 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxtrain.config.arguments import check_kind, check_whole, refusal
+from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.schema import LoraConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import parameters_text
 from jaxtrain.layout.gather import gather_after
 from jaxtrain.layout.rules import check_axes
@@ -88,10 +87,6 @@ class DrawsByRow:
 
     function: Callable[..., Any]
 
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ConfigError(refusal("DrawsByRow", "a function of a model", self.function, "DrawsByRow(call)"))
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
@@ -125,9 +120,6 @@ class Parts:
     embed: Embed
     layers: Layers
     head: Head
-
-    def __post_init__(self) -> None:
-        check_whole(self.num_layers, what="Parts: num_layers", least=1, write="num_layers=12")
 
 
 @dataclass(frozen=True)
@@ -186,28 +178,19 @@ class Model:
         check_axes(self.axes, what=f"axes of the model {self.name}")
 
     def __repr__(self) -> str:
-        return f"Model {self.name!r}: {parameters_text(_drawn(self)[0])}"
+        return f"Model {self.name!r}: {parameters_text(drawn_shapes(self.init)[0])}"
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """How the linear layers of a model differ from those of the model that it was made of; see `adapt`.
+    """How the linear layers of a model differ from those of the model that it was made of; see `adapt`."""
 
-    Attributes:
-        original: the model without adapters, with floating-point kernels.
-        lora: settings of the adapters; None: there are none, only quantized kernels.
-        base: format of the kernels below the adapters: "int8" or "nf4"; None: floats.
-        double_quantization: whether the scales of nf4 kernels are quantized too.
-        targets: paths of the kernels that have an adapter, in the order of the parameters.
-        trains: parameter path -> whether it is trained unless something else is asked for.
-    """
-
-    original: Model
-    lora: LoraConfig | None
-    base: str | None
-    double_quantization: bool
-    targets: tuple[str, ...]
-    trains: Callable[[str], bool]
+    original: Model  # the model without adapters, with floating-point kernels
+    lora: LoraConfig | None  # settings of the adapters; None: there are none, only quantized kernels
+    base: str | None  # format of the kernels below the adapters: "int8" or "nf4"; None: floats
+    double_quantization: bool  # whether the scales of nf4 kernels are quantized too
+    targets: tuple[str, ...]  # paths of the kernels that have an adapter, in the order of the parameters
+    trains: Callable[[str], bool]  # parameter path -> whether it is trained unless something else is asked for
 
 
 @dataclass(frozen=True)
@@ -266,13 +249,7 @@ class PartsApply:
 
 @dataclass(frozen=True)
 class DefersLogits:
-    """A model without parts whose outputs hold `DeferredLogits`, and which draws by row.
-
-    Calling it gives logits; the step asks for `deferred` outputs where its task takes them, as of `PartsApply`.
-
-    Attributes:
-        deferred: the model's function.
-    """
+    """A model without parts whose outputs hold `DeferredLogits`, and which draws by row; called as `PartsApply` is."""
 
     deferred: Apply
 
@@ -283,43 +260,26 @@ class DefersLogits:
         return compute_logits(outputs), model_state
 
 
-def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | None:
-    """The key that a function of a model gets in the code being traced: see `DrawsByRow`.
+def by_row_as(function: Callable[..., Any], given: Callable[..., Any]) -> Any:
+    """A function, marked as `DrawsByRow` where the one that it was made of is."""
+    return DrawsByRow(function) if isinstance(given, DrawsByRow) else function
 
-    Args:
-        function: `Model.apply`, or `embed` or `layers` of its parts.
-        key: of the microbatch, the same on every shard; None: no randomness.
-    """
+
+def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | None:
+    """The key that `Model.apply`, or `embed` or `layers` of its parts, gets where it is traced: see `DrawsByRow`."""
     # The parts get theirs one by one.
     return key if key is None or isinstance(function, DrawsByRow | PartsApply | DefersLogits) else shard_key(key)
 
 
-def _drawn(model: Model) -> tuple[Any, Any]:
-    """What `init` gives, as shapes; nothing where it fails, which a user sees when the model is used, not shown."""
-    try:
-        return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    except Exception:
-        return {}, {}
-
-
-def check_is_model(model: Any, *, what: str) -> None:
-    """Raise where something is no `Model`.
-
-    Args:
-        model: what was given.
-        what: the argument, for the message.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    write = f"{what}(step.model), or make a model with from_nnx, from_linen or from_functions"
-    check_kind(model, Model, what=what, takes="a jaxtrain.Model", write=write)
+def drawn_shapes(init: Callable[[jax.Array], Any]) -> tuple[Params, ModelState]:
+    """What an init gives, as shapes; nothing is allocated."""
+    return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of every parameter; nothing is allocated."""
-    params, _ = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = jax.tree_util.tree_leaves_with_path(drawn_shapes(model.init)[0])
+    return {path_name(path): leaf for path, leaf in leaves}
 
 
 def count_parameters(model: Model) -> int:
@@ -334,7 +294,7 @@ def count_parameters(model: Model) -> int:
         >>> jt.count_parameters(model)
         15
     """
-    check_is_model(model, what="count_parameters")
+    check_kind(model, Model, what="count_parameters", takes="a jaxtrain.Model", write="count_parameters(step.model)")
     if model.adapted is None:
         return sum(shape.size for shape in parameter_shapes(model).values())
     factors = (leaf.size for path, leaf in parameter_shapes(model).items() if path.rsplit("/", 1)[-1] in LOW_RANK)

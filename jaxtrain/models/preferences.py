@@ -12,20 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.arguments import refusal, shown
+from jaxtrain.config.arguments import shown
 from jaxtrain.config.schema import LossConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model_call import ModelCall
-from jaxtrain.models.targets import checked_ids, target_weights
-from jaxtrain.models.task import Batch, CallingLoss, Task, TaskSums
+from jaxtrain.models.task import Batch, CallingLoss, ModelCall, Task, TaskSums, checked_ids, target_weights
 from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy
 
 _AXES = {key: ("batch", None, "sequence") for key in ("inputs", "targets", "weights")}
-_PAIRS = (
-    "{'inputs': int32 [pairs, 2, L], 'targets': int32 [pairs, 2, L], 'weights': float32 [pairs, 2, L], 1 on the tokens "
-    "of the answers}, the chosen answer first"
-)
 
 
 def dpo(
@@ -67,7 +61,7 @@ def dpo(
     by = None if logits == "auto" else logits
     loss = functools.partial(_dpo_loss, beta, label_smoothing, by, block)
     reference = functools.partial(answer_log_probabilities, by=by, size=block)
-    calling = CallingLoss(loss, reference, has_separate_rows=True, ids=("inputs", "targets"))
+    calling = CallingLoss(loss, reference, ids=("inputs", "targets"))
     return Task("dpo", calling, {**_AXES, "reference": ("batch", None)}, reads_weights=True)
 
 
@@ -80,13 +74,11 @@ def _dpo_loss(
     batch: Batch,
     key: jax.Array,
 ) -> TaskSums:
-    reference_B2 = batch.get("reference")
-    pairs = _num_pairs("dpo", batch)
-    if not isinstance(reference_B2, jax.Array | np.ndarray) or reference_B2.shape != (pairs, 2):
+    reference_B2: Any = batch.get("reference")
+    if getattr(reference_B2, "shape", None) != (_num_pairs("dpo", batch), 2):
         raise ConfigError(
-            f"dpo: reference of the batch is {shown(reference_B2)}, not float32 [{pairs}, 2], the log-probabilities by "
-            "the model that training starts from; a run computes them (jaxtrain.fit), and so does "
-            "jaxtrain.reference_rows(step, state, rows) for a loop of your own"
+            f"dpo: reference of the batch is {shown(reference_B2)}, not float32 [pairs, 2]; a run computes it "
+            "(jaxtrain.fit), and so does jaxtrain.reference_rows(step, state, rows) for a loop of your own"
         )
     log_B2 = answer_log_probabilities(apply, batch, by=by, size=size)
     rewards_B2 = beta * (log_B2 - jax.lax.stop_gradient(reference_B2.astype(jnp.float32)))
@@ -115,7 +107,7 @@ def reward() -> Task:
         >>> jt.reward()
         Task 'reward'
     """
-    calling = CallingLoss(_reward_loss, has_separate_rows=True, ids=("inputs", "targets"))
+    calling = CallingLoss(_reward_loss, ids=("inputs", "targets"))
     return Task("reward", calling, _AXES, reads_weights=True)
 
 
@@ -128,8 +120,7 @@ def _reward_loss(apply: ModelCall, batch: Batch, key: jax.Array) -> TaskSums:
     last_B2 = jnp.minimum(jnp.max(jnp.where(is_answer, jnp.arange(length), 0), axis=-1) + 1, length - 1)
     segments = (jnp.arange(length) <= last_B2[..., None]).astype(jnp.int32)
     scores = apply(_answers({**inputs, "segments": segments}))
-    shape = getattr(scores, "shape", None)
-    if shape not in ((2 * pairs,), (2 * pairs, 1)):
+    if getattr(scores, "shape", None) not in ((2 * pairs,), (2 * pairs, 1)):
         raise ConfigError(
             f"reward needs one number per text from the model, which gives {shown(scores)} for {2 * pairs} texts; give "
             "it a head with one output (model.head.kind=regression model.head.num_labels=1 model.head.pooling=last)"
@@ -165,20 +156,14 @@ def answer_log_probabilities(
         >>> jt.Task.calling("simpo", loss)
         Task 'simpo'
     """
-    if not isinstance(apply, ModelCall):
-        write = "loss(apply, batch, key) in Task.calling('name', loss)"
-        raise ConfigError(refusal("answer_log_probabilities", "the model of a loss of Task.calling", apply, write))
     pairs = _num_pairs("answer_log_probabilities", batch)
     outputs = apply.deferred(_answers(batch["inputs"]))
-    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
-    if not isinstance(logits, DeferredLogits):
-        if not isinstance(logits, jax.Array | np.ndarray) or logits.ndim != 3:
-            raise ConfigError(
-                f"the log-probability of an answer needs logits of a vocabulary [{2 * pairs}, L, V], but the model "
-                f"gives {shown(logits)}; give a language model (without a head of labels), or "
-                "task=reward for scores"
-            )
-        logits = jnp.asarray(logits)
+    logits: Any = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(logits, DeferredLogits) and getattr(logits, "ndim", 0) != 3:
+        raise ConfigError(
+            f"the log-probability of an answer needs logits of a vocabulary [{2 * pairs}, L, V], but the model gives "
+            f"{shown(logits)}; give a language model (without a head of labels), or task=reward for scores"
+        )
     answers = {"targets": _answers(batch["targets"]), "weights": _answers(target_weights(batch))}
     targets, weights = checked_ids("answer_log_probabilities", logits, answers)
     # NaN stays NaN: it marks an id that the model does not have.
@@ -194,27 +179,17 @@ def _answers(tree: Any) -> Any:
 
 
 def _num_pairs(name: str, batch: Batch) -> int:
-    """The number of pairs of a batch.
-
-    Raises:
-        ConfigError: it holds no pairs.
-    """
-    for entry in ("inputs", "targets"):
-        if entry not in batch:
-            held = ", ".join(batch) or "nothing"
-            raise ConfigError(
-                f"{name} takes pairs of answers, but the batch has no {entry!r} (it has {held}); {_give()}"
-            )
-    targets = batch["targets"]
-    for entry, leaf in (("targets", targets), *(("inputs", leaf) for leaf in jax.tree.leaves(batch["inputs"]))):
-        shape = getattr(leaf, "shape", ())
-        if len(shape) != 3 or shape[1] != 2 or shape != targets.shape:
-            raise ConfigError(f"{name} takes pairs of answers [B, 2, L], but {entry} are {shown(leaf)}; {_give()}")
-    return targets.shape[0]
-
-
-def _give() -> str:
-    return f"give {_PAIRS}, or set data.kind=chat with data of pairs"
+    """The number of pairs of a batch."""
+    entries = {"targets": batch.get("targets"), "inputs": batch.get("inputs")}
+    shapes = {np.shape(leaf) for leaf in jax.tree.leaves(entries, is_leaf=lambda leaf: leaf is None)}
+    shape = shapes.pop()
+    if shapes or len(shape) != 3 or shape[1] != 2:
+        held = ", ".join(f"{entry} {shown(leaf)}" for entry, leaf in batch.items())
+        raise ConfigError(
+            f"{name} takes pairs of answers, inputs and targets int32 [pairs, 2, L] and weights of 1 on the tokens of "
+            f"the answers, the chosen one first, but the batch has {held or 'nothing'}; set data.kind=chat for pairs"
+        )
+    return shape[0]
 
 
 def _weighted(batch: Batch, losses_B: jax.Array, margin_B: jax.Array, metrics: Mapping[str, jax.Array]) -> TaskSums:

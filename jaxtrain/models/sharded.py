@@ -2,7 +2,7 @@
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import flax.errors
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.config.arguments import refusal, shown
+from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.described import mesh_text, parameters_text
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
@@ -21,14 +21,26 @@ from jaxtrain.layout.sharding import (
     current_layout,
     parameter_shardings,
     path_name,
+    use_layout,
     with_parameters,
 )
 from jaxtrain.layout.stack_sums import hide_stack_sums
-from jaxtrain.models.context import model_context
-from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, key_for
+from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, drawn_shapes, key_for
+from jaxtrain.ops.linear import use_linear_format
 from jaxtrain.precision.kernels import is_quantized
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.precision.sums import check_sums
+
+
+@contextlib.contextmanager
+def model_context(layout: Layout, policy: Policy, *, required_of: str | None = None) -> Iterator[None]:
+    """Layout, matmul precision and the format of linear layers for whatever is traced inside."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(use_layout(layout))
+        if policy.matmul_precision is not None:
+            stack.enter_context(jax.default_matmul_precision(policy.matmul_precision))
+        stack.enter_context(use_linear_format(policy.linear_format, required_of=required_of))
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +91,10 @@ class ShardedModel:
 
     def drawn_shapes(self) -> tuple[Params, ModelState]:
         """What `init` gives, as shapes, in the dtypes that the model draws."""
-        return jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+        return drawn_shapes(self.init)
 
     def context(self, *, required: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Layout and number formats for whatever is traced inside.
-
-        Args:
-            required: whether it is an error that no layer uses the policy's linear format.
-        """
+        """`model_context`; with `required` it is an error that no layer uses the policy's linear format."""
         return model_context(self.layout, self.policy, required_of=self.model.name if required else None)
 
     def apply(
@@ -133,9 +141,6 @@ class ShardedModel:
         compute = self.policy.compute_dtype
         # Inside a step the layout of the trace may leave out axes that the step handles itself.
         with contextlib.nullcontext() if current_layout() is not None else self.context():
-            if not jax.tree.leaves(params) and jax.tree.leaves(self.abstract_params):
-                write = "sharded.apply(params, model_state, inputs, key=None, train=False)"
-                raise ConfigError(refusal(f"the model {self.model.name}", "its parameters", params, write))
             params = hold_parameters(cast_floats(params, compute))
             inputs = cast_floats(inputs, compute)
             stacks = self.model.gathers_itself
@@ -166,27 +171,18 @@ class ShardedModel:
 
 
 def _inapplicable(model: Model, inputs: Any, error: Exception) -> str:
-    """The line for a model that fails on its inputs: these, the error that the model raised, and what helps."""
+    """The line for a model that fails on its inputs."""
     given = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(inputs)}
-    arrays = ", ".join(f"{name} {shown(leaf)}".strip() for name, leaf in given.items())
+    arrays = ", ".join(f"{name} {shown(leaf)}".strip() for name, leaf in given.items()).replace("an array ", "")
     text = " ".join(str(error).split())[:160]
-    return (
-        f"the model {model.name} cannot be applied to inputs ({arrays.replace('an array ', '')}): "
-        f"{type(error).__name__}: {text}; write a model for such inputs, or give inputs of the shape and dtype that it "
-        "takes (the error before this one shows the line)"
-    )
+    return f"the model {model.name} cannot be applied to inputs ({arrays}): {type(error).__name__}: {text}"
 
 
 def stored_params(model: Model, params: Params, policy: Policy, trainable: Callable[[str], bool] | None) -> Params:
-    """Parameters in the dtypes that they are stored in.
+    """Parameters in the dtypes that they are stored in: trained ones (all, without `trainable`) in the param dtype.
 
-    Args:
-        model: what they are parameters of.
-        params: as `Model.init` or a user gives them.
-        policy: trained parameters are stored in its param dtype.
-        trainable: parameter path -> whether it is trained; None: all are. Frozen ones keep the dtype that they came
-            in: they may be quantized. Those of an adapted model are stored in the compute dtype, in which they are
-            read: that is half of the bytes under bf16, and the same numbers.
+    Frozen ones keep the dtype that they came in: they may be quantized. Those of an adapted model are stored in the
+    compute dtype, in which they are read: that is half of the bytes under bf16, and the same numbers.
     """
     frozen_in = None if model.adapted is None else policy.compute_dtype
 
@@ -199,12 +195,7 @@ def stored_params(model: Model, params: Params, policy: Policy, trainable: Calla
 
 
 def trained_paths(params: Params, trainable: Callable[[str], bool] | None) -> set[str]:
-    """Paths of the parameters that are trained; the arrays of a quantized kernel never are.
-
-    Args:
-        params: arrays or shapes.
-        trainable: parameter path -> whether it is trained; None: all are.
-    """
+    """Paths of the parameters that are trained; the arrays of a quantized kernel never are."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     names = {path_name(path) for path, leaf in leaves if not is_quantized(leaf)}
     return {name for name in names if trainable is None or trainable(name)}
@@ -234,15 +225,14 @@ def place_model(
     check_sums(policy, layout.mesh, backward=False)
     # Traced once for its shapes and for every program that creates parameters.
     init = jax.jit(lambda key: model.init(key), inline=True)
-    created = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    if not isinstance(created, tuple) or len(created) != 2:
-        what, takes = f"init of the model {model.name}", "to return the pair (params, model_state)"
-        raise ConfigError(refusal(what, takes, created, "`return params, {}`, or use from_functions(init, apply)"))
-    drawn, model_state = created
+    drawn, model_state = drawn_shapes(init)
     params = jax.eval_shape(lambda params: stored_params(model, params, policy, trainable), drawn)
     _check_table(params, model)
     layout = with_parameters(layout, params, trained=trained_paths(params, trainable).__contains__)
-    _check_tensor(params, model, layout)
+    sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    specs = layout.parameters
+    on_tensor = [path for path in specs if any("tensor" in entry_axes(entry) for entry in specs[path].stored)]
+    check_tensor_used(sizes, on_tensor, layout.mesh.shape["tensor"], layout.rules, model=model.name)
     shardings = parameter_shardings(params, layout)
     check_replicated(params, layout, max_replicated_fraction)
     replicated = NamedSharding(layout.mesh, PartitionSpec())
@@ -264,21 +254,12 @@ def with_sharding(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.S
 def _check_table(params: Params, model: Model) -> None:
     """Raise where a row of the axes table matches no parameter."""
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    if isinstance(model.axes, FamilyTable):
-        return
-    for row in model.axes:
-        if row not in paths and not ("*" in row and any(fnmatch.fnmatchcase(path, row) for path in paths)):
+    rows = () if isinstance(model.axes, FamilyTable) else model.axes
+    for row in rows:
+        if row not in paths and not fnmatch.filter(paths, row):
             raise ConfigError(
                 f"axes of the model {model.name}: {row!r} matches no parameter; there are {listed(paths)}"
             )
-
-
-def _check_tensor(params: Params, model: Model, layout: Layout) -> None:
-    """Raise where `tensor` > 1 although no parameter is sharded over it."""
-    sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    specs = layout.parameters
-    sharded = [path for path in specs if any("tensor" in entry_axes(entry) for entry in specs[path].stored)]
-    check_tensor_used(sizes, sharded, layout.mesh.shape["tensor"], layout.rules, model=model.name)
 
 
 def listed(paths: Iterable[str]) -> str:
@@ -288,16 +269,7 @@ def listed(paths: Iterable[str]) -> str:
 
 
 def check_replicated(params: Params, layout: Layout, max_fraction: float) -> None:
-    """Raise where more than `max_fraction` of the parameter bytes are replicated on every `fsdp` shard.
-
-    Args:
-        params: arrays or shapes.
-        layout: with the specs of these parameters.
-        max_fraction: 0 to 1.
-
-    Raises:
-        ConfigError: names the largest of them.
-    """
+    """Raise where more than `max_fraction` of the parameter bytes are replicated on every `fsdp` shard."""
     if layout.mesh.shape["fsdp"] == 1:
         return
     sizes = {

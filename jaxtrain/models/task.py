@@ -1,22 +1,23 @@
 """What a task is: how a loss is computed. A task adds nothing to a model and knows no mesh.
 
 A loss is a (weighted sum, weight) pair, normalised once by the global weight, so that accumulation, padding and
-every mesh give the same number. `tasks.py` has the shipped ones, `task_sums.py` computes them.
+every mesh give the same number. `tasks.py` has the shipped ones.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
-
-if TYPE_CHECKING:
-    from jaxtrain.models.model_call import ModelCall
+from jaxtrain.models.model import Apply, ModelState, Params
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 
 Batch = Mapping[str, Any]
 # name -> (sum, weight), or (total, None) for what is not divided.
@@ -26,7 +27,99 @@ TaskSums = tuple[jax.Array, jax.Array, Sums]
 # A user's may return other forms, which `task_sums` brings into this one.
 Loss = Callable[[Any, Batch], TaskSums]
 Rows = Literal["separate", "global", "microbatch"]
-_ROWS = get_args(Rows)
+
+RENAME = "write fit(columns={'inputs': 'image', 'targets': 'label'}), or rename the entries"
+# What the step, a row of metrics.jsonl and the evaluator report by themselves.
+_RESERVED = (
+    *("loss", "grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "spiked", "spikes"),
+    *("learning_rate", "loss_scale"),
+    *("step", "tokens", "examples", "tokens_per_second", "examples_per_second", "step_seconds", "data_wait_seconds"),
+    *("model_flops_utilization", "device_memory_bytes", "perplexity"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCall:
+    """The model as a loss of `Task.calling` gets it: `outputs = apply(inputs, key=key)`.
+
+    It computes as the step does: in the compute dtype, sharded, with remat. Gradients flow to `params`; they stop where
+    the loss says `jax.lax.stop_gradient`, and at the moving average.
+
+    Attributes:
+        apply_model: what computes: `ShardedModel.apply`.
+        params: the parameters that are trained, with the frozen ones, as the state stores them; in evaluation, those
+            that are evaluated.
+        model_state: what the model changes without a gradient (batch statistics), before this batch.
+        train: True in a train step, False in evaluation.
+        step: int32 [], steps done before this one.
+        key: what calls without a key of their own draw from.
+        apply_deferred: `ShardedModel.apply_deferred`; None: `apply_model`.
+
+    Example:
+        >>> def loss(apply, batch, key):  # apply is a ModelCall
+        ...     clean, noisy = apply(batch["inputs"]), apply(batch["inputs"] + jax.random.normal(key, (8, 4)))
+        ...     return jnp.sum(jnp.square(clean - noisy)), jnp.float32(8), {}
+        >>> step = jt.make_train_step(model, jt.Task.calling("smooth", loss), optax.adamw(1e-3))
+    """
+
+    apply_model: Apply
+    params: Params
+    model_state: ModelState
+    train: bool
+    step: jax.Array
+    key: jax.Array
+    _average: tuple[Params, ModelState] | None = None
+    apply_deferred: Apply | None = None
+    _calls: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def average(self) -> Params:
+        """The moving average of the parameters, with the frozen ones; no gradient flows to it.
+
+        Raises:
+            ConfigError: the step keeps none.
+        """
+        if self._average is None:
+            raise ConfigError(
+                "the loss reads the moving average of the parameters, but the step keeps none; pass ema_decay=0.999 to "
+                "make_train_step, or set optimizer.ema_decay"
+            )
+        return jax.lax.stop_gradient(self._average[0])
+
+    def __call__(self, inputs: Any, **options: Any) -> Any:
+        """The outputs of the model; arguments as for `with_state`."""
+        return self.with_state(inputs, **options)[0]
+
+    def with_state(
+        self,
+        inputs: Any,
+        *,
+        key: jax.Array | None = None,
+        train: bool | None = None,
+        params: Params | None = None,
+        model_state: ModelState | None = None,
+        deferred: bool = False,
+    ) -> tuple[Any, ModelState]:
+        """The outputs of the model, and its model_state after them.
+
+        Args:
+            inputs: array or tree [batch, ...]; floats are cast to the compute dtype.
+            key: typed key of dropout and the like; None: in training a key of this call's own, in evaluation none.
+            train: whether dropout and batch statistics behave as in training; None: as the loss is called.
+            params, model_state: others of the same structure; None: those of this record.
+            deferred: whether outputs hold `DeferredLogits` in place of logits, where the model has them.
+        """
+        train, number = self.train if train is None else train, next(self._calls)
+        if key is None and train:
+            key = jax.random.fold_in(self.key, number)
+        params = self.params if params is None else params
+        model_state = self.model_state if model_state is None else model_state
+        apply = (self.apply_deferred if deferred else None) or self.apply_model
+        return apply(params, model_state, inputs, key=key, train=train)
+
+    def deferred(self, inputs: Any, **options: Any) -> Any:
+        """The outputs with `DeferredLogits` in place of logits, which `cross_entropy` computes in blocks."""
+        return self.with_state(inputs, deferred=True, **options)[0]
 
 
 @dataclass(frozen=True)
@@ -38,8 +131,6 @@ class LogitsLoss:
     Attributes:
         train: as `Task.loss`.
         evaluate: the same without terms that only training needs (z-loss).
-        has_separate_rows: whether the loss of a row is known to depend on that row alone. If not, a step with
-            microbatches tries it.
 
     Example:
         >>> def loss(logits, batch, *, z_loss=1e-4):
@@ -52,7 +143,6 @@ class LogitsLoss:
 
     train: Loss
     evaluate: Loss
-    has_separate_rows: bool = False
 
     def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
         return self.train(outputs, batch)
@@ -60,22 +150,13 @@ class LogitsLoss:
 
 @dataclass(frozen=True)
 class CallingLoss:
-    """A loss that calls the model itself; made by `Task.calling`.
+    """A loss that calls the model itself; made by `Task.calling`."""
 
-    Attributes:
-        function: (apply, batch, key) -> what `Task.loss` returns; `apply` is a `ModelCall`.
-        reference: see `Task.calling`.
-        has_separate_rows: as of `LogitsLoss`.
-        ids: entries of a batch that hold ids of the model's vocabulary; larger ones are refused when a batch is read.
-    """
-
-    function: Callable[["ModelCall", Batch, jax.Array], Any]
-    reference: Callable[["ModelCall", Batch], jax.Array] | None = None
-    has_separate_rows: bool = False
+    # (apply, batch, key) -> what `Task.loss` returns; `apply` is a `ModelCall`.
+    function: Callable[[ModelCall, Batch, jax.Array], Any]
+    reference: Callable[[ModelCall, Batch], jax.Array] | None = None  # see `Task.calling`
+    # entries of a batch that hold ids of the model's vocabulary; larger ones are refused when a batch is read.
     ids: tuple[str, ...] = ()
-
-    def __call__(self, outputs: Any, batch: Batch) -> TaskSums:
-        raise ConfigError("the loss of Task.calling calls the model: it takes (apply, batch, key) and no outputs")
 
 
 @dataclass(frozen=True)
@@ -95,10 +176,9 @@ class Task:
             last batch before it calls the loss.
         num_classes: outputs -> how many ids `targets` may hold; None: targets are not ids. A batch with a larger id is
             refused when it is read.
-        rows: what the loss of a row depends on. separate: on that row alone (with accumulation, a loss that mixes rows
-            is refused). global: on all rows of the batch, such as contrastive losses; with accumulation the model then
-            runs twice, once for the outputs of all rows and once for the gradients. microbatch: on the rows of the same
-            microbatch, so that accumulation changes the loss.
+        rows: what the loss of a row depends on. separate: on that row alone. global: on all rows of the batch, such as
+            contrastive losses; with accumulation the model then runs twice, once for the outputs of all rows and once
+            for the gradients. microbatch: on the rows of the same microbatch, so that accumulation changes the loss.
 
     Example:
         >>> def brier(outputs, batch):
@@ -115,25 +195,20 @@ class Task:
     rows: Rows = "separate"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not callable(self.loss):
-            raise ConfigError(
-                f"Task takes a name and a loss function, not {shown(self.name)} and {shown(self.loss)}; "
-                "write Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
-            )
-        if self.rows not in _ROWS:
-            raise ConfigError(f"Task: rows={self.rows!r}; use {', '.join(_ROWS[:-1])} or {_ROWS[-1]}")
+        if self.rows not in get_args(Rows):
+            raise ConfigError(f"Task: rows={self.rows!r}; use separate, global or microbatch")
         check_axes(self.batch_axes, what="Task: batch_axes", write="batch_axes={'inputs': ('batch', 'sequence')}")
 
     @classmethod
     def calling(
         cls,
         name: str,
-        loss: Callable[["ModelCall", Batch, jax.Array], Any],
+        loss: Callable[[ModelCall, Batch, jax.Array], Any],
         *,
         batch_axes: Mapping[str, tuple[str | None, ...]] | None = None,
         reads_weights: bool = False,
         rows: Rows = "separate",
-        reference: Callable[["ModelCall", Batch], jax.Array] | None = None,
+        reference: Callable[[ModelCall, Batch], jax.Array] | None = None,
     ) -> "Task":
         """A task whose loss calls the model itself, as often as it likes, also with other parameters.
 
@@ -152,21 +227,16 @@ class Task:
         Returns:
             The task. It is refused on a mesh with `pipe` > 1, whose stages run a model once.
 
-        Raises:
-            ConfigError: no name, no function, or a `reference` that is no function.
-
         Example:
             >>> def loss(apply, batch, key):
             ...     noise = jax.random.normal(key, batch["inputs"].shape)
             ...     return jnp.mean((apply(batch["inputs"] + noise) - noise) ** 2, axis=-1), {}
             >>> task = Task.calling("denoise", loss)
         """
-        if not isinstance(name, str) or not callable(loss):
-            raise ConfigError(
-                f"Task.calling takes a name and a loss function, not {shown(name)} and {shown(loss)}; "
-                "write Task.calling('name', loss) with loss(apply, batch, key) -> (sum, weight, metrics)"
-            )
         return cls(name, CallingLoss(loss, reference), batch_axes or {}, reads_weights, rows=rows)
+
+    def __repr__(self) -> str:
+        return f"Task {self.name!r}"
 
     @property
     def calls_model(self) -> bool:
@@ -174,15 +244,12 @@ class Task:
         return isinstance(self.loss, CallingLoss)
 
     @property
-    def reference(self) -> Callable[["ModelCall", Batch], jax.Array] | None:
+    def reference(self) -> Callable[[ModelCall, Batch], jax.Array] | None:
         """What computes the entry `reference` of each row before training; None: the loss needs none."""
         return self.loss.reference if isinstance(self.loss, CallingLoss) else None
 
-    def __repr__(self) -> str:
-        return f"Task {self.name!r}"
-
     @property
-    def evaluation(self) -> Loss:
+    def evaluation(self) -> Any:
         """The loss that evaluation computes."""
         return self.loss.evaluate if isinstance(self.loss, LogitsLoss) else self.loss
 
@@ -195,3 +262,252 @@ class Task:
 def divisor(weight: jax.Array) -> jax.Array:
     """Choose what a sum is divided by to be a mean: float32 [], the weight (a negative one too), or 1 where it is 0."""
     return jnp.where(weight != 0, weight, 1)
+
+
+def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSums:
+    """Compute the loss of a task, its weight and its metrics, and check what the loss returned.
+
+    Args:
+        task: whose loss is computed.
+        outputs: of the model.
+        batch: its rows.
+        train: True in a train step, False in evaluation.
+
+    Raises:
+        ConfigError: the loss returned something else than `Task.loss` says.
+    """
+    batch = with_weights(batch)
+    loss: Any = task.loss if train else task.evaluation
+    found = loss(outputs, batch)
+    by_row = _losses_by_row(found)
+    if by_row is not None:
+        _check_no_pairs(task, by_row[0], outputs, batch)
+    return _as_sums(task, found, batch)
+
+
+def calling_sums(task: Task, call: ModelCall, batch: Batch, key: jax.Array) -> tuple[TaskSums, ModelState]:
+    """Compute the loss of a task that calls the model itself.
+
+    Returns:
+        What `task_sums` returns, and the model_state after this batch.
+    """
+    assert isinstance(task.loss, CallingLoss)
+    batch = with_weights(batch)
+    found = task.loss.function(call, batch, key)
+    # Metrics are the last entry of a loss without state, so that one after them is the state.
+    if isinstance(found, tuple | list) and any(isinstance(item, Mapping) for item in found[:-1]):
+        state = jax.tree.map(lambda new, old: new.astype(old.dtype), found[-1], call.model_state)
+        return _as_sums(task, tuple(found[:-1]), batch), state
+    if call.train and jax.tree.leaves(call.model_state):
+        raise ConfigError(
+            f"the model of task {task.name!r} has a model_state (batch statistics), which its loss must return: write "
+            "`outputs, state = apply.with_state(inputs, key=key)` and `return sum, weight, metrics, state`"
+        )
+    return _as_sums(task, found, batch), call.model_state
+
+
+def _losses_by_row(found: Any) -> tuple[jax.Array, Mapping[str, Any]] | None:
+    """Losses [B, ...] and metrics, where a loss returned these; None: it returned something else."""
+    is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)
+    losses: Any = found[0] if is_pair else found
+    metrics = found[1] if is_pair else {}
+    return (jnp.asarray(losses), metrics) if _is_numeric(losses) and jnp.ndim(losses) else None
+
+
+def _check_no_pairs(task: Task, losses: jax.Array, outputs: Any, batch: Batch) -> None:
+    """Raise where losses [B, B] are of every row with every other: outputs [B, 1] against targets [B] broadcast so."""
+    rows = losses.shape[0]
+    compared = [outputs, *(value for name, value in batch.items() if name != "inputs")]
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(compared)]
+    # A dimension of them that happens to have the size of the batch is no row.
+    if losses.shape == (rows, rows) and rows > 1 and not any(rows in shape[1:] for shape in shapes):
+        words = ", ".join(str(list(shape)) for shape in shapes if shape)
+        raise ConfigError(
+            f"task {task.name!r} returns losses [{rows}, {rows}], of each row with every other, as arrays of two "
+            f"shapes broadcast ({words}): write outputs[:, 0], or return jnp.mean(losses, axis=-1)"
+        )
+
+
+def _as_sums(task: Task, found: Any, batch: Batch) -> TaskSums:
+    """What a loss returned, as sums; see `Task.loss` for the forms."""
+    if by_row := _losses_by_row(found):
+        losses, given = by_row
+        weights = _row_weights(task, losses.shape, batch)
+        weight = jnp.sum(weights)
+
+        def total_of(values: jax.Array) -> jax.Array:
+            # A row that weighs 0 counts nothing, whatever its loss; 0 times NaN would. (Its gradient must be finite.)
+            return jnp.sum(jnp.where(weights != 0, values.astype(jnp.float32), 0.0) * weights)
+
+        def is_by_row(value: Any) -> bool:
+            return _is_numeric(value) and jnp.shape(value) == losses.shape
+
+        metrics: Any = {
+            name: (total_of(jnp.asarray(value)), weight) if is_by_row(value) else value for name, value in given.items()
+        }
+        found = (total_of(losses), weight, metrics)
+    fits = isinstance(found, tuple | list) and len(found) == 3 and isinstance(found[2], Mapping)
+    if not fits or not all(_is_numeric(value) and jnp.shape(value) == () for value in found[:2]):
+        returned = f"({', '.join(map(shown, found))})" if isinstance(found, tuple | list) else shown(found)
+        raise ConfigError(
+            f"the loss of task {task.name!r} must return (sum, weight, metrics), two real numbers and a dict, or "
+            f"losses per row and metrics, but it returned {returned}; write `return losses_B, {{}}`"
+        )
+    total, weight, metrics = found
+    sums = {name: _metric(task, name, pair) for name, pair in metrics.items()}
+    return jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32), sums
+
+
+def _metric(task: Task, name: str, pair: Any) -> tuple[jax.Array, jax.Array | None]:
+    """A metric as (sum, weight), or as (total, None)."""
+    if name in _RESERVED or name.startswith("eval_"):
+        raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which jaxtrain reports itself; rename it")
+    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+    if not is_pair or not _is_numeric(pair[0]) or not (pair[1] is None or _is_numeric(pair[1])):
+        raise ConfigError(
+            f"metric {name!r} of task {task.name!r} must be a pair (sum, weight), or (total, None), not {shown(pair)}"
+        )
+    value, weight = pair
+    return jnp.asarray(value, jnp.float32), None if weight is None else jnp.asarray(weight, jnp.float32)
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, int | float | np.ndarray | np.generic | jax.Array) and not np.iscomplexobj(value)
+
+
+def with_weights(batch: Batch) -> Batch:
+    """Add `weights` of 1 to a batch without any, so that a loss finds them in training as in evaluation."""
+    targets = batch.get("targets")
+    if "weights" in batch or not isinstance(targets, jax.Array | np.ndarray) or not targets.ndim:
+        return batch
+    # As `data.Batches` has it: integer targets with more dimensions are one per token.
+    shape = targets.shape if jnp.issubdtype(targets.dtype, jnp.integer) else targets.shape[:1]
+    return {**batch, "weights": jnp.ones(shape, jnp.float32)}
+
+
+def _row_weights(task: Task, shape: tuple[int, ...], batch: Batch) -> jax.Array:
+    """The weights of losses of this shape: float32 of the same shape."""
+    targets, weights = batch.get("targets"), batch.get("weights")
+    if getattr(targets, "shape", None) == shape:
+        return target_weights(batch)
+    if weights is not None and weights.ndim > len(shape) and weights.shape[: len(shape)] == shape:
+        # Weights per token beside losses per row: a row counts as its largest token does, and padding as nothing.
+        return jnp.max(jnp.asarray(weights, jnp.float32), axis=tuple(range(len(shape), weights.ndim)))
+    return _broadcast(weights, shape, f"losses of task {task.name!r}")
+
+
+def _broadcast(weights: Any, shape: tuple[int, ...], what: str) -> jax.Array:
+    """Weights of the first dimensions of a shape, or 1, as float32 of that shape."""
+    if weights is None:
+        return jnp.ones(shape, jnp.float32)
+    if weights.shape != shape[: weights.ndim]:
+        raise ConfigError(
+            f"weights {list(weights.shape)} do not fit {what} {list(shape)}; give one weight per target, or per row"
+        )
+    weights = jnp.asarray(weights, jnp.float32)
+    return jnp.broadcast_to(weights.reshape(*weights.shape, *[1] * (len(shape) - weights.ndim)), shape)
+
+
+def target_weights(batch: Batch) -> jax.Array:
+    """Weigh each target of a batch: by its `weights` or 1, and by 0 where the target is negative.
+
+    Args:
+        batch: `targets` of any shape; integers below 0 (-100, say) are ignored, as everywhere in the field. Optional
+            `weights` of the same shape, or of its first dimensions ([B] for targets [B, L]).
+
+    Returns:
+        float32, of the shape of the targets.
+
+    Raises:
+        ConfigError: no targets, or weights of another shape.
+
+    Example:
+        >>> jt.target_weights({"targets": jnp.array([2, -100, 0])}).tolist()
+        [1.0, 0.0, 1.0]
+    """
+    weights, targets = broadcast_weights(batch), batch["targets"]
+    return jnp.where(targets < 0, 0.0, weights) if jnp.issubdtype(targets.dtype, jnp.integer) else weights
+
+
+def broadcast_weights(batch: Batch) -> jax.Array:
+    """Broadcast the batch's `weights`, or 1, to the shape of the targets: float32; errors as of `target_weights`."""
+    if batch.get("targets") is None:
+        held = ", ".join(name for name, leaf in batch.items() if leaf is not None)
+        raise ConfigError(f"the task needs an entry 'targets', but the batch holds {held or 'nothing'}; {RENAME}")
+    return _broadcast(batch.get("weights"), batch["targets"].shape, "targets")
+
+
+def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Check and prepare the targets and weights of a loss over classes.
+
+    Args:
+        task: its name, for error messages.
+        logits: [..., V], computed or deferred.
+        batch: `targets` [...] and optional `weights`.
+
+    Returns:
+        int32 ids that logits have, and float32 weights, NaN where a target is an id that no logit has; both [...].
+
+    Raises:
+        ConfigError: logits, targets or weights of the wrong shape or dtype.
+    """
+    shape: tuple[int, ...] = getattr(logits, "shape", ())
+    if isinstance(logits, DeferredLogits):
+        shape = (*logits.hidden.shape[:-1], logits.vocabulary)
+    elif not shape or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ConfigError(f"{task} needs logits [B, ..., classes] from the model, which gives {shown(logits)}")
+    weights, targets = target_weights(batch), batch["targets"]
+    if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != shape[:-1]:
+        raise ConfigError(
+            f"{task}: targets {targets.dtype.name}{list(targets.shape)} do not fit logits {list(shape)}; give class "
+            f"numbers, int32 {list(shape[:-1])}, or use regression()"
+        )
+    # The number of classes may not fit into the 8 or 16 bits that ids are stored in.
+    targets = targets.astype(jnp.int32)
+    # Host arrays with such ids are refused when they are read. On the device a number cannot raise, but NaN is seen.
+    weights = jnp.where((targets >= shape[-1]) & (weights != 0), jnp.nan, weights)
+    return jnp.clip(targets, 0, shape[-1] - 1), weights
+
+
+def num_classes(outputs: Any) -> int:
+    """Read the number of classes off logits, alone or under the key "logits"."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if isinstance(logits, DeferredLogits):
+        return logits.vocabulary
+    if shape := getattr(logits, "shape", ()):
+        return shape[-1]
+    raise ConfigError(f"the task needs logits [B, ..., classes] from the model, which gives {shown(outputs)}")
+
+
+def row_dims(outputs: Callable[[Any], Any], inputs: Any, rows: int) -> tuple[list[int | str | None], Any]:
+    """Find the dimension that counts rows in each leaf of a model's outputs: with twice the rows it is twice as large.
+
+    Args:
+        outputs: inputs -> outputs; traced, not run.
+        inputs: arrays or shapes [rows, ...].
+        rows: of the inputs.
+
+    Returns:
+        For each leaf the dimension; None: it has no rows; "mixed": several dimensions count them, or in another way.
+        And the outputs as shapes.
+    """
+
+    def times(count: int) -> Any:
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            has_rows = len(leaf.shape) and leaf.shape[0] == rows
+            shape = (count * rows, *leaf.shape[1:]) if has_rows else leaf.shape
+            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+        return jax.eval_shape(outputs, jax.tree.map(one, inputs))
+
+    def dim_of(once: tuple[int, ...], twice: tuple[int, ...]) -> int | str | None:
+        changed = [dim for dim, (a, b) in enumerate(zip(once, twice, strict=False)) if a != b]
+        if len(once) != len(twice) or len(changed) > 1:
+            return "mixed"
+        if not changed:
+            return None
+        return changed[0] if twice[changed[0]] == 2 * once[changed[0]] else "mixed"
+
+    once, twice = times(1), times(2)
+    leaves = zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True)
+    return [dim_of(a.shape, b.shape) for a, b in leaves], once

@@ -1,35 +1,53 @@
-"""The shipped tasks. Shapes: B batch, L sequence, V vocabulary, C classes, O targets."""
+"""The shipped tasks and their metrics. Shapes: B batch, L sequence, V vocabulary, C classes, O targets."""
 
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
-from jaxtrain.config.arguments import shown
 from jaxtrain.config.base import CalledTask
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.order import turn_of
 from jaxtrain.layout.sharding import current_layout, sum_over_shards
-from jaxtrain.models.metrics import ERRORS, check_metrics, class_metrics
 from jaxtrain.models.preferences import dpo, reward
-from jaxtrain.models.targets import broadcast_weights, checked_ids, num_classes
-from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task, TaskSums, divisor
+from jaxtrain.models.task import (
+    Batch,
+    CallingLoss,
+    LogitsLoss,
+    Sums,
+    Task,
+    TaskSums,
+    broadcast_weights,
+    checked_ids,
+    divisor,
+    num_classes,
+)
 from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums
 from jaxtrain.ops.loss.right import weight_of_right
 from jaxtrain.runtime.call import call_function, described
 
+# Of one number per target.
+ERRORS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "mse": lambda outputs, targets: jnp.square(outputs - targets),
+    "mae": lambda outputs, targets: jnp.abs(outputs - targets),
+    "huber": optax.losses.huber_loss,
+}
+# Beginning of the name of a metric [C] of which the mean over classes is reported.
+MACRO = "macro_"
+LogitsAs = Literal["auto", "whole", "tokens", "vocabulary"]
+
 
 def language_modeling(
     *,
     z_loss: float | None = None,
-    logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto",
+    logits: LogitsAs = "auto",
     block: int | None = None,
 ) -> Task:
     """Predict the next token: logits [B, L, V] or deferred, `targets` int32 [B, L], optional `weights` [B, L] or [B].
@@ -56,13 +74,13 @@ def language_modeling(
         >>> task.batch_axes["targets"]
         ('batch', 'sequence')
     """
-    return _token_task("language_modeling", z_loss=z_loss, logits=logits, block=block, counts_right=False)
+    return _token_task("language_modeling", z_loss, logits, block, counts_right=False)
 
 
 def masked_language_modeling(
     *,
     z_loss: float | None = None,
-    logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto",
+    logits: LogitsAs = "auto",
     block: int | None = None,
 ) -> Task:
     """Name the tokens that were hidden: logits [B, L, V] or deferred, `targets` int32 [B, L], -100 where none was.
@@ -83,13 +101,13 @@ def masked_language_modeling(
         >>> jt.masked_language_modeling()
         Task 'masked_language_modeling'
     """
-    return _token_task("masked_language_modeling", z_loss=z_loss, logits=logits, block=block, counts_right=True)
+    return _token_task("masked_language_modeling", z_loss, logits, block, counts_right=True)
 
 
 def sequence_to_sequence(
     *,
     z_loss: float | None = None,
-    logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto",
+    logits: LogitsAs = "auto",
     block: int | None = None,
 ) -> Task:
     """Write a text for a text: the decoder's logits [B, T, V] or deferred, `targets` int32 [B, T], optional `weights`.
@@ -110,27 +128,19 @@ def sequence_to_sequence(
         >>> jt.sequence_to_sequence(z_loss=1e-4)
         Task 'sequence_to_sequence'
     """
-    return _token_task("sequence_to_sequence", z_loss=z_loss, logits=logits, block=block, counts_right=True)
+    return _token_task("sequence_to_sequence", z_loss, logits, block, counts_right=True)
 
 
-def _token_task(
-    name: str, *, z_loss: float | None, logits: Literal["auto"] | Logits, block: int | None, counts_right: bool
-) -> Task:
-    """A task whose targets are tokens.
-
-    Args:
-        name: of the task.
-        z_loss, logits, block: as for `language_modeling`.
-        counts_right: whether evaluation reports the accuracy, for which the logits are computed once more.
-    """
+def _token_task(name: str, z_loss: float | None, logits: LogitsAs, block: int | None, *, counts_right: bool) -> Task:
+    """A task whose targets are tokens; where evaluation reports the accuracy, it computes the logits once more."""
     LossConfig(z_loss=z_loss, logits=logits, block=block)
+    by: Logits | None = None if logits == "auto" else logits
 
     def loss_with(z_loss: float | None, counts_right: bool, outputs: Any, batch: Batch) -> TaskSums:
         more = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
         found = more.pop("logits", None)
         targets, weights = checked_ids(name, found, batch)
         weight = jnp.sum(weights)
-        by = None if logits == "auto" else logits
         sums = cross_entropy_sums(found, targets, weights, z_loss=z_loss, by=by, size=block)
         total, metrics = sums.total, {}
         if z_loss is not None:
@@ -147,16 +157,12 @@ def _token_task(
 
     axes = {key: ("batch", "sequence") for key in ("inputs", "targets", "weights")}
     train = functools.partial(loss_with, z_loss, False)
-    loss = LogitsLoss(train, functools.partial(loss_with, None, counts_right), has_separate_rows=True)
+    loss = LogitsLoss(train, functools.partial(loss_with, None, counts_right))
     return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
 
 
 def _router_sum(losses_BL: jax.Array, weights_BL: jax.Array, *, tokens: jax.Array | None) -> jax.Array:
-    """The router's losses of the rows of this device, of which the quotient with the weights of all is their mean.
-
-    A token without a weight (of a prompt) is routed as the others are, and its probabilities balance what the load
-    counts; so the mean is over all tokens that are routed.
-    """
+    """The router's losses of this device's rows, scaled so that the weights of all divide to a mean over tokens."""
     if tokens is None:
         return jnp.sum(losses_BL * weights_BL)
     # The sum over shards comes after those in the layers.
@@ -222,8 +228,11 @@ def _class_task(
     label_smoothing: float = 0.0,
     class_weights: tuple[float, ...] | None = None,
 ) -> Task:
-    named = check_metrics(metrics, of=name)
-    loss = functools.partial(_class_loss, name, named, label_smoothing, class_weights)
+    metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+    for metric in metrics:
+        if metric not in _CLASS_METRICS and not (metric[:4] == "top_" and metric[4:].isdigit()):
+            raise ConfigError(f"{name}: there is no metric {metric!r}; use {', '.join(_CLASS_METRICS)} or top_5")
+    loss = functools.partial(_class_loss, name, metrics, label_smoothing, class_weights)
     return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
 
 
@@ -236,18 +245,51 @@ def _class_loss(
     batch: Batch,
 ) -> TaskSums:
     targets, weights = checked_ids(name, outputs, batch)
-    found = class_metrics(metrics, outputs, targets, weights)
+    found = _class_metrics(metrics, outputs, targets, weights)
     losses = cross_entropy(outputs, targets)
     if label_smoothing:
         spread = -jnp.mean(jax.nn.log_softmax(outputs.astype(jnp.float32)), axis=-1)
         losses = (1 - label_smoothing) * losses + label_smoothing * spread
     if class_weights is not None:
         if len(class_weights) != outputs.shape[-1]:
-            raise ConfigError(
-                f"{name}: {len(class_weights)} class_weights, but the model has {outputs.shape[-1]} classes"
-            )
+            raise ConfigError(f"{name}: {len(class_weights)} class_weights for {outputs.shape[-1]} classes")
         weights = weights * jnp.asarray(class_weights, jnp.float32)[jnp.maximum(targets, 0)]
     return jnp.sum(losses * weights), jnp.sum(weights), found
+
+
+def _counts(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights of the targets [C] that were named rightly, that were named, and that there are, of each class."""
+    classes = logits.shape[-1]
+    said, meant = (jax.nn.one_hot(ids, classes) for ids in (jnp.argmax(logits, axis=-1), targets))
+    sums = (jnp.einsum("...c,...->c", one, weights) for one in (said * meant, said, meant))
+    # Of two classes, people mean the second one.
+    right, named, there = (one[1] if classes == 2 else one for one in sums)
+    return right, named, there
+
+
+# (right, named, there) -> (sum, weight)
+_CLASS_METRICS: Mapping[str, Callable[[Any, Any, Any], tuple[jax.Array, jax.Array]] | None] = {
+    "accuracy": None,
+    "precision": lambda right, named, there: (right, named),
+    "recall": lambda right, named, there: (right, there),
+    "f1": lambda right, named, there: (2 * right, named + there),
+}
+
+
+def _class_metrics(names: Iterable[str], logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
+    """Metrics of classes; precision, recall and f1 of more than two are of each, under names with `MACRO`."""
+    found: Sums = {}
+    for name in names:
+        if name == "accuracy":
+            found[name] = (weight_of_right(logits, targets, weights), jnp.sum(weights))
+        elif ratio := _CLASS_METRICS.get(name):
+            total, weight = ratio(*_counts(logits, targets, weights))
+            found[name if total.ndim == 0 else f"{MACRO}{name}"] = (total, weight)
+        else:
+            _, best = jax.lax.top_k(logits, int(name[4:]))
+            right = jnp.any(best == targets[..., None], axis=-1)
+            found[name] = (jnp.sum(jnp.where(right, weights, 0.0)), jnp.sum(weights))
+    return found
 
 
 def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequence[str] = ()) -> Task:
@@ -268,18 +310,17 @@ def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequenc
     Example:
         >>> step = jt.make_train_step(model, jt.regression("huber", metrics=["mae"]), optax.adamw(1e-3))
     """
-    (main,) = check_metrics(loss, of="regression")
-    named = check_metrics(metrics, of="regression")
-    return Task("regression", functools.partial(_number_loss, main, named), reads_weights=True)
+    metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+    for name in (loss, *metrics):
+        if name not in ERRORS:
+            raise ConfigError(f"regression: there is no metric {name!r}; use {', '.join(ERRORS)}")
+    return Task("regression", functools.partial(_number_loss, loss, metrics), reads_weights=True)
 
 
 def _number_loss(loss: str, metrics: tuple[str, ...], outputs: Any, batch: Batch) -> TaskSums:
-    if not isinstance(outputs, (jax.Array, np.ndarray)):
-        raise ConfigError(f"regression needs outputs [B, O] from the model, which gives {shown(outputs)}")
     weights, targets = broadcast_weights(batch), batch["targets"]
-    if not jnp.issubdtype(targets.dtype, jnp.integer) and not jnp.issubdtype(targets.dtype, jnp.floating):
-        raise ConfigError(f"regression needs real targets, but they are {targets.dtype.name}; give float32")
-    if _without_last_one(outputs.shape) != _without_last_one(targets.shape):
+    sizes = [shape[:-1] if len(shape) == 2 and shape[-1] == 1 else shape for shape in (outputs.shape, targets.shape)]
+    if sizes[0] != sizes[1]:
         raise ConfigError(
             f"regression: targets {list(targets.shape)} do not fit outputs {list(outputs.shape)}; "
             "give the model as many outputs as a row has targets"
@@ -296,28 +337,10 @@ def _number_loss(loss: str, metrics: tuple[str, ...], outputs: Any, batch: Batch
     return sums[loss], weight, {name: (sums[name], weight) for name in metrics}
 
 
-def _without_last_one(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[:-1] if len(shape) == 2 and shape[-1] == 1 else shape
-
-
 def build_task(config: Config) -> Task:
-    """Build the task that a config describes.
-
-    Args:
-        config: its `task` and `loss`.
-
-    Raises:
-        ConfigError: options of a loss that the task does not have, or a function of `task.call` that cannot be called
-            or returns something else.
-    """
-    if isinstance(config.task, str) and config.task in _TOKEN_TASKS:
-        make = _TOKEN_TASKS[config.task]
-        check_loss(config)
-        return make(z_loss=config.loss.z_loss, logits=config.loss.logits, block=config.loss.block)
+    """Build the task that a config describes."""
     check_loss(config)
-    if config.task == "dpo":
-        loss = config.loss
-        return dpo(loss.beta, label_smoothing=loss.label_smoothing, logits=loss.logits, block=loss.block)
+    loss = config.loss
     if isinstance(config.task, CalledTask):
         made = call_function("task", config.task.call, config.task.args)
         if isinstance(made, Task):
@@ -326,8 +349,12 @@ def build_task(config: Config) -> Task:
             f"task.call={config.task.call} returned {described(made)}, not a jaxtrain.Task; return "
             "jaxtrain.Task('name', loss) with loss(outputs, batch) -> (sum, weight, metrics)"
         )
+    if config.task in _TOKEN_TASKS:
+        return _TOKEN_TASKS[config.task](z_loss=loss.z_loss, logits=loss.logits, block=loss.block)
+    if config.task == "dpo":
+        return dpo(loss.beta, label_smoothing=loss.label_smoothing, logits=loss.logits, block=loss.block)
     if config.task == "classification":
-        return classification(label_smoothing=config.loss.label_smoothing)
+        return classification(label_smoothing=loss.label_smoothing)
     return TASKS[config.task]()
 
 
@@ -338,10 +365,7 @@ def is_shipped(task: Task) -> bool:
 
 
 def _evaluated(task: Task) -> Any:
-    """The code of the loss in evaluation: each call of `classification` makes another function of the same code.
-
-    A loss of preferences is evaluated with its settings, so that they are part of what is compared.
-    """
+    """The code of the loss in evaluation, and its settings: each call of a task makes another function of that code."""
     match task.loss:
         case LogitsLoss(evaluate=loss) | CallingLoss(function=loss) | loss:
             loss, settings = (loss.func, loss.args) if isinstance(loss, functools.partial) else (loss, ())
@@ -349,11 +373,7 @@ def _evaluated(task: Task) -> Any:
 
 
 def named_task(task: Task | str) -> Task:
-    """The task of a name: one of `TASKS`, or a loss of `regression` ("mae"); anything else as it is.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """The task of a name: one of `TASKS`, or a loss of `regression` ("mae"); anything else as it is."""
     if not isinstance(task, str):
         return task
     if task in ERRORS:

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, constrain, path_name
-from jaxtrain.models.output_rows import row_dims
-from jaxtrain.models.task import Batch, TaskSums
+from jaxtrain.models.task import Batch, TaskSums, row_dims
 from jaxtrain.parallel.divisors import as_means
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.parallel.microbatches import Tree, split_microbatches

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.model import MLPConfig, ResNetConfig
 from jaxtrain.metrics.flops import structure_block
-from jaxtrain.models.shipped.shapes import mlp_shapes
-from jaxtrain.models.shipped.structure import Stack, Structure
+from jaxtrain.models.shipped.shapes import Stack, Structure, mlp_shapes
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.plan.step import DeviceStep
 from jaxtrain.plan.work import logit_blocks_of

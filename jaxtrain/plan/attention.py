@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.models.shipped.structure import Structure
+from jaxtrain.models.shipped.shapes import Structure
 from jaxtrain.ops.attention.blocks import block_size, computed_share, pairs_at_once, visible_pairs
 from jaxtrain.ops.attention.context_rules import ContextCase, check_context_length, choose_context_way
 from jaxtrain.ops.attention.form import AttentionForm

@@ -1,6 +1,6 @@
 """What a fine-tuning stores: adapters, and kernels in fewer bits, in place of a model's float kernels. No jax here.
 
-Names and dims of axes come from the rules that adapt the model (`models/adapter_targets.py`, `models/adapted_axes.py`).
+Names and dims of axes come from the rules that adapt the model (`models/adapter_targets.py`).
 """
 
 import fnmatch
@@ -14,8 +14,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.nf4 import BLOCK, NESTED_BLOCK
 from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.rules import AxesTable
-from jaxtrain.models.adapted_axes import adapted_rows
-from jaxtrain.models.adapter_targets import Layers, check_train_also, find_targets, layer_sizes
+from jaxtrain.models.adapter_targets import Layers, adapted_rows, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Shapes, Tensors
 from jaxtrain.optim.rules import check_patterns
@@ -69,7 +68,7 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
     linears, base = _linears(config.model, tensors.params), config.finetune.base
     experts = isinstance(config.model, TransformerConfig) and config.model.experts is not None
     layers = Layers(config.model.kind, tensors.params, linears, tensors.stack, experts)
-    found = find_targets(layers, lora, from_folder=config.finetune.adapter is not None)
+    found = find_targets(layers, lora)
     kernels = {**(linears if base else {}), **found}
     # What is drawn may be model_state.
     fresh = [one for one in fresh_parts(config.model) if any(_matches(path, (one,)) for path in tensors.params)]

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES
-from jaxtrain.models.shipped.structure import OF_BLOCKS
+from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.plan.compile import ExactMemory, ask
 from jaxtrain.plan.cost import Terms
 from jaxtrain.plan.estimate import Estimate, analyse, own_functions

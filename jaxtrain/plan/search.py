@@ -19,7 +19,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.metrics.format import format_gib
-from jaxtrain.models.shipped.structure import OF_BLOCKS
+from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.plan.cost import Terms, with_steps
 from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate

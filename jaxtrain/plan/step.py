@@ -11,7 +11,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.layout.rules import DEFAULT_RULES, check_replicated_share, check_tensor_used
 from jaxtrain.metrics.flops import lowest_trained_block
-from jaxtrain.models.shipped.structure import Stack, Structure
+from jaxtrain.models.shipped.shapes import Stack, Structure
 from jaxtrain.parallel.division import (
     batch_shards,
     check_model_axes,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxtrain.config.model import ResNetConfig
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.models.shipped.structure import Stack
+from jaxtrain.models.shipped.shapes import Stack
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.plan.attention import attention_forms, context_way
 from jaxtrain.plan.experts import exchanged_bytes

@@ -23,13 +23,15 @@ from jaxtrain.metrics.flops import (
 )
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
+    OuterLayer,
     ResidualBlockShape,
+    Stack,
+    Structure,
     dense_layers,
     mlp_shapes,
     resnet_stages,
     stem_shape,
 )
-from jaxtrain.models.shipped.structure import OuterLayer, Stack, Structure
 from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
 from jaxtrain.plan.step import DeviceStep
 from jaxtrain.precision.dtypes import POLICY_DTYPES

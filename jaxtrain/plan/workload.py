@@ -38,8 +38,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.models.shipped import shapes
-from jaxtrain.models.shipped.shapes import Tensors
-from jaxtrain.models.shipped.structure import Structure, structure_of
+from jaxtrain.models.shipped.shapes import Structure, Tensors, structure_of
 from jaxtrain.plan.finetuned import finetuned
 
 _IMAGENET_CLASSES = 1000

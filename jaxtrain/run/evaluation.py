@@ -15,13 +15,10 @@ from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, Data, prefetch
 from jaxtrain.data.rows import evaluated_rows
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.models.metrics import MACRO
 from jaxtrain.models.model import ModelState, Params, parameter_shapes
-from jaxtrain.models.model_call import ModelCall
-from jaxtrain.models.output_rows import row_dims
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Batch, Sums, Task
-from jaxtrain.models.task_sums import calling_sums, task_sums
+from jaxtrain.models.task import Batch, ModelCall, Sums, Task, calling_sums, row_dims, task_sums
+from jaxtrain.models.tasks import MACRO
 from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
 from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler import Value, choose_options

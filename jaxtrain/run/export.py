@@ -20,7 +20,7 @@ from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.interop.save import Origin, companions, saved_dtypes, write_published
 from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.merge import merge_adapters
+from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.run.directory import tokenizer_file
 from jaxtrain.run.open_model import OpenedModel, open_model

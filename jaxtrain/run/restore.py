@@ -21,8 +21,8 @@ from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.formats.hub import is_published
 from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.metrics.format import format_bytes
+from jaxtrain.models.adapters import quantize, quantized_bytes
 from jaxtrain.models.model import Params
-from jaxtrain.models.quantize import quantize, quantized_bytes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import LossScale
 from jaxtrain.runtime.tree import path_name

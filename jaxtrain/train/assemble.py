@@ -19,7 +19,7 @@ from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.models.adapters import adapt, adapt_as_folder
+from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model, ModelState, Params, count_parameters, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
@@ -389,8 +389,7 @@ def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Mod
     ]
     lora = settings.lora.model_copy(update={"train_also": (*settings.lora.train_also, *fresh)})
     # A rank that is not the folder's is refused where its factors are read.
-    make = adapt if settings.adapter is None else adapt_as_folder
-    return make(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
+    return adapt(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
 
 
 def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:

@@ -14,8 +14,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.targets import RENAME
-from jaxtrain.models.task import CallingLoss, Task
+from jaxtrain.models.task import RENAME, CallingLoss, Task
 from jaxtrain.parallel.division import check_rows, check_sequence
 from jaxtrain.train.checks import check_ids
 

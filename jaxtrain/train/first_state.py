@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.host_draws import CannotFollowError, can_draw, follow
+from jaxtrain.models.initializers import CannotFollowError, can_draw, follow
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, merge_leaves, paths_of, select_leaves
 

@@ -8,8 +8,7 @@ import jax
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.models.model import Params, Parts, key_for
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Batch, Sums, Task
-from jaxtrain.models.task_sums import task_sums
+from jaxtrain.models.task import Batch, Sums, Task, task_sums
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Gradients
 from jaxtrain.parallel.pipeline import pipeline_gradients

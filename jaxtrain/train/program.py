@@ -12,10 +12,8 @@ from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import use_layout
 from jaxtrain.models.model import Model, ModelState, Params, PartsApply
-from jaxtrain.models.model_call import ModelCall
 from jaxtrain.models.sharded import ShardedModel, stored_params
-from jaxtrain.models.task import Batch, Task, TaskSums
-from jaxtrain.models.task_sums import calling_sums, task_sums
+from jaxtrain.models.task import Batch, ModelCall, Task, TaskSums, calling_sums, task_sums
 from jaxtrain.optim.offload import to_host
 from jaxtrain.parallel.divisors import loss_divisor
 from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients

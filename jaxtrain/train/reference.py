@@ -16,9 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.config.arguments import check_whole, shown
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import ModelState, Params
-from jaxtrain.models.model_call import ModelCall
-from jaxtrain.models.task import Task
-from jaxtrain.models.task_sums import with_weights
+from jaxtrain.models.task import ModelCall, Task, with_weights
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.state import EvaluationState, TrainState

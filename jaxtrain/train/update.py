@@ -12,9 +12,9 @@ import optax
 
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.models.metrics import MACRO
 from jaxtrain.models.model import Params
 from jaxtrain.models.task import Sums, divisor
+from jaxtrain.models.tasks import MACRO
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.optim.rate import injected, rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients

@@ -232,9 +232,7 @@ def test_the_task_of_the_run_decides_what_whole_numbers_are(tmp_path):
     run = assemble(config, open_run_data(config))
     assert (run.data.num_outputs, run.batches.spec()["targets"].dtype) == (1, np.float32)
     config = load_config("tabular_mlp", keywords={**words, "data.task": "regression"}).config
-    with pytest.raises(
-        ConfigError, match="targets of the data are numbers; set task=regression"
-    ):
+    with pytest.raises(ConfigError, match="targets of the data are numbers; set task=regression"):
         assemble(config, open_run_data(config))
 
 

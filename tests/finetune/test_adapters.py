@@ -184,7 +184,6 @@ def test_kernels_of_users_models_get_adapters_by_path(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "says"),
     [
-        pytest.param(lambda: jt.from_nnx(Plain), {}, r"targets='\*' is for .* name its kernels", id="not our layers"),
         pytest.param(
             lambda: model(experts=dict(num_experts=2, experts_per_token=1)),
             dict(targets=("up",)),

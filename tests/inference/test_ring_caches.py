@@ -11,7 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.engine.scheduler import Slot, kept_prefix
-from jaxtrain.models.ring_cache import Ring, can_go_on, make_cache, ring_of
+from jaxtrain.models.decoder import Ring, can_go_on, make_cache, ring_of
 from jaxtrain.models.shipped import block, transformer
 
 VOCABULARY, WINDOW, LENGTH, NEW = 40, 5, 64, 24

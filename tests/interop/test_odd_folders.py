@@ -17,7 +17,7 @@ from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.families.table import family_of, read_settings
 from jaxtrain.interop.formats.safetensors import SINGLE, open_folder, write_safetensors
 from jaxtrain.interop.settings import check_fits
-from jaxtrain.models.rotary import rotary_factor
+from jaxtrain.models.layers import rotary_factor
 from jaxtrain.run.export import export_run
 from jaxtrain.run.import_run import import_run
 

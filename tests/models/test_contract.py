@@ -17,15 +17,14 @@ from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import table_row
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.from_functions import from_functions
-from jaxtrain.models.from_linen import from_linen
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.shipped.images import resnet
 from jaxtrain.models.shipped.mlp import mlp
-from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
 from jaxtrain.models.tasks import classification, language_modeling
+from jaxtrain.models.wrap import from_functions, from_linen
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.step import make_train_step

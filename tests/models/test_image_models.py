@@ -14,10 +14,10 @@ import pytest
 from jaxtrain.config.model import MLPConfig, ResNetConfig, ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx
-from jaxtrain.models.shipped import resnet as resnet_module
+from jaxtrain.models.shipped import images as resnet_module
 from jaxtrain.models.shipped.build import build_model
+from jaxtrain.models.shipped.images import BatchNorm, Conv, resnet
 from jaxtrain.models.shipped.mlp import mlp
-from jaxtrain.models.shipped.resnet import BatchNorm, Conv, resnet
 from jaxtrain.models.shipped.shapes import ConvShape
 from jaxtrain.models.stack import scan_stack
 from jaxtrain.models.tasks import classification

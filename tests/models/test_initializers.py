@@ -1,11 +1,10 @@
-"""Initial values: the right distribution, exact arithmetic all the way, and keys that draw what jax's own draw."""
+"""Initial values: the right distribution, and exact arithmetic all the way."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.models.initializers import fan_in_normal, normal
-from jaxtrain.models.unrolled_keys import unrolled
 
 
 def test_draws_are_close_to_normal() -> None:
@@ -31,27 +30,3 @@ def test_bits_equal_a_computation_in_integers() -> None:
     scale = np.float32(0.5 / np.sqrt(8 * (2**32 - 1) / 12))
     drawn = jax.jit(lambda key: normal(0.5)(key, shape, jnp.dtype(jnp.float32)))(key)
     np.testing.assert_array_equal(np.asarray(drawn), total.astype(np.float32) * scale)
-
-
-def drawn(key):
-    """Everything that an initializer may ask of a key, in one program."""
-    inner = jax.random.split(jax.random.fold_in(key, 5), (2, 3))
-    return {
-        "fold_in and split": jax.random.key_data(inner),
-        "bits": jax.random.bits(key, (5, 7, 3)),
-        "one number": jax.random.bits(key, ()),
-        "of stacked layers": jax.vmap(lambda key: normal(1.0)(key, (3, 4), jnp.float32))(inner[0]),
-        "16 bits": jax.random.bits(key, (4,), jnp.uint16),
-        "jax's normal": jax.random.normal(key, (4,)),
-    }
-
-
-def test_the_numbers_of_unrolled_keys_are_those_of_threefry_keys():
-    key = jax.random.key(np.uint32(2**31 + 7))
-    assert unrolled(key).dtype != key.dtype, "this test compares two forms"
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(drawn)(unrolled(key)), jax.jit(drawn)(key))
-
-
-def test_a_key_of_another_kind_is_not_unrolled():
-    key = jax.random.key(0, impl="rbg")
-    assert unrolled(key).dtype == key.dtype

@@ -66,9 +66,9 @@ def transformer(**keys: Any) -> Model:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"tokens": TOKENS, "attention_mask": TOKENS}, "'attention_mask'.* did you mean 'segments'"),
-        ({"segments": TOKENS}, "no entry 'tokens'"),
-        (TOKENS.astype(np.float32), "tokens .* are integers, but the inputs hold float32"),
+        ({"tokens": TOKENS, "attention_mask": TOKENS}, "takes integers tokens, positions, segments.*attention_mask"),
+        ({"segments": TOKENS}, "takes integers tokens"),
+        (TOKENS.astype(np.float32), "takes integers tokens"),
     ],
     ids=["attention_mask", "no-tokens", "float-tokens"],
 )
@@ -105,11 +105,6 @@ def test_arrays_that_are_plain_attributes_are_constants(make_scale: Any) -> None
     np.testing.assert_array_equal(jax.tree.leaves(state.model_state)[0], [1, 2, 3])
 
 
-def test_an_array_in_a_tuple_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"scale of the module is a tuple"):
-        jt.from_nnx(scaled(lambda: (jnp.ones(3),)))
-
-
 class ScaledBlock(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.inner = nnx.Linear(4, 4, rngs=rngs)
@@ -132,7 +127,7 @@ class Stacked(nnx.Module):
 def test_constants_of_a_stack() -> None:
     state, _ = trained(jt.from_nnx(Stacked))
     np.testing.assert_array_equal(state.model_state["blocks"]["scale"], np.full((2, 4), 0.5))
-    with pytest.raises(ConfigError, match=r"blocks/scale is not a parameter; .* wrap them in nnx\.Param"):
+    with pytest.raises(ConfigError, match=r"blocks/scale is not a parameter; .* nnx\.Param"):
         jt.from_stages(
             Stacked,
             stack="blocks",

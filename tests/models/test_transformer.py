@@ -10,8 +10,7 @@ import pytest
 
 from jaxtrain.config.model import LongRope, TransformerConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.layers import dropout
-from jaxtrain.models.rotary import long_documents
+from jaxtrain.models.layers import dropout, long_documents
 from jaxtrain.models.shipped.transformer import transformer
 
 SIZES = dict(num_layers=2, embed_dim=16, num_heads=4, vocab_size=17, max_sequence_length=8)

@@ -12,8 +12,8 @@ from flax import linen, nnx
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.from_linen import from_linen
 from jaxtrain.models.from_nnx import _reseed, from_nnx
+from jaxtrain.models.wrap import from_linen
 
 ONES = np.ones((4, 64), np.float32)
 ROWS = np.linspace(-1, 3, 4 * 64, dtype=np.float32).reshape(4, 64)
@@ -47,14 +47,6 @@ class LinenNoise(linen.Module):
         if not training:
             return jnp.stack([x] * 3)
         return jnp.stack([2 * x * jax.random.bernoulli(self.make_rng("noise"), 0.5, x.shape) for _ in range(3)])
-
-
-class LinenUntold(linen.Module):
-    layer: linen.Module
-
-    @linen.compact
-    def __call__(self, x):
-        return self.layer(linen.Dense(64)(x))
 
 
 class NNXNorm(nnx.Module):
@@ -128,14 +120,6 @@ def test_dropout(make):
             assert abs(np.mean(masks[a] == masks[b]) - 0.5) < 5 * 0.5 / 16, (a, b)
     evaluated, _ = applied(model, ONES, seed=1, train=False)
     np.testing.assert_array_equal(evaluated, np.stack([ONES] * 3))
-
-
-@pytest.mark.parametrize(
-    "layer", [linen.Dropout(0.5, deterministic=True), linen.BatchNorm(use_running_average=True)], ids=["drop", "norm"]
-)
-def test_linen_layers_that_nothing_tells_to_train(layer):
-    with pytest.raises(ConfigError, match=rf"^LinenUntold holds {type(layer).__name__}.*add `train: bool` to __call__"):
-        from_linen(LinenUntold(layer), ONES)
 
 
 def test_linen_takes_examples_in_float64_without_a_warning():

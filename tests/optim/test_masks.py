@@ -9,7 +9,7 @@ from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.shipped.resnet import resnet
+from jaxtrain.models.shipped.images import resnet
 from jaxtrain.models.shipped.transformer import transformer
 from jaxtrain.optim.masks import decay_mask, trainable_predicate
 from jaxtrain.optim.optimizers import build_optimizer

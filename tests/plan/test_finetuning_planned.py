@@ -157,7 +157,6 @@ SAME = {
         *("quickstart", ["finetune.lora={rank: 4, targets: [quary]}"], 1),
         "lora.targets: 'quary' matches no linear layer",
     ),
-    "rank": ("quickstart", ["finetune.lora={rank: 4096}"], 1, "lora.rank=4096 exceeds a dim of"),
     "nothing frozen": (
         *("quickstart", ["optimizer.freeze=['layerz/*']"], 1),
         "optimizer.freeze: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",

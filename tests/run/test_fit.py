@@ -284,7 +284,10 @@ WRONG = {
     "three arrays": (dict(data=(X, Y, Y)), "data is a tuple; give a dict of arrays"),
     "a generator function": (dict(data=batches_of), "data is a function .batches_of.; call it first"),
     "no rows": (dict(data=(X[:0], Y[:0])), "data has no rows"),
-    "text in a row": (dict(data=[{"inputs": X[0], "targets": "a"}]), "row 0 of data holds 'targets' of type <U1, which is no number"),
+    "text in a row": (
+        dict(data=[{"inputs": X[0], "targets": "a"}]),
+        "row 0 of data holds 'targets' of type <U1, which is no number",
+    ),
     "ragged": (dict(data={"inputs": [[1.0], [1.0, 2.0]], "targets": [0, 1]}), "holds 'inputs', which cannot become"),
     "no inputs": (dict(data={"targets": Y}), "has no entry 'inputs'"),
     "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),

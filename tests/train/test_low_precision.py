@@ -15,10 +15,10 @@ from jaxtrain.config import load_config
 from jaxtrain.data import Batches, open_data
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.from_functions import from_functions
-from jaxtrain.models.quantize import quantized_bytes
+from jaxtrain.models.adapters import quantized_bytes
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling, regression
+from jaxtrain.models.wrap import from_functions
 from jaxtrain.precision.quantized import QuantizedKernel
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.step import TrainStep, make_train_step

@@ -15,12 +15,11 @@ from jaxtrain.config import load_config
 from jaxtrain.config.model import MLPConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.from_functions import from_functions
-from jaxtrain.models.from_linen import from_linen
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification, language_modeling
+from jaxtrain.models.wrap import from_functions, from_linen
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat

@@ -17,8 +17,8 @@ from jaxtrain.inference.engine.request import EngineCounters, EngineDead, Engine
 from jaxtrain.inference.engine.scheduler import Scheduler
 from jaxtrain.inference.prompts import decoder_of
 from jaxtrain.inference.sampling import bias_rows
+from jaxtrain.models.decoder import ring_of
 from jaxtrain.models.model import Params
-from jaxtrain.models.ring_cache import ring_of
 from jaxtrain.models.sharded import ShardedModel
 
 _CLOSED = "the engine is closed; start another one"

@@ -13,8 +13,7 @@ import numpy as np
 from jaxtrain.inference.engine.programs import Chosen, Programs
 from jaxtrain.inference.engine.request import Emitted, EngineCounters, Request, Ticket
 from jaxtrain.inference.sampling import RowSampling, Sampling, bias_rows, row_sampling
-from jaxtrain.models.decoder import NOWHERE
-from jaxtrain.models.ring_cache import Ring, can_go_on
+from jaxtrain.models.decoder import NOWHERE, Ring, can_go_on
 
 # A shorter common beginning, such as the token that begins every text, is no reason to overwrite a longer text.
 _WORTH_KEEPING = 16

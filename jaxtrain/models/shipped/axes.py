@@ -100,9 +100,6 @@ def mlp_axes(num_hidden: int) -> Axes:
     """Make the table of an MLP.
 
     Over `tensor`, layers alternate between sharded outputs and sharded inputs (Shoeybi et al. 2019).
-
-    Args:
-        num_hidden: hidden layers.
     """
     axes: Axes = {"output/kernel": ("embed", None), "output/bias": (None,)}
     for index in range(num_hidden):

@@ -1,11 +1,12 @@
 """The block of every shipped transformer: attention and an MLP, with settings that are independent of each other.
 
 Shapes: B batch, L length, S length of keys and values (L, or the positions of a cache), D model width, H query heads,
-G key-value heads, K head_dim, F mlp width.
+G key-value heads, K head_dim, F mlp width, N buckets of relative positions, W distances of keys and queries.
 """
 
 import functools
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +18,75 @@ from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout, platform
 from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.initializers import Initializer, normal
-from jaxtrain.models.layers import Linear, Norm, dropout
-from jaxtrain.models.rotary import long_documents, model_frequencies, rotary_factor, rotate
+from jaxtrain.models.layers import Linear, Norm, dropout, long_documents, model_frequencies, rotary_factor, rotate
 from jaxtrain.models.shipped.cache import LayerCache, read_cache, ring_positions, unrolled_on, write_cache
-from jaxtrain.models.shipped.initial import Stddevs, small_stddevs
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
 from jaxtrain.ops.activation import gelu
 from jaxtrain.ops.attention.cached import BLOCK, CachedKeys, cached_attention, cached_attention_in_blocks
 from jaxtrain.ops.attention.reference import attention_mask
-from jaxtrain.ops.attention.relative import bias_at
+from jaxtrain.ops.attention.relative import bias_at, distance_bias
 from jaxtrain.ops.attention.table import self_attention
 from jaxtrain.precision.low_rank import LowRankKernel
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
+
+
+INIT_STDDEV = 0.02  # GPT-2, Radford et al. 2019
+
+
+@dataclass(frozen=True)
+class Stddevs:
+    """Standard deviations of the kernels of a stack."""
+
+    query: float  # of the layer that makes queries
+    key_value: float  # of those that make keys and values
+    attention_output: float  # of the layer after attention
+    up: float  # of the first layers of the MLP, gate and experts included
+    down: float  # of its last layer
+    relative: float  # of the table of relative positions
+
+
+def small_stddevs(config: TransformerConfig) -> Stddevs:
+    """Those of GPT-2: the deeper the model, the smaller the outputs to the residual stream start (section 2.3)."""
+    out = INIT_STDDEV / math.sqrt(2 * config.num_layers)
+    return Stddevs(INIT_STDDEV, INIT_STDDEV, out, INIT_STDDEV, out, INIT_STDDEV)
+
+
+def fan_in_stddevs(config: TransformerConfig) -> Stddevs:
+    """Those of T5, for embeddings of variance 1: outputs to the residual stream are as large as the embeddings.
+
+    Smaller ones would leave the embedding of the token itself in the stream, which tied embeddings then name as the
+    next token with certainty. Queries start smaller by the scale that T5 leaves out of the scores.
+    """
+    width, head_dim = config.embed_dim**-0.5, config.head_width
+    scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    return Stddevs(
+        query=width * head_dim**-0.5 / scale,
+        key_value=width,
+        attention_output=(config.num_heads * head_dim) ** -0.5,
+        up=width,
+        down=config.mlp_width**-0.5,
+        relative=width,
+    )
+
+
+def relative_table(config: TransformerConfig, rngs: nnx.Rngs, stddev: float = INIT_STDDEV) -> nnx.Param | None:
+    """Draw the table [N, H] of a stack, where its positions are relative."""
+    if config.position != "relative":
+        return None
+    shape = (config.relative_buckets, config.num_heads)
+    return nnx.Param(normal(stddev)(rngs.params(), shape, jnp.float32))
+
+
+def relative_bias(table: nnx.Param | None, config: TransformerConfig, reach: int) -> jax.Array | None:
+    """What every block adds to its scores: float32 [H, W] for the W = 2 * reach + 1 distances, or None."""
+    if table is None:
+        return None
+    with jax.named_scope("relative_positions"):
+        bias_HW = distance_bias(table[...], reach, max_distance=config.relative_max_distance, causal=config.causal)
+        return constrain(bias_HW, "activation_heads", None)
 
 
 def block_norm(config: TransformerConfig) -> Norm:
@@ -54,13 +109,7 @@ def _linear(
 
 
 class Attention(nnx.Module):
-    """Self-attention with grouped-query heads.
-
-    Args:
-        config: sizes and variants.
-        rngs: random streams; `params` draws the kernels.
-        stddevs: of the kernels.
-    """
+    """Self-attention with grouped-query heads."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
         shapes = attention_shapes(config)
@@ -250,13 +299,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A nonlinearity between two linear layers, or one that a second linear layer gates.
-
-    Args:
-        config: sizes and variants.
-        rngs: random streams; `params` draws the kernels.
-        stddevs: of the kernels.
-    """
+    """A nonlinearity between two linear layers, or one that a second linear layer gates."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
         shapes = mlp_shapes(config)
@@ -284,12 +327,7 @@ class MLP(nnx.Module):
 
 
 def activate(x: jax.Array, activation: str) -> jax.Array:
-    """Apply a nonlinearity without a gate.
-
-    Args:
-        x: any float dtype and shape.
-        activation: gelu (tanh form), gelu_exact (error function) or relu.
-    """
+    """Apply a nonlinearity without a gate."""
     match activation:
         case "gelu":
             return gelu(x)
@@ -302,13 +340,7 @@ def activate(x: jax.Array, activation: str) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention and an MLP (or experts), whose outputs are added to the residual stream; see `TransformerConfig.block`.
-
-    Args:
-        config: sizes and variants.
-        rngs: random streams; `params` draws the kernels.
-        stddevs: of the kernels; None: small ones.
-    """
+    """Attention and an MLP (or experts), added to the residual stream in the order of `TransformerConfig.block`."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs | None = None):
         stddevs = stddevs or small_stddevs(config)

@@ -5,19 +5,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.config import load_config
-from jaxtrain.config.arguments import check_whole, refusal
-from jaxtrain.config.base import Group
 from jaxtrain.config.model import CalledModel, ModelConfig
 from jaxtrain.config.schema import BLOCK_INPUT
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.called import called_model
 from jaxtrain.models.model import Model, Rebuild, with_remat
 from jaxtrain.models.shipped.encoder_decoder import encoder_decoder
+from jaxtrain.models.shipped.images import resnet, vit
 from jaxtrain.models.shipped.mlp import mlp
-from jaxtrain.models.shipped.resnet import resnet
 from jaxtrain.models.shipped.transformer import transformer
-from jaxtrain.models.shipped.vit import vit
 from jaxtrain.remat.policy import Remat
+from jaxtrain.runtime.call import call_function, described
 
 # kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
 _BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Remat], Model]] = {
@@ -60,8 +57,7 @@ def build_model(
         remat: what the backward pass keeps; None: everything, and of a model of your own (`call`) what it says itself.
 
     Raises:
-        ConfigError: an argument is of another type, a key or value of the mapping is wrong, neither the config nor the
-            data gives a size, or the
+        ConfigError: a key or value of the mapping is wrong, neither the config nor the data gives a size, or the
             inputs are of the wrong kind.
 
     Example:
@@ -69,11 +65,10 @@ def build_model(
         >>> jt.count_parameters(model)
         259
     """
-    _check_call(config, input_shape, vocab_size, num_outputs)
     if isinstance(config, Mapping):
         config = load_config({"model": config}).config.model
     if isinstance(config, CalledModel):
-        own = called_model(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
+        own = _called_model(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
         applied = own if remat is None else with_remat(own, remat)
         if applied is None:
             raise ConfigError(f"remat: the model of {config.call} takes no remat policy; let the function apply it")
@@ -85,30 +80,20 @@ def build_model(
         raise ConfigError(
             f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known or 'none'}"
         )
-    group = config
-
-    def build(remat: Remat) -> Model:
-        return build_model(group, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat)
-
+    sizes: Any = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     model = _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat)
     if config.kind == "mlp":
         return model  # it has no blocks to keep less of
-    return dataclasses.replace(model, remat=given, rebuild=Rebuild(model.apply, model.parts, build))
+    again = Rebuild(model.apply, model.parts, lambda remat: build_model(config, **sizes, remat=remat))
+    return dataclasses.replace(model, remat=given, rebuild=again)
 
 
-def _check_call(config: Any, input_shape: Any, vocab_size: Any, num_outputs: Any) -> None:
-    """Raise where an argument of `build_model` is of another type."""
-    if not (isinstance(config, Group) or (isinstance(config, Mapping) and config)):
-        word = config if isinstance(config, str) else "mlp"
-        write = f"build_model({{'kind': {word!r}}}, input_shape=data.input_shape)"
-        raise ConfigError(refusal("build_model", "a dict with the kind of model", config, write))
-    sizes = input_shape if isinstance(input_shape, tuple | list) else None
-    if sizes is None:
-        write = f"input_shape=({input_shape},)" if isinstance(input_shape, int) else "input_shape=data.input_shape"
-        takes = "the shape of one row, without the batch"
-        raise ConfigError(refusal("build_model: input_shape", takes, input_shape, write))
-    for size in sizes:
-        check_whole(size, what="build_model: input_shape", least=1, write="input_shape=data.input_shape")
-    for name, size in (("vocab_size", vocab_size), ("num_outputs", num_outputs)):
-        if size is not None:
-            check_whole(size, what=f"build_model: {name}", least=1, write=f"{name}=data.{name}")
+def _called_model(config: CalledModel, **sizes: Any) -> Model:
+    """What the function of `model.call` returns; it gets the sizes of the data that its signature names."""
+    made = call_function("model", config.call, config.args, offered=sizes)
+    if isinstance(made, Model):
+        return made
+    raise ConfigError(
+        f"model.call={config.call} returned {described(made)}, not a jaxtrain.Model; return what jaxtrain.from_nnx, "
+        "from_linen, from_functions or build_model gives"
+    )

@@ -62,25 +62,12 @@ class LayerCache:
 
 
 def unrolled_on(new_tokens: int) -> tuple[str, ...]:
-    """The platforms on which layers are written out instead of scanned.
-
-    Args:
-        new_tokens: T, of each row.
-    """
+    """The platforms on which layers are written out instead of scanned, for so many new tokens of a row."""
     return UNROLLED_ON if new_tokens <= _MOST_DECODED else ()
 
 
 def init_cache(num_layers: int, batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike) -> Cache:
-    """A cache of zeros, sharded as the keys and values of a batch are.
-
-    Args:
-        num_layers: N.
-        batch: B.
-        length: S.
-        groups: G.
-        head_dim: K.
-        dtype: of keys and values: a float, or int8, of which each position of a head has a scale.
-    """
+    """A cache of zeros, sharded as the keys and values of a batch are; of int8 each position of a head has a scale."""
     shape = (num_layers, batch, groups, length, head_dim)
     cache = {name: constrain(jnp.zeros(shape, dtype), *_AXES) for name in ("key", "value")}
     if jnp.dtype(dtype) != jnp.int8:
@@ -98,15 +85,7 @@ def init_ring_cache(
     head_dim: int,
     dtype: DTypeLike,
 ) -> Cache:
-    """A cache of zeros in which the layers with a window keep a ring.
-
-    Args:
-        windows: of each layer; None: the layer keeps all positions.
-        batch: B.
-        length: S.
-        ring_size: R.
-        groups, head_dim, dtype: as above.
-    """
+    """A cache of zeros in which the layers that have a window (in `windows`, of each layer) keep a ring."""
     whole = sum(window is None for window in windows)
     sizes = (batch, ring_size, groups, head_dim)
     ring = {f"{RING}{name}": leaf for name, leaf in init_cache(len(windows) - whole, *sizes, dtype).items()}
@@ -117,10 +96,6 @@ def layer_indices(windows: Sequence[int | None], cache: Cache) -> tuple[Any, Any
     """The `layer` and `ring_layer` of each layer, int32 [number of layers]; None as there.
 
     They are NumPy's, so that the index of a layer is a constant where layers are written out.
-
-    Args:
-        windows: of each layer.
-        cache: of all layers.
     """
     if f"{RING}key" not in cache:
         return np.arange(len(windows), dtype=np.int32), None
@@ -138,11 +113,6 @@ def ring_positions(positions_BT: jax.Array, places_S: jax.Array, ring_size: int)
     Places that hold tokens behind the last one (drafts that were refused, padding) count as those of the positions
     that stood there before, which no window reaches: it is what a ring has room for beyond the window.
 
-    Args:
-        positions_BT: of the new tokens.
-        places_S: in the ring.
-        ring_size: R.
-
     Returns:
         int32 [B, S].
     """
@@ -155,12 +125,6 @@ def write_cache(cache: LayerCache, key_BTGK: jax.Array, value_BTGK: jax.Array, p
 
     A ring takes all positions below `NOWHERE`. An index of a layer that arrays do not have is dropped too, so that a
     layer of a scan writes into the arrays of its own kind alone.
-
-    Args:
-        cache: of the layer that writes.
-        key_BTGK: keys, any float dtype.
-        value_BTGK: values, the same dtype.
-        positions_BT: int32.
     """
     arrays, new = dict(cache.arrays), {"key": key_BTGK, "value": value_BTGK}
     if cache.layer is not None:
@@ -192,13 +156,6 @@ def read_cache(
     cache: LayerCache, name: str, *, start: jax.Array | int, size: int, ring: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Some keys or values of the layer.
-
-    Args:
-        cache: of the layer that reads.
-        name: "key" or "value".
-        ring: whether those of its ring.
-        start: first position.
-        size: number of positions, at most those from `start` on.
 
     Returns:
         [B, G, size, K], and the scales float32 [B, G, size] that they are to be multiplied by; None: they have none.

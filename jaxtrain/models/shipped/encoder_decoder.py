@@ -5,7 +5,6 @@ key-value heads, K head_dim, H query heads, V vocabulary, W distances of keys an
 """
 
 import dataclasses
-import difflib
 from typing import Any
 
 import jax
@@ -23,25 +22,27 @@ from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DefersLogits, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
-from jaxtrain.models.shipped.block import RESIDUAL, Attention, Block, block_norm
+from jaxtrain.models.shipped.block import (
+    INIT_STDDEV,
+    RESIDUAL,
+    Attention,
+    Block,
+    Stddevs,
+    block_norm,
+    fan_in_stddevs,
+    relative_bias,
+    relative_table,
+    small_stddevs,
+)
 from jaxtrain.models.shipped.cache import Cache, LayerCache, unrolled_on
 from jaxtrain.models.shipped.cache import init_cache as make_cache
-from jaxtrain.models.shipped.initial import INIT_STDDEV, Stddevs, fan_in_stddevs, small_stddevs
-from jaxtrain.models.shipped.relative import relative_bias, relative_table
+from jaxtrain.models.shipped.shapes import size_of
+from jaxtrain.models.shipped.transformer import check_entries
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.ops.attention.reference import attention
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.remat.policy import Remat
-
-_ENTRIES = ("tokens", "segments", "decoder_tokens", "decoder_segments")
-# Names that other libraries use -> the entry that they mean.
-_MEANT = {
-    "input_ids": "tokens",
-    "attention_mask": "segments",
-    "decoder_input_ids": "decoder_tokens",
-    "decoder_attention_mask": "decoder_segments",
-}
 
 
 class CrossAttention(Attention):
@@ -62,13 +63,7 @@ class CrossAttention(Attention):
 
 
 class DecoderBlock(Block):
-    """The transformer's block with attention to the encoder's output between its self-attention and its MLP.
-
-    Args:
-        config: sizes and variants of the decoder's stack.
-        rngs: random streams; `params` draws the kernels.
-        stddevs: of the kernels.
-    """
+    """The transformer's block with attention to the encoder's output between its self-attention and its MLP."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
         super().__init__(config, rngs, stddevs)
@@ -113,14 +108,7 @@ class _Decoder(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """Embedding, encoder, decoder and output layer.
-
-    Args:
-        config: sizes and variants.
-        vocab_size: V.
-        remat: what the backward pass keeps of each block.
-        rngs: random streams; `params` draws the kernels.
-    """
+    """Embedding, encoder, decoder and output layer."""
 
     def __init__(self, config: EncoderDecoderConfig, vocab_size: int, remat: Remat, rngs: nnx.Rngs):
         # As in T5 embeddings start with a variance of 1 and kernels with that of their inputs' share; but an embedding
@@ -195,12 +183,7 @@ class EncoderDecoder(nnx.Module):
     def remember(self, tokens_BS: jax.Array, lengths_B: jax.Array) -> Cache:
         """Encode inputs, and compute the keys and values of their outputs for every layer of the decoder.
 
-        Args:
-            tokens_BS: token ids, padded on the right.
-            lengths_B: tokens of each row that are no padding.
-
-        Returns:
-            `cross_key` and `cross_value` [num_decoder_layers, B, S, G, K], and `segments` [B, S], 0 at padding.
+        Gives `cross_key` and `cross_value` [num_decoder_layers, B, S, G, K], and `segments` [B, S], 0 at padding.
         """
         segments_BS = (jnp.arange(tokens_BS.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
         memory_BSD = self.encode(tokens_BS, segments_BS, None)
@@ -215,13 +198,7 @@ class EncoderDecoder(nnx.Module):
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Apply the decoder to new tokens, whose keys and values are written to the cache.
 
-        Args:
-            tokens_BT: token ids, integers.
-            positions_BT: positions at which the tokens are, integers.
-            cache: keys and values of earlier positions, and what `remember` returned.
-
-        Returns:
-            The logits [B, T, V] of the new tokens, and the cache with their keys and values.
+        The cache holds keys and values of earlier positions, and what `remember` gave. Returns logits [B, T, V].
         """
         config = self.config.decoder_stack
         mask_BTS = _memory_mask(cache["segments"], None, tokens_BT.shape[1], cache["segments"].shape[1])
@@ -271,36 +248,11 @@ def _memory_mask(
 
 
 def _read(inputs: Any, config: EncoderDecoderConfig) -> dict[str, jax.Array | None]:
-    """Check the inputs of a batch.
-
-    Raises:
-        ConfigError: the inputs are no dict, hold an entry that the model does not read, lack one that it needs, or
-            hold one without integers or with more positions than the model takes.
-    """
-    takes = "a dict of tokens and decoder_tokens, and optionally segments and decoder_segments"
-    if not isinstance(inputs, dict):
-        shown = f"{inputs.dtype.name}{list(inputs.shape)}" if isinstance(inputs, jax.Array) else type(inputs).__name__
-        raise ConfigError(f"inputs of the encoder_decoder are {takes}, not {shown}")
-    for name, value in inputs.items():
-        if name not in _ENTRIES:
-            meant = _MEANT.get(name) or difflib.get_close_matches(name, _ENTRIES, 1, 0.0)[0]
-            raise ConfigError(
-                f"inputs hold {name!r}, which the encoder_decoder does not read; did you mean {meant!r}? It takes "
-                f"{', '.join(_ENTRIES)}"
-            )
-        if value is not None and not jnp.issubdtype(value.dtype, jnp.integer):
-            raise ConfigError(
-                f"{name} of the encoder_decoder are integers, but the inputs hold {value.dtype}; cast to int32"
-            )
-        if value is not None and value.shape[1] > config.max_sequence_length:
-            raise ConfigError(
-                f"{name} have {value.shape[1]} positions, more than model.max_sequence_length="
-                f"{config.max_sequence_length}; use shorter rows, or a larger model.max_sequence_length"
-            )
-    for name in ("tokens", "decoder_tokens"):
-        if inputs.get(name) is None:
-            there = ", ".join(inputs) or "none"
-            raise ConfigError(f"inputs of the encoder_decoder have no entry {name!r}; there are {there}; give {takes}")
+    """The inputs of a batch, checked."""
+    check_entries(inputs, "encoder_decoder", needs=("tokens", "decoder_tokens"), takes=("segments", "decoder_segments"))
+    longest = max(inputs["tokens"].shape[1], inputs["decoder_tokens"].shape[1])
+    if longest > config.max_sequence_length:
+        raise ConfigError(f"sequence length {longest} exceeds model.max_sequence_length={config.max_sequence_length}")
     return inputs
 
 
@@ -312,18 +264,8 @@ def encoder_decoder(
     Its inputs are a dict of int32 `tokens` [B, S] and `decoder_tokens` [B, T], and optionally `segments` [B, S] and
     `decoder_segments` [B, T]: numbers of packed documents, 0 for padding. Its outputs are logits [B, T, V] in the
     compute dtype.
-
-    Args:
-        config: sizes and variants.
-        vocab_size: V, used where the config does not set `vocab_size`.
-        remat: what the backward pass keeps of each block; None: everything.
-
-    Raises:
-        ConfigError: neither the config nor the caller gives the size of the vocabulary.
     """
-    vocabulary = config.vocab_size or vocab_size
-    if vocabulary is None:
-        raise ConfigError("model.vocab_size is not set and the data has no vocabulary; set model.vocab_size")
+    vocabulary = size_of("vocab_size", config.vocab_size, vocab_size)
 
     def make(rngs: nnx.Rngs) -> EncoderDecoder:
         return EncoderDecoder(config, vocabulary, remat or Remat(), rngs)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.model import HeadConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain, row_numbers
 from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import Linear, Norm
-from jaxtrain.models.shipped.shapes import head_shapes
+from jaxtrain.models.shipped.shapes import head_shapes, size_of
 from jaxtrain.ops.activation import gelu
 
 _INIT_STDDEV = 0.02  # as the transformer's other kernels
@@ -34,14 +33,11 @@ class HeadInputs:
 
     It travels with the residual stream from the embedding to the head, because the head of a pipeline sees neither
     the inputs nor a key; all of it is floats for the same reason.
-
-    Attributes:
-        pooling_BL: weight of each token in the mean that stands for its text, float32; None: the first token does.
-        seed_B2: two 16-bit integers per row that dropout draws from, float32; None: no dropout.
     """
 
+    # weight of each token in the mean that stands for its text, float32; None: the first token does.
     pooling_BL: jax.Array | None = None
-    seed_B2: jax.Array | None = None
+    seed_B2: jax.Array | None = None  # two 16-bit integers per row that dropout draws from, float32; None: no dropout
 
     @property
     def is_empty(self) -> bool:
@@ -52,14 +48,7 @@ class HeadInputs:
 def head_inputs(
     head: HeadConfig | None, shape: tuple[int, ...], segments_BL: jax.Array | None, key: jax.Array | None
 ) -> HeadInputs:
-    """Compute what a head needs from the inputs of the model.
-
-    Args:
-        head: which head; None: of a language model.
-        shape: of the tokens, (B, L).
-        segments_BL: documents of packed rows from 1 on, and 0 for padding, integers; None: there is no padding.
-        key: for dropout; None: no dropout.
-    """
+    """What a head needs from the inputs of the model."""
     if head is None:
         return HeadInputs()
     pooling_BL = seed_B2 = None
@@ -84,15 +73,7 @@ def _pooling_weights(pooling: str, shape: tuple[int, ...], segments_BL: jax.Arra
 
 
 def pool(x_BLD: jax.Array, pooling_BL: jax.Array | None) -> jax.Array:
-    """Take what stands for each text: the first token, or the mean by weights in float32.
-
-    Args:
-        x_BLD: residual stream, any float dtype.
-        pooling_BL: see `HeadInputs`.
-
-    Returns:
-        [B, D] in the dtype of x_BLD.
-    """
+    """What stands for each text [B, D]: the first token, or the mean by weights in float32."""
     if pooling_BL is None:
         pooled_BD = x_BLD[:, 0]
     else:
@@ -115,16 +96,7 @@ def _dropout(x: jax.Array, rate: float, seed_B2: jax.Array | None) -> jax.Array:
 
 
 class MaskedLanguageModelHead(nnx.Module):
-    """A square layer, an activation and a norm before the output layer over the vocabulary, which gets a bias.
-
-    Args:
-        head: its settings.
-        width: D.
-        vocab_size: V.
-        norm: kind of the norm.
-        epsilon: of the norm.
-        rngs: random streams; `params` draws the kernel.
-    """
+    """A square layer, an activation and a norm before the output layer over the vocabulary, which gets a bias."""
 
     def __init__(self, head: HeadConfig, width: int, vocab_size: int, *, norm: str, epsilon: float, rngs: nnx.Rngs):
         shape, init = head_shapes(head, width, None)["dense"], normal(_INIT_STDDEV)
@@ -142,14 +114,7 @@ class MaskedLanguageModelHead(nnx.Module):
 
 
 class PooledHead(nnx.Module):
-    """Labels or numbers per text or per token, or an embedding of the text.
-
-    Args:
-        head: which of them.
-        width: D.
-        num_labels: C; None: the head gives an embedding.
-        rngs: random streams; `params` draws the kernels.
-    """
+    """Labels or numbers per text or per token, or an embedding of the text."""
 
     def __init__(self, head: HeadConfig, width: int, num_labels: int | None, rngs: nnx.Rngs):
         shapes, init = head_shapes(head, width, num_labels), normal(_INIT_STDDEV)
@@ -164,15 +129,7 @@ class PooledHead(nnx.Module):
         self.head = head
 
     def __call__(self, x_BLD: jax.Array, needs: HeadInputs) -> jax.Array:
-        """Compute the outputs.
-
-        Args:
-            x_BLD: residual stream after the last norm.
-            needs: what `head_inputs` computed.
-
-        Returns:
-            [B, C], of a token head [B, L, C], of an embedding [B, D]; in the dtype of x_BLD.
-        """
+        """From the residual stream after the last norm [B, C], of a token head [B, L, C], of an embedding [B, D]."""
         y = pool(x_BLD, needs.pooling_BL) if self.head.is_pooled else x_BLD
         if self.hidden is not None:
             assert self.head.hidden is not None
@@ -189,21 +146,5 @@ class PooledHead(nnx.Module):
 
 
 def num_labels(head: HeadConfig, from_data: int | None) -> int | None:
-    """The number of labels of a head, or of numbers of a regression; None: the head has none.
-
-    Args:
-        head: of the config.
-        from_data: classes or targets of the data, where it has them.
-
-    Raises:
-        ConfigError: neither the config nor the data gives the number.
-    """
-    if not head.has_labels:
-        return None
-    labels = head.num_labels or from_data
-    if labels is None:
-        raise ConfigError(
-            f"model.head.num_labels is not set and the data has no labels for a head of kind {head.kind}; set "
-            "model.head.num_labels"
-        )
-    return labels
+    """The number of labels of a head, or of numbers of a regression, by the config or the data; None: it has none."""
+    return size_of("head.num_labels", head.num_labels, from_data) if head.has_labels else None

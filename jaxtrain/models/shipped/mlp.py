@@ -17,21 +17,14 @@ from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.axes import mlp_axes
-from jaxtrain.models.shipped.shapes import dense_layers
+from jaxtrain.models.shipped.shapes import dense_layers, size_of
 from jaxtrain.ops.activation import gelu
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
 
 
 class MLP(nnx.Module):
-    """Hidden layers with a nonlinearity, and a linear output layer.
-
-    Args:
-        config: widths, nonlinearity and dropout.
-        inputs: input features.
-        outputs: output features.
-        rngs: random streams; `params` draws the kernels.
-    """
+    """Hidden layers with a nonlinearity, and a linear output layer."""
 
     def __init__(self, config: MLPConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
         init, last = fan_in_normal(2.0), fan_in_normal(1.0)
@@ -51,20 +44,8 @@ class MLP(nnx.Module):
 
 
 def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | None = None) -> Model:
-    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O].
-
-    Args:
-        config: widths, nonlinearity and dropout.
-        input_shape: shape of the inputs of one row, without B.
-        num_outputs: number of outputs, used where the config does not set `num_outputs`.
-
-    Raises:
-        ConfigError: neither the config nor the caller gives the number of outputs; the scale is of another number of
-            outputs; or the inputs are integers.
-    """
-    outputs, scale = config.num_outputs or num_outputs, config.output_scale
-    if outputs is None:
-        raise ConfigError("model.num_outputs is not set and the data has no number of outputs; set model.num_outputs")
+    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O]."""
+    outputs, scale = size_of("num_outputs", config.num_outputs, num_outputs), config.output_scale
     if scale is not None:
         for name, numbers in (("mean", scale.mean), ("deviation", scale.deviation)):
             if len(numbers) not in (1, outputs):

@@ -48,25 +48,15 @@ class Routing:
 
     @staticmethod
     def of(loss_BL: jax.Array, load_E: jax.Array) -> "Routing":
-        """Make the value of one layer, without its number of tokens.
-
-        Args:
-            loss_BL: auxiliary loss of each token, float32.
-            load_E: share of the routed slots of each expert, float32.
-        """
+        """The value of one layer, from losses of tokens and the share of the routed slots of each expert."""
         busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
         return Routing(loss_BL, busiest, unused, jnp.float32(0))
 
     def plus(self, other: "Routing") -> "Routing":
-        """Add another value, entry by entry."""
         return jax.tree.map(jnp.add, self, other)
 
     def outputs(self, num_layers: int, *, train: bool) -> dict[str, jax.Array]:
         """Return what the model gives its task besides the logits.
-
-        Args:
-            num_layers: layers that were summed.
-            train: whether the outputs are for training.
 
         Returns:
             `expert_busiest` and `experts_unused`, float32 [], means over the layers; in training also `router_loss`
@@ -77,25 +67,14 @@ class Routing:
 
 
 class Kernel(nnx.Module):
-    """A module of one parameter, `kernel`.
-
-    Args:
-        shape: of the kernel, float32.
-        initializer: draws the kernel.
-        rngs: random streams; `params` draws the kernel.
-    """
+    """A module of one parameter, `kernel`."""
 
     def __init__(self, shape: tuple[int, ...], *, initializer: Initializer, rngs: nnx.Rngs):
         self.kernel = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
 
 
 class MoE(nnx.Module):
-    """Experts that are MLPs, and a router that chooses some of them for each token.
-
-    Args:
-        config: sizes and variants; `experts` must be set.
-        rngs: random streams; `params` draws the kernels.
-    """
+    """Experts that are MLPs, and a router that chooses some of them for each token."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None
@@ -114,10 +93,6 @@ class MoE(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Route each token to its experts and add their outputs, weighted by the router.
-
-        Args:
-            x_BLD: any float dtype.
-            real_BL: bool, False for padding, which goes through experts and counts nowhere; None: there is none.
 
         Returns:
             The output [B, L, D] in the dtype of x; the router's loss of each token, float32 [B, L], 0 for padding, to

@@ -20,8 +20,17 @@ from jaxtrain.config.model import (
     ViTConfig,
     image_sizes,
 )
+from jaxtrain.errors import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def size_of(key: str, *sizes: int | None) -> int:
+    """The first size that is known, of the config or of the data; a ConfigError where none is."""
+    known = next(filter(None, sizes), None)
+    if known is None:
+        raise ConfigError(f"model.{key} is not set and the data has none; set model.{key}")
+    return known
 
 
 @dataclass(frozen=True)
@@ -62,36 +71,22 @@ class ResidualBlockShape:
 
 @dataclass(frozen=True)
 class ResNetStage:
-    """A stage of a ResNet: its first block, and the equal ones after it.
+    """A stage of a ResNet: its first block, and the equal ones after it."""
 
-    Attributes:
-        first: changes the shape.
-        rest: one of the others.
-        num_rest: how many of them there are.
-        outputs: channels of the stage.
-    """
-
-    first: ResidualBlockShape
-    rest: ResidualBlockShape
-    num_rest: int
-    outputs: int
+    first: ResidualBlockShape  # changes the shape
+    rest: ResidualBlockShape  # one of the others
+    num_rest: int  # how many of them there are
+    outputs: int  # channels of the stage
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a model holds.
+    """What a model holds."""
 
-    Attributes:
-        params: path -> shape.
-        model_state: path -> shape, float32 (batch statistics).
-        stack: top-level path of the layers that are stacked, for a model that can be pipelined.
-        sides: paths of the stacks of a model that has several, one after the other.
-    """
-
-    params: Shapes
-    model_state: Shapes
-    stack: str | None = None
-    sides: tuple[str, ...] = ()
+    params: Shapes  # path -> shape
+    model_state: Shapes  # path -> shape, float32 (batch statistics)
+    stack: str | None = None  # top-level path of the layers that are stacked, for a model that can be pipelined
+    sides: tuple[str, ...] = ()  # paths of the stacks of a model that has several, one after the other
 
     def scan_of(self, path: str) -> str | None:
         """Returns the path of the stack that a parameter is in, whose layers are gathered one at a time; or None."""
@@ -135,13 +130,7 @@ def router_shape(config: TransformerConfig) -> LinearShape:
 
 
 def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[str, LinearShape]:
-    """The linear layers of a head, by name.
-
-    Args:
-        head: which head.
-        width: of the residual stream.
-        num_labels: outputs of the head; None: it has no labels.
-    """
+    """The linear layers of a head, by name."""
     square = LinearShape((width,), (width,))
     if head.kind == "masked_language_model":
         return {"dense": square}
@@ -150,15 +139,7 @@ def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[st
 
 
 def head_tensors(head: HeadConfig, width: int, *, norm: str, vocab_size: int | None, num_labels: int | None) -> Shapes:
-    """The parameters of a head, by path.
-
-    Args:
-        head: which head; that of a language model has none of its own.
-        width: of the residual stream.
-        norm: kind of the norms of the model.
-        vocab_size: ids of the vocabulary; None: the inputs are no tokens.
-        num_labels: outputs of the head; None: it has no labels.
-    """
+    """The parameters of a head, by path."""
     shapes: Shapes = {}
     for name, one in head_shapes(head, width, num_labels).items():
         shapes[f"head/{name}/kernel"] = one.kernel
@@ -221,14 +202,7 @@ def dense_layers(config: MLPConfig, num_inputs: int, num_outputs: int) -> dict[s
 def model_tensors(
     config: ModelConfig, *, input_shape: tuple[int, ...], vocab_size: int | None, num_outputs: int | None
 ) -> Tensors:
-    """The tensors of the model that a config describes.
-
-    Args:
-        config: the model.
-        input_shape: of one row, without the batch.
-        vocab_size: rows of a transformer's embedding.
-        num_outputs: classes or targets of another model, and labels of a transformer's head.
-    """
+    """The tensors of the model that a config describes."""
     match config:
         case TransformerConfig():
             assert vocab_size is not None
@@ -354,3 +328,116 @@ def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:
             block(f"stage{number}_rest", stage.rest, stage.num_rest)
     params["head_kernel"], params["head_bias"] = (stages[-1].outputs, num_classes), (num_classes,)
     return Tensors(params, state)
+
+
+OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig)
+"""Configs of models of transformer blocks."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal blocks."""
+
+    path: str  # of their parameters
+    blocks: TransformerConfig  # what they are; what the config says of embeddings and head means nothing
+    length: int  # positions of a row
+    # positions of another stack's output that each block attends to besides; None: it does not.
+    memory_length: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of the stack for people, before a name: empty where a model has no other one."""
+        side, _, inner = self.path.partition("/")
+        return f"{side} " if inner else ""
+
+
+@dataclass(frozen=True)
+class OuterLayer:
+    """A linear layer before or after the stacks.
+
+    Attributes:
+        path: of its kernel.
+        inputs, outputs: its widths.
+        positions: of a row that it is applied to.
+    """
+
+    path: str
+    inputs: int
+    outputs: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model of transformer blocks."""
+
+    stacks: tuple[Stack, ...]  # in the order in which they run
+    entry: tuple[OuterLayer, ...]  # linear layers before the first stack
+    head: tuple[OuterLayer, ...]  # linear layers after the last stack, in their order
+    # ids of which the last layer of the head gives a logit for each position; None: it gives none.
+    vocabulary: int | None
+
+
+def structure_of(
+    config: ModelConfig,
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None,
+    num_outputs: int | None,
+    decoder_length: int | None = None,
+) -> Structure | None:
+    """The structure of a model; None for one without transformer blocks."""
+    match config:
+        case TransformerConfig():
+            assert vocab_size is not None
+            stack = Stack("blocks", config, input_shape[0])
+            head = _transformer_head(config, input_shape[0], vocab_size, num_outputs)
+            return Structure((stack,), (), head, vocab_size if config.has_output_layer else None)
+        case EncoderDecoderConfig():
+            assert vocab_size is not None
+            length = input_shape[0]
+            written = decoder_length or length
+            stacks = (
+                Stack("encoder/blocks", config.encoder_stack, length),
+                Stack("decoder/blocks", config.decoder_stack, written, length),
+            )
+            return Structure(stacks, (), (_vocabulary_layer(config, vocab_size, written),), vocab_size)
+        case ViTConfig():
+            image_size, channels = image_sizes(config, input_shape)
+            width, tokens = config.embed_dim, config.num_tokens(image_size)
+            patches = tokens - (config.pooling == "first")
+            inputs = math.prod(patch_shape(config, channels).inputs)
+            classes = config.num_classes or num_outputs
+            assert classes is not None
+            return Structure(
+                (Stack("blocks", config.blocks(image_size), tokens),),
+                (OuterLayer("patches/kernel", inputs, width, patches),),
+                (OuterLayer("head/output/kernel", width, classes, 1),),
+                None,
+            )
+        case _:
+            return None
+
+
+def _vocabulary_layer(config: TransformerConfig | EncoderDecoderConfig, vocab_size: int, positions: int) -> OuterLayer:
+    """The layer whose outputs are logits of the vocabulary."""
+    path = "embedding" if config.tie_embeddings else "output"
+    return OuterLayer(path, config.embed_dim, vocab_size, positions)
+
+
+def _transformer_head(
+    config: TransformerConfig, length: int, vocab_size: int, num_outputs: int | None
+) -> tuple[OuterLayer, ...]:
+    """The layers after the blocks of a transformer."""
+    head, width = config.head, config.embed_dim
+    layers: tuple[OuterLayer, ...] = ()
+    if head is not None:
+        labels = (head.num_labels or num_outputs) if head.has_labels else None
+        positions = 1 if head.is_pooled else length
+        layers = tuple(
+            OuterLayer(f"head/{name}/kernel", math.prod(shape.inputs), math.prod(shape.outputs), positions)
+            for name, shape in head_shapes(head, width, labels).items()
+        )
+    if not config.has_output_layer:
+        return layers
+    return (*layers, _vocabulary_layer(config, vocab_size, length))

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxtrain.config.arguments import shown
 from jaxtrain.config.model import LongRope, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
@@ -22,7 +23,7 @@ from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import DrawsByRow, Model, Params
 from jaxtrain.models.shipped.axes import model_axes
-from jaxtrain.models.shipped.block import RESIDUAL, Block, block_norm
+from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, block_norm, relative_bias, relative_table
 from jaxtrain.models.shipped.cache import RING, Cache, LayerCache, init_ring_cache, layer_indices, unrolled_on
 from jaxtrain.models.shipped.cache import init_cache as make_cache
 from jaxtrain.models.shipped.heads import (
@@ -32,12 +33,9 @@ from jaxtrain.models.shipped.heads import (
     head_inputs,
     num_labels,
 )
-from jaxtrain.models.shipped.initial import INIT_STDDEV
-from jaxtrain.models.shipped.inputs import TransformerInputs
 from jaxtrain.models.shipped.moe import Routing
-from jaxtrain.models.shipped.relative import relative_bias, relative_table
-from jaxtrain.models.stack import make_stack, scan_stack
-from jaxtrain.models.stages import from_stages
+from jaxtrain.models.shipped.shapes import size_of
+from jaxtrain.models.stack import from_stages, make_stack, scan_stack
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.remat.policy import Remat
@@ -46,15 +44,46 @@ from jaxtrain.remat.policy import Remat
 PREFILL_CHUNK = 512
 
 
-class Transformer(nnx.Module):
-    """Embedding, stacked blocks, norm, and output layer or another head.
+@dataclasses.dataclass(frozen=True)
+class TransformerInputs:
+    """The inputs of a transformer, all integers [B, L].
 
-    Args:
-        config: sizes and variants.
-        vocab_size: V.
-        labels: C; None: the model has no labels.
-        rngs: random streams; `params` draws the kernels.
+    Attributes:
+        tokens_BL: token ids.
+        positions_BL: positions in the document; [1, L] where the inputs give none, the indices in the row.
+        segments_BL: numbers of packed documents, which do not see each other; 0 is padding to heads that read a whole
+            sequence. None: one document per row.
+        token_types_BL: of the two texts of a pair; None: all are 0.
     """
+
+    tokens_BL: jax.Array
+    positions_BL: jax.Array
+    segments_BL: jax.Array | None = None
+    token_types_BL: jax.Array | None = None
+
+    @staticmethod
+    def of(inputs: Any, config: TransformerConfig) -> "TransformerInputs":
+        """Read the inputs of a batch: tokens, or a dict of entries."""
+        inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
+        others = ("positions", "segments", "token_types") if config.token_types else ("positions", "segments")
+        check_entries(inputs, "transformer", needs=("tokens",), takes=others)
+        tokens_BL = inputs["tokens"]
+        positions_BL = inputs.get("positions", jnp.arange(tokens_BL.shape[1])[None])
+        return TransformerInputs(tokens_BL, positions_BL, inputs.get("segments"), inputs.get("token_types"))
+
+
+def check_entries(inputs: Any, kind: str, *, needs: tuple[str, ...], takes: tuple[str, ...]) -> None:
+    """Raise where inputs are no dict of integers by these names: a mask that is not read would go unnoticed."""
+    known = (*needs, *takes)
+    fits = isinstance(inputs, dict) and set(needs) <= set(inputs) <= set(known)
+    if not fits or not all(
+        value is None or jnp.issubdtype(value.dtype, jnp.integer) for value in jax.tree.leaves(inputs)
+    ):
+        raise ConfigError(f"the {kind} takes integers {', '.join(known)} [B, L], not {shown(inputs)}")
+
+
+class Transformer(nnx.Module):
+    """Embedding, stacked blocks, norm, and output layer or another head."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, labels: int | None, rngs: nnx.Rngs):
         init = normal(INIT_STDDEV)
@@ -75,15 +104,7 @@ class Transformer(nnx.Module):
         self.config = config
 
     def embed(self, inputs: TransformerInputs, key: jax.Array | None) -> jax.Array:
-        """Look up the embeddings of tokens, and add those of positions and token types where there are any.
-
-        Args:
-            inputs: tokens [B, L] with what belongs to them.
-            key: for dropout; None: no dropout.
-
-        Returns:
-            [B, L, D] in the dtype of the table.
-        """
+        """Look up the embeddings of tokens, and add those of positions and token types: [B, L, D]."""
         config = self.config
         with jax.named_scope("embed"):
             x_BLD = embedding_lookup(self.embedding[...], inputs.tokens_BL, rows="vocab")
@@ -102,12 +123,7 @@ class Transformer(nnx.Module):
             return constrain(x_BLD, *RESIDUAL)
 
     def outputs(self, x_BLD: jax.Array, needs: HeadInputs) -> jax.Array | DeferredLogits:
-        """Apply the final norm and the head; logits [B, L, V] of the vocabulary are deferred.
-
-        Args:
-            x_BLD: residual stream after the last block.
-            needs: what the head needs beside it.
-        """
+        """Apply the final norm and the head; logits [B, L, V] of the vocabulary are deferred."""
         with jax.named_scope("output"):
             x_BLD = x_BLD if self.output_norm is None else self.output_norm(x_BLD)
             if isinstance(self.head, PooledHead):
@@ -125,29 +141,13 @@ class Transformer(nnx.Module):
         tied = self.output is None
         return DeferredLogits(x_BLD, kernel, tied=tied, bias=bias, softcap=self.config.logits_softcap)
 
-    def check_length(self, length: int) -> None:
-        """Raise a `ConfigError` where the sequence has more positions than the model has learned."""
-        if length > self.config.max_sequence_length and self.positions is not None:
-            raise ConfigError(
-                f"sequence length {length} exceeds model.max_sequence_length={self.config.max_sequence_length}"
-            )
-
     def decode(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache, *, only_B: jax.Array | None = None
     ) -> tuple[DeferredLogits, Cache]:
         """Apply the model to new tokens, whose keys and values are written to the cache.
 
-        Args:
-            tokens_BT: token ids, integers.
-            positions_BT: positions at which the tokens are, integers.
-            cache: keys and values of earlier positions.
-            only_B: index of the one token of each row whose logits are computed; None: those of all are.
-
-        Returns:
-            The logits [B, T, V] of the new tokens ([B, 1, V] of those of `only_B`), and the cache with their keys and
-            values.
+        `only_B` is the index of the one token of each row whose logits [B, 1, V] are computed; None: all [B, T, V].
         """
-
         locals_N = _local_layers(self.config)
         bias_HW = relative_bias(self.relative_positions, self.config, self.config.relative_max_distance)
 
@@ -209,19 +209,8 @@ def transformer(
     or padding) and `token_types` [B, L]. Its outputs are logits [B, L, V] in the compute dtype; with experts they are a
     dict of `logits` and the entries of `Routing.outputs`. Another head gives one array: labels or numbers [B, C],
     labels per token [B, L, C], or embeddings [B, D].
-
-    Args:
-        config: sizes and variants.
-        vocab_size: V, used where the config does not set `vocab_size`.
-        num_outputs: C, used where the config does not set `head.num_labels`.
-        remat: what the backward pass keeps; None: everything.
-
-    Raises:
-        ConfigError: neither the config nor the caller gives the size of the vocabulary, or the labels of the head.
     """
-    vocabulary = config.vocab_size or vocab_size
-    if vocabulary is None:
-        raise ConfigError("model.vocab_size is not set and the data has no vocabulary; set model.vocab_size")
+    vocabulary = size_of("vocab_size", config.vocab_size, vocab_size)
 
     labels = None if config.head is None else num_labels(config.head, num_outputs)
 
@@ -230,7 +219,11 @@ def transformer(
 
     def embed(module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
         read = TransformerInputs.of(inputs, config)
-        module.check_length(read.tokens_BL.shape[1])
+        length = read.tokens_BL.shape[1]
+        if length > config.max_sequence_length and config.position == "learned":
+            raise ConfigError(
+                f"sequence length {length} exceeds model.max_sequence_length={config.max_sequence_length}"
+            )
         key = key if train else None
         x_BLD = module.embed(read, key)
         head_key = None if key is None else jax.random.fold_in(key, 1)

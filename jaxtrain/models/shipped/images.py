@@ -1,25 +1,40 @@
-"""ResNet-18/34/50/101 (He et al. 2015; the stride of a bottleneck is in its 3x3 convolution, as in torchvision).
+"""Models of images: ResNets and vision transformers.
 
-Shapes: B batch, and of images, as in NHWC: H height, W width, C channels.
+ResNet-18/34/50/101 are of He et al. 2015; the stride of a bottleneck is in its 3x3 convolution, as in torchvision. In a
+vision transformer (Dosovitskiy et al. 2020, arXiv 2010.11929) patches take the place of tokens, and the blocks are the
+transformer's.
+
+Shapes: B batch, and of images, as in NHWC: H height, W width, C channels; L patches and class token, P pixels of a
+patch (its height x its width x C), D model width.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.model import ResNetConfig
+from jaxtrain.config.model import ResNetConfig, ViTConfig, image_sizes
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_nnx
-from jaxtrain.models.initializers import fan_in_normal
-from jaxtrain.models.model import Model
-from jaxtrain.models.shipped.axes import RESNET
-from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, resnet_stages, stem_shape
-from jaxtrain.models.stack import make_stack, scan_stack
-from jaxtrain.models.unrolled_keys import unrolled
+from jaxtrain.models.initializers import fan_in_normal, normal
+from jaxtrain.models.layers import Linear, dropout
+from jaxtrain.models.model import DrawsByRow, Model
+from jaxtrain.models.shipped.axes import RESNET, model_axes
+from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, block_norm
+from jaxtrain.models.shipped.heads import HeadInputs, PooledHead, head_inputs
+from jaxtrain.models.shipped.shapes import (
+    ConvShape,
+    ResidualBlockShape,
+    patch_shape,
+    resnet_stages,
+    size_of,
+    stem_shape,
+)
+from jaxtrain.models.stack import from_stages, make_stack, scan_stack
 from jaxtrain.ops.images.batch_norm import batch_norm, normalise
 from jaxtrain.ops.images.convolution import convolve
 from jaxtrain.ops.images.max_pool import max_pool
@@ -33,12 +48,7 @@ _BATCH = ("batch", None, None, None)
 
 
 class Conv(nnx.Module):
-    """A convolution without bias and with 'same' padding.
-
-    Args:
-        shape: side of the window, channels in and out, stride; the kernel is float32 [size, size, inputs, outputs].
-        rngs: random streams; `params` draws the kernel.
-    """
+    """A convolution without bias and with 'same' padding."""
 
     def __init__(self, shape: ConvShape, *, rngs: nnx.Rngs):
         init = fan_in_normal(2.0)
@@ -53,11 +63,6 @@ class BatchNorm(nnx.Module):
     """Batch norm: each channel is normalised by its mean and variance over the global batch, in float32.
 
     The step is traced over global arrays, so that the means are over all devices on every mesh.
-
-    Args:
-        channels: C.
-        momentum: share of the running mean and variance that a step keeps.
-        zero_scale: whether the scale begins at 0 instead of 1.
     """
 
     def __init__(self, channels: int, *, momentum: float, zero_scale: bool = False):
@@ -94,13 +99,7 @@ class BatchNorm(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """Two 3x3 convolutions, or 1x1, 3x3 and 1x1 ones (bottleneck), whose output is added to a shortcut.
-
-    Args:
-        shape: its convolutions, and the projection of its shortcut.
-        momentum: of batch norm.
-        rngs: random streams; `params` draws the kernels.
-    """
+    """Two 3x3 convolutions, or 1x1, 3x3 and 1x1 ones (bottleneck), whose output is added to a shortcut."""
 
     def __init__(self, shape: ResidualBlockShape, *, momentum: float, rngs: nnx.Rngs):
         self.convs, self.norms = nnx.List([]), nnx.List([])
@@ -127,13 +126,6 @@ class ResNet(nnx.Module):
     """A stem, stages of residual blocks, the mean over all positions, and a linear head.
 
     The first block of a stage changes the shape; the equal blocks after it are stacked and scanned.
-
-    Args:
-        config: sizes and stem.
-        channels: channels of an image.
-        num_classes: outputs.
-        remat: what the backward pass keeps of the scanned blocks.
-        rngs: random streams; `params` draws the kernels.
     """
 
     def __init__(self, config: ResNetConfig, channels: int, num_classes: int, remat: Remat, rngs: nnx.Rngs):
@@ -180,20 +172,8 @@ def resnet(
     num_classes: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
-    """Make a ResNet as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes].
-
-    Args:
-        config: sizes and stem.
-        input_shape: (H, W, C) of one image.
-        num_classes: number of classes, used where the config does not set `num_classes`.
-        remat: what the backward pass keeps of the scanned blocks; None: everything.
-
-    Raises:
-        ConfigError: the inputs are not images, or neither the config nor the caller gives the number of classes.
-    """
-    classes = config.num_classes or num_classes
-    if classes is None:
-        raise ConfigError("model.num_classes is not set and the data has no classes; set model.num_classes")
+    """Make a ResNet as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
+    classes = size_of("num_classes", config.num_classes, num_classes)
     if len(input_shape) != 3:
         raise ConfigError(f"model.kind=resnet takes images, but a row of the data has shape {input_shape}")
 
@@ -206,7 +186,80 @@ def resnet(
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
     model = from_nnx(make, axes=FamilyTable(RESNET), call=call, name=config.size or "resnet", gathers_itself=rest)
-    # The program that draws fifty kernels would take longer to compile than the step.
-    return dataclasses.replace(
-        model, num_outputs=classes, init=lambda key: model.init(unrolled(key)), convolutional=True
+    return dataclasses.replace(model, num_outputs=classes, convolutional=True)
+
+
+class ViT(nnx.Module):
+    """Patches, positions, stacked blocks, norm and head."""
+
+    def __init__(self, config: ViTConfig, image_size: int, channels: int, num_classes: int, rngs: nnx.Rngs):
+        blocks, init = config.blocks(image_size), normal(INIT_STDDEV)
+        shape, width = patch_shape(config, channels), config.embed_dim
+        self.patches = Linear(shape.inputs, shape.outputs, bias=True, initializer=init, rngs=rngs, low_precision=False)
+        first = config.pooling == "first"
+        self.class_token = nnx.Param(jnp.zeros((width,), jnp.float32)) if first else None
+        self.positions = nnx.Param(init(rngs.params(), (blocks.max_sequence_length, width), jnp.float32))
+        self.blocks = make_stack(lambda rngs: Block(blocks, rngs), config.num_layers, rngs)
+        self.output_norm = block_norm(blocks)
+        self.head = PooledHead(config.head, width, num_classes, rngs)
+        self.config = config
+
+    def embed(self, images_BHWC: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Map each patch to a vector, put the class token before them, and add positions: [B, L, D]."""
+        side = self.config.patch_size
+        rows, height, width, channels = images_BHWC.shape
+        with jax.named_scope("embed"):
+            x = images_BHWC.reshape(rows, height // side, side, width // side, side, channels)
+            x_BLP = x.transpose(0, 1, 3, 2, 4, 5).reshape(rows, -1, side * side * channels)
+            x_BLD = self.patches(x_BLP)
+            if self.class_token is not None:
+                token_B1D = jnp.broadcast_to(self.class_token[...], (rows, 1, x_BLD.shape[-1]))
+                x_BLD = jnp.concatenate([token_B1D, x_BLD], axis=1)
+            x_BLD = dropout(x_BLD + aligned(self.positions[...], x_BLD), self.config.dropout, key)
+            return constrain(x_BLD, *RESIDUAL)
+
+    def logits(self, x_BLD: jax.Array) -> jax.Array:
+        """Apply the final norm and the head: [B, classes]."""
+        with jax.named_scope("output"):
+            x_BLD = self.output_norm(x_BLD)
+            # The mean counts every patch, and the head has no dropout: a head needs nothing else of the inputs.
+            weights = head_inputs(self.config.head, (x_BLD.shape[0], x_BLD.shape[1]), None, None)
+            return self.head(x_BLD, HeadInputs(weights.pooling_BL))
+
+
+def vit(
+    config: ViTConfig,
+    *,
+    input_shape: tuple[int, ...],
+    num_classes: int | None = None,
+    remat: Remat | None = None,
+) -> Model:
+    """Make a vision transformer as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
+    classes = size_of("num_classes", config.num_classes, num_classes)
+    image_size, channels = image_sizes(config, input_shape)
+    blocks = config.blocks(image_size)
+
+    def make(rngs: nnx.Rngs) -> ViT:
+        return ViT(config, image_size, channels, classes, rngs)
+
+    def embed(module: ViT, inputs: Any, key: jax.Array | None, train: bool) -> jax.Array:
+        return module.embed(inputs, key if train else None)
+
+    def block(block: Block, x_BLD: Any, inputs: Any, key: jax.Array | None, train: bool) -> jax.Array:
+        positions_BL = jnp.arange(blocks.max_sequence_length)[None]
+        return block(x_BLD, positions_BL, None, key if train else None)[0]
+
+    def head(module: ViT, x_BLD: Any, train: bool) -> jax.Array:
+        return module.logits(x_BLD)
+
+    built = from_stages(
+        make,
+        stack="blocks",
+        embed=DrawsByRow(embed),
+        block=DrawsByRow(block),
+        head=head,
+        axes=model_axes(config),
+        remat=remat,
+        name=config.size or "vit",
     )
+    return dataclasses.replace(built, num_outputs=classes)
