@@ -23,7 +23,7 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.context import model_context
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.block import Block
-from jaxtrain.ops.attention.blocks import visible_pairs
+from jaxtrain.ops.attention.rules import visible_pairs
 from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.work.attention import AttentionWork

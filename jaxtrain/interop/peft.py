@@ -25,7 +25,7 @@ from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapters import adapt_as_folder
 from jaxtrain.models.model import Model, Params
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel
 from jaxtrain.published.entries import Row
 from jaxtrain.published.peft import CONFIG, WEIGHTS, AdapterConfig, config_json, open_adapter_folder
 from jaxtrain.published.peft_tensors import read_adapter_arrays

@@ -20,8 +20,8 @@ from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.load import read_places
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.rules import entry_axes
+from jaxtrain.precision.kernels import quantize_kernel
 from jaxtrain.precision.nf4 import quantize_nf4
-from jaxtrain.precision.quantized import quantize_kernel
 from jaxtrain.published.bitsandbytes import QuantizedSource
 from jaxtrain.published.entries import positions
 from jaxtrain.published.nf4_blocks import quantize_magnitudes

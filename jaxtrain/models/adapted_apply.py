@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Decoder, DefersLogits, DrawsByRow, Model, Params, Parts, PartsApply, Rebuild
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from jaxtrain.models.adapted_apply import Preparation, prepared
 from jaxtrain.models.adapted_axes import adapted_axes
 from jaxtrain.models.adapter_targets import Layers, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.model import LOW_RANK, Adapted, Model, ModelState, Params, check_is_model, parameter_shapes
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel, QuantizedKernel, quantize_kernel
 from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
-from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
 FORMATS = ("int8", "nf4")
 """Number formats of kernels below adapters."""

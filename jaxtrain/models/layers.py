@@ -10,9 +10,8 @@ from flax import nnx
 from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.initializers import Initializer
-from jaxtrain.ops.dropout import drop_by_row
+from jaxtrain.ops.elementwise import aligned, drop_by_row
 from jaxtrain.ops.linear import linear
-from jaxtrain.ops.ranks import aligned
 
 
 class Linear(nnx.Module):

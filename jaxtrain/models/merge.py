@@ -10,10 +10,8 @@ from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, Params, check_is_model
-from jaxtrain.precision.kernels import is_kernel
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel, QuantizedKernel, is_kernel
 from jaxtrain.precision.nf4 import Nf4Kernel, dequantize
-from jaxtrain.precision.quantized import QuantizedKernel
 
 
 def merge_adapters(params: Params, model: Model) -> Params:

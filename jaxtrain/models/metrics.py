@@ -9,7 +9,7 @@ import optax
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Sums
-from jaxtrain.ops.loss.right import weight_of_right
+from jaxtrain.ops.loss.cross_entropy import weight_of_right
 
 # Of one number per target.
 ERRORS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {

@@ -11,10 +11,8 @@ from jaxtrain.config.arguments import refusal
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, Params
-from jaxtrain.precision.kernels import is_kernel, is_quantized
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel, QuantizedKernel, is_kernel, is_quantized, quantize_kernel
 from jaxtrain.precision.nf4 import Nf4Kernel, quantize_nf4
-from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
 FORMATS = ("int8", "int8_dynamic", "nf4")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, TransformerConfig, YarnRope
 from jaxtrain.layout.sharding import constrain
-from jaxtrain.ops.ranks import aligned
+from jaxtrain.ops.elementwise import aligned
 from jaxtrain.published.longrope import longrope_factor
 
 

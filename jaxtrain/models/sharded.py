@@ -27,8 +27,7 @@ from jaxtrain.layout.stack_sums import hide_stack_sums
 from jaxtrain.models.context import model_context
 from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, key_for
 from jaxtrain.precision.kernels import is_quantized
-from jaxtrain.precision.policy import Policy, cast_floats
-from jaxtrain.precision.sums import check_sums
+from jaxtrain.precision.policy import Policy, cast_floats, check_sums
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,7 @@ from jaxtrain.models.preferences import dpo, reward
 from jaxtrain.models.targets import broadcast_weights, checked_ids, num_classes
 from jaxtrain.models.task import Batch, CallingLoss, LogitsLoss, Task, TaskSums, divisor
 from jaxtrain.ops.loss.blocks import Logits
-from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums
-from jaxtrain.ops.loss.right import weight_of_right
+from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums, weight_of_right
 from jaxtrain.runtime.call import call_function, described
 
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxtrain.config.arguments import refusal
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides, run_manually, spec_of, vary_alike, vary_like
 from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, has_parts, use_and_add
 from jaxtrain.layout.sharding import current_layout
@@ -70,18 +67,6 @@ def _take_and_add(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -
     return use_and_add(found, lambda arguments: _take(*arguments), pull, (table_VD, indices_BL))
 
 
-def _check_call(table: Any, indices: Any, rows: Any) -> None:
-    """Raise where the arguments of `embedding_lookup` are of another kind, or swapped."""
-    write = "embedding_lookup(table, ids, rows='vocab') with table [V, D] and ids [B, L]"
-    for name, takes, value, ndim, kind in (
-        ("table", "a float array [V, D]", table, 2, jnp.floating),
-        ("indices", "integers [B, L]", indices, 2, jnp.integer),
-    ):
-        is_array = isinstance(value, jax.Array | np.ndarray)
-        if not is_array or value.ndim != ndim or not jnp.issubdtype(value.dtype, kind):
-            raise ConfigError(refusal(f"embedding_lookup: {name}", takes, value, write))
-
-
 def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | None) -> jax.Array:
     """Look up rows of a table; an index outside the table gives its first or last row.
 
@@ -98,17 +83,13 @@ def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | 
     Returns:
         [B, L, D] in the dtype of the table.
 
-    Raises:
-        ConfigError: the table is no float array [V, D], or the indices are no integers [B, L].
-
     Example:
         >>> table, ids = jnp.arange(8.0).reshape(4, 2), jnp.array([[0, 3]])
         >>> jt.embedding_lookup(table, ids, rows="vocab").tolist()
         [[[0.0, 1.0], [6.0, 7.0]]]
     """
-    _check_call(table_VD, indices_BL, rows)
     # Sizes of the table may not fit into ids of 8 or 16 bits, with which they are compared.
-    indices_BL = indices_BL.astype(jnp.int32) if jnp.issubdtype(indices_BL.dtype, jnp.integer) else indices_BL
+    indices_BL = indices_BL.astype(jnp.int32)
     found = find_sum(table_VD)
     if found is not None and _adds_rows(found, table_VD, indices_BL):
         return _take_and_add(found, table_VD, indices_BL)

@@ -13,8 +13,7 @@ from jaxtrain.models.sharded import place_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import named_task
 from jaxtrain.optim.rate import rate_of
-from jaxtrain.precision.policy import LossScaling, Policy, get_policy
-from jaxtrain.precision.sums import check_sums
+from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.checks import check_options, check_parts
 from jaxtrain.train.model_checks import check_trainable

@@ -13,7 +13,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel
 from jaxtrain.published.safetensors import map_tensor, read_header
 
 INTEROP = Path(__file__).parent.parent / "interop"

@@ -16,8 +16,7 @@ import jaxtrain as jt
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.weights import open_published
-from jaxtrain.precision.kernels import is_kernel
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel, is_kernel
 from jaxtrain.published.bitsandbytes_writing import pack_floats, packed_parts
 from jaxtrain.published.folder import open_folder
 from jaxtrain.published.safetensors import map_tensor, read_header, write_safetensors

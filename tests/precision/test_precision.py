@@ -13,9 +13,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats, get_policy
-from jaxtrain.precision.quantized import QuantizedKernel
-from jaxtrain.precision.sums import check_sums
+from jaxtrain.precision.kernels import QuantizedKernel
+from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats, check_sums, get_policy
 
 SCALING = LossScaling(initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0)
 

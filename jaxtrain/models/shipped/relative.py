@@ -11,7 +11,7 @@ from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import normal
 from jaxtrain.models.shipped.initial import INIT_STDDEV
-from jaxtrain.ops.attention.relative import distance_bias
+from jaxtrain.ops.attention.reference import distance_bias
 
 
 def relative_table(config: TransformerConfig, rngs: nnx.Rngs, stddev: float = INIT_STDDEV) -> nnx.Param | None:

@@ -20,11 +20,8 @@ from jaxtrain.models.shipped.axes import RESNET
 from jaxtrain.models.shipped.shapes import ConvShape, ResidualBlockShape, resnet_stages, stem_shape
 from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.models.unrolled_keys import unrolled
-from jaxtrain.ops.images.batch_norm import batch_norm, normalise
-from jaxtrain.ops.images.convolution import convolve
-from jaxtrain.ops.images.max_pool import max_pool
-from jaxtrain.ops.images.normalised_convolution import normalise_and_convolve
-from jaxtrain.ops.ranks import aligned
+from jaxtrain.ops.elementwise import aligned
+from jaxtrain.ops.images import batch_norm, convolve, max_pool, normalise, normalise_and_convolve
 from jaxtrain.remat.policy import Remat
 
 # Decay of the running batch statistics.

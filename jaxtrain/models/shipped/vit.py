@@ -24,7 +24,7 @@ from jaxtrain.models.shipped.initial import INIT_STDDEV
 from jaxtrain.models.shipped.shapes import patch_shape
 from jaxtrain.models.stack import make_stack
 from jaxtrain.models.stages import from_stages
-from jaxtrain.ops.ranks import aligned
+from jaxtrain.ops.elementwise import aligned
 from jaxtrain.remat.policy import Remat
 
 

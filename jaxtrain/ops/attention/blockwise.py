@@ -11,6 +11,7 @@ block, P = R * Q, W distances of keys and queries.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,11 +19,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layout.sharding import constrain, current_layout, platform
-from jaxtrain.ops.attention.blocks import QueryBlocks, block_size, cut_sequence, pairs_at_once, row_parts
-from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.ops.attention.kernel_rules import blockwise_refusal
-from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped
-from jaxtrain.ops.attention.relative import fold, unfold
+from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped, fold, unfold
+from jaxtrain.ops.attention.rules import AttentionForm, QueryBlocks, block_size, cut_sequence, pairs_at_once, row_parts
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.devices import usable_cores
 
@@ -30,11 +28,20 @@ from jaxtrain.runtime.devices import usable_cores
 Index = int | jax.Array
 # Gradients of keys and values, and of the bias of each row where there is one.
 Sums = tuple[jax.Array, ...]
+# The arrays of `blockwise_attention`.
+Arrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
 
-def refusal(q_BLHK: jax.Array) -> str | None:
-    """Return why blocks would not help, or None where they help; they can compute every case."""
-    return blockwise_refusal(platform(), q_BLHK.shape[1])
+@dataclass(frozen=True)
+class _How:
+    """The settings of attention, the queries of a block, and the parts in which the rows of a batch are processed."""
+
+    form: AttentionForm
+    block: int
+    parts: int
+
+    def cut(self, length: int) -> list[QueryBlocks]:
+        return cut_sequence(length, self.block, causal=self.form.causal, window=self.form.window)
 
 
 def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
@@ -42,11 +49,6 @@ def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
 
     It is 1 where rows may be sharded over devices, because chunks of the batch would move them between devices, on
     accelerators, which are fastest with all rows at once, and in an exported program for any number of rows.
-
-    Args:
-        q_BLHK: queries.
-        form: the settings of attention.
-        block: queries of a block.
     """
     layout = current_layout()
     devices = jax.device_count() if layout is None else layout.mesh.size
@@ -57,9 +59,7 @@ def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
     return row_parts(batch, heads * pairs, usable_cores())
 
 
-def _in_parts(
-    attend: Callable[..., tuple[jax.Array, ...]], parts: int, *arrays: jax.Array | None
-) -> tuple[jax.Array, ...]:
+def _in_parts(attend: Callable[..., tuple[jax.Array, ...]], parts: int, *arrays: Any) -> tuple[jax.Array, ...]:
     """Apply `attend` to arrays [B, ...], some of which may be None, one part of the rows after the other."""
     if parts == 1:
         return attend(*arrays)
@@ -141,14 +141,13 @@ def _forward(
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None,
     bias_HW: jax.Array | None,
-    form: AttentionForm,
-    block: int,
+    how: _How,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the result [B, L, H, K] and the log of the sum of exponentials, float32 [B, G, R, L, 1]."""
-    length = q_BLHK.shape[1]
+    form, length = how.form, q_BLHK.shape[1]
     q, k, v = _split(q_BLHK, k_BLGK.shape[2]), _swap(k_BLGK), _swap(v_BLGK)
     outs, statistics = [], []
-    for group in cut_sequence(length, block, causal=form.causal, window=form.window):
+    for group in how.cut(length):
 
         def attend(carry: None, start: Index, group: QueryBlocks = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
             first = _first_key(group, start, length)
@@ -173,71 +172,38 @@ def _forward(
     return _join(jnp.concatenate(outs, 3)), jnp.concatenate(statistics, 3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    bias_HW: jax.Array | None,
-    form: AttentionForm,
-    block: int,
-    parts: int,
-) -> jax.Array:
-    return _attend_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW, form, block, parts)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(arrays: Arrays, how: _How) -> jax.Array:
+    return _attend_forward(arrays, how)[0]
 
 
-def _attend_forward(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    bias_HW: jax.Array | None,
-    form: AttentionForm,
-    block: int,
-    parts: int,
-) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    forward = functools.partial(_forward, bias_HW=bias_HW, form=form, block=block)
-    out_BLHK, statistics = _in_parts(forward, parts, q_BLHK, k_BLGK, v_BLGK, segments_BL)
+def _attend_forward(arrays: Arrays, how: _How) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    *rows, bias_HW = arrays
+    out_BLHK, statistics = _in_parts(functools.partial(_forward, bias_HW=bias_HW, how=how), how.parts, *rows)
     out_BLHK = checkpoint_name(out_BLHK, KERNEL_RESIDUALS)
-    return out_BLHK, (
-        q_BLHK,
-        k_BLGK,
-        v_BLGK,
-        segments_BL,
-        bias_HW,
-        out_BLHK,
-        checkpoint_name(statistics, KERNEL_RESIDUALS),
-    )
+    return out_BLHK, (*arrays, out_BLHK, checkpoint_name(statistics, KERNEL_RESIDUALS))
 
 
 def _attend_backward(
-    form: AttentionForm,
-    block: int,
-    parts: int,
-    saved: tuple[jax.Array | None, ...],
-    gradient_BLHK: jax.Array,
-) -> tuple[jax.Array | None, ...]:
-    *arrays, bias_HW, out_BLHK, statistics = saved
-    backward = functools.partial(_backward, bias_HW=bias_HW, form=form, block=block)
-    d_query, d_key, d_value, *d_bias = _in_parts(backward, parts, *arrays, out_BLHK, statistics, gradient_BLHK)
-    return d_query, d_key, d_value, None, jnp.sum(d_bias[0], 0) if d_bias else None
+    how: _How, saved: tuple[jax.Array | None, ...], gradient_BLHK: jax.Array
+) -> tuple[tuple[jax.Array | None, ...]]:
+    *rows, bias_HW, out_BLHK, statistics = saved
+    backward = functools.partial(_backward, bias_HW=bias_HW, how=how)
+    d_query, d_key, d_value, *d_bias = _in_parts(backward, how.parts, tuple(rows), out_BLHK, statistics, gradient_BLHK)
+    return ((d_query, d_key, d_value, None, jnp.sum(d_bias[0], 0) if d_bias else None),)
 
 
 def _backward(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
+    rows: tuple[Any, ...],
     out_BLHK: jax.Array,
     statistics: jax.Array,
     gradient_BLHK: jax.Array,
     bias_HW: jax.Array | None,
-    form: AttentionForm,
-    block: int,
+    how: _How,
 ) -> tuple[jax.Array, ...]:
     """Compute the gradients of q, k and v, and of the bias of each row, from the arrays that the forward pass kept."""
-    length, groups = q_BLHK.shape[1], k_BLGK.shape[2]
+    q_BLHK, k_BLGK, v_BLGK, segments_BL = rows
+    form, length, groups = how.form, q_BLHK.shape[1], k_BLGK.shape[2]
     q, k, v = _split(q_BLHK, groups), _swap(k_BLGK), _swap(v_BLGK)
     out, gradient = _split(out_BLHK, groups), _split(gradient_BLHK, groups)
     repeats, scale = q.shape[2], 1 / math.sqrt(q.shape[-1])
@@ -251,7 +217,7 @@ def _backward(
         zeros = jnp.where(own == own, jnp.float32(0), jnp.float32(0))[:, :, :, 0].reshape(-1, bias_HW.shape[0], 1)
         zeros = jnp.broadcast_to(zeros, (*zeros.shape[:2], bias_HW.shape[-1]))
         sums = (*sums, constrain(zeros, "batch", "activation_heads", None))
-    for group in reversed(cut_sequence(length, block, causal=form.causal, window=form.window)):
+    for group in reversed(how.cut(length)):
 
         def pull(sums: Sums, start: Index, group: QueryBlocks = group) -> tuple[Sums, jax.Array]:
             first = _first_key(group, start, length)
@@ -337,4 +303,4 @@ def blockwise_attention(
     """
     block = block or block_size(platform(), q_BLHK.shape[1])
     parts = parts or parts_of_batch(q_BLHK, form, block)
-    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW, form, block, parts)
+    return _attend((q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW), _How(form, block, parts))

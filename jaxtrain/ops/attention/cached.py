@@ -42,13 +42,7 @@ class CachedKeys:
 def cached_attention(q_BTHK: jax.Array, keys: CachedKeys, *, softcap: float | None = None) -> jax.Array:
     """Compute softmax attention with grouped-query heads; scores and softmax are in float32.
 
-    Args:
-        q_BTHK: queries, any float dtype.
-        keys: all positions of the cache.
-        softcap: as in `AttentionForm`; None: scores stay as they are.
-
-    Returns:
-        [B, T, H, K] in the dtype of q.
+    The keys are those of all positions of the cache; the result [B, T, H, K] is in the dtype of q.
     """
     weights_BGRTS = jax.nn.softmax(_scores(q_BTHK, keys, softcap), axis=-1)
     return _ungrouped(_weighted(weights_BGRTS, keys, q_BTHK.dtype), q_BTHK)
@@ -70,10 +64,7 @@ def cached_attention_in_blocks(
         q_BTHK: queries, any float dtype.
         block: int32 [], number of a block -> its keys, all blocks of one shape.
         num_blocks: int32 [], at least 1.
-        softcap: as above.
-
-    Returns:
-        [B, T, H, K] in the dtype of q.
+        softcap: as in `AttentionForm`.
     """
 
     def advance(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

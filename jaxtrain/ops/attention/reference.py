@@ -1,16 +1,21 @@
-"""Attention by its plain formula, with all scores in memory at once: every kernel is tested against it.
+"""Attention by its plain formula, with all scores in memory at once, and the relative positions of T5.
+
+Every kernel is tested against the formula. A relative position adds a learned number per head and bucket of distances
+to the scores (Raffel et al. 2020, section 2.1). It depends on the distance of key and query alone, so that a row of
+2L - 1 numbers per head stands for the [L, L] of a sequence, and each kernel unfolds the part that it needs.
 
 Shapes: B batch, L length (of the queries), S length of keys and values, H query heads, G key-value heads, R = H / G,
-K head_dim.
+K head_dim, T queries, N buckets, W distances.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.ops.attention.relative import whole_bias
+from jaxtrain.ops.attention.rules import AttentionForm
 
 # Large and finite: a row that may see nothing gives a uniform softmax instead of NaN.
 MASKED = -1e30
@@ -28,12 +33,10 @@ def attention_mask(
     """Mark the keys that each query may see.
 
     Args:
-        query_positions_BL: positions of the queries, integers; the batch dim may be 1.
-        key_positions_BS: positions of the keys, integers; the batch dim may be 1.
-        causal: as in `AttentionForm`.
-        window: as in `AttentionForm`; an int32 [] may stand in its place.
-        query_segments_BL: numbers of the packed documents of the queries; None: one document per row.
-        key_segments_BS: numbers of the packed documents of the keys; a query sees only keys of its own document.
+        query_positions_BL, key_positions_BS: integers; the batch dim may be 1.
+        causal, window: as in `AttentionForm`; a window may be an int32 [].
+        query_segments_BL, key_segments_BS: numbers of packed documents; a query sees only keys of its own. None: one
+            document per row.
 
     Returns:
         bool [B, L, S], or [1, L, S] where all arguments have a batch dim of 1; True where a query may see a key.
@@ -57,10 +60,7 @@ def _scores(q_BLGRK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _low_precision_scores(q_BLGRK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
-    """Multiply queries and keys of bf16 or fp16 like `_scores`, with gradients in their dtype.
-
-    Autodiff's backward pass would use slower float32 matmuls.
-    """
+    """Multiply queries and keys of bf16 or fp16 like `_scores`, with gradients in their dtype."""
     return _scores(q_BLGRK, k_BSGK)
 
 
@@ -78,12 +78,7 @@ _low_precision_scores.defvjp(_scores_forward, _scores_backward)
 
 
 def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
-    """Limit scores to (-softcap, softcap).
-
-    Args:
-        scores: float32, any shape.
-        softcap: as in `AttentionForm`; None: scores stay as they are.
-    """
+    """Limit float32 scores of any shape to (-softcap, softcap); None: they stay as they are."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
@@ -131,19 +126,7 @@ def reference_attention(
     form: AttentionForm,
     bias_HW: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute the attention of a sequence to itself, where positions are the indices of the sequence dim.
-
-    Args:
-        q_BLHK: queries, any float dtype; H must be a multiple of G.
-        k_BLGK: keys, the same dtype.
-        v_BLGK: values, the same dtype.
-        segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
-        form: the settings of attention.
-        bias_HW: as in `self_attention`.
-
-    Returns:
-        [B, L, H, K] in the dtype of q.
-    """
+    """Compute the attention of a sequence to itself; arguments and result as of `blockwise_attention`."""
     order_L = jnp.arange(q_BLHK.shape[1])[None]
     mask_BLS = attention_mask(
         order_L,
@@ -155,3 +138,87 @@ def reference_attention(
     )
     bias_BHLS = None if bias_HW is None else whole_bias(bias_HW)[None]
     return attention(q_BLHK, k_BLGK, v_BLGK, mask_BLS, softcap=form.softcap, bias_BHLS=bias_BHLS)
+
+
+@functools.cache
+def _buckets(reach: int, num_buckets: int, max_distance: int, causal: bool) -> np.ndarray:
+    """Return the bucket of each distance (key - query) from -reach to reach: int32 [2 * reach + 1]."""
+    distances = np.arange(-reach, reach + 1)
+    first = np.zeros_like(distances)
+    if causal:  # a key ahead of its query is masked; the bucket of distance 0 stands there
+        steps = np.maximum(-distances, 0)
+    else:
+        num_buckets //= 2
+        first = np.where(distances > 0, num_buckets, 0)
+        steps = np.abs(distances)
+    exact = num_buckets // 2
+    ratios = np.maximum(steps, 1).astype(np.float32) / np.float32(exact)
+    share = np.log(ratios) / np.float32(math.log(max_distance / exact))
+    far = exact + (share * np.float32(num_buckets - exact)).astype(np.int32)
+    found = first + np.where(steps < exact, steps, np.minimum(far, num_buckets - 1))
+    return found.astype(np.int32)
+
+
+def distance_bias(table_NH: jax.Array, reach: int, *, max_distance: int, causal: bool) -> jax.Array:
+    """Look up what is added to the scores at each distance of a key from its query.
+
+    Half of the buckets hold one distance each; the others grow with the logarithm of the distance up to
+    `max_distance`, from where on the last one holds all. Without `causal`, half of all buckets are for keys ahead.
+
+    Args:
+        table_NH: learned numbers, any float dtype.
+        reach: largest distance that is needed.
+        max_distance: distance from which on all keys share a bucket.
+        causal: whether queries see no keys ahead.
+
+    Returns:
+        float32 [H, 2 * reach + 1], of the distances (key - query) from -reach to reach.
+    """
+    buckets_W = _buckets(reach, table_NH.shape[0], max_distance, causal)
+    # A product with ones and zeros in place of a lookup, whose gradient would be a scatter.
+    chosen_NW = (np.arange(table_NH.shape[0])[:, None] == buckets_W[None]).astype(np.float32)
+    return jnp.einsum("nh,nw->hw", table_NH.astype(jnp.float32), chosen_NW, precision=jax.lax.Precision.HIGHEST)
+
+
+def unfold(bias_HW: jax.Array, num_queries: int) -> jax.Array:
+    """Lay the bias of consecutive distances out as that of T queries and S keys, both consecutive.
+
+    Args:
+        bias_HW: [..., H, T + S - 1], from the distance of the last query and the first key on.
+        num_queries: T.
+
+    Returns:
+        [..., H, T, S]; its element (t, s) is the bias at index s - t + T - 1.
+    """
+    num_keys = bias_HW.shape[-1] - num_queries + 1
+    # One period of the distances modulo T + S, in which each next row of T + S - 1 starts one distance earlier.
+    lead = bias_HW.shape[:-1]
+    period = jnp.concatenate(
+        [bias_HW[..., num_queries - 1 :], jnp.zeros((*lead, 1), bias_HW.dtype), bias_HW[..., : num_queries - 1]], -1
+    )
+    length = num_queries + num_keys
+    rows = jnp.broadcast_to(period[..., None, :], (*lead, num_queries, length)).reshape(*lead, -1)
+    rows = rows[..., : num_queries * (length - 1)].reshape(*lead, num_queries, length - 1)
+    return rows[..., :num_keys]
+
+
+def fold(bias_HTS: jax.Array) -> jax.Array:
+    """Sum the pairs of each distance: the transpose of `unfold`, [..., H, T, S] -> [..., H, T + S - 1]."""
+    *lead, num_queries, num_keys = bias_HTS.shape
+    distances = jax.ShapeDtypeStruct((*lead, num_queries + num_keys - 1), bias_HTS.dtype)
+    return jax.linear_transpose(lambda bias: unfold(bias, num_queries), distances)(bias_HTS)[0]
+
+
+def whole_bias(bias_HW: jax.Array) -> jax.Array:
+    """Lay the bias of a sequence and itself out: [H, 2L - 1] -> [H, L, L]."""
+    return unfold(bias_HW, (bias_HW.shape[-1] + 1) // 2)
+
+
+def bias_at(bias_HW: jax.Array, query_positions_BT: jax.Array, key_positions_S: jax.Array) -> jax.Array:
+    """Look the bias of queries at positions of their own up, as generation needs it: float32 [B, H, T, S].
+
+    Larger distances than `bias_HW` of `distance_bias` holds take its ends; positions are integers.
+    """
+    reach = (bias_HW.shape[-1] - 1) // 2
+    distances_BTS = key_positions_S[None, None] - query_positions_BT[:, :, None]
+    return jnp.moveaxis(bias_HW[:, jnp.clip(distances_BTS, -reach, reach) + reach], 0, 1)

@@ -17,21 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops.attention.ring_blocks import ScoreBlock, home, own_blocks, passing_blocks
+from jaxtrain.ops.attention.reference import MASKED
+from jaxtrain.ops.attention.rules import ScoreBlock, home, own_blocks, passing_blocks
 
 AXIS = "context"
-# Large and finite: a block that shows a row nothing then weighs nothing beside one that does, and no NaN arises.
-MASKED = -1e30
-
 # Softmax over the keys seen up to this point: row maximum and sum [B, G, R, C], weighted values [B, G, R, C, K].
 Partial = tuple[jax.Array, jax.Array, jax.Array]
 # One of the two halves of a device: 0 or 1, or bool [] where it depends on the device.
 Half = int | jax.Array
 # A nested structure of arrays, None among them.
 Tree = Any
-
-
-# --- The exchange between contiguous shards and zig-zag halves. ---
 
 
 def _moves(size: int, *, back: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -57,23 +52,15 @@ def _from_zigzag(x_ZBC: jax.Array) -> jax.Array:
     return jnp.concatenate([jax.lax.ppermute(x, AXIS, m) for x, m in zip(chunks, moves, strict=True)], axis=1)
 
 
-# --- One block of queries and keys. ---
-
-
 def visible(
     query_positions_C: jax.Array | None,
     key_positions_S: jax.Array | None,
     query_segments_BC: jax.Array | None,
     key_segments_BS: jax.Array | None,
 ) -> jax.Array | None:
-    """Mask the keys that a query may not see.
+    """Mark the keys that a query may see: bool [B or 1, C, S]; None: every query sees every key.
 
-    Args:
-        query_positions_C, key_positions_S: a query sees keys at or before its own position; None: order is no matter.
-        query_segments_BC, key_segments_BS: a query sees its own segment; None: all are one.
-
-    Returns:
-        bool [B or 1, C, S], true where a query sees a key; None: every query sees every key.
+    A query sees keys at or before its own position, and of its own segment; None: order or segments do not matter.
     """
     mask = None
     if query_positions_C is not None and key_positions_S is not None:
@@ -121,16 +108,9 @@ def _attend_backward(
     gradient_BCGRK: jax.Array,
     delta_BGRC: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the gradients of q, k and v from one block: Dao et al. 2022, "FlashAttention", algorithm 4.
+    """Compute float32 gradients of q, k and v from one block: Dao et al. 2022, "FlashAttention", algorithm 4.
 
-    Args:
-        q_BCGRK, k_BSGK, v_BSGK, mask_BCS: as in the forward pass.
-        logsumexp_BGRC: of the scores with all keys.
-        gradient_BCGRK: of the output.
-        delta_BGRC: sum over K of output times its gradient.
-
-    Returns:
-        float32, of the shapes of q, k and v.
+    The logsumexp is that of the scores with all keys; delta is the sum over K of the output times its gradient.
     """
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     weights = jnp.exp(_scores(q_BCGRK, k_BSGK, mask_BCS) - logsumexp_BGRC[..., None])
@@ -138,9 +118,6 @@ def _attend_backward(
     d_scores = (weights * (d_weights - delta_BGRC[..., None]) / math.sqrt(q_BCGRK.shape[-1])).astype(q_BCGRK.dtype)
     dv = einsum("bgrcs,bcgrk->bsgk", weights.astype(v_BSGK.dtype), gradient_BCGRK)
     return einsum("bgrcs,bsgk->bcgrk", d_scores, k_BSGK), einsum("bgrcs,bcgrk->bsgk", d_scores, q_BCGRK), dv
-
-
-# --- The ring. ---
 
 
 def _take(tree: Tree, half: Half) -> Tree:
@@ -171,17 +148,9 @@ def _pass_on(tree: Tree) -> Tree:
 
 
 def _around(visit: Callable[[Tree, Tree, jax.Array], Tree], state: Tree, tree: Tree) -> Tree:
-    """Visit the arrays of every other device of the ring.
+    """Visit the arrays of every other device: `visit(state, arrays of a device, its index int32 [])` -> state.
 
     The next arrays are sent before the present ones are visited, so that the two can overlap.
-
-    Args:
-        visit: (state, arrays of a device, its index int32 []) -> state.
-        state: before the first visit.
-        tree: the arrays of this device.
-
-    Returns:
-        The state after the last visit.
     """
     size, own = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops.activation import gelu
+from jaxtrain.layout.manual import vary_alike
+from jaxtrain.ops.elementwise import aligned, gelu
 from jaxtrain.ops.experts.grouped import grouped_matmul
-from jaxtrain.ops.experts.places import Places, collect, pair_values, spread
-from jaxtrain.ops.ranks import aligned
 from jaxtrain.remat.policy import EXPERT_PRODUCTS
 
 
@@ -23,6 +22,18 @@ class Kernels(NamedTuple):
     up: jax.Array
     gate: jax.Array | None
     down: jax.Array
+
+
+class Places(NamedTuple):
+    """Which pair of a token and an expert is in which row.
+
+    Attributes:
+        pair_R: int32, number of the pair (token * K + choice) in each row; N * K where there is none.
+        row_NK: int32, row of each pair; R where the pair has none. The inverse of `pair_R`.
+    """
+
+    pair_R: jax.Array
+    row_NK: jax.Array
 
 
 def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
@@ -40,8 +51,8 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
         experts_per_token: K.
 
     Returns:
-        Weights float32 [B, L, K], differentiable in the logits, whose sum is 1 if K is 2 or more; and expert ids
-        int32 [B, L, K], distinct for each token and best first.
+        Weights float32 [B, L, K], differentiable in the logits, and expert ids int32 [B, L, K], distinct for each token
+        and best first.
     """
     num_experts = logits_BLE.shape[-1]
     left_BLE = jax.lax.stop_gradient(logits_BLE)
@@ -61,15 +72,7 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
 
 
 def count_tokens(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
-    """Count the tokens that each expert gets.
-
-    Args:
-        ids_BLK: int32; an id of E or more counts for no expert.
-        num_experts: E.
-
-    Returns:
-        int32 [E], exact in any order of summation.
-    """
+    """Count the tokens that each expert gets: int32 [E]; an id of E or more counts for no expert."""
     one_hot_BLKE = ids_BLK[..., None] == jnp.arange(num_experts)[None, None, None]
     return jnp.sum(one_hot_BLKE, axis=(0, 1, 2), dtype=jnp.int32)
 
@@ -108,15 +111,9 @@ def _activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:
 
 
 def sort_pairs(ids_NK: jax.Array, num_experts: int, num_rows: int) -> tuple[Places, jax.Array]:
-    """Sort the pairs of a token and an expert by expert.
+    """Sort the pairs of a token and an expert by expert: places in R rows, and int32 [E], the rows of each expert.
 
-    Args:
-        ids_NK: int32 from 0 to E; pairs of E, which stands for an expert that is elsewhere, get no row.
-        num_experts: E.
-        num_rows: R, at least the pairs of experts that are here.
-
-    Returns:
-        The places of the pairs in R rows, and int32 [E], the rows of each expert.
+    Ids are int32 from 0 to E; pairs of E, which stands for an expert that is elsewhere, get no row.
     """
     pairs_P = jnp.argsort(ids_NK.reshape(-1), stable=True).astype(jnp.int32)  # rows -> pairs
     rows_P = jnp.argsort(pairs_P).astype(jnp.int32)  # pairs -> rows
@@ -166,3 +163,69 @@ def combine(y_RD: jax.Array, weights_NK: jax.Array, places: Places) -> jax.Array
     """Sum weight times row over the pairs of each token: float32 [N, D]."""
     with jax.named_scope("combine_tokens"):
         return collect(y_RD.astype(jnp.float32) * pair_values(weights_NK, places)[:, None], places)
+
+
+# --- Where the rows of a buffer come from: tokens are copied into it and summed out of it. ---
+
+
+def spread(x_ND: jax.Array, places: Places) -> jax.Array:
+    """Copy each token into the rows of its pairs: [R, D] in the dtype of x, and 0 where there is no pair.
+
+    The gradient is `collect`, and that of `collect` is `spread`: both are gathers, where autodiff would add up rows in
+    a scatter, one after the other on CPU and in no fixed order on GPU.
+    """
+    # Tokens that every shard of experts has go to other rows on each, and their gradients are summed over the shards.
+    x_ND, pair_R, row_NK = vary_alike(x_ND, *places)
+    return _spread(x_ND, Places(pair_R, row_NK))
+
+
+def pair_values(a_NK: jax.Array, places: Places) -> jax.Array:
+    """The number of the pair of each row: [R], and 0 where there is no pair."""
+    return a_NK.reshape(-1).at[places.pair_R].get(mode="fill", fill_value=0)
+
+
+def _rows_of_tokens(x_ND: jax.Array, places: Places) -> jax.Array:
+    choices = places.row_NK.shape[1]
+    return x_ND.at[places.pair_R // choices].get(mode="fill", fill_value=0)
+
+
+def _sums_of_rows(y_RD: jax.Array, places: Places) -> jax.Array:
+    num_tokens, choices = places.row_NK.shape
+    total_ND = jnp.zeros((num_tokens, y_RD.shape[1]), jnp.float32)
+    for choice in range(choices):
+        rows_ND = y_RD.at[places.row_NK[:, choice]].get(mode="fill", fill_value=0)
+        total_ND = total_ND + rows_ND.astype(jnp.float32)
+    return total_ND
+
+
+@jax.custom_vjp
+def _spread(x_ND: jax.Array, places: Places) -> jax.Array:
+    return _rows_of_tokens(x_ND, places)
+
+
+@jax.custom_vjp
+def collect(y_RD: jax.Array, places: Places) -> jax.Array:
+    """Sum the rows of each token's pairs: float32 [N, D]; rows without a pair may hold anything."""
+    return _sums_of_rows(y_RD, places)
+
+
+def _spread_forward(x_ND: jax.Array, places: Places) -> tuple[jax.Array, Places]:
+    return _rows_of_tokens(x_ND, places), places
+
+
+def _spread_backward(places: Places, gradient_RD: jax.Array) -> tuple[jax.Array, None]:
+    return _sums_of_rows(gradient_RD, places).astype(gradient_RD.dtype), None
+
+
+def _collect_forward(y_RD: jax.Array, places: Places) -> tuple[jax.Array, tuple[Places, jax.Array]]:
+    # A gradient has the dtype of what it is of; an empty array carries it.
+    return _sums_of_rows(y_RD, places), (places, y_RD[:0])
+
+
+def _collect_backward(saved: tuple[Places, jax.Array], gradient_ND: jax.Array) -> tuple[jax.Array, None]:
+    places, empty = saved
+    return _rows_of_tokens(gradient_ND.astype(empty.dtype), places), None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+collect.defvjp(_collect_forward, _collect_backward)

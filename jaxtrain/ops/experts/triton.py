@@ -23,13 +23,9 @@ _WARPS, _STAGES = 8, 3
 _NEIGHBOURS = 8
 
 
-def refusal(num_rows: int, inputs: int, outputs: int) -> str | None:
-    """Why sizes cannot be multiplied by these kernels; None: they can."""
-    if num_rows < TILE:
-        return f"{num_rows} rows are less than a tile of {TILE}"
-    if inputs % TILE or outputs % TILE:
-        return f"the widths {inputs} and {outputs} are not multiples of {TILE}"
-    return None
+def takes(num_rows: int, inputs: int, outputs: int) -> bool:
+    """Whether these kernels can multiply such sizes."""
+    return num_rows >= TILE and inputs % TILE == 0 and outputs % TILE == 0
 
 
 def num_tiles(num_rows: int, num_experts: int) -> int:
@@ -46,17 +42,9 @@ def tile_products(
     transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply each row with the kernel of its expert.
+    """Multiply each row with the kernel [E, I, O] of its expert, or [E, O, I] if `transposed`, as `grouped_matmul`.
 
-    Args:
-        rows_RI: sorted by expert.
-        kernels: [E, I, O], or [E, O, I] if `transposed`.
-        group_sizes_E: int32, rows of each expert; the sum may be below R.
-        transposed: whether kernels are contracted over their last dim.
-        interpret: whether the kernel's steps run as plain operations, on any platform; for tests.
-
-    Returns:
-        [R, O] in the dtype of the rows; rows beyond the groups hold anything.
+    With `interpret` the kernel's steps run as plain operations, on any platform, for tests.
     """
     # Imported here, because Pallas adds 0.3 s to the start and only GPUs need it.
     from jax.experimental import pallas as pl

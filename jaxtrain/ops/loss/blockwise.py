@@ -83,16 +83,9 @@ class Normalizer:
 def forward(
     h_ND: jax.Array, output: OutputLayer, targets_N: jax.Array, form: BlockedLoss
 ) -> tuple[Normalizer, jax.Array]:
-    """Compute normalizer and negative log-likelihood of each token, one block of ids at a time.
+    """Compute normalizer and negative log-likelihood, float32 [N], of each token, one block of ids at a time.
 
-    Args:
-        h_ND: hidden states in the compute dtype.
-        output: this device's shard of the output layer, in the same dtype.
-        targets_N: int32, global ids.
-        form: by vocabulary.
-
-    Returns:
-        The normalizer and float32 [N], over all shards of the vocabulary.
+    Hidden states and this device's shard of the output layer are in the compute dtype, targets are int32 global ids.
     """
     size, ids = form.size, _own_ids(output.kernel, form)
 
@@ -130,8 +123,7 @@ def gradients_by_vocabulary(
     GiB for Llama 8B on an H100, jax 0.10.2.)
 
     Args:
-        h_ND, output, targets_N, form: as of `forward`.
-        normalizer: from `forward`.
+        h_ND, output, targets_N, normalizer, form: as of `forward`, and from it.
         push_N: float32, the gradient of the total for each token's loss.
 
     Returns:
@@ -182,15 +174,8 @@ def by_tokens(
 ) -> tuple[Normalizer, jax.Array, jax.Array, OutputLayer]:
     """Compute what `forward` returns, and both gradients at once for push = weights.
 
-    No logits are computed twice: all logits of a token are there when its gradient is made.
-
-    Args:
-        h_ND, output, targets_N: as of `forward`.
-        weights_N: float32.
-        form: by tokens.
-
-    Returns:
-        Normalizer, negative log-likelihood float32 [N], gradient of h_ND in its dtype, and of output in float32.
+    No logits are computed twice: all logits of a token are there when its gradient is made. The gradient of h_ND is in
+    its dtype, that of the output layer in float32.
     """
     size, count = form.size, h_ND.shape[0]
     ids = _own_ids(output.kernel, form)
@@ -230,12 +215,7 @@ def by_tokens(
 
 
 def for_forward(form: BlockedLoss, tokens: int, vocabulary: int) -> BlockedLoss:
-    """The form in which `forward` computes the same loss: always by vocabulary, for which no gradient is needed.
-
-    Args:
-        form: of training.
-        tokens, vocabulary: N and V of this device.
-    """
+    """The form in which `forward` computes the same loss for N tokens and V ids of this device: by vocabulary."""
     if form.by == "vocabulary":
         return form
     return dataclasses.replace(form, by="vocabulary", size=min(ids_at_once(tokens), vocabulary))

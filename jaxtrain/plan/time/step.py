@@ -10,7 +10,7 @@ from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.models.shipped.structure import Stack
-from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.time.record import BlockTime, StepTime, Traffic

@@ -1,41 +1,42 @@
-"""Attention by the splash kernel on TPUs (Pallas, shipped with jax): its memory is linear in the length.
+"""Fused attention kernels: cuDNN's on NVIDIA GPUs, and splash (Pallas, shipped with jax) on TPUs.
 
-Shapes: B batch, L length, H query heads, G key-value heads, K head_dim.
+Their memory is linear in the length. Shapes: B batch, L length, H query heads, G key-value heads, K head_dim.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.layout.manual import divides, run_manually, spec_of
-from jaxtrain.layout.sharding import current_layout, platform
-from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.ops.attention.kernel_rules import SPLASH_LANES, AttentionCase, splash_refusal
+from jaxtrain.layout.manual import run_manually, spec_of
+from jaxtrain.layout.sharding import current_layout
+from jaxtrain.ops.attention.rules import SPLASH_LANES, AttentionForm
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 
-_QUERIES = ("batch", "sequence", "activation_heads", None)
-_KEYS = ("batch", "sequence", "activation_kv_heads", None)
-_SEGMENTS = ("batch", "sequence")
-
+QUERIES = ("batch", "sequence", "activation_heads", None)
+KEYS = ("batch", "sequence", "activation_kv_heads", None)
 # Larger tiles read keys and values from memory less often.
 _LARGEST_BLOCK = 512
 
 
-def refusal(q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: jax.Array | None, form: AttentionForm) -> str | None:
-    """Return why the kernel cannot compute these queries on the devices of the step, or None; arguments as there."""
-    layout = current_layout()
-    case = AttentionCase(
-        platform(),
-        q_BLHK.dtype.name,
-        q_BLHK.shape[1],
-        q_BLHK.shape[3],
-        form,
-        packed=segments_BL is not None,
-        divides=layout is None or (divides(layout, q_BLHK, *_QUERIES) and divides(layout, k_BLGK, *_KEYS)),
-    )
-    return splash_refusal(case)
+def cudnn_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, form: AttentionForm) -> jax.Array:
+    """Compute the attention of a sequence to itself by cuDNN's kernel; its softmax is in float32.
+
+    Queries, keys and values are bfloat16 or float16, and so is the result [B, L, H, K]; H must be a multiple of G.
+    """
+    # jax counts only the keys before a query; the form counts the query's own position too.
+    window = None if form.window is None else (form.window - 1, 0)
+
+    def local(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q_BLHK, k_BLGK, v_BLGK, is_causal=form.causal, local_window_size=window, implementation="cudnn"
+        )
+
+    # On each shard, because jax's own partitioning of the kernel fails inside a region that is manual over some axes
+    # (an assertion in custom_partitioning, jax 0.10.2), as accumulation over `data` and pipelines are.
+    return _on_shards(local, (q_BLHK, k_BLGK, v_BLGK), ())
 
 
 def splash_attention(
@@ -49,16 +50,8 @@ def splash_attention(
 ) -> jax.Array:
     """Compute the attention of a sequence to itself by the splash kernel; its softmax is in float32.
 
-    Args:
-        q_BLHK: queries, any float dtype; H must be a multiple of G.
-        k_BLGK: keys, the same dtype.
-        v_BLGK: values, the same dtype.
-        segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
-        form: the settings of attention.
-        interpret: whether the kernel's steps run as plain operations, on any platform; for tests.
-
-    Returns:
-        [B, L, H, K] in the dtype of q.
+    Arguments and result are those of `blockwise_attention`; with `interpret` the kernel's steps run as plain
+    operations, on any platform, for tests.
     """
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
@@ -75,22 +68,29 @@ def splash_attention(
         out = jax.vmap(attend)(*rows)
         return out.transpose(0, 2, 1, 3)
 
+    # Unchecked, because a Pallas call does not say over which axes its result varies. Every axis of more than one
+    # device is in the specs (the rule asks for heads that divide), so that no gradient needs a sum over devices.
     constants = () if segments_BL is None else (segments_BL,)
+    return _on_shards(local, (q_BLHK, k_BLGK, v_BLGK), constants, check_vma=False)
+
+
+def _on_shards(
+    local: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], segments: tuple[jax.Array, ...], **checks: bool
+) -> jax.Array:
+    """Call a function of queries, keys, values and perhaps segments on the shards of the step's mesh."""
     layout = current_layout()
     if layout is None or layout.mesh.size == 1 or layout.manual == frozenset(layout.mesh.axis_names):
-        return local(q_BLHK, k_BLGK, v_BLGK, *constants)
-    queries, keys = spec_of(layout, *_QUERIES), spec_of(layout, *_KEYS)
-    # Unchecked, because a Pallas call does not say over which axes its result varies. Every axis of more than one
-    # device is in the specs (`refusal` asks for heads that divide), so that no gradient needs a sum over devices.
+        return local(*arrays, *segments)
+    queries, keys = spec_of(layout, *QUERIES), spec_of(layout, *KEYS)
     return run_manually(
         local,
         layout,
-        (q_BLHK, k_BLGK, v_BLGK),
-        constants,
+        arrays,
+        segments,
         in_specs=(queries, keys, keys),
-        constant_specs=tuple(spec_of(layout, *_SEGMENTS) for _ in constants),
+        constant_specs=tuple(spec_of(layout, *QUERIES[:2]) for _ in segments),
         out_specs=queries,
-        check_vma=False,
+        **checks,
     )
 
 
