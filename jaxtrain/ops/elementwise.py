@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxtrain.layout.sharding import row_numbers
 
@@ -16,13 +17,13 @@ _CUBIC = 0.044715
 _FLAT_FROM = 16.0
 
 
-def aligned(values: jax.Array, like: jax.Array) -> jax.Array:
+def aligned(values: Array, like: Array) -> Array:
     """Write out `values` with as many dims as `like`, those of size 1 first: rank promotion may be forbidden."""
     return jax.lax.broadcast_to_rank(values, like.ndim)
 
 
 @jax.custom_vjp
-def gelu(x: jax.Array) -> jax.Array:
+def gelu(x: Array) -> Array:
     """Compute `jax.nn.gelu` in its tanh form, of any float dtype and shape.
 
     The backward pass keeps only x and computes one tanh, while autodiff keeps intermediate results: this saves 2 % of
@@ -32,12 +33,12 @@ def gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-def _forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward(x: Array) -> tuple[Array, Array]:
     # Not `gelu`, so that a gradient can be differentiated forward.
     return jax.nn.gelu(x, approximate=True), x
 
 
-def _backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+def _backward(x: Array, gradient: Array) -> tuple[Array]:
     near = jnp.clip(x, -_FLAT_FROM, _FLAT_FROM)
     square = near * near
     tanh = jnp.tanh(_SLOPE * near * (1 + _CUBIC * square))
@@ -48,7 +49,7 @@ def _backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
 gelu.defvjp(_forward, _backward)
 
 
-def drop_by_row(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+def drop_by_row(x: Array, rate: float, key: Array) -> Array:
     """Apply inverted dropout; each row draws from a key folded with its number in the (micro)batch, on every mesh.
 
     Args:

@@ -22,11 +22,11 @@ all images, K side of the kernel.
 import functools
 import itertools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxtrain.layout.sharding import platform
 from jaxtrain.ops.elementwise import aligned
@@ -40,13 +40,13 @@ _MAX_SLICES = 8
 _EPSILON = 1e-5
 
 # Of a convolution: its arguments. Of a norm: its input, the mean, the variance and the scale.
-_Arguments = tuple[jax.Array, jax.Array]
-_Normed = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_Arguments = tuple[Array, Array]
+_Normed = tuple[Array, Array, Array, Array]
 # What a norm, with a convolution or without, makes: the outputs, and the mean and variance of each channel.
-_Outputs = tuple[jax.Array, jax.Array, jax.Array]
+_Outputs = tuple[Array, Array, Array]
 
 
-def convolve(x_BHWI: jax.Array, kernel_KKIO: jax.Array, *, stride: int) -> jax.Array:
+def convolve(x_BHWI: Array, kernel_KKIO: Array, *, stride: int) -> Array:
     """Convolve images with a square kernel of odd side, padded by half of it.
 
     Args:
@@ -64,18 +64,17 @@ def convolve(x_BHWI: jax.Array, kernel_KKIO: jax.Array, *, stride: int) -> jax.A
         return _product(x_BHWI, kernel_KKIO, stride)
     if max(x_BHWI.shape[1:3]) <= _SMALL_SIDE * stride:
         return _by_taps(x_BHWI, kernel_KKIO, stride)
-    pixels = math.prod(x_BHWI.shape[:3])
-    if stride == 1 and inputs >= _CHANNELS_PER_PIXEL * pixels:
-        return _few_pixels(x_BHWI, kernel_KKIO)
-    return reference_convolve(x_BHWI, kernel_KKIO, stride) if stride > 1 else _plain(x_BHWI, kernel_KKIO)
+    if stride > 1:
+        return reference_convolve(x_BHWI, kernel_KKIO, stride)
+    return _unstrided(x_BHWI, kernel_KKIO, inputs >= _CHANNELS_PER_PIXEL * math.prod(x_BHWI.shape[:3]))
 
 
-def reference_convolve(x_BHWI: jax.Array, kernel_KKIO: jax.Array, stride: int) -> jax.Array:
+def reference_convolve(x_BHWI: Array, kernel_KKIO: Array, stride: int) -> Array:
     """Compute `convolve` in its plain form."""
     return _padded(x_BHWI, kernel_KKIO, (kernel_KKIO.shape[0] - 1) // 2, stride)
 
 
-def _padded(x_BHWI: jax.Array, kernel_hwIO: jax.Array, pad: int, stride: int = 1) -> jax.Array:
+def _padded(x_BHWI: Array, kernel_hwIO: Array, pad: int, stride: int = 1) -> Array:
     return jax.lax.conv_general_dilated(
         x_BHWI,
         kernel_hwIO,
@@ -86,17 +85,17 @@ def _padded(x_BHWI: jax.Array, kernel_hwIO: jax.Array, pad: int, stride: int = 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x_BHWI: jax.Array, kernel_11IO: jax.Array, stride: int) -> jax.Array:
+def _product(x_BHWI: Array, kernel_11IO: Array, stride: int) -> Array:
     x_BhwI = x_BHWI[:, ::stride, ::stride]
     y_NO = x_BhwI.reshape(-1, x_BhwI.shape[-1]) @ kernel_11IO[0, 0]
     return y_NO.reshape(*x_BhwI.shape[:3], -1)
 
 
-def _product_forward(x_BHWI: jax.Array, kernel_11IO: jax.Array, stride: int) -> tuple[jax.Array, _Arguments]:
+def _product_forward(x_BHWI: Array, kernel_11IO: Array, stride: int) -> tuple[Array, _Arguments]:
     return _product(x_BHWI, kernel_11IO, stride), (x_BHWI, kernel_11IO)
 
 
-def _product_backward(stride: int, residuals: _Arguments, gradient_BhwO: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _product_backward(stride: int, residuals: _Arguments, gradient_BhwO: Array) -> tuple[Array, Array]:
     x_BHWI, kernel_11IO = residuals
     inputs, outputs = kernel_11IO.shape[2:]
     gradient_NO = gradient_BhwO.reshape(-1, outputs)
@@ -115,7 +114,7 @@ def _product_backward(stride: int, residuals: _Arguments, gradient_BhwO: jax.Arr
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _by_taps(x_BHWI: jax.Array, kernel_KKIO: jax.Array, stride: int) -> jax.Array:
+def _by_taps(x_BHWI: Array, kernel_KKIO: Array, stride: int) -> Array:
     """Add one product for each tap of the kernel, of those pixels that it is over in some window."""
     batch, *sides, inputs = x_BHWI.shape
     size, outputs = kernel_KKIO.shape[0], kernel_KKIO.shape[-1]
@@ -128,80 +127,73 @@ def _by_taps(x_BHWI: jax.Array, kernel_KKIO: jax.Array, stride: int) -> jax.Arra
     for (row, column), tap_1IO in zip(itertools.product(rows, columns), taps, strict=True):
         if row is None or column is None:
             continue
-        x_BhWI = x_BHWI[:, row.pixels]
+        x_BhWI = x_BHWI[:, row[0]]
         height, width = x_BhWI.shape[1:3]
-        x_RwI = x_BhWI.reshape(batch * height, width, inputs)[:, column.pixels]
+        x_RwI = x_BhWI.reshape(batch * height, width, inputs)[:, column[0]]
         y_NO = jnp.matmul(x_RwI.reshape(-1, inputs), tap_1IO[0], preferred_element_type=summed)
         y_RwO = y_NO.reshape(*x_RwI.shape[:2], outputs)
-        y_BhWO = jnp.pad(y_RwO, ((0, 0), column.around, (0, 0))).reshape(batch, height, -1, outputs)
-        total += jnp.pad(y_BhWO, ((0, 0), row.around, (0, 0), (0, 0)))
+        y_BhWO = jnp.pad(y_RwO, ((0, 0), column[1], (0, 0))).reshape(batch, height, -1, outputs)
+        total += jnp.pad(y_BhWO, ((0, 0), row[1], (0, 0), (0, 0)))
     return total.astype(x_BHWI.dtype)
 
 
-class _Meeting(NamedTuple):
-    """Where a tap of the kernel is over pixels, along a dim."""
+def _meeting(side: int, size: int, stride: int, tap: int) -> tuple[slice, tuple[int, int]] | None:
+    """Find the pixels that a tap is over along a dim, and the number of results before and after those of these pixels.
 
-    pixels: slice
-    around: tuple[int, int]
-
-
-def _meeting(side: int, size: int, stride: int, tap: int) -> _Meeting | None:
-    """Find the pixels that a tap is over along a dim; None where it is over the padding in every window."""
+    None where it is over the padding in every window.
+    """
     results, shift = -(-side // stride), tap - (size - 1) // 2
     over = [at for at in range(results) if 0 <= at * stride + shift < side]
     if not over:
         return None
     first, last = over[0] * stride + shift, over[-1] * stride + shift
-    return _Meeting(slice(first, last + 1, stride), (over[0], results - 1 - over[-1]))
+    return slice(first, last + 1, stride), (over[0], results - 1 - over[-1])
 
 
-@jax.custom_vjp
-def _plain(x_BHWI: jax.Array, kernel_KKIO: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _unstrided(x_BHWI: Array, kernel_KKIO: Array, few_pixels: bool) -> Array:
     return reference_convolve(x_BHWI, kernel_KKIO, 1)
 
 
-@jax.custom_vjp
-def _few_pixels(x_BHWI: jax.Array, kernel_KKIO: jax.Array) -> jax.Array:
-    return reference_convolve(x_BHWI, kernel_KKIO, 1)
-
-
-def _convolve_forward(x_BHWI: jax.Array, kernel_KKIO: jax.Array) -> tuple[jax.Array, _Arguments]:
+def _unstrided_forward(x_BHWI: Array, kernel_KKIO: Array, few_pixels: bool) -> tuple[Array, _Arguments]:
     return reference_convolve(x_BHWI, kernel_KKIO, 1), (x_BHWI, kernel_KKIO)
 
 
-def _plain_backward(residuals: _Arguments, gradient_BHWO: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _unstrided_backward(few_pixels: bool, residuals: _Arguments, gradient_BHWO: Array) -> tuple[Array, Array]:
     x_BHWI, kernel_KKIO = residuals
-    dx_BHWI = reference_convolve(gradient_BHWO, kernel_KKIO[::-1, ::-1].swapaxes(2, 3), 1)
+    if few_pixels:
+        dx_BHWI = _few_pixels_gradient(x_BHWI, kernel_KKIO, gradient_BHWO)
+    else:
+        dx_BHWI = reference_convolve(gradient_BHWO, kernel_KKIO[::-1, ::-1].swapaxes(2, 3), 1)
     return dx_BHWI, _kernel_gradient(x_BHWI, gradient_BHWO, kernel_KKIO.shape[0])
 
 
-def _few_pixels_backward(residuals: _Arguments, gradient_BHWO: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x_BHWI, kernel_KKIO = residuals
+def _few_pixels_gradient(x_BHWI: Array, kernel_KKIO: Array, gradient_BHWO: Array) -> Array:
+    """Multiply the kernel as it is stored by the gradient, and add up the results where each tap is."""
     size, _, inputs, outputs = kernel_KKIO.shape
     pad = (size - 1) // 2
     gradient_ON = gradient_BHWO.reshape(-1, outputs).T
     taps = (kernel_KKIO.reshape(-1, outputs) @ gradient_ON).reshape(size, size, inputs, *x_BHWI.shape[:3])
 
-    def shifted(row: int, column: int) -> jax.Array:
+    def shifted(row: int, column: int) -> Array:
         down, right = row - pad, column - pad
         edges = ((0, 0, 0), (0, 0, 0), (down, -down, 0), (right, -right, 0))
         return jax.lax.pad(taps[row, column], jnp.zeros((), taps.dtype), edges)
 
     dx_IBHW = functools.reduce(jnp.add, (shifted(row, column) for row in range(size) for column in range(size)))
-    return dx_IBHW.transpose(1, 2, 3, 0), _kernel_gradient(x_BHWI, gradient_BHWO, size)
+    return dx_IBHW.transpose(1, 2, 3, 0)
 
 
-def _kernel_gradient(x_BHWI: jax.Array, gradient_BHWO: jax.Array, size: int) -> jax.Array:
+def _kernel_gradient(x_BHWI: Array, gradient_BHWO: Array, size: int) -> Array:
     """Convolve the images with the gradient: the channels in are the images, and the images are the channels."""
     gradient_IKKO = _padded(x_BHWI.transpose(3, 1, 2, 0), gradient_BHWO.transpose(1, 2, 0, 3), (size - 1) // 2)
     return gradient_IKKO.transpose(1, 2, 0, 3)
 
 
-_plain.defvjp(_convolve_forward, _plain_backward)
-_few_pixels.defvjp(_convolve_forward, _few_pixels_backward)
+_unstrided.defvjp(_unstrided_forward, _unstrided_backward)
 
 
-def max_pool(x_BHWC: jax.Array) -> jax.Array:
+def max_pool(x_BHWC: Array) -> Array:
     """Take the largest number of each window of 3x3, with stride 2 and padding 1: [B, ceil(H / 2), ceil(W / 2), C].
 
     Where several numbers of a window are the largest, its gradient goes to the first, row by row.
@@ -210,13 +202,13 @@ def max_pool(x_BHWC: jax.Array) -> jax.Array:
     return _pool(x_BHWC) if platform() == "cpu" and even else reference_max_pool(x_BHWC)
 
 
-def reference_max_pool(x_BHWC: jax.Array) -> jax.Array:
+def reference_max_pool(x_BHWC: Array) -> Array:
     """Compute `max_pool` in its plain form."""
     window, strides, padding = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(x_BHWC, np.array(-np.inf, x_BHWC.dtype), jax.lax.max, window, strides, padding)
 
 
-def _window(x_BHWC: jax.Array) -> list[jax.Array]:
+def _window(x_BHWC: Array) -> list[Array]:
     """The nine numbers of each window, row by row, each [B, h, w, C]."""
     height, width = x_BHWC.shape[1:3]
     padded = jnp.pad(x_BHWC, ((0, 0), (1, 0), (1, 0), (0, 0)), constant_values=-np.inf)
@@ -224,25 +216,25 @@ def _window(x_BHWC: jax.Array) -> list[jax.Array]:
 
 
 @jax.custom_vjp
-def _pool(x_BHWC: jax.Array) -> jax.Array:
+def _pool(x_BHWC: Array) -> Array:
     return functools.reduce(jnp.maximum, _window(x_BHWC))
 
 
-def _pool_forward(x_BHWC: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _pool_forward(x_BHWC: Array) -> tuple[Array, tuple[Array, Array]]:
     y = _pool(x_BHWC)
     return y, (x_BHWC, y)
 
 
-def _pool_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array]:
+def _pool_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array]:
     x_BHWC, y_BhwC = residuals
     taken = jnp.zeros(y_BhwC.shape, bool)
-    parts: list[jax.Array] = []
+    parts: list[Array] = []
     for tap in _window(x_BHWC):
         first = (tap == y_BhwC) & ~taken
         taken = taken | first
         parts.append(jnp.where(first, gradient, 0))
 
-    def from_next(part: jax.Array, dim: int) -> jax.Array:
+    def from_next(part: Array, dim: int) -> Array:
         """The part of the window after each one along a dim."""
         low = tuple(int(d == dim) for d in range(4))
         padded = jnp.pad(part, [(0, one) for one in low])
@@ -261,7 +253,7 @@ def _pool_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) 
 _pool.defvjp(_pool_forward, _pool_backward)
 
 
-def batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> _Outputs:
+def batch_norm(x_BHWC: Array, scale_C: Array, bias_C: Array) -> _Outputs:
     """Normalise each channel by its mean and variance over the batch, in float32.
 
     Args:
@@ -276,7 +268,7 @@ def batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> _Out
     return reference_batch_norm(x_BHWC, scale_C, bias_C)
 
 
-def reference_batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> _Outputs:
+def reference_batch_norm(x_BHWC: Array, scale_C: Array, bias_C: Array) -> _Outputs:
     """Compute `batch_norm` in its plain form."""
     x = x_BHWC.astype(jnp.float32)
     mean = jnp.mean(x, axis=(0, 1, 2))
@@ -284,16 +276,14 @@ def reference_batch_norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Arra
     return normalise(x_BHWC, mean, variance, scale_C, bias_C), mean, variance
 
 
-def normalise(
-    x_BHWC: jax.Array, mean_C: jax.Array, variance_C: jax.Array, scale_C: jax.Array, bias_C: jax.Array
-) -> jax.Array:
+def normalise(x_BHWC: Array, mean_C: Array, variance_C: Array, scale_C: Array, bias_C: Array) -> Array:
     """Normalise each channel by a given mean and variance; float32 inside, the dtype of x outside."""
     scale = scale_C * jax.lax.rsqrt(variance_C + _EPSILON)
     y = (x_BHWC.astype(jnp.float32) - aligned(mean_C, x_BHWC)) * aligned(scale, x_BHWC) + aligned(bias_C, x_BHWC)
     return y.astype(x_BHWC.dtype)
 
 
-def channel_sums(x_BHWC: jax.Array) -> jax.Array:
+def channel_sums(x_BHWC: Array) -> Array:
     """Sum over all dims but the last, float32 [C]: slices of the height first, then a product with ones.
 
     The batch is not sliced, because it may be sharded.
@@ -307,11 +297,11 @@ def channel_sums(x_BHWC: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _norm(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> _Outputs:
+def _norm(x_BHWC: Array, scale_C: Array, bias_C: Array) -> _Outputs:
     return _norm_forward(x_BHWC, scale_C, bias_C)[0]
 
 
-def _norm_forward(x_BHWC: jax.Array, scale_C: jax.Array, bias_C: jax.Array) -> tuple[_Outputs, _Normed]:
+def _norm_forward(x_BHWC: Array, scale_C: Array, bias_C: Array) -> tuple[_Outputs, _Normed]:
     x = x_BHWC.astype(jnp.float32)
     count = x.size // x.shape[-1]
     mean = channel_sums(x) / count
@@ -340,7 +330,7 @@ _norm.defvjp(_norm_forward, batch_norm_gradients)
 
 
 def normalise_and_convolve(
-    x_BHWI: jax.Array, scale_I: jax.Array, bias_I: jax.Array, kernel_KKIO: jax.Array, *, stride: int
+    x_BHWI: Array, scale_I: Array, bias_I: Array, kernel_KKIO: Array, *, stride: int
 ) -> _Outputs:
     """Normalise images by the statistics of the batch, set negative numbers to zero, and convolve.
 
@@ -359,31 +349,27 @@ def normalise_and_convolve(
     return _norm_and_convolve(x_BHWI, scale_I, bias_I, kernel_KKIO, stride)
 
 
-def _norm_and_convolve(
-    x_BHWI: jax.Array, scale_I: jax.Array, bias_I: jax.Array, kernel_KKIO: jax.Array, stride: int
-) -> _Outputs:
+def _norm_and_convolve(x_BHWI: Array, scale_I: Array, bias_I: Array, kernel_KKIO: Array, stride: int) -> _Outputs:
     """Compute `normalise_and_convolve` in its plain form."""
     y_BHWI, mean, variance = batch_norm(x_BHWI, scale_I, bias_I)
     return convolve(jax.nn.relu(y_BHWI), kernel_KKIO, stride=stride), mean, variance
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _keeping_input(
-    x_BHWI: jax.Array, scale_I: jax.Array, bias_I: jax.Array, kernel_KKIO: jax.Array, stride: int
-) -> _Outputs:
+def _keeping_input(x_BHWI: Array, scale_I: Array, bias_I: Array, kernel_KKIO: Array, stride: int) -> _Outputs:
     return _norm_and_convolve(x_BHWI, scale_I, bias_I, kernel_KKIO, stride)
 
 
 def _keeping_forward(
-    x_BHWI: jax.Array, scale_I: jax.Array, bias_I: jax.Array, kernel_KKIO: jax.Array, stride: int
-) -> tuple[_Outputs, tuple[jax.Array, ...]]:
+    x_BHWI: Array, scale_I: Array, bias_I: Array, kernel_KKIO: Array, stride: int
+) -> tuple[_Outputs, tuple[Array, ...]]:
     z_BhwO, mean, variance = _norm_and_convolve(x_BHWI, scale_I, bias_I, kernel_KKIO, stride)
     return (z_BhwO, mean, variance), (x_BHWI, mean, variance, scale_I, bias_I, kernel_KKIO)
 
 
 def _keeping_backward(
-    stride: int, residuals: tuple[jax.Array, ...], gradients: _Outputs
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    stride: int, residuals: tuple[Array, ...], gradients: _Outputs
+) -> tuple[Array, Array, Array, Array]:
     x_BHWI, mean, variance, scale_I, bias_I, kernel_KKIO = residuals
     dz_BhwO, dmean, dvariance = gradients
     # Without the barrier XLA would find the results of the forward pass, and keep them.
@@ -391,7 +377,7 @@ def _keeping_backward(
     y_BHWI = normalise(x_BHWI, mean, variance, scale_I, bias_I)
     # The convolution itself is not used, and is no part of the program.
 
-    def convolution(y_BHWI: jax.Array, kernel_KKIO: jax.Array) -> jax.Array:
+    def convolution(y_BHWI: Array, kernel_KKIO: Array) -> Array:
         return convolve(y_BHWI, kernel_KKIO, stride=stride)
 
     dy_BHWI, dkernel_KKIO = jax.vjp(convolution, jax.nn.relu(y_BHWI), kernel_KKIO)[1](dz_BhwO)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import splits_sequence
@@ -51,13 +52,8 @@ def use_linear_format(name: str | None, *, required_of: str | None = None) -> It
 
 
 def linear(
-    x: jax.Array,
-    kernel: Any,
-    bias: jax.Array | None = None,
-    *,
-    num_input_dims: int = 1,
-    low_precision: bool = False,
-) -> jax.Array:
+    x: Array, kernel: Any, bias: Array | None = None, *, num_input_dims: int = 1, low_precision: bool = False
+) -> Array:
     """Multiply x @ kernel, and add the bias.
 
     The last `num_input_dims` dims of x are contracted with the first ones of the kernel. Leading dims are flattened
@@ -91,12 +87,8 @@ def linear(
 
 
 def _adapted(
-    x: jax.Array,
-    kernel: LowRankKernel,
-    rows: tuple[int, ...],
-    sizes: tuple[int, int],
-    in_fp8: Layers | None,
-) -> jax.Array:
+    x: Array, kernel: LowRankKernel, rows: tuple[int, ...], sizes: tuple[int, int], in_fp8: Layers | None
+) -> Array:
     """x @ base + scale * (x @ lora_a) @ lora_b: [*N, O], for a backward pass that keeps the arguments as they came.
 
     The kernel is a slice of the parameters, and layers side by side (query, key and value) have the same x, so that
@@ -105,7 +97,7 @@ def _adapted(
     again in the backward pass is x @ lora_a; everything else is reshaped.
     """
 
-    def both(x: jax.Array, dropped: jax.Array, kernel: LowRankKernel) -> jax.Array:
+    def both(x: Array, dropped: Array, kernel: LowRankKernel) -> Array:
         x_NI, dropped_NI = (one.reshape(*rows, sizes[0]) for one in (x, dropped))
         kernel_IO = kernel.reshape(*sizes)
         return _product(x_NI, kernel_IO.base, in_fp8) + kernel_IO.scale * jnp.dot(
@@ -120,7 +112,7 @@ def _adapted(
     return jax.checkpoint(both, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)(*arguments)
 
 
-def _product(x_NI: jax.Array, kernel_IO: Any, in_fp8: Layers | None) -> jax.Array:
+def _product(x_NI: Array, kernel_IO: Any, in_fp8: Layers | None) -> Array:
     """x @ kernel for every kind of kernel without an adapter; one that is stored in a format is multiplied in it."""
     if isinstance(kernel_IO, QuantizedKernel):
         return int8_matmul(x_NI, kernel_IO)

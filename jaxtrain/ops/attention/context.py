@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.manual import run_manually, spec_of
@@ -20,35 +21,31 @@ from jaxtrain.ops.attention.rules import CAUSAL, AttentionForm, ContextCase, che
 from jaxtrain.runtime.compiler import note_choice
 
 # (q_BLHK, k_BLGK, v_BLGK, segments_BL or None) -> out_BLHK, of full sequences.
-WholeAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+WholeAttention = Callable[[Array, Array, Array, Array | None], Array]
 
 
-def _repeat_heads(x_BLGK: jax.Array, multiple: int) -> jax.Array:
+def _repeat_heads(x_BLGK: Array, multiple: int) -> Array:
     """Repeat each key-value head just enough that their count divides by `multiple`."""
     groups = x_BLGK.shape[2]
     repeats = math.lcm(groups, multiple) // groups
     return x_BLGK if repeats == 1 else jnp.repeat(x_BLGK, repeats, axis=2)
 
 
-def _gather_positions(x_BL: jax.Array) -> jax.Array:
+def _gather_positions(x_BL: Array) -> Array:
     """Gather the shards of all devices: [B, L, ...] to [B, S, ...], in order."""
     return jax.lax.all_gather(x_BL, AXIS, axis=1, tiled=True)
 
 
 def _all_to_all(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    whole_attention: WholeAttention,
-) -> jax.Array:
+    q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | None, whole_attention: WholeAttention
+) -> Array:
     """Exchange each device's part of the sequence for the full sequence of fewer heads, attend, and exchange back.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509).
     """
     size = jax.lax.axis_size(AXIS)
 
-    def to_heads(x: jax.Array) -> jax.Array:
+    def to_heads(x: Array) -> Array:
         return jax.lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
 
     k_BSGK, v_BSGK = (to_heads(_repeat_heads(x, size)) for x in (k_BLGK, v_BLGK))
@@ -57,9 +54,7 @@ def _all_to_all(
     return jax.lax.all_to_all(out_BSHK, AXIS, split_axis=1, concat_axis=2, tiled=True)
 
 
-def _gather(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None, form: AttentionForm
-) -> jax.Array:
+def _gather(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | None, form: AttentionForm) -> Array:
     """Gather all keys and values on every device, which attends to them from its own queries."""
     k_BSGK, v_BSGK = _gather_positions(k_BLGK), _gather_positions(v_BLGK)
     segments_BS = None if segments_BL is None else _gather_positions(segments_BL)
@@ -92,51 +87,34 @@ def choose_context(layout: Layout, num_heads: int, num_kv_heads: int, form: Atte
     return choose_context_way(layout.context_attention, _case(layout, num_heads, num_kv_heads, form))
 
 
-def check_context(
-    layout: Layout, *, num_heads: int, num_kv_heads: int, sequence_length: int, form: AttentionForm = CAUSAL
-) -> None:
-    """Fail before anything is traced if attention cannot run on a sequence sharded over `context`.
-
-    Raises:
-        ConfigError: from `check_context_length`.
-    """
-    check_context_length(layout.context_attention, _case(layout, num_heads, num_kv_heads, form), sequence_length)
-
-
 def context_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None = None,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    segments_BL: Array | None = None,
     *,
     form: AttentionForm,
     layout: Layout,
     whole_attention: WholeAttention,
-) -> jax.Array:
+) -> Array:
     """Attend to a sequence that is sharded over `context` in its true order, with heads sharded over `tensor`.
 
     It is called where the compiler handles `context`, at the top of a step or inside a region that is manual over other
     axes, and enters the remaining axes of the mesh. A batch that does not divide by its axes is replicated.
 
     Args:
-        q_BLHK: queries, any float dtype.
-        k_BLGK, v_BLGK: keys and values; H must be a multiple of G.
-        segments_BL: packed documents; a query sees only its own. None: all are one.
-        form: which keys a query sees.
+        q_BLHK, k_BLGK, v_BLGK, segments_BL, form: as of `blockwise_attention`; the result is sharded like q.
         layout: of the code that calls this; names the method (see `choose_context`).
         whole_attention: what attends over full sequences where a device has some of the heads (all_to_all).
 
-    Returns:
-        [B, L, H, K] in the dtype of q, sharded like q.
-
     Raises:
-        ConfigError: see `check_context`.
+        ConfigError: heads or a sequence that do not divide; names sizes that work.
     """
     batch, length, heads, _ = q_BLHK.shape
     groups = k_BLGK.shape[2]
     if layout.mesh.shape[AXIS] == 1:
         return whole_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL)
-    check_context(layout, num_heads=heads, num_kv_heads=groups, sequence_length=length, form=form)
+    check_context_length(layout.context_attention, _case(layout, heads, groups, form), length)
     name = choose_context(layout, heads, groups, form)
     note_choice("attention over context", name, [])
     spec = spec_of(layout, "batch", "sequence", "activation_heads", None)
@@ -145,7 +123,7 @@ def context_attention(
     # Keys and values are sharded as the queries are, so that a device's query heads meet their own key-value heads.
     k_BLGK, v_BLGK = (_repeat_heads(x, _head_parts(layout)) for x in (k_BLGK, v_BLGK))
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    def local(q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
         with jax.named_scope(f"context_{name}"):
             match name:
                 case "ring":  # whose kernel is its own, without window and softcap
@@ -154,7 +132,7 @@ def context_attention(
                     return _all_to_all(q, k, v, segments, whole_attention)
             return _gather(q, k, v, segments, form)
 
-    constants: tuple[jax.Array, ...] = () if segments_BL is None else (segments_BL,)
+    constants: tuple[Array, ...] = () if segments_BL is None else (segments_BL,)
     return run_manually(
         local,
         layout,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxtrain.layout.manual import run_manually, spec_of
 from jaxtrain.layout.sharding import current_layout
@@ -21,7 +22,7 @@ KEYS = ("batch", "sequence", "activation_kv_heads", None)
 _LARGEST_BLOCK = 512
 
 
-def cudnn_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, form: AttentionForm) -> jax.Array:
+def cudnn_attention(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, form: AttentionForm) -> Array:
     """Compute the attention of a sequence to itself by cuDNN's kernel; its softmax is in float32.
 
     Queries, keys and values are bfloat16 or float16, and so is the result [B, L, H, K]; H must be a multiple of G.
@@ -29,7 +30,7 @@ def cudnn_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, for
     # jax counts only the keys before a query; the form counts the query's own position too.
     window = None if form.window is None else (form.window - 1, 0)
 
-    def local(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array) -> jax.Array:
+    def local(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array) -> Array:
         return jax.nn.dot_product_attention(
             q_BLHK, k_BLGK, v_BLGK, is_causal=form.causal, local_window_size=window, implementation="cudnn"
         )
@@ -40,21 +41,21 @@ def cudnn_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, for
 
 
 def splash_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    segments_BL: Array | None,
     form: AttentionForm,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute the attention of a sequence to itself by the splash kernel; its softmax is in float32.
 
     Arguments and result are those of `blockwise_attention`; with `interpret` the kernel's steps run as plain
     operations, on any platform, for tests.
     """
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    def local(q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
         # The kernel does not scale scores, so that the queries are scaled, in their dtype: exactly where head_dim is 64
         # or 256 (a power of two), else with one rounding.
         scaled = q * jnp.asarray(1 / math.sqrt(q.shape[-1]), q.dtype)
@@ -62,7 +63,7 @@ def splash_attention(
         heads_first = [x.transpose(0, 2, 1, 3) for x in (scaled, k, v)]
         rows = heads_first if segments is None else [*heads_first, segments]
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        def attend(q: Array, k: Array, v: Array, *segments: Array) -> Array:
             return kernel(q, k, v, *map(_segment_ids, segments))
 
         out = jax.vmap(attend)(*rows)
@@ -75,8 +76,8 @@ def splash_attention(
 
 
 def _on_shards(
-    local: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], segments: tuple[jax.Array, ...], **checks: bool
-) -> jax.Array:
+    local: Callable[..., Array], arrays: tuple[Array, ...], segments: tuple[Array, ...], **checks: bool
+) -> Array:
     """Call a function of queries, keys, values and perhaps segments on the shards of the step's mesh."""
     layout = current_layout()
     if layout is None or layout.mesh.size == 1 or layout.manual == frozenset(layout.mesh.axis_names):
@@ -94,7 +95,7 @@ def _on_shards(
     )
 
 
-def _segment_ids(segments_L: jax.Array) -> Any:  # a class of Pallas, which is imported only where a TPU needs it
+def _segment_ids(segments_L: Array) -> Any:  # a class of Pallas, which is imported only where a TPU needs it
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     return splash_attention_kernel.SegmentIds(segments_L, segments_L)

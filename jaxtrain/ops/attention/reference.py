@@ -14,6 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxtrain.ops.attention.rules import AttentionForm
 
@@ -22,14 +23,14 @@ MASKED = -1e30
 
 
 def attention_mask(
-    query_positions_BL: jax.Array,
-    key_positions_BS: jax.Array,
+    query_positions_BL: Array,
+    key_positions_BS: Array,
     *,
     causal: bool,
-    window: jax.Array | int | None = None,
-    query_segments_BL: jax.Array | None = None,
-    key_segments_BS: jax.Array | None = None,
-) -> jax.Array:
+    window: Array | int | None = None,
+    query_segments_BL: Array | None = None,
+    key_segments_BS: Array | None = None,
+) -> Array:
     """Mark the keys that each query may see.
 
     Args:
@@ -53,22 +54,22 @@ def attention_mask(
     return mask
 
 
-def _scores(q_BLGRK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
+def _scores(q_BLGRK: Array, k_BSGK: Array) -> Array:
     """Multiply queries and keys: float32 [B, G, R, L, S]."""
     return jnp.einsum("blgrk,bsgk->bgrls", q_BLGRK, k_BSGK, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def _low_precision_scores(q_BLGRK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
+def _low_precision_scores(q_BLGRK: Array, k_BSGK: Array) -> Array:
     """Multiply queries and keys of bf16 or fp16 like `_scores`, with gradients in their dtype."""
     return _scores(q_BLGRK, k_BSGK)
 
 
-def _scores_forward(q_BLGRK: jax.Array, k_BSGK: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _scores_forward(q_BLGRK: Array, k_BSGK: Array) -> tuple[Array, tuple[Array, Array]]:
     return _scores(q_BLGRK, k_BSGK), (q_BLGRK, k_BSGK)
 
 
-def _scores_backward(inputs: tuple[jax.Array, jax.Array], d_BGRLS: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scores_backward(inputs: tuple[Array, Array], d_BGRLS: Array) -> tuple[Array, Array]:
     q_BLGRK, k_BSGK = inputs
     d_BGRLS = d_BGRLS.astype(q_BLGRK.dtype)
     return jnp.einsum("bgrls,bsgk->blgrk", d_BGRLS, k_BSGK), jnp.einsum("bgrls,blgrk->bsgk", d_BGRLS, q_BLGRK)
@@ -77,32 +78,27 @@ def _scores_backward(inputs: tuple[jax.Array, jax.Array], d_BGRLS: jax.Array) ->
 _low_precision_scores.defvjp(_scores_forward, _scores_backward)
 
 
-def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+def capped(scores: Array, softcap: float | None) -> Array:
     """Limit float32 scores of any shape to (-softcap, softcap); None: they stay as they are."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def attention(
-    q_BLHK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask_BLS: jax.Array,
+    q_BLHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    mask_BLS: Array,
     *,
     softcap: float | None = None,
-    bias_BHLS: jax.Array | None = None,
-) -> jax.Array:
+    bias_BHLS: Array | None = None,
+) -> Array:
     """Compute softmax attention with grouped key-value heads; scores and softmax are in float32.
 
     Args:
-        q_BLHK: queries, any float dtype.
-        k_BSGK: keys, the same dtype; H must be a multiple of G.
-        v_BSGK: values, the same dtype.
+        q_BLHK, k_BSGK, v_BSGK: of one float dtype, as is the result [B, L, H, K]; H must be a multiple of G.
         mask_BLS: bool, True where a query may see a key; its batch dim may be 1.
         softcap: as in `AttentionForm`.
         bias_BHLS: float32, added to the scores; its batch dim may be 1. None: nothing is added.
-
-    Returns:
-        [B, L, H, K] in the dtype of q.
     """
     batch, length, heads, head_dim = q_BLHK.shape
     groups = k_BSGK.shape[2]
@@ -119,13 +115,13 @@ def attention(
 
 
 def reference_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    segments_BL: Array | None,
     form: AttentionForm,
-    bias_HW: jax.Array | None = None,
-) -> jax.Array:
+    bias_HW: Array | None = None,
+) -> Array:
     """Compute the attention of a sequence to itself; arguments and result as of `blockwise_attention`."""
     order_L = jnp.arange(q_BLHK.shape[1])[None]
     mask_BLS = attention_mask(
@@ -159,20 +155,14 @@ def _buckets(reach: int, num_buckets: int, max_distance: int, causal: bool) -> n
     return found.astype(np.int32)
 
 
-def distance_bias(table_NH: jax.Array, reach: int, *, max_distance: int, causal: bool) -> jax.Array:
+def distance_bias(table_NH: Array, reach: int, *, max_distance: int, causal: bool) -> Array:
     """Look up what is added to the scores at each distance of a key from its query.
 
     Half of the buckets hold one distance each; the others grow with the logarithm of the distance up to
     `max_distance`, from where on the last one holds all. Without `causal`, half of all buckets are for keys ahead.
 
-    Args:
-        table_NH: learned numbers, any float dtype.
-        reach: largest distance that is needed.
-        max_distance: distance from which on all keys share a bucket.
-        causal: whether queries see no keys ahead.
-
-    Returns:
-        float32 [H, 2 * reach + 1], of the distances (key - query) from -reach to reach.
+    The table has learned numbers of any float dtype; the result is float32 [H, 2 * reach + 1], of the distances
+    (key - query) from -reach to reach.
     """
     buckets_W = _buckets(reach, table_NH.shape[0], max_distance, causal)
     # A product with ones and zeros in place of a lookup, whose gradient would be a scatter.
@@ -180,7 +170,7 @@ def distance_bias(table_NH: jax.Array, reach: int, *, max_distance: int, causal:
     return jnp.einsum("nh,nw->hw", table_NH.astype(jnp.float32), chosen_NW, precision=jax.lax.Precision.HIGHEST)
 
 
-def unfold(bias_HW: jax.Array, num_queries: int) -> jax.Array:
+def unfold(bias_HW: Array, num_queries: int) -> Array:
     """Lay the bias of consecutive distances out as that of T queries and S keys, both consecutive.
 
     Args:
@@ -202,19 +192,19 @@ def unfold(bias_HW: jax.Array, num_queries: int) -> jax.Array:
     return rows[..., :num_keys]
 
 
-def fold(bias_HTS: jax.Array) -> jax.Array:
+def fold(bias_HTS: Array) -> Array:
     """Sum the pairs of each distance: the transpose of `unfold`, [..., H, T, S] -> [..., H, T + S - 1]."""
     *lead, num_queries, num_keys = bias_HTS.shape
     distances = jax.ShapeDtypeStruct((*lead, num_queries + num_keys - 1), bias_HTS.dtype)
     return jax.linear_transpose(lambda bias: unfold(bias, num_queries), distances)(bias_HTS)[0]
 
 
-def whole_bias(bias_HW: jax.Array) -> jax.Array:
+def whole_bias(bias_HW: Array) -> Array:
     """Lay the bias of a sequence and itself out: [H, 2L - 1] -> [H, L, L]."""
     return unfold(bias_HW, (bias_HW.shape[-1] + 1) // 2)
 
 
-def bias_at(bias_HW: jax.Array, query_positions_BT: jax.Array, key_positions_S: jax.Array) -> jax.Array:
+def bias_at(bias_HW: Array, query_positions_BT: Array, key_positions_S: Array) -> Array:
     """Look the bias of queries at positions of their own up, as generation needs it: float32 [B, H, T, S].
 
     Larger distances than `bias_HW` of `distance_bias` holds take its ends; positions are integers.

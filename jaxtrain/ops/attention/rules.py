@@ -21,7 +21,7 @@ class AttentionForm:
         causal: a query sees keys at or before its own position only.
         window: a query sees keys less than this many positions away (its own counts as one); None: any distance.
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2); None: as they are.
-        relative: a bias by the distance of key and query is added to the scores (T5; see `relative.py`).
+        relative: a bias by the distance of key and query is added to the scores (T5; see `distance_bias`).
     """
 
     causal: bool = True
@@ -53,13 +53,8 @@ _FP32 = 4
 class QueryBlocks:
     """Blocks of `size` queries from `start` on, each of which meets `width` keys.
 
-    Attributes:
-        start: first query.
-        size: queries of a block.
-        blocks: how many.
-        width: keys that a block meets: those from 0 on, or with a window those from `window - 1` before its first
-            query on (moved inwards at the ends of the sequence).
-        window: of the form, where the keys move with the block.
+    The keys are those from 0 on, or with a window, which moves with the block, those from `window - 1` before its first
+    query on (moved inwards at the ends of the sequence).
     """
 
     start: int
@@ -114,10 +109,7 @@ def pairs_at_once(length: int, block: int, *, causal: bool, window: int | None) 
 def row_parts(rows: int, scores: int, cores: int) -> int:
     """In how many parts of equal size a CPU attends to its rows: the fewest whose scores stay in its caches.
 
-    Args:
-        rows: of the batch.
-        scores: pairs of a query and a key, of all heads of one row, whose scores exist at once.
-        cores: among which the scores are divided.
+    Of one row so many scores, of all heads, exist at once; they are divided among the cores.
     """
     for parts in range(1, rows):
         if rows % parts == 0 and rows // parts * scores * _FP32 <= _SCORES_IN_CACHE * cores:
@@ -251,8 +243,7 @@ def choose_kernel(
         return wanted, []
     refused: list[tuple[str, str]] = []
     for name in order[:-1]:
-        why = refuses(name)
-        if why is None:
+        if (why := refuses(name)) is None:
             return name, refused
         refused.append((name, why))
     return order[-1], refused
@@ -292,8 +283,7 @@ class ContextCase:
     """What decides which way attention crosses `context`.
 
     Attributes:
-        context: degree of the axis.
-        pipe: degree of the axis.
+        context, pipe: degrees of the axes.
         head_parts: into how many parts the other axes shard the heads.
         num_heads, num_kv_heads: of the model.
         form: which pairs of a query and a key are computed.

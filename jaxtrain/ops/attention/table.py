@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import ConfigError
@@ -25,9 +26,9 @@ from jaxtrain.ops.attention.reference import reference_attention
 from jaxtrain.ops.attention.rules import AttentionCase, AttentionForm
 from jaxtrain.runtime.compiler import note_choice
 
-Segments = jax.Array | None
-Bias = jax.Array | None
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Segments, AttentionForm, Bias], jax.Array]
+Segments = Array | None
+Bias = Array | None
+Attend = Callable[[Array, Array, Array, Segments, AttentionForm, Bias], Array]
 _HOPPER = (9, 0)
 
 
@@ -60,9 +61,7 @@ TABLE: Mapping[str, tuple[Kernel, ...]] = {
 }
 
 
-def refusal(
-    kernel: str, q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: Segments, form: AttentionForm
-) -> str | None:
+def refusal(kernel: str, q_BLHK: Array, k_BLGK: Array, segments_BL: Segments, form: AttentionForm) -> str | None:
     """Return why a kernel cannot or should not compute these queries on the devices of the step; None: it runs."""
     layout = current_layout()
     device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
@@ -90,9 +89,7 @@ def refusal(
     return None
 
 
-def choose(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: Segments, form: AttentionForm, *, wanted: str = "auto"
-) -> Kernel:
+def choose(q_BLHK: Array, k_BLGK: Array, segments_BL: Segments, form: AttentionForm, *, wanted: str = "auto") -> Kernel:
     """Choose the kernel that runs on the platform of the step, and note it with the reasons against those before it.
 
     Raises:
@@ -108,9 +105,9 @@ def choose(
 
 
 def self_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
     segments_BL: Segments = None,
     *,
     causal: bool = True,
@@ -118,7 +115,7 @@ def self_attention(
     softcap: float | None = None,
     bias_HW: Bias = None,
     implementation: str = "auto",
-) -> jax.Array:
+) -> Array:
     """Attend from a sequence to itself, in the order of the sequence dim, on whatever mesh the step has.
 
     Args:
@@ -160,9 +157,7 @@ def self_attention(
     return out if row.keeps_output else checkpoint_name(out, "attention_output")
 
 
-def _attend_whole(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: Segments, *, form: AttentionForm
-) -> jax.Array:
+def _attend_whole(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Segments, *, form: AttentionForm) -> Array:
     """Attend to full sequences of some heads on one device, as `all_to_all` does between its two exchanges."""
     row = choose(q_BLHK, k_BLGK, segments_BL, form)
     return row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, None)

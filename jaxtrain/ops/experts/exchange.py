@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.manual import run_manually, spec_of, vary_alike, vary_like
@@ -31,7 +32,7 @@ from jaxtrain.ops.experts.compute import (
 from jaxtrain.ops.experts.rows import is_one_round, round_rows
 
 
-def expert_load(ids_BLK: jax.Array, num_experts: int, real_BL: jax.Array | None = None) -> jax.Array:
+def expert_load(ids_BLK: Array, num_experts: int, real_BL: Array | None = None) -> Array:
     """Compute the share of the routed slots that each expert got, over all devices.
 
     Args:
@@ -51,7 +52,7 @@ def expert_load(ids_BLK: jax.Array, num_experts: int, real_BL: jax.Array | None 
     return jax.lax.stop_gradient(load_E)
 
 
-def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:
+def experts_mlp(x_BLD: Array, weights_BLK: Array, ids_BLK: Array, kernels: Kernels) -> Array:
     """Sum weight times output over the experts of each token, on whichever device the experts are.
 
     No token is dropped: where tokens are sharded over `expert` they are exchanged in as many rounds as the routing
@@ -77,17 +78,16 @@ def experts_mlp(x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, ke
     summed = tuple(axis for axis in ("expert", "tensor") if layout.degree(axis) > 1 and axis not in token_axes)
 
     def local(
-        x_BLD: jax.Array,
-        weights_BLK: jax.Array,
-        parts: tuple[jax.Array, jax.Array | None, jax.Array],
-        ids_BLK: jax.Array,
-        shard_1: jax.Array,
-    ) -> jax.Array:
+        x_BLD: Array, weights_BLK: Array, parts: tuple[Array, Array | None, Array], ids_BLK: Array, shard_1: Array
+    ) -> Array:
         kernels = Kernels(*parts)
         if "expert" in token_axes:
             y_BLD = _flat(partial(_exchanged, shards=shards), x_BLD, weights_BLK, ids_BLK, kernels)
         else:  # every shard of experts has these tokens
-            y_BLD = _flat(grouped_experts, x_BLD, weights_BLK, _local_ids(ids_BLK, shard_1[0], kernels), kernels)
+            num_local = kernels.up.shape[0]
+            own = ids_BLK - shard_1[0] * num_local
+            own = jnp.where((own >= 0) & (own < num_local), own, num_local)
+            y_BLD = _flat(grouped_experts, x_BLD, weights_BLK, own, kernels)
         y_BLD = y_BLD.astype(x_BLD.dtype)
         return jax.lax.psum(y_BLD, summed) if summed else y_BLD
 
@@ -107,17 +107,10 @@ def _dividing(spec: PartitionSpec, shape: tuple[int, ...], layout: Layout) -> li
     return [entry if shape[d] % entry_degree(entry, layout.mesh.shape) == 0 else None for d, entry in enumerate(spec)]
 
 
-def _flat(experts: Any, x_BLD: jax.Array, weights_BLK: jax.Array, ids_BLK: jax.Array, kernels: Kernels) -> jax.Array:
+def _flat(experts: Any, x_BLD: Array, weights_BLK: Array, ids_BLK: Array, kernels: Kernels) -> Array:
     """`grouped_experts` or `_exchanged` of local tokens: float32 [B, L, D]."""
     x_ND, weights_NK, ids_NK = (a.reshape(-1, a.shape[-1]) for a in (x_BLD, weights_BLK, ids_BLK))
     return experts(x_ND, weights_NK, ids_NK, kernels).reshape(x_BLD.shape)
-
-
-def _local_ids(ids: jax.Array, shard: jax.Array | int, kernels: Kernels) -> jax.Array:
-    """Ids as the given shard counts its experts; the number of its experts for one that is elsewhere."""
-    num_local = kernels.up.shape[0]
-    local = ids - shard * num_local
-    return jnp.where((local >= 0) & (local < num_local), local, num_local)
 
 
 # --- On local shards, manual over `expert`. ---
@@ -126,15 +119,15 @@ def _local_ids(ids: jax.Array, shard: jax.Array | int, kernels: Kernels) -> jax.
 class _Queues(NamedTuple):
     """The pairs of a device in the order in which they are sent, a queue for each shard."""
 
-    pair_P: jax.Array
-    start_S: jax.Array
-    count_S: jax.Array
-    shard_NK: jax.Array
-    turn_NK: jax.Array
-    local_NK: jax.Array
+    pair_P: Array
+    start_S: Array
+    count_S: Array
+    shard_NK: Array
+    turn_NK: Array
+    local_NK: Array
 
 
-def _exchanged(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, kernels: Kernels, shards: int) -> jax.Array:
+def _exchanged(x_ND: Array, weights_NK: Array, ids_NK: Array, kernels: Kernels, shards: int) -> Array:
     """Sum weight times output over the experts of each token, on all devices of `expert`: float32 [N, D].
 
     The first round holds an even routing with room to spare, and is differentiated as written. Those that follow, in a
@@ -153,11 +146,10 @@ def _exchanged(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, kernel
     leaves, tree = jax.tree.flatten(((x_ND, weights_NK, kernels), queues, first_ND))
     arguments, queues, first_ND = jax.tree.unflatten(tree, vary_alike(*leaves))
     ordered = needs_order(current_layout())
-    all_ND: jax.Array = _further_rounds(capacity, ordered, arguments, queues, num_rounds, first_ND)
-    return all_ND
+    return _further_rounds(capacity, ordered, arguments, queues, num_rounds, first_ND)
 
 
-def _queue(ids_NK: jax.Array, num_local: int, shards: int) -> _Queues:
+def _queue(ids_NK: Array, num_local: int, shards: int) -> _Queues:
     pair_P = jnp.argsort(ids_NK.reshape(-1), stable=True).astype(jnp.int32)
     place_NK = jnp.argsort(pair_P).astype(jnp.int32).reshape(ids_NK.shape)
     shard_NK, local_NK = ids_NK // num_local, ids_NK % num_local
@@ -167,17 +159,12 @@ def _queue(ids_NK: jax.Array, num_local: int, shards: int) -> _Queues:
 
 
 def _round(
-    capacity: int,
-    index: jax.Array | int,
-    queues: _Queues,
-    x_ND: jax.Array,
-    weights_NK: jax.Array,
-    kernels: Kernels,
-) -> jax.Array:
+    capacity: int, index: Array | int, queues: _Queues, x_ND: Array, weights_NK: Array, kernels: Kernels
+) -> Array:
     """Exchange, multiply and return one round of the queues: the sums over its pairs, float32 [N, D]."""
     shards, num_local = queues.count_S.size, kernels.up.shape[0]
 
-    def exchange(rows: jax.Array) -> jax.Array:
+    def exchange(rows: Array) -> Array:
         parts = rows.reshape(shards, capacity, *rows.shape[1:])
         return jax.lax.all_to_all(parts, "expert", split_axis=0, concat_axis=0).reshape(rows.shape)
 
@@ -203,21 +190,16 @@ def _round(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _further_rounds(
-    capacity: int,
-    ordered: bool,
-    arguments: tuple[Any, ...],
-    queues: _Queues,
-    num_rounds: jax.Array,
-    first_ND: jax.Array,
-) -> jax.Array:
+    capacity: int, ordered: bool, arguments: tuple[Any, ...], queues: _Queues, num_rounds: Array, first_ND: Array
+) -> Array:
     """Add the rounds from the second to the last to the first, one after the other."""
     return _sum_of_rounds(capacity, arguments, queues, num_rounds, first_ND)
 
 
 def _sum_of_rounds(
-    capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: jax.Array, first_ND: jax.Array
-) -> jax.Array:
-    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    capacity: int, arguments: tuple[Any, ...], queues: _Queues, num_rounds: Array, first_ND: Array
+) -> Array:
+    def step(state: tuple[Array, Array]) -> tuple[Array, Array]:
         index, y_ND = state
         # The result of `jax.vjp`, whose operations can be differentiated forward, as those of a custom VJP cannot.
         return index + 1, y_ND + jax.vjp(partial(_round, capacity, index, queues), *arguments)[0]
@@ -227,18 +209,18 @@ def _sum_of_rounds(
         return jax.lax.while_loop(lambda state: state[0] < num_rounds, step, (start, first_ND))[1]
 
 
-def _further_rounds_forward(capacity: int, ordered: bool, *given: Any) -> tuple[jax.Array, Any]:
+def _further_rounds_forward(capacity: int, ordered: bool, *given: Any) -> tuple[Array, Any]:
     *saved, first_ND = given
     # Not `_further_rounds`, so that a gradient can be differentiated forward.
     return _sum_of_rounds(capacity, *given), (*saved, first_ND[:1, :1])
 
 
 def _further_rounds_backward(
-    capacity: int, ordered: bool, saved: Any, gradient_ND: jax.Array
-) -> tuple[Any, None, None, jax.Array]:
+    capacity: int, ordered: bool, saved: Any, gradient_ND: Array
+) -> tuple[Any, None, None, Array]:
     arguments, queues, num_rounds, first_11 = saved
 
-    def step(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def step(state: tuple[Array, Any]) -> tuple[Array, Any]:
         index, total = state
         found = jax.vjp(partial(_round, capacity, index, queues), *arguments)[1](gradient_ND)
         return index + 1, jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, found)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxtrain.layout.manual import vary_alike, vary_like
 from jaxtrain.layout.sharding import platform
@@ -32,7 +33,7 @@ _MOST_BLOCKS, _SMALL_KERNEL = 4, 2**13
 PARTS, REST = "parts", "rest_of_blocks_"
 
 
-def grouped_matmul(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+def grouped_matmul(rows_RI: Array, kernels_EIO: Array, group_sizes_E: Array) -> Array:
     """Multiply each row [R, I], sorted by expert, with the kernel of its expert: [R, O] in the dtype of both.
 
     TPU has kernels behind `jax.lax.ragged_dot`. Elsewhere that multiplies every row with every kernel and masks (jax
@@ -56,20 +57,18 @@ class Form:
             kernels, float32 [E, I, O].
     """
 
-    products: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    gradients: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    products: Callable[[Array, Array, Array], Array]
+    gradients: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 
 
-def _block(rows: jax.Array, group_sizes_E: jax.Array) -> int:
+def _block(rows: Array, group_sizes_E: Array) -> int:
     return block_rows("cpu", rows.shape[0], group_sizes_E.size)
 
 
 def tiled(*, interpret: bool = False) -> Form:
     """The form of the kernels for NVIDIA; with `interpret` as plain operations on any platform, for tests."""
 
-    def gradients(
-        rows: jax.Array, kernels: jax.Array, gradient: jax.Array, sizes: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def gradients(rows: Array, kernels: Array, gradient: Array, sizes: Array) -> tuple[Array, Array]:
         of_rows = triton.tile_products(gradient, kernels, sizes, transposed=True, interpret=interpret)
         return of_rows, triton.tile_kernel_gradients(rows, gradient, sizes, interpret=interpret)
 
@@ -79,24 +78,24 @@ def tiled(*, interpret: bool = False) -> Form:
 # --- Blocks of rows, in plain matmuls and loops. ---
 
 
-def block_products(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array, *, block: int) -> jax.Array:
+def block_products(rows_RI: Array, kernels_EIO: Array, group_sizes_E: Array, *, block: int) -> Array:
     """Compute `grouped_matmul` in blocks of at most R rows."""
     num_rows, outputs = rows_RI.shape[0], kernels_EIO.shape[2]
     ends_E = jnp.cumsum(group_sizes_E)
     most = blocks_per_part(num_rows, block, kernels_EIO.shape)
     part = most * block
 
-    def expert(index: jax.Array, y_RO: jax.Array) -> jax.Array:
+    def expert(index: Array, y_RO: Array) -> Array:
         kernel = jax.lax.dynamic_index_in_dim(kernels_EIO, index, keepdims=False)
         size, end = group_sizes_E[index], ends_E[index]
         num_parts, rest = _parts_and_rest(size, end, part)
 
-        def whole(turn: jax.Array, y_RO: jax.Array) -> jax.Array:
+        def whole(turn: Array, y_RO: Array) -> Array:
             at = end - size + turn * part
             y_SO = _product(jax.lax.dynamic_slice_in_dim(rows_RI, at, part), kernel)
             return jax.lax.dynamic_update_slice_in_dim(y_RO, y_SO, at, 0)
 
-        def last(num_blocks: int, turn: jax.Array, y_RO: jax.Array) -> jax.Array:
+        def last(num_blocks: int, turn: Array, y_RO: Array) -> Array:
             length = num_blocks * block
             at, is_own_S = _block_at(rest + turn * length, end, num_rows, length)
             y_SO = _product(jax.lax.dynamic_slice_in_dim(rows_RI, at, length), kernel)
@@ -111,8 +110,8 @@ def block_products(rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: ja
 
 
 def block_gradients(
-    rows_RI: jax.Array, kernels_EIO: jax.Array, gradient_RO: jax.Array, group_sizes_E: jax.Array, *, block: int
-) -> tuple[jax.Array, jax.Array]:
+    rows_RI: Array, kernels_EIO: Array, gradient_RO: Array, group_sizes_E: Array, *, block: int
+) -> tuple[Array, Array]:
     """Compute the gradients of `block_products`, in one pass over the gradient's rows.
 
     Those of the rows are in the dtype of the gradient, anything in rows beyond the groups; those of the kernels are
@@ -121,15 +120,15 @@ def block_gradients(
     num_rows, most = rows_RI.shape[0], blocks_per_part(rows_RI.shape[0], block, kernels_EIO.shape)
     part = most * block
 
-    def summed(x_SI: jax.Array, g_SO: jax.Array) -> jax.Array:
+    def summed(x_SI: Array, g_SO: Array) -> Array:
         contracted = (((0,), (0,)), ((), ()))
         return jax.lax.dot_general(x_SI, g_SO, contracted, preferred_element_type=jnp.float32)
 
-    def expert(x_gradient_RI: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def expert(x_gradient_RI: Array, group: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         kernel, size, end = group
         num_parts, rest = _parts_and_rest(size, end, part)
 
-        def begin(num_blocks: int, turn: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def begin(num_blocks: int, turn: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             """The rows that are left of whole parts, with which the sum begins."""
             x_gradient_RI, _ = state
             length = num_blocks * block
@@ -139,7 +138,7 @@ def block_gradients(
             g_SO = jnp.where(is_own_S[:, None], jax.lax.dynamic_slice_in_dim(gradient_RO, at, length), 0)
             return _write(x_gradient_RI, _product(g_SO, kernel, transposed=True), at, is_own_S), summed(x_SI, g_SO)
 
-        def step(turn: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def step(turn: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             x_gradient_RI, sum_IO = state
             at = end - size + turn * part
             x_SI = jax.lax.dynamic_slice_in_dim(rows_RI, at, part)
@@ -162,13 +161,13 @@ def blocks_per_part(num_rows: int, block: int, kernels: tuple[int, ...]) -> int:
     return 1 if math.prod(kernels[1:]) <= _SMALL_KERNEL else min(_MOST_BLOCKS, num_rows // block)
 
 
-def _parts_and_rest(size: jax.Array, end: jax.Array, part: int) -> tuple[jax.Array, jax.Array]:
+def _parts_and_rest(size: Array, end: Array, part: int) -> tuple[Array, Array]:
     """Count the whole parts of a group, and find its first row after them: of a group that has rows, one is left."""
     num_parts = jnp.maximum(size - 1, 0) // part
     return num_parts, end - size + num_parts * part
 
 
-def _unwritten(given: jax.Array, num_rows: int, width: int) -> jax.Array:
+def _unwritten(given: Array, num_rows: int, width: int) -> Array:
     """Make a buffer that holds anything, with the dtype and the mesh axes of an array.
 
     It is filled with some number of that array: XLA would share the zeros of several loops, and copy them for each.
@@ -176,9 +175,7 @@ def _unwritten(given: jax.Array, num_rows: int, width: int) -> jax.Array:
     return jnp.broadcast_to(given[(0,) * given.ndim], (num_rows, width))
 
 
-def _choose_blocks(
-    num_blocks: jax.Array, most: int, form: Callable[[int, jax.Array, State], State], state: State
-) -> State:
+def _choose_blocks(num_blocks: Array, most: int, form: Callable[[int, Array, State], State], state: State) -> State:
     """Apply the form of so many blocks to the state, none where there are no blocks.
 
     Forms must read the turn of their loop, which is 0: XLA computes what does not change in a loop before it, even
@@ -191,21 +188,21 @@ def _choose_blocks(
     return state
 
 
-def _product(rows: jax.Array, kernel: jax.Array, *, transposed: bool = False) -> jax.Array:
+def _product(rows: Array, kernel: Array, *, transposed: bool = False) -> Array:
     return jax.lax.dot_general(rows, kernel, (((1,), (1 if transposed else 0,)), ((), ())))
 
 
-def _write(y_RO: jax.Array, y_SO: jax.Array, at: jax.Array, is_own_S: jax.Array) -> jax.Array:
+def _write(y_RO: Array, y_SO: Array, at: Array, is_own_S: Array) -> Array:
     """Write the own rows of results that begin at a row of the buffer."""
     old_SO = jax.lax.dynamic_slice_in_dim(y_RO, at, y_SO.shape[0])
     return jax.lax.dynamic_update_slice_in_dim(y_RO, jnp.where(is_own_S[:, None], y_SO, old_SO), at, 0)
 
 
-def _turns(size: jax.Array, block: int) -> jax.Array:
+def _turns(size: Array, block: int) -> Array:
     return (size + block - 1) // block
 
 
-def _block_at(start: jax.Array, end: jax.Array, num_rows: int, block: int) -> tuple[jax.Array, jax.Array]:
+def _block_at(start: Array, end: Array, num_rows: int, block: int) -> tuple[Array, Array]:
     """First row of a block that lies within the buffer, and which of its rows are from `start` to `end`."""
     at = jnp.minimum(start, num_rows - block)
     rows_T = at + jnp.arange(block)
@@ -221,25 +218,23 @@ BLOCKED = Form(
 TILED = tiled()
 
 
-def multiply_groups(form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+def multiply_groups(form: Form, rows_RI: Array, kernels_EIO: Array, group_sizes_E: Array) -> Array:
     """`grouped_matmul` in a form, with the gradients of that form."""
     return _multiply(form, *vary_alike(rows_RI, kernels_EIO, group_sizes_E))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+def _multiply(form: Form, rows_RI: Array, kernels_EIO: Array, group_sizes_E: Array) -> Array:
     return form.products(rows_RI, kernels_EIO, group_sizes_E)
 
 
 def _multiply_forward(
-    form: Form, rows_RI: jax.Array, kernels_EIO: jax.Array, group_sizes_E: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    form: Form, rows_RI: Array, kernels_EIO: Array, group_sizes_E: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
     return form.products(rows_RI, kernels_EIO, group_sizes_E), (rows_RI, kernels_EIO, group_sizes_E)
 
 
-def _multiply_backward(
-    form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], gradient_RO: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+def _multiply_backward(form: Form, saved: tuple[Array, Array, Array], gradient_RO: Array) -> tuple[Array, Array, None]:
     rows_RI, kernels_EIO, group_sizes_E = saved
     rows_gradient, kernels_gradient = form.gradients(rows_RI, kernels_EIO, gradient_RO, group_sizes_E)
     return rows_gradient, kernels_gradient.astype(kernels_EIO.dtype), None

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxtrain.config.schema import Logits
 from jaxtrain.errors import ConfigError
@@ -47,17 +48,21 @@ class DeferredLogits:
         (16, (2, 3, 16))
     """
 
-    hidden: jax.Array
-    kernel: jax.Array
+    hidden: Array
+    kernel: Array
     tied: bool = field(default=False, metadata={"static": True})
-    bias: jax.Array | None = None
+    bias: Array | None = None
     softcap: float | None = field(default=None, metadata={"static": True})
 
-    def logits(self) -> jax.Array:
+    def logits(self) -> Array:
         """Compute them: [B, L, V] in the compute dtype, sharded over `activation_vocab`."""
         product = output_product(self.hidden, self.kernel, self.bias, tied=self.tied)
         logits = constrain(product, "batch", "sequence", "activation_vocab")
         return logits if self.softcap is None else capped(logits.astype(jnp.float32), self.softcap).astype(logits.dtype)
+
+    def output_layer(self) -> OutputLayer:
+        """Kernel and bias in the compute dtype."""
+        return OutputLayer(self.kernel, None if self.bias is None else self.bias.astype(self.hidden.dtype))
 
     @property
     def vocabulary(self) -> int:
@@ -75,9 +80,9 @@ class LossSums:
         z_loss: weighted.
     """
 
-    total: jax.Array
-    cross_entropy: jax.Array
-    z_loss: jax.Array
+    total: Array
+    cross_entropy: Array
+    z_loss: Array
 
 
 def compute_logits(outputs: Any) -> Any:
@@ -87,8 +92,8 @@ def compute_logits(outputs: Any) -> Any:
 
 
 def cross_entropy(
-    logits: jax.Array | DeferredLogits, targets: jax.Array, *, by: Logits | None = None, size: int | None = None
-) -> jax.Array:
+    logits: Array | DeferredLogits, targets: Array, *, by: Logits | None = None, size: int | None = None
+) -> Array:
     """Compute the negative log-likelihood in float32.
 
     If the logits are deferred, only one block of them is in memory at a time (all, if they are small).
@@ -116,16 +121,16 @@ def cross_entropy(
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
             form = BlockedLoss(blocks.by, blocks.size, 0.0, logits.tied, logits.softcap)
-            losses = blockwise_losses(logits.hidden, _output_layer(logits), targets, form)
+            losses = blockwise_losses(logits.hidden, logits.output_layer(), targets, form)
             return jnp.where(unknown, jnp.nan, losses)
         logits = logits.logits()
     return jnp.where(unknown, jnp.nan, _losses(logits, targets)[0])
 
 
 def cross_entropy_sums(
-    logits: jax.Array | DeferredLogits,
-    targets_BL: jax.Array,
-    weights_BL: jax.Array,
+    logits: Array | DeferredLogits,
+    targets_BL: Array,
+    weights_BL: Array,
     *,
     z_loss: float | None = None,
     by: Logits | None = None,
@@ -161,7 +166,7 @@ def cross_entropy_sums(
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
-            arrays = (logits.hidden, _output_layer(logits), targets_BL, weights_BL)
+            arrays = (logits.hidden, logits.output_layer(), targets_BL, weights_BL)
             form = BlockedLoss(blocks.by, blocks.size, z_loss, logits.tied, logits.softcap)
             total, *parts = blockwise_sums(*arrays, form)
             return LossSums(total, *jax.lax.stop_gradient(parts))
@@ -172,12 +177,6 @@ def cross_entropy_sums(
         return LossSums(total, jax.lax.stop_gradient(total), jnp.float32(0))
     z = z_loss * jnp.sum(jnp.square(logsumexp) * weights_BL)
     return LossSums(total + z, *jax.lax.stop_gradient((total, z)))
-
-
-def _output_layer(logits: DeferredLogits) -> OutputLayer:
-    """Kernel and bias in the compute dtype."""
-    bias = None if logits.bias is None else logits.bias.astype(logits.hidden.dtype)
-    return OutputLayer(logits.kernel, bias)
 
 
 def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | None = None) -> LossBlocks:
@@ -215,7 +214,7 @@ def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | N
     return blocks
 
 
-def _unknown(logits: jax.Array | DeferredLogits, targets: jax.Array) -> jax.Array:
+def _unknown(logits: Array | DeferredLogits, targets: Array) -> Array:
     """Which targets are ids that no logit has: bool, of the shape of the targets."""
     deferred = isinstance(logits, DeferredLogits)
     shape = (logits.hidden if deferred else logits).shape[:-1]
@@ -225,7 +224,7 @@ def _unknown(logits: jax.Array | DeferredLogits, targets: jax.Array) -> jax.Arra
     return jnp.asarray(targets).astype(jnp.int32) >= (logits.vocabulary if deferred else logits.shape[-1])
 
 
-def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _losses(logits: Array, targets: Array) -> tuple[Array, Array]:
     """Compute negative log-likelihood and logsumexp, float32 [...] each."""
     logits = logits.astype(jnp.float32)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -237,7 +236,7 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     return log_sum - target_logits, log_sum + top[..., 0]
 
 
-def weight_of_right(logits: jax.Array | DeferredLogits, targets: jax.Array, weights: jax.Array) -> jax.Array:
+def weight_of_right(logits: Array | DeferredLogits, targets: Array, weights: Array) -> Array:
     """Sum the weights of the tokens whose largest logit is that of the target: float32 []; not differentiated.
 
     Deferred logits are computed for some positions at a time. Targets are int32, weights float32 [B, L].
@@ -249,10 +248,10 @@ def weight_of_right(logits: jax.Array | DeferredLogits, targets: jax.Array, weig
     if size == targets.shape[1]:
         return _sum_right(logits.logits(), targets, weights)
 
-    def blocks(x: jax.Array) -> jax.Array:
+    def blocks(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
-    def add(total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    def add(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
         hidden_BCD, targets_BC, weights_BC = block
         found = dataclasses.replace(logits, hidden=hidden_BCD).logits()
         return total + _sum_right(found, targets_BC, weights_BC), None
@@ -260,7 +259,7 @@ def weight_of_right(logits: jax.Array | DeferredLogits, targets: jax.Array, weig
     return jax.lax.scan(add, jnp.float32(0), (blocks(logits.hidden), blocks(targets), blocks(weights)))[0]
 
 
-def _sum_right(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+def _sum_right(logits: Array, targets: Array, weights: Array) -> Array:
     return jnp.sum(jnp.where(jnp.argmax(logits, axis=-1) == targets, weights, 0.0))
 
 
@@ -276,14 +275,14 @@ def _block_size(logits: DeferredLogits) -> int:
     return max((size for size in sizes if size <= wanted), default=min(sizes, default=length))
 
 
-def output_product(hidden_BLD: jax.Array, kernel: jax.Array, bias_V: jax.Array | None, *, tied: bool) -> jax.Array:
+def output_product(hidden_BLD: Array, kernel: Array, bias_V: Array | None, *, tied: bool) -> Array:
     """Compute the logits [B, L, V] of an output layer.
 
     Where the step sums gradients over microbatches under ZeRO, that of the kernel, which is as large as the embedding,
     is made for some ids of the vocabulary at a time, summed over `data` (ZeRO-2) and added to its sum.
     """
 
-    def product(arguments: Any) -> jax.Array:
+    def product(arguments: Any) -> Array:
         hidden_BLD, kernel, bias_V = arguments
         return linear(hidden_BLD, kernel.T if tied else kernel, bias_V)
 
@@ -291,7 +290,7 @@ def output_product(hidden_BLD: jax.Array, kernel: jax.Array, bias_V: jax.Array |
     if found is None or found.dim not in (None, 1 if tied else 0):
         return product((hidden_BLD, kernel, bias_V))
 
-    def pull(arguments: Any, d_logits_BLV: jax.Array, total: jax.Array, factors: Factors) -> tuple[Any, jax.Array]:
+    def pull(arguments: Any, d_logits_BLV: Array, total: Array, factors: Factors) -> tuple[Any, Array]:
         hidden_BLD, kernel, bias_V = arguments
         _, rest = jax.vjp(lambda hidden, bias: product((hidden, kernel, bias)), hidden_BLD, bias_V)
         d_hidden_BLD, d_bias_V = rest(d_logits_BLV)
@@ -305,13 +304,13 @@ def output_product(hidden_BLD: jax.Array, kernel: jax.Array, bias_V: jax.Array |
 
 
 def _add_product(
-    h_ND: jax.Array, d_logits_NV: jax.Array, total: jax.Array, factors: Factors, found: SumOfUse, *, tied: bool
-) -> jax.Array:
+    h_ND: Array, d_logits_NV: Array, total: Array, factors: Factors, found: SumOfUse, *, tied: bool
+) -> Array:
     """Add the gradient of the kernel to its sum, in the dtype of the sum, one block of ids at a time."""
     vocabulary, dim = d_logits_NV.shape[1], 0 if tied else 1
     size = vocabulary // num_pieces(vocabulary * h_ND.shape[1], vocabulary)
 
-    def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+    def add(total: Array, start: Array) -> tuple[Array, None]:
         d_logits_NC = jax.lax.dynamic_slice_in_dim(d_logits_NV, start, size, axis=1)
         factored = (d_logits_NC, h_ND) if tied else (h_ND, d_logits_NC)
         block = jax.lax.dot_general(*factored, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.manual import on_shards, spec_of
@@ -24,7 +25,7 @@ from jaxtrain.ops.loss.blockwise import BlockedLoss, Normalizer, OutputLayer
 
 TOKENS = ("batch", "sequence")
 # Total, cross-entropy and z-loss: float32 [].
-_Sums = tuple[jax.Array, jax.Array, jax.Array]
+_Sums = tuple[Array, Array, Array]
 
 
 @jax.tree_util.register_static
@@ -85,11 +86,7 @@ def mesh_axes(layout: Layout, name: str) -> tuple[str, ...]:
 
 
 def blockwise_sums(
-    hidden_BLD: jax.Array,
-    output: OutputLayer,
-    targets_BL: jax.Array,
-    weights_BL: jax.Array,
-    form: BlockedLoss,
+    hidden_BLD: Array, output: OutputLayer, targets_BL: Array, weights_BL: Array, form: BlockedLoss
 ) -> _Sums:
     """Sum the weighted loss with one block of logits in memory at a time.
 
@@ -110,7 +107,7 @@ def blockwise_sums(
         return call(hidden_BLD, output, targets_BL, weights_BL)
 
 
-def blockwise_losses(hidden_BLD: jax.Array, output: OutputLayer, targets_BL: jax.Array, form: BlockedLoss) -> jax.Array:
+def blockwise_losses(hidden_BLD: Array, output: OutputLayer, targets_BL: Array, form: BlockedLoss) -> Array:
     """Compute the loss of each token, float32 [B, L], with one block of logits in memory at a time, by vocabulary.
 
     Arguments are those of `blockwise_sums`, without z-loss. Blocks by tokens become blocks by vocabulary, since the
@@ -158,7 +155,7 @@ def _sums_and_saved(where: _OnMesh, *given: Any) -> tuple[_Sums, tuple[Any, ...]
     return (total, nats, z), (trains, *arguments, *normalizer)
 
 
-def _gradients(where: _OnMesh, saved: tuple[Any, ...], cotangents: _Sums) -> tuple[jax.Array, OutputLayer, None, None]:
+def _gradients(where: _OnMesh, saved: tuple[Any, ...], cotangents: _Sums) -> tuple[Array, OutputLayer, None, None]:
     push = _array(cotangents[0])  # the other sums are for reports: nothing is differentiated through them
     if where.form.by == "tokens":
         dtype = saved[0].dtype
@@ -169,18 +166,18 @@ def _gradients(where: _OnMesh, saved: tuple[Any, ...], cotangents: _Sums) -> tup
     return d_hidden, d_output, None, None
 
 
-def _losses(where: _OnMesh, *arguments: Any) -> jax.Array:
+def _losses(where: _OnMesh, *arguments: Any) -> Array:
     return where.run(_local_losses, "hot", "ttt", *arguments)[0]
 
 
-def _losses_and_saved(where: _OnMesh, *given: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+def _losses_and_saved(where: _OnMesh, *given: Any) -> tuple[Array, tuple[Any, ...]]:
     """The losses, and the arguments with the normalizer."""
     arguments, trains = _opened(given)
     losses_BL, *normalizer = where.run(_local_losses, "hot", "ttt", *arguments)
     return losses_BL, (trains, *arguments, *normalizer)
 
 
-def _loss_gradients(where: _OnMesh, saved: tuple[Any, ...], push_BL: jax.Array) -> tuple[jax.Array, OutputLayer, None]:
+def _loss_gradients(where: _OnMesh, saved: tuple[Any, ...], push_BL: Array) -> tuple[Array, OutputLayer, None]:
     trains, *arguments = saved
     where = _for_gradients(where, trains)
     d_hidden, d_output = where.run(_local_loss_gradients, "hotttt", "ho", *arguments, _array(push_BL))
@@ -200,7 +197,7 @@ def _for_gradients(where: _OnMesh, trains: _Trains) -> _OnMesh:
     return replace(where, form=replace(where.form, sums_each_block=where.form.sums_each_block and trains.kernel))
 
 
-def _array(cotangent: Any) -> jax.Array:
+def _array(cotangent: Any) -> Array:
     """A gradient that jax may hand over as the shape of zeros."""
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
@@ -211,43 +208,41 @@ def _array(cotangent: Any) -> jax.Array:
 # --- On the flat shards of one device. ---
 
 
-def _local_losses(form: BlockedLoss, h_ND: jax.Array, output: OutputLayer, targets_N: jax.Array) -> tuple:
+def _local_losses(form: BlockedLoss, h_ND: Array, output: OutputLayer, targets_N: Array) -> tuple:
     """The losses and the two parts of the normalizer, [N] each."""
     form = blockwise.for_forward(form, targets_N.size, output.kernel.shape[form.vocabulary_dim])
     normalizer, losses_N = blockwise.forward(h_ND, output, targets_N, form)
     return losses_N, normalizer.top, normalizer.log_sum
 
 
-def _local_sums(
-    form: BlockedLoss, h_ND: jax.Array, output: OutputLayer, targets_N: jax.Array, weights_N: jax.Array
-) -> tuple:
+def _local_sums(form: BlockedLoss, h_ND: Array, output: OutputLayer, targets_N: Array, weights_N: Array) -> tuple:
     """The sums, and the two parts of the normalizer [N]."""
     losses_N, *parts = _local_losses(form, h_ND, output, targets_N)
     return *_weighted(form, Normalizer(*parts), losses_N, weights_N), *parts
 
 
 def _local_sums_and_gradients(
-    form: BlockedLoss, h_ND: jax.Array, output: OutputLayer, targets_N: jax.Array, weights_N: jax.Array
+    form: BlockedLoss, h_ND: Array, output: OutputLayer, targets_N: Array, weights_N: Array
 ) -> tuple:
     """The sums, and the gradients of hidden states and output layer."""
     normalizer, losses_N, d_h_ND, d_output = blockwise.by_tokens(h_ND, output, targets_N, weights_N, form)
     return *_weighted(form, normalizer, losses_N, weights_N), d_h_ND, d_output
 
 
-def _local_gradients(form: BlockedLoss, *arrays: Any) -> tuple[jax.Array, OutputLayer]:
+def _local_gradients(form: BlockedLoss, *arrays: Any) -> tuple[Array, OutputLayer]:
     """The gradients of hidden states and output layer from the normalizer and the gradient of the total, float32 []."""
     h_ND, output, targets_N, weights_N, *parts, push = arrays
     return blockwise.gradients_by_vocabulary(h_ND, output, targets_N, Normalizer(*parts), push * weights_N, form)
 
 
-def _local_loss_gradients(form: BlockedLoss, *arrays: Any) -> tuple[jax.Array, OutputLayer]:
+def _local_loss_gradients(form: BlockedLoss, *arrays: Any) -> tuple[Array, OutputLayer]:
     """The gradients of hidden states and output layer from the gradient of each token's loss."""
     h_ND, output, targets_N, *parts, push_N = arrays
     form = blockwise.for_forward(form, targets_N.size, output.kernel.shape[form.vocabulary_dim])
     return blockwise.gradients_by_vocabulary(h_ND, output, targets_N, Normalizer(*parts), push_N, form)
 
 
-def _weighted(form: BlockedLoss, normalizer: Normalizer, losses_N: jax.Array, weights_N: jax.Array) -> _Sums:
+def _weighted(form: BlockedLoss, normalizer: Normalizer, losses_N: Array, weights_N: Array) -> _Sums:
     """Weight the losses and sum them over all tokens."""
     nats = jnp.sum(losses_N * weights_N)
     z = form.z_loss * jnp.sum(jnp.square(normalizer.logsumexp) * weights_N) if form.z_loss else jnp.zeros_like(nats)
