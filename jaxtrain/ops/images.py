@@ -6,14 +6,11 @@ What runs on CPU, by shape (2 cores, float32, jax 0.10.2, by processor time; doc
 - Where the results of larger kernels have at most 2x2 pixels, they are sums of products, one per tap of the kernel,
   by the pixels that it is over: XLA has no fast form for images smaller than the kernel, and multiplies the padding.
 - Of other 3x3 convolutions of few pixels by many channels, the gradient of the images multiplies the kernel as it is
-  stored, where the plain form flips and transposes 9 MB of it: 2.9 x as fast for 3x3 pixels and 512 channels.
+  stored, where the plain form flips and transposes it: 2.9 x as fast for 3x3 pixels and 512 channels.
 - All others are plain. Gradients are written in the order of dims that the fast form takes: XLA brings others into it
   outside of loops only, and the blocks of a ResNet are a loop.
-- The sums of a batch norm over rows are products: XLA adds the rows of a [rows, channels] array one number at a time,
-  3.6 ms for the mean and the variance of [8, 24, 24, 256], where a product with a row of ones takes 0.2 ms.
-- Norm, ReLU and convolution are one operation, whose backward pass keeps the input of the norm alone. In a loop over
-  blocks both it and its normalised form would be written into stacks; normalising again fuses with the transposition
-  that the gradient of the kernel makes of it anyway.
+- The sums of a batch norm over rows are products with a row of ones: 0.2 ms in place of 3.6 for [8, 24, 24, 256].
+- Norm, ReLU and convolution are one operation, whose backward pass keeps the input of the norm alone.
 
 Shapes: B batch, H height, W width, h and w those of the results, C channels, I channels in, O channels out, N pixels of
 all images, K side of the kernel.

@@ -7,12 +7,9 @@ In 8-bit floats: e4m3 forward, e5m2 for gradients, and one scale per tensor, cho
     dw = x^T dy    x rounded to float8_e4m3fn, dy to float8_e5m2
 
 Formats and scaling: Micikevicius et al. 2022, sections 3 and 4. The scale follows from the tensor's own largest
-magnitude ("current" scaling), so that there is no history to keep and no step whose scale is out of date.
-
-Scales are powers of two. A scale then commutes with every rounding of the product, so that it does not matter whether
-a backend applies it before the product or after: hardware units and their emulation give the same numbers except for
-the order (and, on Hopper, the width) of the sum. It does not matter either which scale a shard chooses, except for
-values so small, compared with the largest, that they round to subnormals.
+magnitude, so that no step's scale is out of date. Scales are powers of two: they commute with every rounding, so that
+hardware units and their emulation give the same numbers except for the order (and, on Hopper, the width) of the sum,
+and it does not matter which scale a shard chooses, except for values that round to subnormals.
 
 Shapes: N rows (one dim or several), I input features, O output features.
 """
@@ -44,9 +41,7 @@ _MOST_EXPONENT = 100
 class Scaled(NamedTuple):
     """A tensor in an 8-bit format: the tensor is `values` times `unit`.
 
-    Attributes:
-        values: `FORWARD` or `GRADIENT`, in the shape of the tensor.
-        unit: a power of two, float32 []; NaN where the tensor held an infinity or NaN.
+    The unit is a power of two, float32 []; NaN where the tensor held an infinity or NaN.
     """
 
     values: Array
@@ -131,13 +126,10 @@ def frozen_matmul(x: Array, kernel: Any, floats: Callable[[Any], Array], scale: 
     forward and backward there is nothing but the kernel itself.
 
     Args:
-        x: [*N, I], any float dtype.
+        x: [*N, I], any float dtype; the result [*N, O] is in that dtype, summed and scaled in float32.
         kernel: tree of arrays.
         floats: kernel -> [I, O] in the dtype of x.
         scale: float32 [O]; None: 1.
-
-    Returns:
-        [*N, O] in the dtype of x; summed, and scaled, in float32.
     """
 
     def product(x: Array, kernel: Any, scale: Array | None) -> Array:

@@ -70,10 +70,7 @@ POLICIES = {
 
 
 def get_policy(policy: str | Policy) -> Policy:
-    """Returns the policy of a name.
-
-    Args:
-        policy: A name such as "bf16", or a policy, which is returned as it is.
+    """Returns the policy of a name such as "bf16"; a policy is returned as it is.
 
     Raises:
         ConfigError: There is no policy of this name.
@@ -170,10 +167,7 @@ def check_sums(policy: Policy, mesh: Mesh, *, backward: bool) -> None:
     Gloo drops one of the two numbers about once in 10,000 sums of float16 (54,944 - 100 is -100), with no error. Sums
     in bfloat16, which XLA makes in float32, are right, and so are those of a process that joined no cluster.
 
-    Args:
-        policy: its compute dtype is that of gradients and of activations that are summed.
-        mesh: of a program.
-        backward: whether it computes gradients.
+    Whether a program on the mesh computes gradients decides which numbers it adds up between devices.
 
     Raises:
         ConfigError: the policy computes in float16, and the program adds such numbers up through Gloo.

@@ -40,8 +40,8 @@ def test_loss_scale():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (dict(initial=1.0, minimum=8.0), r"initial=1, outside minimum=8 to maximum=1\.67772e\+07"),
-        (dict(growth_interval=0), r"growth_interval=0 of the loss scale is below 1; use 1 or more"),
+        (dict(initial=1.0, minimum=8.0), r"initial=1, with minimum=8"),
+        (dict(growth_interval=0), r"growth_interval=0; use .* growth_interval of 1 or more"),
     ],
 )
 def test_scales_that_cannot_move_as_they_say_are_refused(values, message):

@@ -20,7 +20,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layout.sharding import constrain, current_layout, platform
-from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped, fold, unfold
+from jaxtrain.ops.attention.reference import MASKED, capped, fold, form_mask, unfold
 from jaxtrain.ops.attention.rules import AttentionForm, QueryBlocks, block_size, cut_sequence, pairs_at_once, row_parts
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.devices import usable_cores
@@ -88,14 +88,7 @@ def _mask(group: QueryBlocks, start: Index, first: Index, segments_BL: Array | N
     queries, keys = start + jnp.arange(group.size), first + jnp.arange(group.width)
     own = None if segments_BL is None else _keys(segments_BL, start, group.size, 1)
     seen = None if segments_BL is None else _keys(segments_BL, first, group.width, 1)
-    return attention_mask(
-        queries[None],
-        keys[None],
-        causal=form.causal,
-        window=form.window,
-        query_segments_BL=own,
-        key_segments_BS=seen,
-    )
+    return form_mask(form, queries, keys, own, seen)
 
 
 def _bias(bias_HW: Array, group: QueryBlocks, start: Index, first: Index, groups: int) -> Array:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtrain.layout.manual import run_manually, spec_of
 from jaxtrain.layout.rules import entry_degree
 from jaxtrain.layout.sharding import Layout
-from jaxtrain.ops.attention.reference import attention, attention_mask
+from jaxtrain.ops.attention.reference import attention, form_mask
 from jaxtrain.ops.attention.ring import AXIS, ring_attention
 from jaxtrain.ops.attention.rules import CAUSAL, AttentionForm, ContextCase, check_context_length, choose_context_way
 from jaxtrain.runtime.compiler import note_choice
@@ -60,14 +60,8 @@ def _gather(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | No
     segments_BS = None if segments_BL is None else _gather_positions(segments_BL)
     length = q_BLHK.shape[1]
     positions_L = jax.lax.axis_index(AXIS) * length + jnp.arange(length, dtype=jnp.int32)
-    mask_BLS = attention_mask(
-        positions_L[None],
-        jnp.arange(k_BSGK.shape[1], dtype=jnp.int32)[None],
-        causal=form.causal,
-        window=form.window,
-        query_segments_BL=segments_BL,
-        key_segments_BS=segments_BS,
-    )
+    order_S = jnp.arange(k_BSGK.shape[1], dtype=jnp.int32)
+    mask_BLS = form_mask(form, positions_L, order_S, segments_BL, segments_BS)
     return attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=form.softcap)
 
 

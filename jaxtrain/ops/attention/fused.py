@@ -115,16 +115,8 @@ def _kernel(heads: int, length: int, form: AttentionForm, *, interpret: bool) ->
     block = max(
         size for size in range(SPLASH_LANES, min(length, _LARGEST_BLOCK) + 1, SPLASH_LANES) if length % size == 0
     )
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-        block_kv_compute=block,
-        block_kv_dkv_compute=block,
-    )
+    tiles = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes = splash.BlockSizes(**{f"block_{tile}": block for tile in tiles})
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=sizes,

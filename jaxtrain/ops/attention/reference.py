@@ -114,6 +114,14 @@ def attention(
     return out_BLGRK.reshape(batch, length, heads, head_dim)
 
 
+def form_mask(
+    form: AttentionForm, queries_L: Array, keys_S: Array, own_BL: Array | None, seen_BS: Array | None
+) -> Array:
+    """`attention_mask` of a form, for positions that all rows share, and the segments of queries and keys."""
+    segments = dict(query_segments_BL=own_BL, key_segments_BS=seen_BS)
+    return attention_mask(queries_L[None], keys_S[None], causal=form.causal, window=form.window, **segments)
+
+
 def reference_attention(
     q_BLHK: Array,
     k_BLGK: Array,
@@ -123,15 +131,8 @@ def reference_attention(
     bias_HW: Array | None = None,
 ) -> Array:
     """Compute the attention of a sequence to itself; arguments and result as of `blockwise_attention`."""
-    order_L = jnp.arange(q_BLHK.shape[1])[None]
-    mask_BLS = attention_mask(
-        order_L,
-        order_L,
-        causal=form.causal,
-        window=form.window,
-        query_segments_BL=segments_BL,
-        key_segments_BS=segments_BL,
-    )
+    order_L = jnp.arange(q_BLHK.shape[1])
+    mask_BLS = form_mask(form, order_L, order_L, segments_BL, segments_BL)
     bias_BHLS = None if bias_HW is None else whole_bias(bias_HW)[None]
     return attention(q_BLHK, k_BLGK, v_BLGK, mask_BLS, softcap=form.softcap, bias_BHLS=bias_BHLS)
 

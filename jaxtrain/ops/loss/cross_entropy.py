@@ -72,13 +72,7 @@ class DeferredLogits:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over weighted tokens, float32 []; gradients flow through `total` only.
-
-    Attributes:
-        total: cross-entropy plus z-loss.
-        cross_entropy: negative log-likelihood.
-        z_loss: weighted.
-    """
+    """Sums over weighted tokens, float32 []; gradients flow through `total`, cross-entropy plus z-loss, only."""
 
     total: Array
     cross_entropy: Array
@@ -138,16 +132,15 @@ def cross_entropy_sums(
 ) -> LossSums:
     """Sum the weighted cross-entropy, and add `z_loss` times the weighted sum of logsumexp^2.
 
-    The second term keeps logits from drifting (Chowdhery et al. 2022, section 5). If the logits are deferred, only one
-    block of them is in memory at a time (all, if they are small). On a mesh each device computes its own tokens and
-    ids; devices that share a vocabulary exchange two numbers per token.
+    The second term keeps logits from drifting (Chowdhery et al. 2022, section 5). Deferred logits are computed as by
+    `cross_entropy`; on a mesh, devices that share a vocabulary exchange two numbers per token.
 
     Args:
         logits: [B, L, V], or deferred; raised to float32.
         targets_BL: int32.
         weights_BL: float32; no gradient flows to them.
         z_loss: weight of the z-loss, 0 or more; None: without it.
-        by, size: how deferred logits are partitioned into blocks, see `ops/loss/blocks.py`; None: from their sizes.
+        by, size: as of `cross_entropy`.
 
     Returns:
         The sums over the whole batch, the same on every device; NaN where an id from V on has a weight.

@@ -46,11 +46,8 @@ class _OnMesh:
     def run(self, function: Callable, inputs: str, outputs: str, *arguments: Any) -> tuple:
         """Call a function of the form and flat local arrays with global arrays.
 
-        Args:
-            function: (form, *arrays) -> arrays.
-            inputs, outputs: a letter for each array: h hidden states [B, L, D] ([N, D] inside), o an output layer,
-                t numbers of tokens [B, L] ([N] inside), s a scalar.
-            arguments: the global arrays; the first are hidden states.
+        Inputs and outputs have a letter for each array: h hidden states [B, L, D] ([N, D] inside), which come first, o
+        an output layer, t numbers of tokens [B, L] ([N] inside), s a scalar.
         """
 
         def local(*arrays: Any) -> tuple:
@@ -91,11 +88,9 @@ def blockwise_sums(
     """Sum the weighted loss with one block of logits in memory at a time.
 
     Args:
-        hidden_BLD: in the compute dtype, as is the output layer.
-        output: of the hidden states.
-        targets_BL: int32.
-        weights_BL: float32; no gradient flows to them.
-        form: by tokens or vocabulary, of one device; its mesh axes are those of the step that is being traced.
+        hidden_BLD, output: in the compute dtype.
+        targets_BL, weights_BL: int32, and float32 that no gradient flows to.
+        form: of one device; its mesh axes are those of the step that is being traced.
 
     Returns:
         Total, cross-entropy and z-loss over all devices; gradients flow through the total only.
