@@ -81,7 +81,7 @@ _HOMES = {
     "lookahead": "jaxtrain.optim.lookahead",
     "make_mesh": "jaxtrain.layout.mesh",
     "make_stack": "jaxtrain.models.stack",
-    "make_train_step": "jaxtrain.train.make_step",
+    "make_train_step": "jaxtrain.train.step",
     "masked_language_modeling": "jaxtrain.models.tasks",
     "merge_adapters": "jaxtrain.models.merge",
     "open_data": "jaxtrain.data",

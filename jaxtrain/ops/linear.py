@@ -104,8 +104,9 @@ def _adapted(
             jnp.dot(dropped_NI, kernel_IO.lora_a), kernel_IO.lora_b
         )
 
-    is_dropped = kernel.key is not None and kernel.dropout > 0
-    dropped = drop_by_row(x, kernel.dropout, kernel.key) if is_dropped else x
+    dropped = x
+    if kernel.key is not None and kernel.dropout > 0:
+        dropped = drop_by_row(x, kernel.dropout, kernel.key)
     arguments = (x, dropped, replace(kernel, key=None))
     if in_fp8 is not None:  # the backward pass would round to the format once more
         return both(*arguments)

@@ -2,7 +2,7 @@
 
 Dims of shapes: D input features (I, where several dims are flattened), F output features, B = ceil(I / 64) blocks per
 output; `*stack` are the dims that count layers. The format, and what it is equal to, is that of
-`jaxtrain.published.nf4_blocks`, whose rows are our columns.
+`jaxtrain.interop.formats.nf4`, whose rows are our columns.
 """
 
 import math
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxtrain.published.nf4_blocks import (
+from jaxtrain.interop.formats.nf4 import (
     BLOCK,
     LEVELS,
     NESTED_BLOCK,
@@ -117,7 +117,7 @@ def _quantize_magnitudes(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _mean_magnitude(absmax: jax.Array) -> jax.Array:
-    """The mean of float32 [*stack, n] in integers: `mean_magnitude` of `published.nf4_blocks`, in 32 bits each."""
+    """The mean of float32 [*stack, n] in integers: `mean_magnitude` of `interop.formats.nf4`, in 32 bits each."""
     count, largest = absmax.shape[-1], jnp.max(absmax, axis=-1)
     bits = jax.lax.bitcast_convert_type(absmax, jnp.uint32)
     exponent = bits >> 23

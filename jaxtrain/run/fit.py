@@ -142,13 +142,11 @@ def fit(
     distributed.start(compilation_cache=config.compilation_cache)
     from jaxtrain.data.sources.given import data_of, renamed
     from jaxtrain.models.tasks import TASKS, named_task
+    from jaxtrain.train.assemble import OwnStep
     from jaxtrain.train.checks import check_parts
-    from jaxtrain.train.given_params import path_given
-    from jaxtrain.train.own_step import OwnStep, check_shown
 
     task = named_task(task)
-    check_parts(model, task, optimizer)
-    check_shown(learning_rate, rules)
+    check_parts(model=model, task=task, optimizer=optimizer)
     if mesh is not None and getattr(mesh, "axis_names", None) != AXES:
         raise ConfigError(f"mesh is {mesh!r}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")
     if columns is not None:
@@ -168,7 +166,7 @@ def fit(
         trainable=trainable,
         rules=rules,
         mesh=mesh,
-        params=path_given(params),
+        params=params,
         model_state=model_state,
         skip=skip,
     )
@@ -271,7 +269,7 @@ def find_learning_rate(
 
     from jaxtrain.data.batches import Batches
     from jaxtrain.data.sources.given import data_of, renamed
-    from jaxtrain.train.make_step import make_train_step
+    from jaxtrain.train.step import make_train_step
 
     rows: Any = data_of(data if columns is None else renamed(data, columns, "data")).train
     rates = np.geomspace(lowest, highest, steps)

@@ -1,7 +1,8 @@
 """Parameters of a model without adapters as the base of the adapted one that was made of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +16,30 @@ from jaxtrain.models.adapters import quantized_kernel
 from jaxtrain.models.model import Params, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.kernels import LowRankKernel, is_kernel, is_quantized
-from jaxtrain.train.given_params import Given, paths_of
+from jaxtrain.train.state import paths_of
+
+
+@dataclass(frozen=True)
+class Given:
+    """Parameters or model_state that are given.
+
+    Attributes:
+        name: what they are, in messages.
+        leaves: path -> array, or the shape and dtype of a saved one.
+        fetch: path -> shape, dtype and sharding of what is taken; gives path -> array.
+        fetch_quantized: path of a kernel, what is wanted of it as a quantized one (name of an array such as "codes" ->
+            shape, dtype and sharding), and its numbers of input and output dims; gives name -> array. None: kernels
+            are fetched as floats, whole.
+        theirs: paths of arrays that a user holds: what is fetched for them may share their memory.
+    """
+
+    name: str
+    leaves: Mapping[str, Any]
+    fetch: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Any]]
+    fetch_quantized: (
+        Callable[[str, Mapping[str, jax.ShapeDtypeStruct], tuple[int, int]], Mapping[str, jax.Array]] | None
+    ) = None
+    theirs: frozenset[str] = frozenset()
 
 
 def original_params(sharded_model: ShardedModel) -> dict[str, jax.ShapeDtypeStruct]:
@@ -101,7 +125,7 @@ def as_adapted(given: Given, sharded_model: ShardedModel, drawn: Params) -> tupl
 
     # The integers of a kernel are made from the user's floats, and are not theirs.
     theirs = frozenset(path for path in leaves if renamed.get(path, path) in given.theirs)
-    return Given(given.name, leaves, given.cast, fetch, theirs=theirs), frozenset(free)
+    return Given(given.name, leaves, fetch, theirs=theirs), frozenset(free)
 
 
 def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedModel) -> Given:
@@ -122,16 +146,10 @@ def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedMod
             f"{adapter.path} is an adapter, and the model {sharded_model.model.name} has none; make it with adapt, or "
             "set finetune.adapter"
         )
-    if lora.rank != adapter.lora.rank:
+    if lora.rank != adapter.lora.rank or not math.isclose(lora.scale, adapter.lora.scale, rel_tol=1e-6):
         raise ConfigError(
-            f"{adapter.path} has factors of rank {adapter.lora.rank}, and finetune.lora has rank={lora.rank}; leave "
-            "rank to the adapter"
-        )
-    if not math.isclose(lora.scale, adapter.lora.scale, rel_tol=1e-6):
-        raise ConfigError(
-            f"{adapter.path} multiplies its products by {adapter.lora.scale:g} (alpha {adapter.lora.alpha:g}, rank "
-            f"{adapter.lora.rank}), and finetune.lora by {lora.scale:g} (alpha {lora.alpha:g}, rank {lora.rank}); "
-            "leave alpha, rank and rank_stabilised to the adapter"
+            f"{adapter.path} has factors of rank {adapter.lora.rank} times {adapter.lora.scale:g}, and finetune.lora "
+            f"of rank {lora.rank} times {lora.scale:g}; leave rank, alpha and rank_stabilised to the adapter"
         )
 
     def fetch(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Any]:
@@ -141,7 +159,7 @@ def with_adapter(given: Given, adapter: OpenedAdapter, sharded_model: ShardedMod
 
     # The factors may be a part of the file that is mapped into memory: a state has its own.
     theirs = given.theirs | frozenset(adapter.leaves)
-    return Given(given.name, {**given.leaves, **adapter.leaves}, cast=True, fetch=fetch, theirs=theirs)
+    return Given(given.name, {**given.leaves, **adapter.leaves}, fetch, theirs=theirs)
 
 
 def _from_host(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,43 +1,66 @@
 """From a config to the objects of a run: data, model, task, mesh and step. Nothing is allocated on a device."""
 
-from collections.abc import Sequence
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
-from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.base import Call
-from jaxtrain.config.kinds import check_kinds, check_sizes
-from jaxtrain.config.model import CalledModel
-from jaxtrain.config.schema import Config, RematConfig
+from jaxtrain.config.kinds import check_freeze, check_kinds, check_sizes
+from jaxtrain.config.model import CalledModel, MLPConfig, OutputScale
+from jaxtrain.config.schema import Config, FinetuneConfig, RematConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.models.model import Model, count_parameters, parameter_shapes, with_remat
+from jaxtrain.models.adapters import adapt, adapt_as_folder
+from jaxtrain.models.model import Model, ModelState, Params, count_parameters, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task, is_shipped
+from jaxtrain.optim.masks import trainable_predicate
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import adamw_patterns, check_patterns, complete_axes
 from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.finetuned import finetuned, trainable_of
-from jaxtrain.train.make_step import make_train_step
-from jaxtrain.train.output_scale import with_output_scale
-from jaxtrain.train.own_step import OwnStep
 from jaxtrain.train.parallelism import Parallelism, shard_model
 from jaxtrain.train.reference import awaiting_reference, lacks_reference
 from jaxtrain.train.spikes import SpikeRule
-from jaxtrain.train.step import TrainStep
+from jaxtrain.train.step import TrainStep, make_train_step
 
 if TYPE_CHECKING:
     from jaxtrain.data import Batches, Data
     from jaxtrain.data.stream import BatchStream
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """Parts of a step that came from Python; None: what the config says.
+
+    Attributes:
+        optimizer: in place of that of the config.
+        learning_rate: the rate that the metrics show, of such an optimizer; step -> rate, or a number.
+        trainable: parameter path -> whether it is trained.
+        rules: logical axes -> mesh axes, added to the default rules.
+        mesh: in place of one over all devices.
+        params, model_state, skip: what training starts from, in place of what the model draws; see `TrainStep.init`.
+    """
+
+    optimizer: optax.GradientTransformation | None = None
+    learning_rate: optax.Schedule | float | None = None
+    trainable: Callable[[str], bool] | None = None
+    rules: Mapping[str, tuple[str, ...]] | None = None
+    mesh: Mesh | None = None
+    params: Params | Any = None
+    model_state: ModelState | Any = None
+    skip: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -82,17 +105,6 @@ def open_run_data(config: Config) -> "Data":
     return open_data(config.data, sequence_length=length, seed=config.seed, task=task)
 
 
-def length_notes(config: Config) -> list[str]:
-    """What a run with a model from Python says of rows whose length comes from the config's model all the same."""
-    length = getattr(config.model, "max_sequence_length", None)
-    if length is None or getattr(config.data, "sequence_length", length) is not None:
-        return []
-    return [
-        f"data.sequence_length is not set: rows have {length:,} tokens, the model.max_sequence_length of the config's "
-        "model, which your own replaces"
-    ]
-
-
 def reading_threads(config: Config) -> int | None:
     """What `Batches` takes as `workers`."""
     return None if config.train.workers == "auto" else config.train.workers
@@ -121,7 +133,7 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     Raises:
         ConfigError: names the settings that contradict one another.
     """
-    check_kinds(config, own_task=own_task, unit=data.unit)
+    check_kinds(config, own_task=own_task, own_data=True)
     own_task = own_task or isinstance(config.task, Call)
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:
@@ -173,12 +185,11 @@ def build_step(
         >>> step.model.name
         'mlp'
     """
-    _check_call(config)
     own = own or OwnStep()
     mesh = own.mesh or make_mesh(**config_degrees(config.parallel), devices=devices)
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     model = finetuned(config, model_of(config, **sizes, model=model), drawn=own.skip)
-    optimizer = config.optimizer
+    optimizer, spikes = config.optimizer, config.spikes
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
     axes = complete_axes(shapes, model.axes, None if model.parts is None else model.parts.stack)
     if own.optimizer is None:
@@ -202,21 +213,8 @@ def build_step(
         parallelism=parallelism_of(config),
         offload_optimizer=optimizer.offload,
         compiler_options=config.compiler_options,
-        spikes=spike_rule(config),
+        spikes=None if spikes is None else SpikeRule(spikes.window, spikes.sigmas, spikes.watch),
     )
-
-
-def spike_rule(config: Config) -> SpikeRule | None:
-    """When a step of a config counts as a spike; None: never."""
-    spikes = config.spikes
-    return None if spikes is None else SpikeRule(spikes.window, spikes.sigmas, spikes.watch)
-
-
-def _check_call(config: Any) -> None:
-    """Raise where an argument of `build_step` is of another type."""
-    name = config if isinstance(config, str) else "quickstart"
-    write = f"build_step(load_config({name!r}).config, input_shape=data.input_shape)"
-    check_kind(config, Config, what="build_step", takes="the config of a run", write=write)
 
 
 def build_sharded_model(
@@ -363,3 +361,74 @@ def assemble(
         batches = training_batches(config, data)
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
     return Run(config, name, data, batches, step, count_parameters(step.model), awaits)
+
+
+def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Model:
+    """The model with the adapters of a config, and its frozen kernels in the format of the config.
+
+    Args:
+        config: the run.
+        model: of the config, or your own.
+        drawn: patterns of parameters that are drawn although others are given: they are trained too.
+
+    Raises:
+        ConfigError: targets, ranks or formats that the model cannot have.
+    """
+    settings = config.finetune
+    if settings.lora is None:
+        return model
+    if model.adapted is not None:
+        raise ConfigError(
+            f"finetune.lora, but the model {model.name} is adapted already; leave the group finetune out, or give the "
+            "model that it was made of"
+        )
+    paths = list(parameter_shapes(model))
+    # What is drawn may be model_state.
+    fresh = [
+        one for one in (*fresh_parts(config.model), *drawn) if any(fnmatch.fnmatchcase(path, one) for path in paths)
+    ]
+    lora = settings.lora.model_copy(update={"train_also": (*settings.lora.train_also, *fresh)})
+    # A rank that is not the folder's is refused where its factors are read.
+    make = adapt if settings.adapter is None else adapt_as_folder
+    return make(model, lora=lora, base=settings.base, double_quantization=settings.double_quantization)
+
+
+def trainable_of(config: Config, model: Model) -> Callable[[str], bool] | None:
+    """Parameter path -> whether a config trains it; None: it trains all."""
+    if model.adapted is not None:
+        check_freeze(FinetuneConfig(lora=model.adapted.lora), config.optimizer.freeze)
+        return model.adapted.trains
+    freeze = config.optimizer.freeze
+    return trainable_predicate(freeze, list(parameter_shapes(model)) if freeze else [])
+
+
+def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task: object) -> Config:
+    """The config that a model is built from: with the scale of the targets as that of the outputs, if it has none.
+
+    A layer that begins with outputs of size 1 takes thousands of steps of Adam to reach prices. The config of a run
+    stays without it, because a run on another table takes the scale of that.
+
+    Args:
+        config: the run.
+        reading: `Data.reading` of the data that it is trained on.
+        task: name of the shipped task; anything else: it is one of the user's, whose outputs may be no numbers.
+
+    Raises:
+        ConfigError: the config has a scale, and its task is not of numbers.
+    """
+    model = config.model
+    if not isinstance(model, MLPConfig) or not isinstance(task, str):
+        return config
+    if model.output_scale is not None:
+        if task != "regression":
+            raise ConfigError(f"model.output_scale is of numbers, and task={task} has none; leave it out")
+        return config
+    mean, deviation = ((reading or {}).get(name) for name in ("target_mean", "target_deviation"))
+    if task != "regression" or mean is None or deviation is None:
+        return config
+    try:
+        # A constant is learned as it is.
+        scale = OutputScale(mean=tuple(mean), deviation=tuple(one or 1.0 for one in deviation))
+    except ConfigError:  # numbers near the ends of float32, which nothing brings to size 1
+        return config
+    return config.model_copy(update={"model": model.model_copy(update={"output_scale": scale})})

@@ -15,8 +15,7 @@ from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.errors import CheckpointError
 from jaxtrain.models.model import Model, Params
 from jaxtrain.precision.kernels import LowRankKernel
-from jaxtrain.train.given_params import paths_of
-from jaxtrain.train.state import TrainState, merge_leaves, select_leaves
+from jaxtrain.train.state import TrainState, merge_leaves, paths_of, select_leaves
 
 KEPT = "base"
 """Folder of a run with a base that came from Python as arrays: nothing else has them."""

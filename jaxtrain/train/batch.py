@@ -2,26 +2,24 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.config.arguments import refusal
-from jaxtrain.data.masked import check_unmasked
-from jaxtrain.data.sources.dataset import Data
+from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.targets import RENAME
 from jaxtrain.models.task import CallingLoss, Task
 from jaxtrain.parallel.division import check_rows, check_sequence
-from jaxtrain.train.checks import check_batch, check_ids
+from jaxtrain.train.checks import check_ids
 
 
-@runtime_checkable
 class BatchSource(Protocol):
     """What `BatchFeed.loader` needs of `data.Batches`; `check` gets the rows as NumPy arrays before they are placed."""
 
@@ -52,7 +50,12 @@ class BatchFeed:
         Raises:
             ConfigError: what it is or holds.
         """
-        check_batch(batch, needs_inputs=not self.task.calls_model)
+        if not isinstance(batch, Mapping) or not batch:
+            raise ConfigError(f"a batch is a dict of arrays such as {{'inputs': x, 'targets': y}}, not {shown(batch)}")
+        if not self.task.calls_model and "inputs" not in batch:
+            raise ConfigError(
+                f"the batch has no entry 'inputs', which the model takes; it holds {', '.join(batch)}; {RENAME}"
+            )
 
     def shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
@@ -61,7 +64,6 @@ class BatchFeed:
             ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
         """
         self.check(batch)
-        check_leaves(batch, of_shapes=True)
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
 
     def is_placed(self, batch: Mapping[str, Any]) -> bool:
@@ -87,9 +89,8 @@ class BatchFeed:
         Loading raises a `DataError` where a row holds an id that the model does not have.
 
         Raises:
-            ConfigError: no batches by number, or batches that do not divide by the devices or the microbatches.
+            ConfigError: batches that do not divide by the devices or the microbatches.
         """
-        check_source(batches)
         spec = batches.spec()
         shardings, limits = self.shardings(spec), self._limits(spec)
 
@@ -106,7 +107,6 @@ class BatchFeed:
             DataError: a host array with an id that the model does not have.
         """
         self.check(batch)
-        check_leaves(batch, of_shapes=False)
         # Copied: `device_put` may read a NumPy array later, or keep it as the array on the device (CPU).
         batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), dict(batch))
         shardings = self.shardings(batch)
@@ -126,41 +126,6 @@ class BatchFeed:
         if self._known_limits is None:
             self._known_limits = id_limits(self.sharded_model, self.task, batch)
         return self._known_limits
-
-
-def check_source(batches: Any) -> None:
-    """Raise where something gives no batches by their number.
-
-    Raises:
-        ConfigError: what was given, and how to make batches of it.
-    """
-    if not isinstance(batches, BatchSource):
-        rows = "data.train" if isinstance(batches, Data) else "rows"
-        write = f"step.loader(jaxtrain.Batches({rows}, 32, seed=0, shuffle=True))"
-        raise ConfigError(refusal("loader", "batches by number", batches, write))
-
-
-def check_leaves(batch: Mapping[str, Any], *, of_shapes: bool) -> None:
-    """Raise where an entry of a batch is no array of numbers.
-
-    Args:
-        batch: what was given.
-        of_shapes: whether every leaf must have a shape; if not, Python numbers are accepted as scalars.
-
-    Raises:
-        ConfigError: names the entry.
-        DataError: names one with masked entries.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
-        check_unmasked(leaf, f"the batch holds {path_name(path)}")
-        dtype = getattr(leaf, "dtype", None)
-        in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
-        is_number = isinstance(leaf, int | float) and not of_shapes and not in_list
-        if is_number or (dtype is not None and getattr(dtype, "kind", "f") not in "OUSMm"):
-            continue
-        name = path_name(path[:1])
-        write = f"np.asarray({name}) for a list, and ids (numbers) for text"
-        raise ConfigError(refusal(f"{path_name(path)} of the batch", "an array of numbers", leaf, write))
 
 
 def batch_shardings(

@@ -14,9 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.host_draws import CannotFollowError, can_draw, follow
-from jaxtrain.train.given_params import paths_of
 from jaxtrain.train.start import Start
-from jaxtrain.train.state import TrainState, merge_leaves, select_leaves
+from jaxtrain.train.state import TrainState, merge_leaves, paths_of, select_leaves
 
 # Each of several processes draws the whole state, where the program draws the part of its devices: up to this many
 # numbers, which take it two seconds.

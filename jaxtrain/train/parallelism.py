@@ -7,8 +7,8 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.schema import ParallelConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.mesh import check_mesh, make_mesh
-from jaxtrain.layout.rules import DEFAULT_RULES, check_rules
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.rules import DEFAULT_RULES
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.model import Model
@@ -24,7 +24,7 @@ from jaxtrain.parallel.division import (
 )
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, get_policy
-from jaxtrain.train.checks import check_model, check_task
+from jaxtrain.train.checks import check_parts
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def make_layout(
         has_experts=model.has_experts and any("experts" in row for row in model.axes.values()),
     )
     if task is not None:
-        check_stages(task, mesh)
+        check_task_stages(mesh.shape, task=task.name, calls_model=task.calls_model, rows=task.rows)
     chosen = {**DEFAULT_RULES, **(rules or {})}
     for name, axes in chosen.items():
         unknown = [axis for axis in axes if axis not in mesh.shape]
@@ -105,29 +105,6 @@ def make_layout(
         context_attention=parallelism.context_attention,
         state_axes=zero_axes(parallelism.zero),
     )
-
-
-def check_stages(task: Task, mesh: Mesh) -> None:
-    """Raise where a task cannot be computed by the stages of a pipeline.
-
-    Raises:
-        ConfigError: its loss calls the model itself, or depends on rows of other microbatches or shards.
-    """
-    check_task_stages(mesh.shape, task=task.name, calls_model=task.calls_model, rows=task.rows)
-
-
-def check_placement(mesh: object, rules: Mapping[str, object] | None, *, of: str) -> None:
-    """Raise where what places a model is of another type.
-
-    Args:
-        mesh, rules: what was given; None stands for the default.
-        of: the function that takes them.
-
-    Raises:
-        ConfigError: what was given, what is wanted, and how to write it.
-    """
-    check_mesh(mesh, what=f"{of}: mesh")
-    check_rules(rules, what="rules")
 
 
 def shard_model(
@@ -161,10 +138,7 @@ def shard_model(
         >>> sharded.abstract_params["kernel"].shape
         (4, 3)
     """
-    check_model(model)
-    check_placement(mesh, rules, of="shard_model")
-    if task is not None:
-        check_task(task)
+    check_parts(model=model, task=task)
     parallelism = parallelism or Parallelism()
     layout = make_layout(model, task, make_mesh() if mesh is None else mesh, parallelism, rules)
     make_pipeline(model, layout, parallelism, 1)  # refuses what the stages could not run
@@ -188,17 +162,3 @@ def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumu
 def microbatches(pipeline: Pipeline | None, accumulation_steps: int) -> dict[str, int]:
     """The number of microbatches by which rows divide, under the name that people know it by."""
     return microbatches_by_name(None if pipeline is None else pipeline.schedule, accumulation_steps)
-
-
-def pipeline_notes(pipeline: Pipeline | None) -> list[str]:
-    """What the banner says of a pipeline, with a warning where stages outnumber microbatches."""
-    if pipeline is None:
-        return []
-    schedule = pipeline.schedule
-    text = (
-        f"pipeline: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, "
-        f"idle {schedule.bubble_fraction():.0%} of the step"
-    )
-    if schedule.num_microbatches < schedule.num_stages:
-        text += f"; fewer microbatches than stages: parallel.microbatches={4 * schedule.num_stages} would idle less"
-    return [text]

@@ -1,6 +1,5 @@
 """What a train step computes: pure functions of a state and a batch, without a device in sight."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import optax
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import hold_parameters
+from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import use_layout
 from jaxtrain.models.model import Model, ModelState, Params, PartsApply
 from jaxtrain.models.model_call import ModelCall
@@ -23,9 +23,6 @@ from jaxtrain.parallel.gradients import compute_gradients
 from jaxtrain.parallel.mean_loss import compute_mean_loss
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, cast_floats
-from jaxtrain.train.model_checks import check_compute_dtype, model_mixes_rows
-from jaxtrain.train.optimizer_arguments import start_optimizer
-from jaxtrain.train.parallelism import microbatches
 from jaxtrain.train.pipelined import step_gradients
 from jaxtrain.train.spikes import first_history
 from jaxtrain.train.state import (
@@ -93,28 +90,16 @@ def create_state(
 
 
 def first_optimizer_state(program: StepProgram, params: Params) -> optax.OptState:
-    """The optimizer's state at step 0, of the parameters that are trained.
-
-    Raises:
-        ConfigError: its `init` fails on them.
-    """
+    """The optimizer's state at step 0, of the parameters that are trained."""
     # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
     trained = select_leaves(params, program.settings.trainable)
-    return start_optimizer(program.optimizer, cast_floats(trained, jnp.float32))
+    return program.optimizer.init(cast_floats(trained, jnp.float32))
 
 
 def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """One optimizer step: the state after it, and what it reports.
-
-    Raises:
-        ConfigError: the policy changes no matmul of the model, or something else that shows in tracing.
-    """
-    sharded_model, settings = program.sharded_model, program.settings
-    with sharded_model.context(required=True):
-        count = sum(microbatches(program.pipeline, settings.accumulation_steps).values())
-        check_compute_dtype(sharded_model, _forward_of(program), state, batch, count)
-        trained = select_leaves(state.params, settings.trainable)
-        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+    """One optimizer step: the state after it, and what it reports."""
+    with program.sharded_model.context(required=True):
+        trained, scale = _trained(program, state), _scale(state)
         gradients = _gradients(program, state, trained, batch, scale)
         with jax.named_scope("optimizer"):
             return update_state(
@@ -124,24 +109,24 @@ def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[Tr
                 scale,
                 lambda trained: _mean_loss(program, state, trained, batch),
                 optimizer=program.optimizer,
-                layout=sharded_model.layout,
-                settings=settings,
+                layout=program.sharded_model.layout,
+                settings=program.settings,
             )
 
 
 def find_gradients(program: StepProgram, state: TrainState, batch: Batch) -> MeanGradients:
-    """Mean gradients of a batch at the state's parameters, as the optimizer of a step would get them, unclipped.
+    """Mean gradients of a batch at the state's parameters, as the optimizer of a step would get them, unclipped."""
+    with program.sharded_model.context(required=True):
+        scale = _scale(state)
+        return mean_gradients(_gradients(program, state, _trained(program, state), batch, scale), scale)
 
-    Raises:
-        ConfigError: as `take_step`.
-    """
-    sharded_model, settings = program.sharded_model, program.settings
-    with sharded_model.context(required=True):
-        count = sum(microbatches(program.pipeline, settings.accumulation_steps).values())
-        check_compute_dtype(sharded_model, _forward_of(program), state, batch, count)
-        trained = select_leaves(state.params, settings.trainable)
-        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        return mean_gradients(_gradients(program, state, trained, batch, scale), scale)
+
+def _trained(program: StepProgram, state: TrainState) -> Params:
+    return select_leaves(state.params, program.settings.trainable)
+
+
+def _scale(state: TrainState) -> jax.Array:
+    return jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
 
 
 @jax.tree_util.register_dataclass
@@ -195,35 +180,20 @@ def _sums_of(
         return task_sums(task, outputs, rows, train=True), model_state
 
 
-def _forward_of(program: StepProgram) -> Callable[[TrainState, Batch], Any]:
-    """What a microbatch computes, to be traced for what it multiplies."""
-
-    def forward(state: TrainState, rows: Batch) -> Any:
-        if not program.task.calls_model:
-            inputs = rows["inputs"]
-            return program.sharded_model.apply(state.params, state.model_state, inputs, key=state.key, train=True)
-        return _sums_of(program, _fixed_of(program, state), state.params, state.model_state, rows, state.key)[0]
-
-    return forward
-
-
 def _mean_loss(program: StepProgram, state: TrainState, trained: Params, batch: Batch) -> jax.Array:
     """The loss of a step at other trained parameters (float32), with the random numbers of the step: float32 [].
 
     Raises:
-        ConfigError: on a pipeline, or with a loss scale.
+        ConfigError: on a pipeline, with a loss scale, or with microbatches of a task over all rows.
     """
-    calls = "the optimizer computes the loss again (value_fn, obj_fn, grad_fn: a line search, Sophia, SAM)"
-    if program.pipeline is not None:
-        raise ConfigError(f"{calls}, which a pipeline cannot; use parallel.pipe=1 with fsdp or tensor, or optax.adamw")
-    if state.loss_scale is not None:
-        raise ConfigError(f"{calls}, whose gradients a loss scale does not reach; use the policy bf16 or fp32")
-    if program.task.rows == "global" and program.settings.accumulation_steps > 1:
-        raise ConfigError(f"{calls}, which microbatches of a task with rows='global' cannot; use accumulation_steps=1")
+    all_rows = program.task.rows == "global" and program.settings.accumulation_steps > 1
+    if program.pipeline is not None or state.loss_scale is not None or all_rows:
+        raise ConfigError(
+            "the optimizer computes the loss again (a line search, Sophia, SAM), which takes parallel.pipe=1, another "
+            "policy than fp16, and accumulation_steps=1 where rows='global'"
+        )
     # The loss of the parameters as they would be stored.
-    stored = jax.tree.map(
-        lambda new, old: new.astype(old.dtype), trained, select_leaves(state.params, program.settings.trainable)
-    )
+    stored = jax.tree.map(lambda new, old: new.astype(old.dtype), trained, _trained(program, state))
     return _gradients(program, state, stored, batch, jnp.float32(1), compute=compute_mean_loss)
 
 
@@ -233,7 +203,7 @@ def _gradients(
     trained: Params,
     batch: Batch,
     scale: jax.Array,
-    compute: Callable[..., Any] = compute_gradients,
+    compute: Any = compute_gradients,
 ) -> Any:
     """Gradients of the mean loss over the global batch, times the loss scale (float32 []); or what `compute` gives."""
     sharded_model, task, settings = program.sharded_model, program.task, program.settings
@@ -278,10 +248,10 @@ def _gradients(
             return global_row_gradients(
                 passes, *arguments, count=count, layout=layout, zero=zero, powers_of_two=powers_of_two
             )
-        # A shard of data holds some rows of a microbatch only.
-        on_shards = task.rows == "separate" and not task.calls_model
-        if on_shards and count > 1 and layout.mesh.shape["data"] > 1:
-            on_shards = not model_mixes_rows(sharded_model, state, batch, count)
+        # A shard of data holds some rows of a microbatch only. Models of ours add up over the shards what they count;
+        # of another one nobody knows whether it mixes rows.
+        is_ours = isinstance(sharded_model.model.axes, FamilyTable)
+        on_shards = is_ours and task.rows == "separate" and not task.calls_model
         stack = None if task.calls_model else _stack_run_once(sharded_model.model)
         return compute(
             loss,

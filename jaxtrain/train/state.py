@@ -1,19 +1,20 @@
-"""What a step carries from one step to the next."""
+"""What a step carries from one step to the next, and where each array of it is on the mesh."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.config.arguments import refusal
-from jaxtrain.errors import ConfigError
-from jaxtrain.layout.sharding import path_name
+from jaxtrain.layout.sharding import optimizer_shardings, parameter_shardings, path_name
 from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.sharded import ShardedModel, with_sharding
 from jaxtrain.optim.evaluation import evaluation_weights
-from jaxtrain.precision.policy import LossScale
+from jaxtrain.optim.offload import lives_on_host, on_host
+from jaxtrain.precision.policy import LossScale, cast_floats
 from jaxtrain.train.spikes import SpikeHistory
 
 
@@ -42,8 +43,7 @@ class TrainState:
     """The complete state of training; its structure never changes during a run.
 
     To start from other parameters, call `step.init(seed, params=params)`: `dataclasses.replace(state, params=params)`
-    leaves the moving average, which evaluation uses, and an optimizer's copies at the old ones. A step refuses that for
-    a state from `init`; in a later state, replace `ema` (and what else mirrors the parameters) too.
+    leaves the moving average, which evaluation uses, and an optimizer's copies at the old ones.
 
     Attributes:
         step: int32 [], steps done (skipped ones included): the index of the next batch.
@@ -124,12 +124,6 @@ class EvaluationState:
     evaluation_model_state: ModelState = field(repr=False)
     step: int = 0
 
-    def __post_init__(self) -> None:
-        write = "EvaluationState(state.params, state.model_state)"
-        for name, value in (("params", self.evaluation_params), ("model_state", self.evaluation_model_state)):
-            if value is None or isinstance(value, TrainState | int | float | str):
-                raise ConfigError(refusal(f"EvaluationState: {name}", f"the {name} of a model", value, write))
-
 
 def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:
     """A model_state with its average, in its own dtypes, in place of the leaves that have one (not None)."""
@@ -149,6 +143,11 @@ def floating_leaves(tree: Any) -> Any:
     )
 
 
+def paths_of(tree: Any) -> dict[str, Any]:
+    """Path of each leaf -> the leaf."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def select_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:
     """The tree with None in place of the leaves whose path the predicate refuses (None is no leaf to JAX)."""
     if predicate is None:
@@ -164,3 +163,60 @@ def frozen_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:
 def merge_leaves(chosen: Any, rest: Any) -> Any:
     """The tree whose leaves come from `chosen`, and from `rest` where `chosen` has None."""
     return jax.tree.map(lambda a, b: b if a is None else a, chosen, rest, is_leaf=lambda leaf: leaf is None)
+
+
+def state_shardings(shapes: TrainState, sharded_model: ShardedModel, *, offload_optimizer: bool = False) -> TrainState:
+    """A sharding for every leaf of a train state.
+
+    Args:
+        shapes: the state as `ShapeDtypeStruct`s.
+        sharded_model: that the state trains.
+        offload_optimizer: whether arrays of optimizer state are kept in the host's memory.
+    """
+    layout = sharded_model.layout
+    optimizer = optimizer_shardings(shapes.optimizer_state, shapes.params, layout, also=layout.state_axes)
+    replicated = NamedSharding(layout.mesh, PartitionSpec())
+    everywhere: TrainState = jax.tree.map(lambda _: replicated, shapes)
+    return replace(
+        everywhere,
+        params=jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params),
+        optimizer_state=on_host(optimizer, shapes.optimizer_state) if offload_optimizer else optimizer,
+        ema=None if shapes.ema is None else parameter_shardings(shapes.ema, layout, also=layout.state_axes),
+    )
+
+
+def state_on_host(shapes: TrainState, *, offload_optimizer: bool) -> TrainState:
+    """Whether each leaf of a train state is kept in the host's memory.
+
+    Not read off shardings: those of compile-only GPUs do not know (jax 0.10.2).
+    """
+    nowhere: TrainState = jax.tree.map(lambda _: False, shapes)
+    if not offload_optimizer:
+        return nowhere
+    return replace(nowhere, optimizer_state=jax.tree.map(lives_on_host, shapes.optimizer_state))
+
+
+def average_shapes(sharded_model: ShardedModel, trainable: Callable[[str], bool] | None) -> tuple[Params, ModelState]:
+    """The moving averages of a run as shapes with shardings, to restore them without the rest of its state.
+
+    Args:
+        sharded_model: the model that was trained.
+        trainable: parameter path -> whether it was trained; None: all were.
+
+    Returns:
+        The averages of its trained parameters, None in place of others, and of the floating leaves of its model_state.
+    """
+    layout = sharded_model.layout
+    params, model_state = jax.eval_shape(
+        lambda params, model_state: (
+            cast_floats(select_leaves(params, trainable), jnp.float32),
+            floating_leaves(model_state),
+        ),
+        sharded_model.abstract_params,
+        sharded_model.abstract_model_state,
+    )
+    replicated = NamedSharding(layout.mesh, PartitionSpec())
+    return (
+        jax.tree.map(with_sharding, params, parameter_shardings(params, layout, also=layout.state_axes)),
+        jax.tree.map(lambda leaf: with_sharding(leaf, replicated), model_state),
+    )

@@ -1,37 +1,41 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.layout.sharding import Layout
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.sharding import Layout, path_name
 from jaxtrain.models.model import Model, ModelState, Params
-from jaxtrain.models.sharded import with_sharding
-from jaxtrain.models.task import Batch
+from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
+from jaxtrain.models.task import Batch, Task
+from jaxtrain.models.tasks import named_task
+from jaxtrain.optim.rate import rate_of
 from jaxtrain.parallel.stage import check_branches
-from jaxtrain.precision.policy import Policy
-from jaxtrain.runtime.compiler import CompilerOptions, Value, compile_lowered, record_choices
+from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
+from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
 from jaxtrain.runtime.host import give_back_free_memory
-from jaxtrain.train import given_state
+from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.batch import BatchFeed, BatchSource
-from jaxtrain.train.checks import random_key
+from jaxtrain.train.checks import check_parts, random_key
 from jaxtrain.train.first_state import FirstState
-from jaxtrain.train.given_params import path_given
-from jaxtrain.train.gradient_program import compile_gradients
-from jaxtrain.train.optimizer_arguments import check_optimizer_state
-from jaxtrain.train.option_checks import check_compiled
-from jaxtrain.train.parallelism import microbatches
-from jaxtrain.train.placement import state_on_host, state_shardings
-from jaxtrain.train.program import StepProgram, create_state, first_optimizer_state, take_step
-from jaxtrain.train.separate_rows import check_separate_rows
+from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline, microbatches
+from jaxtrain.train.program import StepProgram, create_state, find_gradients, take_step
+from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.start import accept_start
-from jaxtrain.train.state import TrainState
-from jaxtrain.train.update import MeanGradients, Metrics
+from jaxtrain.train.state import TrainState, select_leaves, state_on_host, state_shardings
+from jaxtrain.train.update import MeanGradients, Metrics, StepSettings
 
 
 class TrainStep:
@@ -50,10 +54,7 @@ class TrainStep:
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_shardings: those shardings.
         state_on_host: a `TrainState` that says of each array whether it is kept in the host's memory.
-        compiler_options: what every program of the step is compiled with, however it comes about; and what is tried
-            for the step itself, where `compile` or a run compiles it.
-        compiled_with: name -> value of each option that the program that runs was compiled with.
-        initial_state: what is remembered of the last state from `init`.
+        compiler_options: what every program of the step is compiled with.
         last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the program that runs was traced, and why, one line per operation ("attention:
             cudnn"); empty before `compile`, `use` or the first step.
@@ -75,32 +76,28 @@ class TrainStep:
         divided = microbatches(program.pipeline, program.settings.accumulation_steps)
         self.feed = BatchFeed(self.sharded_model, self.task, divided)
         self.compiler_options = compiler_options
-        self.compiled_with: Mapping[str, Value] = {**compiler_options.used}
 
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
             return create_state(program, key, params=params, model_state=model_state)
 
         # One function for both uses: jax then traces it once.
         shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
-        check_optimizer_state(shapes.optimizer_state)
         offload = program.settings.offload_optimizer
         self.state_shardings: TrainState = state_shardings(shapes, self.sharded_model, offload_optimizer=offload)
         self.state_on_host: TrainState = state_on_host(shapes, offload_optimizer=offload)
         self.abstract_state: TrainState = jax.tree.map(with_sharding, shapes, self.state_shardings)
         self._first_state = FirstState(create, self.abstract_state, self.state_shardings)
         self._jitted = self._make_jitted()
-        self._find_gradients = compile_gradients(program, self.state_shardings, compiler_options)
+        self._gradients = self._make_gradients()
+        self._compiled_gradients: dict[str, jax.stages.Compiled] = {}
         self._compiled: jax.stages.Compiled | None = None
-        self._compiled_for: given_state.LeafShapes = {}
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
         # all threads while an earlier one still waits in a collective, and XLA aborts after 40 s (jax 0.10.2, 0.12.0).
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
-        self._checked_rows = False
         self._has_run = False
         self.choices: tuple[str, ...] = ()
         self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
-        self.initial_state: given_state.InitialState | None = None
 
     def __repr__(self) -> str:
         compiled = "" if self._compiled is None else ", compiled"
@@ -165,18 +162,13 @@ class TrainStep:
         """
         key = random_key(seed, self.abstract_state.key)
         trains = self.program.settings.trainable
+        params = os.fspath(params) if isinstance(params, os.PathLike) else params
         start = accept_start(
-            path_given(params), model_state, skip, sharded_model=self.sharded_model, trains=trains, adapter=adapter
+            params, model_state, skip, sharded_model=self.sharded_model, trains=trains, adapter=adapter
         )
         state = self._first_state(key, start)
         give_back_free_memory()  # what reading took beside the arrays
-        self.initial_state = given_state.remember(state, reads_parameters=self._optimizer_reads_parameters)
         return state
-
-    def _optimizer_reads_parameters(self) -> bool:
-        return given_state.reads_numbers(
-            lambda params: first_optimizer_state(self.program, params), self.abstract_state.params
-        )
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
@@ -225,7 +217,6 @@ class TrainStep:
             dict(batch),
             shardings,
         )
-        self._check_rows(batch)
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
         return self._make_jitted().trace(self.abstract_state, specs)
 
@@ -236,33 +227,21 @@ class TrainStep:
         """
         with record_choices() as choices:
             lowered = self.lower(batch)
-        taken = compile_lowered(lowered, self.compiler_options.tried)
-        return self.use(taken.compiled, choices=[*choices, *taken.lines], tried=taken.tried)
+        return self.use(lowered.compile(), choices=choices)
 
-    def use(
-        self,
-        compiled: jax.stages.Compiled,
-        *,
-        choices: Sequence[str] | None = None,
-        tried: Mapping[str, Value] | None = None,
-    ) -> jax.stages.Compiled:
+    def use(self, compiled: jax.stages.Compiled, *, choices: Sequence[str] | None = None) -> jax.stages.Compiled:
         """Make later calls run this compiled program (the result of `lower(batch).compile(...)`).
 
         Args:
             compiled: takes a state and a batch.
             choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
-            tried: options of `compiler_options.tried` that it was compiled with; None: none.
 
         Raises:
-            ConfigError: something that is no compiled step, or a pipeline stage that would wait for other stages for
-                ever.
+            ConfigError: a pipeline stage would wait for other stages for ever.
         """
-        check_compiled(compiled)
         if self.pipeline is not None:
             check_branches(compiled.as_text() or "", self.layout)
-        arguments, _ = compiled.args_info
-        self._compiled, self._compiled_for = compiled, given_state.leaf_shapes(arguments[1])
-        self.compiled_with = {**self.compiler_options.used, **(tried or {})}
+        self._compiled = compiled
         give_back_free_memory()
         self.choices = self.choices if choices is None else tuple(choices)
         return compiled
@@ -280,17 +259,15 @@ class TrainStep:
             task's metrics, `learning_rate` and `loss_scale` where there is one.
 
         Raises:
-            ConfigError: a state or batch that was donated before, or that does not fit this step.
+            ConfigError: a state that was given to an earlier step, or a batch that does not divide.
+            TypeError: another shape than the step was compiled for.
         """
         state, batch = self._accept(state, batch)
-        if self._compiled is not None:
-            given_state.check_batch_shapes(batch, self._compiled_for)
         if self._compiled is None and self.pipeline is not None:
             self.compile(batch)  # checked, as a program compiled on the way would not be
         if self._compiled is not None:
             new_state, self._last_metrics = self._compiled(state, batch)
         else:
-            self._check_rows(batch)
             with record_choices() as choices:
                 if not self._has_run:
                     # The call below finds this program; what compiling took is given back before it runs.
@@ -323,25 +300,25 @@ class TrainStep:
             >>> norm = optax.tree.norm(found.tree)
         """
         state, batch = self._accept(state, batch)
-        self._check_rows(batch)
-        found = self._find_gradients(state, batch)
+        run: Any = self._gradients
+        if self.pipeline is not None:
+            shapes = str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), dict(batch)))
+            if shapes not in self._compiled_gradients:
+                run = self._gradients.lower(state, batch).compile()
+                check_branches(run.as_text() or "", self.layout)  # stages that would wait for each other for ever
+                self._compiled_gradients[shapes] = run
+            run = self._compiled_gradients[shapes]
+        found = run(state, batch)
         if self._one_at_a_time:
             jax.block_until_ready(found)
         return found
 
-    def _check_rows(self, batch: Mapping[str, Any]) -> None:
-        """Raise where microbatches would change the loss in silence; tried once."""
-        if not self._checked_rows:
-            check_separate_rows(self.program, batch)
-            self._checked_rows = True
-
     def _accept(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """State and batch on the mesh, once they are known to fit and no other step is in flight that must not be."""
-        state = given_state.accept_state(
-            state, wanted=self.abstract_state, initial=self.initial_state, last=self.last_state()
-        )
+        """State and batch on the mesh, once no other step is in flight that must not be."""
+        if state is not self.last_state():
+            check_not_donated(state)
+            state = _placed_state(state, self.abstract_state)
         self.feed.check(batch)
-        given_state.check_batch_not_deleted(batch)
         if not self.feed.is_placed(batch):
             batch = self.place(batch)
         if self._one_at_a_time:
@@ -360,6 +337,149 @@ class TrainStep:
             out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
             compiler_options={**self.compiler_options.used} or None,
         )
+
+    def _make_gradients(self) -> Any:
+        program, replicated = self.program, NamedSharding(self.mesh, PartitionSpec())
+        trained: Any = select_leaves(self.state_shardings.params, program.settings.trainable)
+        return jax.jit(
+            lambda state, batch: find_gradients(program, state, batch),
+            out_shardings=MeanGradients(trained, *[replicated] * 3),  # pyright: ignore[reportArgumentType]
+            compiler_options={**self.compiler_options.used} or None,
+        )
+
+
+def make_train_step(
+    model: Model,
+    task: Task | str,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    policy: str | Policy = "fp32",
+    accumulation_steps: int = 1,
+    clip_norm: float | None = None,
+    ema_decay: float | None = None,
+    trainable: Callable[[str], bool] | None = None,
+    learning_rate: optax.Schedule | float | None = None,
+    loss_scaling: LossScaling | None = None,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
+    parallelism: Parallelism | None = None,
+    compiler_options: Mapping[str, Value] | None = None,
+    offload_optimizer: bool = False,
+    spikes: SpikeRule | None = None,
+) -> TrainStep:
+    """A train step for any model, task and optimizer, on any mesh.
+
+    Args:
+        model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
+        task: what outputs are compared with; or its name: "classification", "mae".
+        optimizer: any optax transformation, already made with its learning rate.
+        mesh: from `make_mesh`; None: all devices on the `data` axis.
+        policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
+        accumulation_steps: microbatches per step; results equal those of one large batch, except that batch
+            statistics are those of each (global) microbatch.
+        clip_norm: largest global norm of the gradient; None: no clipping.
+        ema_decay: keep a moving average of the parameters and of model_state (batch statistics); evaluation uses the
+            average. The decay after t updates is min(ema_decay, (1 + t) / (10 + t)).
+        trainable: parameter path -> whether it is trained, True for some and False for others; None: all are, or of
+            an adapted model its adapters.
+        learning_rate: the rate that the metrics show, which does not change the optimizer; None: that of the optimizer,
+            where it can be read from its chain or from `optax.inject_hyperparams`.
+        loss_scaling: how the fp16 loss scale moves.
+        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
+            replaces the default.
+        parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
+        compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler.py`.
+        offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
+        spikes: when a finite step leaves the state as it was, as one that is not finite does; None: never.
+
+    Returns:
+        A `TrainStep`.
+
+    Raises:
+        ConfigError: sizes that the mesh does not divide, too many replicated bytes, or a setting that would have no
+            effect on this model.
+
+    Example:
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), clip_norm=1.0)
+        >>> state = step.init(0)
+        >>> state, metrics = step(state, {"inputs": np.ones((8, 4), np.float32), "targets": np.arange(8) % 3})
+    """
+    task = named_task(task)
+    check_parts(model=model, task=task, optimizer=optimizer)
+    if accumulation_steps < 1 or (clip_norm is not None and clip_norm <= 0) or not 0 <= (ema_decay or 0) < 1:
+        raise ConfigError(
+            f"accumulation_steps={accumulation_steps}, clip_norm={clip_norm}, ema_decay={ema_decay}; use a whole "
+            "number from 1, a number above 0 (None: no clipping) and one from 0 to below 1"
+        )
+    if task.calls_model and task.rows == "global" and accumulation_steps > 1:
+        raise ConfigError(
+            f"task {task.name!r} calls the model and wants all rows, which microbatches cannot; write Task(name, loss, "
+            "rows='global') with loss(outputs, batch), or use accumulation_steps=1"
+        )
+    if trainable is None and model.adapted is not None and model.adapted.lora is not None:
+        trainable = model.adapted.trains
+    mesh = make_mesh() if mesh is None else mesh
+    parallelism = parallelism or Parallelism()
+    layout = make_layout(model, task, mesh, parallelism, rules)
+    policy = get_policy(policy)
+    check_sums(policy, mesh, backward=True)
+    if learning_rate is not None and not callable(learning_rate):
+        learning_rate = optax.constant_schedule(learning_rate)
+    settings = StepSettings(
+        accumulation_steps=accumulation_steps,
+        clip_norm=None if clip_norm == math.inf else clip_norm,
+        ema_decay=ema_decay,
+        trainable=trainable,
+        learning_rate=learning_rate or rate_of(optimizer),
+        loss_scaling=loss_scaling or LossScaling(),
+        parallelism=parallelism,
+        offload_optimizer=offload_optimizer,
+        sliced_norm=mesh.size == 1 and mesh.devices.flat[0].platform == "cpu",
+        spikes=spikes,
+    )
+    pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
+    updates = mesh.size == 1 or model.convolutional
+    options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, updates=updates)
+    sharded_model = place_model(
+        model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
+    )
+    if trainable is not None and not trained_paths(sharded_model.abstract_params, trainable):
+        raise ConfigError(f"trainable selects no parameter of {model.name}; leave one to train")
+    if pipeline is not None:
+        pipeline = replace(pipeline, layout=sharded_model.layout)
+    return TrainStep(StepProgram(sharded_model, task, optimizer, settings, pipeline), options)
+
+
+def check_not_donated(state: Any) -> None:
+    """Raise where arrays of a state are gone, which ends the process on several devices.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    gone = first_deleted(state)
+    if gone is not None:
+        raise ConfigError(
+            f"this state was given to an earlier step, which takes over its arrays ({gone} is deleted); go on with "
+            "what the step returns: state, metrics = step(state, batch)"
+        )
+
+
+def _placed_state(state: TrainState, wanted: TrainState) -> TrainState:
+    """A state of jax or NumPy arrays, anywhere, as a step takes it over; containers (a list for a tuple) may differ."""
+    leaves, structure = jax.tree.flatten(wanted)
+    placed = []
+    for (path, leaf), like in zip(jax.tree_util.tree_leaves_with_path(state), leaves, strict=True):
+        if jnp.shape(leaf) != like.shape:
+            shapes = f"{list(jnp.shape(leaf))}, wanted is {list(like.shape)}"
+            raise ConfigError(f"the state does not fit this step: {path_name(path)} is {shapes}")
+        if not isinstance(leaf, jax.Array):
+            # A copy first: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax 0.10.2).
+            leaf = jax.device_put(np.array(leaf, like.dtype), like.sharding)
+        elif leaf.sharding != like.sharding:
+            # Moving may share the buffer of a device that both have; donating it would take the user's array along.
+            leaf = jnp.copy(jax.device_put(leaf, like.sharding))
+        placed.append(leaf)
+    return jax.tree.unflatten(structure, placed)
 
 
 def _on_device(dtype: Any) -> Any:

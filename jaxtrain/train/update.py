@@ -1,6 +1,8 @@
 """From gradients to the next state: clipping, the optimizer, the moving average, the guard against bad steps."""
 
-from collections.abc import Callable
+import functools
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +13,24 @@ import optax
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.models.metrics import MACRO
+from jaxtrain.models.model import Params
 from jaxtrain.models.task import Sums, divisor
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.optim.rate import injected, rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats
-from jaxtrain.train.gradient_norm import gradient_norm
-from jaxtrain.train.optimizer_arguments import MeanLoss, extra_arguments, update_optimizer
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.state import TrainState, floating_leaves, merge_leaves
 
 Metrics = dict[str, jax.Array]
+# Trained parameters, float32 -> mean loss of the step's batch, float32 [].
+MeanLoss = Callable[[Params], jax.Array]
+# Python's words for a keyword that a function does not know.
+_UNWANTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+# Arrays of fewer elements are summed in microseconds.
+_LARGE = 2**16
+_SLICES = 16
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,8 @@ def update_state(
         # In float32 as everything the optimizer reads: weight decay of bf16 parameters is rounded with the rest of the
         # update, not before.
         read = cast_floats(trained, jnp.float32)
-        extra = extra_arguments(loss, grad, mean_loss)
-        updates, moved = update_optimizer(optimizer, updates, optimizer_state, read, extra)
+        extra = _extra_arguments(loss, grad, mean_loss)
+        updates, moved = _update_optimizer(optimizer, updates, optimizer_state, read, extra)
         moved = keep(moved, optimizer_state, accepted)
         return keep(optax.apply_updates(trained, updates), trained, accepted), moved
 
@@ -167,6 +175,71 @@ def update_state(
     if state.loss_scale is not None:
         metrics["loss_scale"] = state.loss_scale.scale
     return new_state, metrics
+
+
+def _extra_arguments(value: jax.Array, grad: Params, mean_loss: MeanLoss) -> dict[str, Any]:
+    """What optimizers of optax may read besides gradients, state and parameters, by the names that optax has for it.
+
+    Args:
+        value: float32 [], the mean loss of the batch.
+        grad: its gradient, float32, before clipping.
+        mean_loss: the same loss at other parameters; costs nothing where it is not called.
+
+    Returns:
+        `value`, `grad`, `value_fn` (line searches), `obj_fn` (Sophia) and `grad_fn` (SAM in one step).
+    """
+
+    # Line searches of optax raise where an argument is none of theirs and none of the function's.
+    def value_fn(params: Params, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
+        del obj_fn, grad_fn
+        return mean_loss(params)
+
+    def grad_fn(params: Params, index: int) -> Params:
+        del index
+        return jax.grad(mean_loss)(params)
+
+    return {"value": value, "grad": grad, "value_fn": value_fn, "obj_fn": mean_loss, "grad_fn": grad_fn}
+
+
+def _update_optimizer(
+    optimizer: optax.GradientTransformation, gradients: Params, state: Any, params: Params, extra: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Updates and next state of an optimizer, which is given of `extra` what it accepts."""
+    update, given = optax.with_extra_args_support(optimizer).update, dict(extra)
+    while True:
+        try:
+            return update(gradients, state, params, **given)
+        except TypeError as error:
+            # Some of optax, also deep inside a chain, take one of these names and no other.
+            unwanted = _UNWANTED.search(str(error))
+            if unwanted is None or unwanted[1] not in given:
+                raise
+            del given[unwanted[1]]
+
+
+def gradient_norm(tree: Any, *, sliced: bool) -> jax.Array:
+    """Compute the root of the sum of all squares, float32 [].
+
+    XLA on CPU writes the squares of an array to memory and adds them in three further kernels, on which a step of
+    ResNet-50 spent a fifth of its time. Sixteen slices of an array, whose squares are added to one another first, are
+    read once (docs/benchmarks.md has both times).
+
+    Args:
+        tree: gradients, float32, or complex64 where parameters are complex.
+        sliced: whether large arrays are added up in slices, for arrays that are on one device.
+    """
+    leaves = jax.tree.leaves(tree)
+    if not sliced or not leaves:
+        return optax.tree.norm(tree)
+    return jnp.sqrt(functools.reduce(jnp.add, map(_sum_of_squares, leaves)))
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    x = x if not jnp.iscomplexobj(x) else jnp.stack([x.real, x.imag])
+    if x.size < _LARGE or x.size % _SLICES:
+        return jnp.sum(jnp.square(x))
+    parts = jax.lax.split(x.reshape(_SLICES, -1), (1,) * _SLICES)
+    return jnp.sum(functools.reduce(jnp.add, map(jnp.square, parts)))
 
 
 @jax.tree_util.register_dataclass

@@ -25,9 +25,8 @@ from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import updates_elementwise
 from jaxtrain.optim.update_slices import num_slices
 from jaxtrain.runtime.compiler import record_choices
-from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.step import TrainStep
+from jaxtrain.train.step import TrainStep, make_train_step
 
 RNG = np.random.default_rng(0)
 BATCH = {"inputs": RNG.normal(size=(8, 64)).astype(np.float32), "targets": np.arange(8, dtype=np.int32)}

@@ -25,9 +25,8 @@ from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.step import TrainStep
+from jaxtrain.train.step import TrainStep, make_train_step
 
 STEPS = 6
 

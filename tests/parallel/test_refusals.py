@@ -15,8 +15,8 @@ from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.parallel.stage import check_branches
-from jaxtrain.train.make_step import make_train_step
-from jaxtrain.train.parallelism import Parallelism, pipeline_notes
+from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.step import make_train_step
 
 CHUNKED = dict(schedule="interleaved_1f1b")
 SIX = dict(num_experts=6, experts_per_token=2)
@@ -76,11 +76,6 @@ def test_one_line_with_what_works(row: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build(degrees, options, accumulation)
     assert "\n" not in str(caught.value)
-
-
-def test_fewer_microbatches_than_stages_is_allowed_and_said() -> None:
-    (note,) = pipeline_notes(make_step(CASES["transformer"], layout_of(pipe=4), 2).pipeline)
-    assert "parallel.microbatches=16 would idle less" in note
 
 
 def test_a_carry_of_integers_is_refused() -> None:

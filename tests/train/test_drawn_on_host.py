@@ -15,7 +15,7 @@ import jaxtrain as jt
 from jaxtrain.models.host_draws import CannotFollowError, follow
 from jaxtrain.models.initializers import normal
 from jaxtrain.train.first_state import FirstState
-from jaxtrain.train.given_params import paths_of
+from jaxtrain.train.state import paths_of
 
 # The embedding of 270,000 numbers takes more than one block.
 TRANSFORMER = {"kind": "transformer", "embed_dim": 64, "num_heads": 2, "mlp_dim": 32, "num_layers": 2}

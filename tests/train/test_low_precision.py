@@ -21,8 +21,7 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling, regression
 from jaxtrain.precision.kernels import QuantizedKernel
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.make_step import make_train_step
-from jaxtrain.train.step import TrainStep
+from jaxtrain.train.step import TrainStep, make_train_step
 
 STEPS, ROWS, LENGTH = 50, 8, 32
 SIZES = ["model.num_layers=2", "model.embed_dim=64", "model.num_heads=2", "model.mlp_dim=128"]

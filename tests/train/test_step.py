@@ -24,9 +24,8 @@ from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.precision.policy import LossScaling
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.make_step import make_train_step
 from jaxtrain.train.program import take_step
-from jaxtrain.train.step import TrainStep
+from jaxtrain.train.step import TrainStep, make_train_step
 
 RNG = np.random.default_rng(0)
 CENTERS = RNG.normal(size=(4, 8)).astype(np.float32)

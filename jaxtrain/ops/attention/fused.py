@@ -116,7 +116,8 @@ def _kernel(heads: int, length: int, form: AttentionForm, *, interpret: bool) ->
         size for size in range(SPLASH_LANES, min(length, _LARGEST_BLOCK) + 1, SPLASH_LANES) if length % size == 0
     )
     tiles = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes = splash.BlockSizes(**{f"block_{tile}": block for tile in tiles})
+    named: Any = {f"block_{tile}": block for tile in tiles}
+    sizes = splash.BlockSizes(**named)
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=sizes,

@@ -68,7 +68,6 @@ def refusal(kernel: str, q_BLHK: Array, k_BLGK: Array, segments_BL: Segments, fo
     # Compile-only devices of some versions of jax have no such attribute.
     major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")
     capability = (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
-    is_shared = kernel in ("cudnn", "splash") and layout is not None
     case = AttentionCase(
         device.platform,
         q_BLHK.dtype.name,
@@ -76,7 +75,9 @@ def refusal(kernel: str, q_BLHK: Array, k_BLGK: Array, segments_BL: Segments, fo
         q_BLHK.shape[-1],
         form,
         packed=segments_BL is not None,
-        divides=not is_shared or (divides(layout, q_BLHK, *QUERIES) and divides(layout, k_BLGK, *KEYS)),
+        divides=kernel not in ("cudnn", "splash")
+        or layout is None
+        or (divides(layout, q_BLHK, *QUERIES) and divides(layout, k_BLGK, *KEYS)),
         capability=capability,
         hopper_here=capability is not None and capability >= _HOPPER and jax.default_backend() == "gpu",
     )
