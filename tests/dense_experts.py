@@ -6,7 +6,7 @@ Shapes: B batch, L sequence, D embed, F hidden width, E experts, K experts per t
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops.activation import gelu
+from jaxtrain.ops.elementwise import gelu
 from jaxtrain.ops.experts.compute import Kernels
 
 

@@ -24,8 +24,8 @@ from jaxtrain.interop.formats.transforms import Transform
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.sharding import path_name
+from jaxtrain.precision.kernels import quantize_kernel
 from jaxtrain.precision.nf4 import quantize_nf4
-from jaxtrain.precision.quantized import quantize_kernel
 from jaxtrain.runtime.devices import usable_cores
 
 Position = tuple[int, ...]

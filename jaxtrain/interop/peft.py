@@ -33,7 +33,7 @@ from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model, Params
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel
 from jaxtrain.runtime.distributed import on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 

@@ -40,7 +40,7 @@ from jaxtrain.models.shipped.shapes import (
     stem_shape,
     structure_of,
 )
-from jaxtrain.ops.attention.blocks import visible_pairs
+from jaxtrain.ops.attention.rules import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
 _HEAD = 3

@@ -30,10 +30,8 @@ from jaxtrain.models.model import (
     by_row_as,
     parameter_shapes,
 )
-from jaxtrain.precision.kernels import is_kernel, is_quantized
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel, QuantizedKernel, is_kernel, is_quantized, quantize_kernel
 from jaxtrain.precision.nf4 import Nf4Kernel, dequantize, quantize_nf4
-from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel
 
 FORMATS = ("int8", "int8_dynamic", "nf4")
 """Number formats that `quantize` stores kernels in."""

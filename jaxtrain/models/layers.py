@@ -15,9 +15,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.rope import longrope_factor
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import Initializer
-from jaxtrain.ops.dropout import drop_by_row
+from jaxtrain.ops.elementwise import aligned, drop_by_row
 from jaxtrain.ops.linear import linear
-from jaxtrain.ops.ranks import aligned
 
 
 class Linear(nnx.Module):

@@ -28,8 +28,7 @@ from jaxtrain.layout.stack_sums import hide_stack_sums
 from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, drawn_shapes, key_for
 from jaxtrain.ops.linear import use_linear_format
 from jaxtrain.precision.kernels import is_quantized
-from jaxtrain.precision.policy import Policy, cast_floats
-from jaxtrain.precision.sums import check_sums
+from jaxtrain.precision.policy import Policy, cast_floats, check_sums
 
 
 @contextlib.contextmanager

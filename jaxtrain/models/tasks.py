@@ -29,8 +29,7 @@ from jaxtrain.models.task import (
     num_classes,
 )
 from jaxtrain.ops.loss.blocks import Logits
-from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums
-from jaxtrain.ops.loss.right import weight_of_right
+from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums, weight_of_right
 from jaxtrain.runtime.call import call_function, described
 
 # Of one number per target.

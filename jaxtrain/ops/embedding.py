@@ -7,20 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import Array
 
-from jaxtrain.config.arguments import refusal
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides, run_manually, spec_of, vary_alike, vary_like
 from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, has_parts, use_and_add
 from jaxtrain.layout.sharding import current_layout
 
 
-def _take(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
+def _take(table_VD: Array, indices_BL: Array) -> Array:
     return jnp.take(table_VD, indices_BL, axis=0, mode="clip")
 
 
-def _take_late(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
+def _take_late(table_VD: Array, indices_BL: Array) -> Array:
     """`_take`, whose gradient is not allocated before there are rows to add to it.
 
     The gradient of a table begins as zeros, which depend on nothing: a compiler may make them before the backward pass
@@ -28,13 +26,13 @@ def _take_late(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
     """
 
     @jax.custom_vjp
-    def take(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
+    def take(table_VD: Array, indices_BL: Array) -> Array:
         return _take(table_VD, indices_BL)
 
-    def forward(table_VD: jax.Array, indices_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def forward(table_VD: Array, indices_BL: Array) -> tuple[Array, Array]:
         return _take(table_VD, indices_BL), indices_BL
 
-    def backward(indices_BL: jax.Array, rows_BLD: jax.Array) -> tuple[jax.Array, None]:
+    def backward(indices_BL: Array, rows_BLD: Array) -> tuple[Array, None]:
         zero, rows_BLD = jax.lax.optimization_barrier((vary_like(jnp.zeros((), rows_BLD.dtype), rows_BLD), rows_BLD))
         start_VD = jnp.broadcast_to(zero, table_VD.shape)
         clipped_BL = jnp.clip(indices_BL, 0, table_VD.shape[0] - 1)
@@ -44,21 +42,14 @@ def _take_late(table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
     return take(*vary_alike(table_VD, indices_BL))
 
 
-def _adds_rows(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -> bool:
-    """Whether the gradients of rows are added to the sum of the table's, without a gradient of the table."""
-    # What is sent are rows in the dtype of the table, instead of the table in float32.
-    fewer = indices_BL.size * table_VD.dtype.itemsize <= 4 * table_VD.shape[0]
-    return found.dim is None or (found.dim == 1 and fewer)
-
-
-def _take_and_add(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -> jax.Array:
+def _take_and_add(found: SumOfUse, table_VD: Array, indices_BL: Array) -> Array:
     """`_take`, which adds the gradients of the rows to the sum of the table's gradient.
 
     Where a device keeps some columns of the sum, it gets these of the rows of all devices: each sends what its own rows
     have, and a gradient of the size of the table is nowhere.
     """
 
-    def pull(arguments: Any, rows_BLD: jax.Array, total: jax.Array, factors: Factors) -> tuple[None, jax.Array]:
+    def pull(arguments: Any, rows_BLD: Array, total: Array, factors: Factors) -> tuple[None, Array]:
         ids_T = jnp.clip(arguments[1].reshape(-1), 0, table_VD.shape[0] - 1)
         rows_TD = rows_BLD.reshape(-1, rows_BLD.shape[-1])
         if found.dim is not None:
@@ -70,19 +61,7 @@ def _take_and_add(found: SumOfUse, table_VD: jax.Array, indices_BL: jax.Array) -
     return use_and_add(found, lambda arguments: _take(*arguments), pull, (table_VD, indices_BL))
 
 
-def _check_call(table: Any, indices: Any, rows: Any) -> None:
-    """Raise where the arguments of `embedding_lookup` are of another kind, or swapped."""
-    write = "embedding_lookup(table, ids, rows='vocab') with table [V, D] and ids [B, L]"
-    for name, takes, value, ndim, kind in (
-        ("table", "a float array [V, D]", table, 2, jnp.floating),
-        ("indices", "integers [B, L]", indices, 2, jnp.integer),
-    ):
-        is_array = isinstance(value, jax.Array | np.ndarray)
-        if not is_array or value.ndim != ndim or not jnp.issubdtype(value.dtype, kind):
-            raise ConfigError(refusal(f"embedding_lookup: {name}", takes, value, write))
-
-
-def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | None) -> jax.Array:
+def embedding_lookup(table_VD: Array, indices_BL: Array, *, rows: str | None) -> Array:
     """Look up rows of a table; an index outside the table gives its first or last row.
 
     Where the rows are sharded over `tensor`, a device gives zeros for rows that it does not hold, and the sum over
@@ -98,19 +77,17 @@ def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | 
     Returns:
         [B, L, D] in the dtype of the table.
 
-    Raises:
-        ConfigError: the table is no float array [V, D], or the indices are no integers [B, L].
-
     Example:
         >>> table, ids = jnp.arange(8.0).reshape(4, 2), jnp.array([[0, 3]])
         >>> jt.embedding_lookup(table, ids, rows="vocab").tolist()
         [[[0.0, 1.0], [6.0, 7.0]]]
     """
-    _check_call(table_VD, indices_BL, rows)
     # Sizes of the table may not fit into ids of 8 or 16 bits, with which they are compared.
-    indices_BL = indices_BL.astype(jnp.int32) if jnp.issubdtype(indices_BL.dtype, jnp.integer) else indices_BL
+    indices_BL = indices_BL.astype(jnp.int32)
     found = find_sum(table_VD)
-    if found is not None and _adds_rows(found, table_VD, indices_BL):
+    # Sent are rows in the dtype of the table, where those are fewer bytes than the table in float32.
+    fewer = indices_BL.size * table_VD.dtype.itemsize <= 4 * table_VD.shape[0]
+    if found is not None and (found.dim is None or (found.dim == 1 and fewer)):
         return _take_and_add(found, table_VD, indices_BL)
     layout = current_layout()
     batch = None if indices_BL.shape[0] == 1 else "batch"
@@ -121,7 +98,7 @@ def embedding_lookup(table_VD: jax.Array, indices_BL: jax.Array, *, rows: str | 
     # Where gradients are scattered in every microbatch, memory counts, and nothing is differentiated forward.
     take = _take_late if has_parts() else _take
 
-    def local(table: jax.Array, indices: jax.Array) -> jax.Array:
+    def local(table: Array, indices: Array) -> Array:
         if not sharded:
             return take(table, indices)
         own = jnp.clip(indices, 0, table_VD.shape[0] - 1) - jax.lax.axis_index(table_spec[0]) * table.shape[0]

@@ -8,11 +8,22 @@ from dataclasses import dataclass, replace
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.models.shipped.shapes import Structure
-from jaxtrain.ops.attention.blocks import block_size, computed_share, pairs_at_once, visible_pairs
-from jaxtrain.ops.attention.context_rules import ContextCase, check_context_length, choose_context_way
-from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.ops.attention.kernel_rules import ELSEWHERE, ORDER, AttentionCase, choose_kernel, refusal
-from jaxtrain.ops.attention.ring_blocks import score_elements
+from jaxtrain.ops.attention.rules import (
+    ELSEWHERE,
+    ORDER,
+    AttentionCase,
+    AttentionForm,
+    ContextCase,
+    block_size,
+    check_context_length,
+    choose_context_way,
+    choose_kernel,
+    computed_share,
+    pairs_at_once,
+    refusal,
+    score_elements,
+    visible_pairs,
+)
 from jaxtrain.plan.targets import Target
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 

@@ -11,7 +11,7 @@ from jaxtrain.config.model import ResNetConfig
 from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.models.shipped.shapes import Stack
-from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.plan.attention import attention_forms, context_way
 from jaxtrain.plan.experts import exchanged_bytes
 from jaxtrain.plan.state import Parameter, local_size

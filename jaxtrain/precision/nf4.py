@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.nf4 import (
     BLOCK,
     LEVELS,
-    MOST_BLOCKS,
     NESTED_BLOCK,
     SMALLEST,
     check_inputs,
@@ -55,12 +53,7 @@ class Nf4Kernel:
         return (*self.codes.shape[:place], *self.inputs, *self.codes.shape[place + 1 :])
 
     def reshape(self, num_inputs: int, num_outputs: int) -> "Nf4Kernel":
-        """Returns a kernel without stack dims as a matrix [D, F].
-
-        Args:
-            num_inputs: D, the product of the input dims.
-            num_outputs: F, the product of the output dims.
-        """
+        """Returns a kernel without stack dims as a matrix [D, F]."""
         codes, absmax = self.codes.reshape(-1, num_outputs), self.absmax.reshape(-1, num_outputs)
         return Nf4Kernel(codes, absmax, self.nested_absmax, self.offset, (num_inputs,), 1)
 
@@ -72,12 +65,11 @@ def quantize_nf4(kernel: jax.Array, num_input_dims: int, num_output_dims: int, *
 
     Args:
         kernel: [*stack, *D, *F], of any float dtype.
-        num_input_dims: Number of dims in `*D`.
-        num_output_dims: Number of dims in `*F`.
+        num_input_dims, num_output_dims: Numbers of dims in `*D` and `*F`.
         double: Whether the scales of the blocks are stored in 8 bits (4.127 bits per weight instead of 4.5).
 
     Raises:
-        ConfigError: I is odd, or the kernel has more blocks than are counted (a billion weights per layer).
+        ConfigError: I is odd.
     """
     first = kernel.ndim - num_output_dims - num_input_dims
     stack, inputs = kernel.shape[:first], kernel.shape[first : first + num_input_dims]
@@ -85,9 +77,6 @@ def quantize_nf4(kernel: jax.Array, num_input_dims: int, num_output_dims: int, *
     num_inputs, num_outputs = math.prod(inputs), math.prod(outputs)
     check_inputs(num_inputs, what=f"a kernel {list(kernel.shape)}")
     blocks = -(-num_inputs // BLOCK)
-    if blocks * num_outputs > MOST_BLOCKS:
-        raise ConfigError(f"a kernel {list(kernel.shape)} has {blocks * num_outputs} blocks; nf4 counts {MOST_BLOCKS}")
-
     x = kernel.reshape(*stack, num_inputs, *outputs).astype(jnp.float32)
     padding = [(0, 0)] * len(stack) + [(0, blocks * BLOCK - num_inputs)] + [(0, 0)] * len(outputs)
     x = jnp.pad(x, padding).reshape(*stack, blocks, BLOCK, *outputs)
@@ -128,7 +117,7 @@ def _quantize_magnitudes(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _mean_magnitude(absmax: jax.Array) -> jax.Array:
-    """The mean of float32 [*stack, n] in integers: `mean_magnitude` of `published.nf4_blocks`, in 32 bits each."""
+    """The mean of float32 [*stack, n] in integers: `mean_magnitude` of `interop.formats.nf4`, in 32 bits each."""
     count, largest = absmax.shape[-1], jnp.max(absmax, axis=-1)
     bits = jax.lax.bitcast_convert_type(absmax, jnp.uint32)
     exponent = bits >> 23

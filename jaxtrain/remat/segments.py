@@ -7,10 +7,7 @@ from dataclasses import dataclass
 class Segments:
     """`count` segments of `length` layers, and one of `rest` layers where they do not divide.
 
-    Attributes:
-        count: of full segments.
-        length: layers of each.
-        rest: layers of the last, shorter segment; 0: there is none.
+    A rest of 0: there is none.
     """
 
     count: int
@@ -32,11 +29,7 @@ def segment_layers(num_layers: int) -> Segments:
     """Choose the segments with the fewest block inputs at once (about 2 sqrt(N), Chen et al. 2016, section 4.3).
 
     Among equal ones it takes those without a rest, which compile one loop less, and then those with fewer segments:
-    their inputs are in memory while the loss is computed. 48 layers are 6 x 8, 7 are one of 4 and one of 3, 32 are
-    4 x 8.
-
-    Args:
-        num_layers: N.
+    their inputs are in memory while the loss is computed. 48 layers are 6 x 8, 32 are 4 x 8, 7 are 4 and 3.
     """
     candidates = [Segments(num_layers // n, n, num_layers % n) for n in range(1, num_layers + 1)]
     return min(candidates, key=lambda one: (one.live, one.rest > 0, one.total))

@@ -15,8 +15,7 @@ from jaxtrain.layout.sharding import parameter_spec, path_name
 from jaxtrain.models.adapters import quantized_kernel
 from jaxtrain.models.model import Params, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.precision.kernels import is_kernel, is_quantized
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel, is_kernel, is_quantized
 from jaxtrain.train.state import paths_of
 
 

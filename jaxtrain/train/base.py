@@ -14,7 +14,7 @@ from jaxtrain.checkpoint.digest import digests
 from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.errors import CheckpointError
 from jaxtrain.models.model import Model, Params
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel
 from jaxtrain.train.state import TrainState, merge_leaves, paths_of, select_leaves
 
 KEPT = "base"

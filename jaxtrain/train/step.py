@@ -23,8 +23,7 @@ from jaxtrain.models.task import Batch, Task
 from jaxtrain.models.tasks import named_task
 from jaxtrain.optim.rate import rate_of
 from jaxtrain.parallel.stage import check_branches
-from jaxtrain.precision.policy import LossScaling, Policy, get_policy
-from jaxtrain.precision.sums import check_sums
+from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
 from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
 from jaxtrain.runtime.host import give_back_free_memory
 from jaxtrain.runtime.tree import first_deleted

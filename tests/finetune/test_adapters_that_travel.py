@@ -14,7 +14,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.safetensors import map_tensor, read_header
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel
 
 INTEROP = Path(__file__).parent.parent / "interop"
 LLAMA, ADAPTER = INTEROP / "published" / "llama", INTEROP / "adapters" / "llama"

@@ -18,8 +18,7 @@ from jaxtrain.interop.formats.nf4 import pack_floats, packed_parts
 from jaxtrain.interop.formats.safetensors import map_tensor, open_folder, read_header, write_safetensors
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.weights import open_published
-from jaxtrain.precision.kernels import is_kernel
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel, is_kernel
 from jaxtrain.run.export import export_folder
 
 FOLDER = Path(__file__).parent / "published_nf4"

@@ -10,7 +10,7 @@ import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Task, task_sums
 from jaxtrain.models.tasks import classification, cross_entropy, language_modeling, regression
-from jaxtrain.ops.loss import right
+from jaxtrain.ops.loss import cross_entropy as losses
 
 
 def reference(logits, targets):
@@ -206,10 +206,10 @@ def test_accuracy_in_blocks_is_that_of_all_logits(monkeypatch):
     weights = np.where(TOKEN_TARGETS >= 0, RNG.random((2, 12)), 0).astype(np.float32)
     best = (HIDDEN @ KERNEL).argmax(-1)
     targets = np.where(RNG.random((2, 12)) < 0.5, best, 0).astype(np.int32)
-    whole = right.weight_of_right(deferred(), targets, weights)
+    whole = losses.weight_of_right(deferred(), targets, weights)
     for positions in (3, 5):  # 5 does not divide 12: blocks of 4
-        monkeypatch.setattr(right, "_BLOCK_BYTES", 4 * 2 * 32 * positions)
-        np.testing.assert_allclose(right.weight_of_right(deferred(), targets, weights), whole, rtol=1e-6)
+        monkeypatch.setattr(losses, "_BLOCK_BYTES", 4 * 2 * 32 * positions)
+        np.testing.assert_allclose(losses.weight_of_right(deferred(), targets, weights), whole, rtol=1e-6)
     np.testing.assert_allclose(whole, weights[best == targets].sum(), rtol=1e-6)  # float32 sums in another order
 
 

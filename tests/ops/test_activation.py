@@ -8,8 +8,8 @@ import pytest
 from jaxtrain.config.model import MLPConfig
 from jaxtrain.models.layers import Norm
 from jaxtrain.models.shipped.mlp import mlp
-from jaxtrain.ops.activation import gelu
 from jaxtrain.ops.attention.reference import capped
+from jaxtrain.ops.elementwise import gelu
 from jaxtrain.ops.experts.compute import Kernels, grouped_experts
 
 

@@ -13,11 +13,10 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
 from jaxtrain.ops.attention.blockwise import blockwise_attention, parts_of_batch
-from jaxtrain.ops.attention.cudnn import cudnn_attention, refusal
-from jaxtrain.ops.attention.form import CAUSAL, AttentionForm
+from jaxtrain.ops.attention.fused import cudnn_attention, splash_attention
 from jaxtrain.ops.attention.reference import reference_attention
-from jaxtrain.ops.attention.splash import splash_attention
-from jaxtrain.ops.attention.table import self_attention
+from jaxtrain.ops.attention.rules import CAUSAL, AttentionForm
+from jaxtrain.ops.attention.table import refusal, self_attention
 from jaxtrain.runtime.compiler import record_choices
 
 HEADS, HEAD_DIM = 4, 64
@@ -139,12 +138,12 @@ def test_splash(case):
 
 
 def test_cudnn_refuses_what_it_cannot_compute(monkeypatch):
-    monkeypatch.setattr("jaxtrain.ops.attention.cudnn.current_layout", lambda: _gpu())
-    monkeypatch.setattr("jaxtrain.ops.attention.cudnn.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("jaxtrain.ops.attention.table.current_layout", lambda: _gpu())
+    monkeypatch.setattr("jaxtrain.ops.attention.table.importlib.util.find_spec", lambda name: object())
     for name, case in CASES.items():
         q, k, _, segments = inputs(dataclasses.replace(case, dtype="bfloat16"))
         two_sided = case.form.window is not None and not case.form.causal
-        refused = refusal(q, k, segments, case.form) is not None
+        refused = refusal("cudnn", q, k, segments, case.form) is not None
         assert refused == (case.packed or case.form.softcap is not None or two_sided), name
 
 

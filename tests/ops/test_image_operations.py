@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.ops.images import batch_norm, convolution, max_pool
-from jaxtrain.ops.images.normalised_convolution import normalise_and_convolve
+from jaxtrain.ops import images
 
 # float32 sums of at most 2,304 products, in another order.
 RTOL = ATOL = 1e-4
@@ -57,8 +56,8 @@ def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
 def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
     x, kernel = drawn(2, side, side, inputs), drawn(size, size, inputs, outputs, seed=1)
     agree(
-        functools.partial(convolution.convolve, stride=stride),
-        lambda x, kernel: convolution.reference_convolve(x, kernel, stride),
+        functools.partial(images.convolve, stride=stride),
+        lambda x, kernel: images.reference_convolve(x, kernel, stride),
         x,
         kernel,
     )
@@ -67,9 +66,9 @@ def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
 def test_products_of_taps_are_rounded_once():
     dtype, bits = jnp.bfloat16, 8
     x, kernel = drawn(2, 2, 2, 16, dtype=dtype), drawn(3, 3, 16, 64, seed=1, dtype=dtype)
-    found = jax.jit(functools.partial(convolution.convolve, stride=1))(x, kernel)
+    found = jax.jit(functools.partial(images.convolve, stride=1))(x, kernel)
     assert found.dtype == dtype
-    exact = convolution.reference_convolve(x.astype(jnp.float32), kernel.astype(jnp.float32), 1)
+    exact = images.reference_convolve(x.astype(jnp.float32), kernel.astype(jnp.float32), 1)
     # Half of the last bit, and sums of 64 products in float32 in another order.
     np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=2.0**-bits, atol=1e-5)
 
@@ -79,15 +78,15 @@ def test_products_of_taps_are_rounded_once():
 )
 def test_batch_norm_is_the_plain_one(shape):
     arguments = (drawn(*shape), drawn(shape[-1], seed=1), drawn(shape[-1], seed=2))
-    agree(batch_norm.batch_norm, batch_norm.reference_batch_norm, *arguments)
+    agree(images.batch_norm, images.reference_batch_norm, *arguments)
 
 
 def test_batch_norm_of_bfloat16_sums_in_float32():
     x, scale, bias = drawn(4, 8, 8, 3, dtype=jnp.bfloat16), drawn(3, seed=1), drawn(3, seed=2)
     # One rounding to bfloat16 of numbers up to 8.
     agree(
-        lambda *a: batch_norm.batch_norm(*a)[0],
-        lambda *a: batch_norm.reference_batch_norm(*a)[0],
+        lambda *a: images.batch_norm(*a)[0],
+        lambda *a: images.reference_batch_norm(*a)[0],
         x,
         scale,
         bias,
@@ -108,7 +107,7 @@ def test_batch_norm_of_bfloat16_sums_in_float32():
 def test_max_pooling_is_the_plain_one(x):
     # The same numbers in other sums of at most four; bfloat16 rounds those.
     tolerance = 0.02 if x.dtype == jnp.bfloat16 else 1e-6
-    agree(max_pool.max_pool, max_pool.reference_max_pool, x, rtol=tolerance, atol=tolerance)
+    agree(images.max_pool, images.reference_max_pool, x, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -119,15 +118,16 @@ def test_norm_and_convolution_as_one_operation_are_the_plain_ones(size, stride):
     scale, bias = drawn(8, seed=2), drawn(8, seed=3)
 
     def plain(x, scale, bias, kernel):
-        y, mean, variance = batch_norm.reference_batch_norm(x, scale, bias)
-        return convolution.reference_convolve(jax.nn.relu(y), kernel, stride), mean, variance
+        y, mean, variance = images.reference_batch_norm(x, scale, bias)
+        return images.reference_convolve(jax.nn.relu(y), kernel, stride), mean, variance
 
-    fused = functools.partial(normalise_and_convolve, stride=stride)
+    fused = functools.partial(images.normalise_and_convolve, stride=stride)
     agree(fused, plain, x, scale, bias, kernel)
 
 
 def test_the_backward_pass_of_norm_and_convolution_keeps_one_array_of_the_images_size():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 6, 6, 8), (8,), (8,), (3, 3, 8, 4))]
-    pull = jax.eval_shape(lambda *a: jax.vjp(functools.partial(normalise_and_convolve, stride=1), *a)[1], *shapes)
+    fused = functools.partial(images.normalise_and_convolve, stride=1)
+    pull = jax.eval_shape(lambda *a: jax.vjp(fused, *a)[1], *shapes)
     size = shapes[0].size
     assert sum(leaf.size for leaf in jax.tree.leaves(pull) if leaf.size >= size) == size

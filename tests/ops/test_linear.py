@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.ops.linear import linear
-from jaxtrain.precision.quantized import QuantizedKernel, quantize_kernel, round_to_int8
+from jaxtrain.ops.low_precision import int8_matmul
+from jaxtrain.precision.kernels import QuantizedKernel, quantize_kernel, round_to_int8
 
 
 def test_rounding_is_within_half_a_step():

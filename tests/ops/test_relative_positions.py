@@ -7,11 +7,8 @@ import pytest
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.attention.blockwise import blockwise_attention
-from jaxtrain.ops.attention.context_rules import ContextCase, choose_context_way
-from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.ops.attention.kernel_rules import AttentionCase, refusal
-from jaxtrain.ops.attention.reference import reference_attention
-from jaxtrain.ops.attention.relative import bias_at, distance_bias, fold, unfold, whole_bias
+from jaxtrain.ops.attention.reference import bias_at, distance_bias, fold, reference_attention, unfold, whole_bias
+from jaxtrain.ops.attention.rules import AttentionCase, AttentionForm, ContextCase, choose_context_way, refusal
 
 # The bucket of each distance (key - query), counted by hand from the paper's rule: 8 buckets up to distance 16.
 _CAUSAL = {5: 0, 0: 0, -1: 1, -3: 3, -4: 4, -5: 4, -6: 5, -8: 6, -11: 6, -12: 7, -16: 7, -100: 7}

@@ -16,9 +16,8 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
 from jaxtrain.ops.attention.blockwise import blockwise_attention
 from jaxtrain.ops.attention.context import choose_context, context_attention
-from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.ops.attention.reference import attention, attention_mask, reference_attention
-from jaxtrain.ops.attention.ring_blocks import home, own_blocks, passing_blocks, score_elements
+from jaxtrain.ops.attention.rules import AttentionForm, home, own_blocks, passing_blocks, score_elements
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 32, 8, 4
 
@@ -37,7 +36,6 @@ def spread_attention(q, k, v, segments, form, layout, whole=reference_attention)
         segments,
         form=form,
         layout=layout,
-        local_attention=functools.partial(attention, softcap=form.softcap),
         whole_attention=functools.partial(whole, form=form),
     )
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from layouts import CASES, LAYOUTS, ONE, Layout, load_batches, make_step
 
-from jaxtrain.ops.attention import blockwise as blockwise_attention
-from jaxtrain.ops.attention import cudnn as cudnn_attention
-from jaxtrain.ops.attention import splash as splash_attention
+from jaxtrain.ops.attention import fused
 from jaxtrain.ops.attention import table as attention
-from jaxtrain.ops.attention.form import CAUSAL
+from jaxtrain.ops.attention.blockwise import blockwise_attention
 from jaxtrain.ops.attention.reference import reference_attention
+from jaxtrain.ops.attention.rules import CAUSAL
 from jaxtrain.ops.attention.table import BLOCKWISE, CUDNN, SPLASH
 
 WHOLE = {"data": 1, "pipe": 1}
@@ -30,15 +29,15 @@ def gpu(monkeypatch, capability: str, degrees: dict[str, int] | None = None) -> 
         rules={"batch": ("data",), "sequence": (), "activation_heads": (), "activation_kv_heads": ()},
         degree=lambda axis: (degrees or WHOLE)[axis],
     )
-    monkeypatch.setattr(cudnn_attention, "current_layout", lambda: layout)
-    monkeypatch.setattr(cudnn_attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "current_layout", lambda: layout)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
 
 
 # Capability, degrees, dtype, head dim, whether rows are packed, and what refuses them.
 REFUSED = [
     ("9.0", None, jnp.bfloat16, 64, False, None),
     ("9.0", None, jnp.float32, 64, False, "float32"),
-    ("7.5", None, jnp.bfloat16, 64, False, "capability 7.5"),
+    ("7.5", None, jnp.bfloat16, 64, False, "compute capability"),
     ("9.0", None, jnp.bfloat16, 63, False, "head dim is 63"),
     ("9.0", None, jnp.bfloat16, 64, True, "packed"),
     ("9.0", {"data": 3, "pipe": 1}, jnp.bfloat16, 64, False, "do not divide"),
@@ -50,7 +49,7 @@ def test_refusals(monkeypatch) -> None:
         gpu(monkeypatch, capability, degrees)
         q = jax.ShapeDtypeStruct((2, 16, 4, head_dim), dtype)
         documents = jax.ShapeDtypeStruct((2, 16), jnp.int32) if segments else None
-        found = cudnn_attention.refusal(q, q, documents, CAUSAL)  # pyright: ignore[reportArgumentType]
+        found = attention.refusal("cudnn", q, q, documents, CAUSAL)  # pyright: ignore[reportArgumentType]
         assert (found is None) == (says is None), found
         assert says is None or says in str(found)
 
@@ -108,7 +107,7 @@ def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel:
             calls.append(row.name)
             return attend(*arguments)
 
-        return dataclasses.replace(row, refusal=lambda *_: None, attend=call)
+        return dataclasses.replace(row, attend=call)
 
     def plain_splash(heads: int, length: int, form: Any, *, interpret: bool) -> Any:
         def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -118,11 +117,11 @@ def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel:
         return kernel
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", pretended)
-    monkeypatch.setattr(splash_attention, "_kernel", plain_splash)
+    monkeypatch.setattr(fused, "_kernel", plain_splash)
     rows = {
         "cudnn": counted(CUDNN, CUDNN.attend),
         "splash": counted(SPLASH, SPLASH.attend),
-        "blockwise": counted(BLOCKWISE, functools.partial(blockwise_attention.blockwise_attention, block=4)),
+        "blockwise": counted(BLOCKWISE, functools.partial(blockwise_attention, block=4)),
     }
     monkeypatch.setattr(attention, "TABLE", {"cpu": (rows[kernel],)})
     np.testing.assert_allclose(train(LAYOUTS[row]), plain, rtol=1e-5)

@@ -11,7 +11,7 @@ from program_counts import compile_counts, tiny_config
 
 from jaxtrain.config import load_config
 from jaxtrain.config.model import TransformerConfig
-from jaxtrain.ops.attention.ring_blocks import score_elements
+from jaxtrain.ops.attention.rules import score_elements
 from jaxtrain.plan.attention import attention_work
 from jaxtrain.plan.estimate import analyse
 from jaxtrain.plan.hardware import measured_cpu

@@ -13,7 +13,7 @@ from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.ops.attention.context import choose_context
-from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.plan.attention import attention_work, context_way
 from jaxtrain.plan.estimate import analyse
 from jaxtrain.plan.targets import parse_targets

@@ -13,9 +13,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats, get_policy
-from jaxtrain.precision.quantized import QuantizedKernel
-from jaxtrain.precision.sums import check_sums
+from jaxtrain.precision.kernels import QuantizedKernel
+from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats, check_sums, get_policy
 
 SCALING = LossScaling(initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0)
 
@@ -41,8 +40,8 @@ def test_loss_scale():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (dict(initial=1.0, minimum=8.0), r"initial=1, outside minimum=8 to maximum=1\.67772e\+07"),
-        (dict(growth_interval=0), r"growth_interval=0 of the loss scale is below 1; use 1 or more"),
+        (dict(initial=1.0, minimum=8.0), r"initial=1, with minimum=8"),
+        (dict(growth_interval=0), r"growth_interval=0; use .* growth_interval of 1 or more"),
     ],
 )
 def test_scales_that_cannot_move_as_they_say_are_refused(values, message):

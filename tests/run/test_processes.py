@@ -17,8 +17,7 @@ from training_runs import command, environment, losses, saved_arrays, write_conf
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.precision import sums
-from jaxtrain.precision.policy import POLICIES
+from jaxtrain.precision.policy import POLICIES, check_sums
 from jaxtrain.run.directory import RunLock
 from jaxtrain.run.interrupt import Interrupt
 
@@ -203,11 +202,11 @@ def test_two_processes_are_kept_off_a_run_directory_in_use(tmp_path: Path) -> No
 def test_float16_is_refused_where_processes_would_add_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo drops numbers from sums of float16: 54,944 - 100 is -100 there."""
     mesh = jt.make_mesh(data=8)
-    sums.check_sums(POLICIES["fp16"], mesh, backward=True)
+    check_sums(POLICIES["fp16"], mesh, backward=True)
     monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
-    sums.check_sums(POLICIES["bf16"], mesh, backward=True)
+    check_sums(POLICIES["bf16"], mesh, backward=True)
     with pytest.raises(ConfigError, match="fp16 computes in float16, of which Gloo loses numbers"):
-        sums.check_sums(POLICIES["fp16"], mesh, backward=True)
+        check_sums(POLICIES["fp16"], mesh, backward=True)
 
 
 TWO_PROCESSES = """

@@ -19,7 +19,7 @@ from jaxtrain.models.adapters import quantized_bytes
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling, regression
 from jaxtrain.models.wrap import from_functions
-from jaxtrain.precision.quantized import QuantizedKernel
+from jaxtrain.precision.kernels import QuantizedKernel
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.step import TrainStep, make_train_step
 

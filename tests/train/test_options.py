@@ -8,8 +8,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.ops.int8 import int8_matmul
-from jaxtrain.precision.quantized import QuantizedKernel
+from jaxtrain.ops.low_precision import int8_matmul
+from jaxtrain.precision.kernels import QuantizedKernel
 
 MODEL = jt.from_functions(lambda key: {"w": jax.random.normal(key, (3, 2))}, lambda params, x: x @ params["w"])
 BATCH = {"inputs": np.ones((4, 3), np.float32), "targets": np.zeros((4, 2), np.float32)}

@@ -119,7 +119,7 @@ def test_attention_to_a_part_of_the_rows_at_a_time_changes_no_number(monkeypatch
     values = np.random.default_rng(0).integers(0, 64, (8, 161)).astype(np.int32)
     found = []
     for cache, rows_at_once in ((2**40, 8), (1, 1)):  # bytes of scores that stay there: of all rows, not even of one
-        monkeypatch.setattr("jaxtrain.ops.attention.blocks._SCORES_IN_CACHE", cache)
+        monkeypatch.setattr("jaxtrain.ops.attention.rules._SCORES_IN_CACHE", cache)
         step = make_train_step(model, language_modeling(), optax.sgd(0.1), mesh=one_device())
         batch = {"inputs": values[:, :-1], "targets": values[:, 1:]}
         assert f"f32[{rows_at_once},1,2,128,128]" in step.compile(batch).as_text(), "other parts were taken"

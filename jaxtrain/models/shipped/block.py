@@ -22,12 +22,11 @@ from jaxtrain.models.layers import Linear, Norm, dropout, long_documents, model_
 from jaxtrain.models.shipped.cache import LayerCache, read_cache, ring_positions, unrolled_on, write_cache
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
-from jaxtrain.ops.activation import gelu
 from jaxtrain.ops.attention.cached import BLOCK, CachedKeys, cached_attention, cached_attention_in_blocks
-from jaxtrain.ops.attention.reference import attention_mask
-from jaxtrain.ops.attention.relative import bias_at, distance_bias
+from jaxtrain.ops.attention.reference import attention_mask, bias_at, distance_bias
 from jaxtrain.ops.attention.table import self_attention
-from jaxtrain.precision.low_rank import LowRankKernel
+from jaxtrain.ops.elementwise import gelu
+from jaxtrain.precision.kernels import LowRankKernel
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.decoder import NOWHERE
-from jaxtrain.precision.quantized import round_to_int8
+from jaxtrain.precision.kernels import round_to_int8
 
 # `key` and `value` [N, B, G, S, K]; of int8 also `key_scale` and `value_scale`, float32 [N, B, G, S]. Of layers that
 # keep a ring, the same under names with this prefix.

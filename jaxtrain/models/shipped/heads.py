@@ -14,7 +14,7 @@ from jaxtrain.layout.sharding import constrain, row_numbers
 from jaxtrain.models.initializers import normal
 from jaxtrain.models.layers import Linear, Norm
 from jaxtrain.models.shipped.shapes import head_shapes, size_of
-from jaxtrain.ops.activation import gelu
+from jaxtrain.ops.elementwise import gelu
 
 _INIT_STDDEV = 0.02  # as the transformer's other kernels
 

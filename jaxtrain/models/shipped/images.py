@@ -35,11 +35,8 @@ from jaxtrain.models.shipped.shapes import (
     stem_shape,
 )
 from jaxtrain.models.stack import from_stages, make_stack, scan_stack
-from jaxtrain.ops.images.batch_norm import batch_norm, normalise
-from jaxtrain.ops.images.convolution import convolve
-from jaxtrain.ops.images.max_pool import max_pool
-from jaxtrain.ops.images.normalised_convolution import normalise_and_convolve
-from jaxtrain.ops.ranks import aligned
+from jaxtrain.ops.elementwise import aligned
+from jaxtrain.ops.images import batch_norm, convolve, max_pool, normalise, normalise_and_convolve
 from jaxtrain.remat.policy import Remat
 
 # Decay of the running batch statistics.

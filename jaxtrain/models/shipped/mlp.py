@@ -18,7 +18,7 @@ from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.axes import mlp_axes
 from jaxtrain.models.shipped.shapes import dense_layers, size_of
-from jaxtrain.ops.activation import gelu
+from jaxtrain.ops.elementwise import gelu
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
 

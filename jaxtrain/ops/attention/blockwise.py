@@ -11,42 +11,45 @@ block, P = R * Q, W distances of keys and queries.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layout.sharding import constrain, current_layout, platform
-from jaxtrain.ops.attention.blocks import QueryBlocks, block_size, cut_sequence, pairs_at_once, row_parts
-from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.ops.attention.kernel_rules import blockwise_refusal
-from jaxtrain.ops.attention.reference import MASKED, attention_mask, capped
-from jaxtrain.ops.attention.relative import fold, unfold
+from jaxtrain.ops.attention.reference import MASKED, capped, fold, form_mask, unfold
+from jaxtrain.ops.attention.rules import AttentionForm, QueryBlocks, block_size, cut_sequence, pairs_at_once, row_parts
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.devices import usable_cores
 
 # An index that is known when the code is traced, or int32 [].
-Index = int | jax.Array
+Index = int | Array
 # Gradients of keys and values, and of the bias of each row where there is one.
-Sums = tuple[jax.Array, ...]
+Sums = tuple[Array, ...]
+# The arrays of `blockwise_attention`.
+Arrays = tuple[Array, Array, Array, Array | None, Array | None]
 
 
-def refusal(q_BLHK: jax.Array) -> str | None:
-    """Return why blocks would not help, or None where they help; they can compute every case."""
-    return blockwise_refusal(platform(), q_BLHK.shape[1])
+@dataclass(frozen=True)
+class _How:
+    """The settings of attention, the queries of a block, and the parts in which the rows of a batch are processed."""
+
+    form: AttentionForm
+    block: int
+    parts: int
+
+    def cut(self, length: int) -> list[QueryBlocks]:
+        return cut_sequence(length, self.block, causal=self.form.causal, window=self.form.window)
 
 
-def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
+def parts_of_batch(q_BLHK: Array, form: AttentionForm, block: int) -> int:
     """Return in how many parts the rows of a batch are processed, one after the other.
 
     It is 1 where rows may be sharded over devices, because chunks of the batch would move them between devices, on
     accelerators, which are fastest with all rows at once, and in an exported program for any number of rows.
-
-    Args:
-        q_BLHK: queries.
-        form: the settings of attention.
-        block: queries of a block.
     """
     layout = current_layout()
     devices = jax.device_count() if layout is None else layout.mesh.size
@@ -57,9 +60,7 @@ def parts_of_batch(q_BLHK: jax.Array, form: AttentionForm, block: int) -> int:
     return row_parts(batch, heads * pairs, usable_cores())
 
 
-def _in_parts(
-    attend: Callable[..., tuple[jax.Array, ...]], parts: int, *arrays: jax.Array | None
-) -> tuple[jax.Array, ...]:
+def _in_parts(attend: Callable[..., tuple[Array, ...]], parts: int, *arrays: Any) -> tuple[Array, ...]:
     """Apply `attend` to arrays [B, ...], some of which may be None, one part of the rows after the other."""
     if parts == 1:
         return attend(*arrays)
@@ -75,31 +76,22 @@ def _first_key(group: QueryBlocks, start: Index, length: int) -> Index:
     return jnp.clip(start - (group.window - 1), 0, length - group.width)
 
 
-def _keys(x: jax.Array, first: Index, width: int, dim: int) -> jax.Array:
+def _keys(x: Array, first: Index, width: int, dim: int) -> Array:
     """Take `width` keys from `first` on along a dim; nothing is copied where these are all keys."""
     if isinstance(first, int):
         return jax.lax.slice_in_dim(x, first, first + width, axis=dim)
     return jax.lax.dynamic_slice_in_dim(x, first, width, axis=dim)
 
 
-def _mask(
-    group: QueryBlocks, start: Index, first: Index, segments_BL: jax.Array | None, form: AttentionForm
-) -> jax.Array:
+def _mask(group: QueryBlocks, start: Index, first: Index, segments_BL: Array | None, form: AttentionForm) -> Array:
     """Make the mask of the block that starts at query `start` and key `first`: bool [B or 1, Q, S]."""
     queries, keys = start + jnp.arange(group.size), first + jnp.arange(group.width)
     own = None if segments_BL is None else _keys(segments_BL, start, group.size, 1)
     seen = None if segments_BL is None else _keys(segments_BL, first, group.width, 1)
-    return attention_mask(
-        queries[None],
-        keys[None],
-        causal=form.causal,
-        window=form.window,
-        query_segments_BL=own,
-        key_segments_BS=seen,
-    )
+    return form_mask(form, queries, keys, own, seen)
 
 
-def _bias(bias_HW: jax.Array, group: QueryBlocks, start: Index, first: Index, groups: int) -> jax.Array:
+def _bias(bias_HW: Array, group: QueryBlocks, start: Index, first: Index, groups: int) -> Array:
     """Unfold the bias of the block that starts at query `start` and key `first`: float32 [G, R, Q, S]."""
     length = (bias_HW.shape[-1] + 1) // 2
     distances = _keys(bias_HW, length - group.size + first - start, group.size + group.width - 1, 1)
@@ -115,42 +107,36 @@ def _each_block(group: QueryBlocks, body: Callable[[Any, Index], tuple[Any, Any]
     return jax.lax.scan(body, carry, group.start + group.size * jnp.arange(group.blocks))
 
 
-def _rows(blocks: jax.Array) -> jax.Array:
+def _rows(blocks: Array) -> Array:
     """Join the rows of blocks: [blocks, B, G, R, Q, ...] -> [B, G, R, blocks * Q, ...]."""
     moved = jnp.moveaxis(blocks, 0, 3)
     return moved.reshape(*moved.shape[:3], -1, *moved.shape[5:])
 
 
-def _split(q_BLHK: jax.Array, groups: int) -> jax.Array:
+def _split(q_BLHK: Array, groups: int) -> Array:
     batch, length, heads, head_dim = q_BLHK.shape
     return q_BLHK.reshape(batch, length, groups, heads // groups, head_dim).transpose(0, 2, 3, 1, 4)
 
 
-def _join(x_BGRLK: jax.Array) -> jax.Array:
+def _join(x_BGRLK: Array) -> Array:
     batch, groups, repeats, length, head_dim = x_BGRLK.shape
     return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(batch, length, groups * repeats, head_dim)
 
 
-def _swap(x_BLGK: jax.Array) -> jax.Array:
+def _swap(x_BLGK: Array) -> Array:
     return x_BLGK.transpose(0, 2, 1, 3)
 
 
 def _forward(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    bias_HW: jax.Array | None,
-    form: AttentionForm,
-    block: int,
-) -> tuple[jax.Array, jax.Array]:
+    q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | None, bias_HW: Array | None, how: _How
+) -> tuple[Array, Array]:
     """Compute the result [B, L, H, K] and the log of the sum of exponentials, float32 [B, G, R, L, 1]."""
-    length = q_BLHK.shape[1]
+    form, length = how.form, q_BLHK.shape[1]
     q, k, v = _split(q_BLHK, k_BLGK.shape[2]), _swap(k_BLGK), _swap(v_BLGK)
     outs, statistics = [], []
-    for group in cut_sequence(length, block, causal=form.causal, window=form.window):
+    for group in how.cut(length):
 
-        def attend(carry: None, start: Index, group: QueryBlocks = group) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        def attend(carry: None, start: Index, group: QueryBlocks = group) -> tuple[None, tuple[Array, Array]]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             mask = _mask(group, start, first, segments_BL, form)
@@ -173,71 +159,33 @@ def _forward(
     return _join(jnp.concatenate(outs, 3)), jnp.concatenate(statistics, 3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    bias_HW: jax.Array | None,
-    form: AttentionForm,
-    block: int,
-    parts: int,
-) -> jax.Array:
-    return _attend_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW, form, block, parts)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(arrays: Arrays, how: _How) -> Array:
+    return _attend_forward(arrays, how)[0]
 
 
-def _attend_forward(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    bias_HW: jax.Array | None,
-    form: AttentionForm,
-    block: int,
-    parts: int,
-) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    forward = functools.partial(_forward, bias_HW=bias_HW, form=form, block=block)
-    out_BLHK, statistics = _in_parts(forward, parts, q_BLHK, k_BLGK, v_BLGK, segments_BL)
+def _attend_forward(arrays: Arrays, how: _How) -> tuple[Array, tuple[Array | None, ...]]:
+    *rows, bias_HW = arrays
+    out_BLHK, statistics = _in_parts(functools.partial(_forward, bias_HW=bias_HW, how=how), how.parts, *rows)
     out_BLHK = checkpoint_name(out_BLHK, KERNEL_RESIDUALS)
-    return out_BLHK, (
-        q_BLHK,
-        k_BLGK,
-        v_BLGK,
-        segments_BL,
-        bias_HW,
-        out_BLHK,
-        checkpoint_name(statistics, KERNEL_RESIDUALS),
-    )
+    return out_BLHK, (*arrays, out_BLHK, checkpoint_name(statistics, KERNEL_RESIDUALS))
 
 
 def _attend_backward(
-    form: AttentionForm,
-    block: int,
-    parts: int,
-    saved: tuple[jax.Array | None, ...],
-    gradient_BLHK: jax.Array,
-) -> tuple[jax.Array | None, ...]:
-    *arrays, bias_HW, out_BLHK, statistics = saved
-    backward = functools.partial(_backward, bias_HW=bias_HW, form=form, block=block)
-    d_query, d_key, d_value, *d_bias = _in_parts(backward, parts, *arrays, out_BLHK, statistics, gradient_BLHK)
-    return d_query, d_key, d_value, None, jnp.sum(d_bias[0], 0) if d_bias else None
+    how: _How, saved: tuple[Array | None, ...], gradient_BLHK: Array
+) -> tuple[tuple[Array | None, ...]]:
+    *rows, bias_HW, out_BLHK, statistics = saved
+    backward = functools.partial(_backward, bias_HW=bias_HW, how=how)
+    d_query, d_key, d_value, *d_bias = _in_parts(backward, how.parts, tuple(rows), out_BLHK, statistics, gradient_BLHK)
+    return ((d_query, d_key, d_value, None, jnp.sum(d_bias[0], 0) if d_bias else None),)
 
 
 def _backward(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    out_BLHK: jax.Array,
-    statistics: jax.Array,
-    gradient_BLHK: jax.Array,
-    bias_HW: jax.Array | None,
-    form: AttentionForm,
-    block: int,
-) -> tuple[jax.Array, ...]:
+    rows: tuple[Any, ...], out_BLHK: Array, statistics: Array, gradient_BLHK: Array, bias_HW: Array | None, how: _How
+) -> tuple[Array, ...]:
     """Compute the gradients of q, k and v, and of the bias of each row, from the arrays that the forward pass kept."""
-    length, groups = q_BLHK.shape[1], k_BLGK.shape[2]
+    q_BLHK, k_BLGK, v_BLGK, segments_BL = rows
+    form, length, groups = how.form, q_BLHK.shape[1], k_BLGK.shape[2]
     q, k, v = _split(q_BLHK, groups), _swap(k_BLGK), _swap(v_BLGK)
     out, gradient = _split(out_BLHK, groups), _split(gradient_BLHK, groups)
     repeats, scale = q.shape[2], 1 / math.sqrt(q.shape[-1])
@@ -251,9 +199,9 @@ def _backward(
         zeros = jnp.where(own == own, jnp.float32(0), jnp.float32(0))[:, :, :, 0].reshape(-1, bias_HW.shape[0], 1)
         zeros = jnp.broadcast_to(zeros, (*zeros.shape[:2], bias_HW.shape[-1]))
         sums = (*sums, constrain(zeros, "batch", "activation_heads", None))
-    for group in reversed(cut_sequence(length, block, causal=form.causal, window=form.window)):
+    for group in reversed(how.cut(length)):
 
-        def pull(sums: Sums, start: Index, group: QueryBlocks = group) -> tuple[Sums, jax.Array]:
+        def pull(sums: Sums, start: Index, group: QueryBlocks = group) -> tuple[Sums, Array]:
             first = _first_key(group, start, length)
             keys, values = (_keys(x, first, group.width, 2) for x in (k, v))
             queries, d_out, statistic, own_term = (
@@ -292,12 +240,12 @@ def _backward(
     return _join(jnp.concatenate(d_queries[::-1], 3)), d_key, d_value, *sums[2:]
 
 
-def _merge(x_BGRQX: jax.Array) -> jax.Array:
+def _merge(x_BGRQX: Array) -> Array:
     """Join the queries of a group of heads: [B, G, R, Q, X] -> [B, G, P, X]."""
     return x_BGRQX.reshape(*x_BGRQX.shape[:2], -1, x_BGRQX.shape[-1])
 
 
-def _add(total_BGSK: jax.Array, part: jax.Array, first: Index) -> jax.Array:
+def _add(total_BGSK: Array, part: Array, first: Index) -> Array:
     """Add `part` to dim 2 (the keys) of the total from `first` on."""
     if part.shape == total_BGSK.shape:
         return total_BGSK + part
@@ -309,22 +257,20 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def blockwise_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    segments_BL: Array | None,
     form: AttentionForm,
-    bias_HW: jax.Array | None = None,
+    bias_HW: Array | None = None,
     *,
     block: int | None = None,
     parts: int | None = None,
-) -> jax.Array:
+) -> Array:
     """Compute the attention of a sequence to itself by blocks of queries; scores and softmax are in float32.
 
     Args:
-        q_BLHK: queries, any float dtype; H must be a multiple of G.
-        k_BLGK: keys, the same dtype.
-        v_BLGK: values, the same dtype.
+        q_BLHK, k_BLGK, v_BLGK: of one float dtype; H must be a multiple of G.
         segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
         form: the settings of attention.
         bias_HW: as in `self_attention`.
@@ -337,4 +283,4 @@ def blockwise_attention(
     """
     block = block or block_size(platform(), q_BLHK.shape[1])
     parts = parts or parts_of_batch(q_BLHK, form, block)
-    return _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW, form, block, parts)
+    return _attend((q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW), _How(form, block, parts))

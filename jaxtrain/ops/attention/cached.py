@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxtrain.ops.attention.reference import MASKED, capped
@@ -31,36 +32,26 @@ class CachedKeys:
         bias_BHTS: float32, added to the scores; its batch dim may be 1. None: nothing is added.
     """
 
-    k_BGSK: jax.Array
-    v_BGSK: jax.Array
-    mask_BTS: jax.Array
-    key_scale_BGS: jax.Array | None = None
-    value_scale_BGS: jax.Array | None = None
-    bias_BHTS: jax.Array | None = None
+    k_BGSK: Array
+    v_BGSK: Array
+    mask_BTS: Array
+    key_scale_BGS: Array | None = None
+    value_scale_BGS: Array | None = None
+    bias_BHTS: Array | None = None
 
 
-def cached_attention(q_BTHK: jax.Array, keys: CachedKeys, *, softcap: float | None = None) -> jax.Array:
+def cached_attention(q_BTHK: Array, keys: CachedKeys, *, softcap: float | None = None) -> Array:
     """Compute softmax attention with grouped-query heads; scores and softmax are in float32.
 
-    Args:
-        q_BTHK: queries, any float dtype.
-        keys: all positions of the cache.
-        softcap: as in `AttentionForm`; None: scores stay as they are.
-
-    Returns:
-        [B, T, H, K] in the dtype of q.
+    The keys are those of all positions of the cache; the result [B, T, H, K] is in the dtype of q.
     """
     weights_BGRTS = jax.nn.softmax(_scores(q_BTHK, keys, softcap), axis=-1)
     return _ungrouped(_weighted(weights_BGRTS, keys, q_BTHK.dtype), q_BTHK)
 
 
 def cached_attention_in_blocks(
-    q_BTHK: jax.Array,
-    block: Callable[[jax.Array], CachedKeys],
-    num_blocks: jax.Array,
-    *,
-    softcap: float | None = None,
-) -> jax.Array:
+    q_BTHK: Array, block: Callable[[Array], CachedKeys], num_blocks: Array, *, softcap: float | None = None
+) -> Array:
     """Compute the same over the first blocks of a cache alone, as many as hold a key that a query sees.
 
     Blocks that a row sees nothing of add exact zeros to it, so that its result depends on neither the number of blocks
@@ -70,13 +61,10 @@ def cached_attention_in_blocks(
         q_BTHK: queries, any float dtype.
         block: int32 [], number of a block -> its keys, all blocks of one shape.
         num_blocks: int32 [], at least 1.
-        softcap: as above.
-
-    Returns:
-        [B, T, H, K] in the dtype of q.
+        softcap: as in `AttentionForm`.
     """
 
-    def advance(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def advance(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         largest_BGRT1, total_BGRT1, out_BGRTK = carry
         keys = block(number)
         scores_BGRTS = _scores(q_BTHK, keys, softcap)
@@ -95,7 +83,7 @@ def cached_attention_in_blocks(
     return _ungrouped((out_BGRTK / total_BGRT1).astype(q_BTHK.dtype), q_BTHK)
 
 
-def _scores(q_BTHK: jax.Array, keys: CachedKeys, softcap: float | None) -> jax.Array:
+def _scores(q_BTHK: Array, keys: CachedKeys, softcap: float | None) -> Array:
     """Masked scores, float32 [B, G, R, T, S]."""
     batch, length, heads, head_dim = q_BTHK.shape
     groups = keys.k_BGSK.shape[1]
@@ -113,7 +101,7 @@ def _scores(q_BTHK: jax.Array, keys: CachedKeys, softcap: float | None) -> jax.A
     return jnp.where(keys.mask_BTS[:, None, None], capped(scores_BGRTS, softcap), MASKED)
 
 
-def _weighted(weights_BGRTS: jax.Array, keys: CachedKeys, dtype: DTypeLike) -> jax.Array:
+def _weighted(weights_BGRTS: Array, keys: CachedKeys, dtype: DTypeLike) -> Array:
     """The values, summed with their weights: [B, G, R, T, K] in the dtype of the queries."""
     if keys.value_scale_BGS is not None:
         weights_BGRTS = weights_BGRTS * keys.value_scale_BGS[:, :, None, None]
@@ -123,5 +111,5 @@ def _weighted(weights_BGRTS: jax.Array, keys: CachedKeys, dtype: DTypeLike) -> j
     return out_BGNK.reshape(*weights_BGRTS.shape[:-1], -1)
 
 
-def _ungrouped(out_BGRTK: jax.Array, q_BTHK: jax.Array) -> jax.Array:
+def _ungrouped(out_BGRTK: Array, q_BTHK: Array) -> Array:
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)

@@ -5,122 +5,64 @@ heads, K head dim.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.manual import run_manually, spec_of
 from jaxtrain.layout.rules import entry_degree
 from jaxtrain.layout.sharding import Layout
-from jaxtrain.ops.attention.context_rules import ContextCase, check_context_length, choose_context_way
-from jaxtrain.ops.attention.form import CAUSAL, AttentionForm
-from jaxtrain.ops.attention.reference import attention_mask
+from jaxtrain.ops.attention.reference import attention, form_mask
 from jaxtrain.ops.attention.ring import AXIS, ring_attention
+from jaxtrain.ops.attention.rules import CAUSAL, AttentionForm, ContextCase, check_context_length, choose_context_way
 from jaxtrain.runtime.compiler import note_choice
 
-# (q_BLHK, k_BSGK, v_BSGK, mask_BLS) -> out_BLHK, as `jaxtrain.ops.attention.reference.attention`.
-LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 # (q_BLHK, k_BLGK, v_BLGK, segments_BL or None) -> out_BLHK, of full sequences.
-WholeAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+WholeAttention = Callable[[Array, Array, Array, Array | None], Array]
 
 
-def _repeat_heads(x_BLGK: jax.Array, multiple: int) -> jax.Array:
+def _repeat_heads(x_BLGK: Array, multiple: int) -> Array:
     """Repeat each key-value head just enough that their count divides by `multiple`."""
     groups = x_BLGK.shape[2]
     repeats = math.lcm(groups, multiple) // groups
     return x_BLGK if repeats == 1 else jnp.repeat(x_BLGK, repeats, axis=2)
 
 
-def _gather_positions(x_BL: jax.Array) -> jax.Array:
+def _gather_positions(x_BL: Array) -> Array:
     """Gather the shards of all devices: [B, L, ...] to [B, S, ...], in order."""
     return jax.lax.all_gather(x_BL, AXIS, axis=1, tiled=True)
 
 
-def _mask(
-    query_positions_L: jax.Array,
-    key_positions_S: jax.Array,
-    query_segments_BL: jax.Array | None,
-    key_segments_BS: jax.Array | None,
-    form: AttentionForm,
-) -> jax.Array:
-    """Which keys each query sees: bool [B or 1, L, S], as `LocalAttention` takes it."""
-    return attention_mask(
-        query_positions_L[None],
-        key_positions_S[None],
-        causal=form.causal,
-        window=form.window,
-        query_segments_BL=query_segments_BL,
-        key_segments_BS=key_segments_BS,
-    )
-
-
-def _ring(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    *,
-    form: AttentionForm,
-    local_attention: LocalAttention,
-    whole_attention: WholeAttention,
-) -> jax.Array:
-    """Send keys and values from device to device; the kernel is the ring's own, without window and softcap."""
-    del local_attention, whole_attention
-    return ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, causal=form.causal)
-
-
 def _all_to_all(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    *,
-    form: AttentionForm,
-    local_attention: LocalAttention,
-    whole_attention: WholeAttention,
-) -> jax.Array:
+    q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | None, whole_attention: WholeAttention
+) -> Array:
     """Exchange each device's part of the sequence for the full sequence of fewer heads, attend, and exchange back.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509).
     """
     size = jax.lax.axis_size(AXIS)
 
-    def to_heads(x: jax.Array) -> jax.Array:
+    def to_heads(x: Array) -> Array:
         return jax.lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
 
     k_BSGK, v_BSGK = (to_heads(_repeat_heads(x, size)) for x in (k_BLGK, v_BLGK))
-    del form, local_attention
     segments_BS = None if segments_BL is None else _gather_positions(segments_BL)
     out_BSHK = whole_attention(to_heads(q_BLHK), k_BSGK, v_BSGK, segments_BS)
     return jax.lax.all_to_all(out_BSHK, AXIS, split_axis=1, concat_axis=2, tiled=True)
 
 
-def _gather(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    *,
-    form: AttentionForm,
-    local_attention: LocalAttention,
-    whole_attention: WholeAttention,
-) -> jax.Array:
+def _gather(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | None, form: AttentionForm) -> Array:
     """Gather all keys and values on every device, which attends to them from its own queries."""
-    del whole_attention
     k_BSGK, v_BSGK = _gather_positions(k_BLGK), _gather_positions(v_BLGK)
     segments_BS = None if segments_BL is None else _gather_positions(segments_BL)
     length = q_BLHK.shape[1]
     positions_L = jax.lax.axis_index(AXIS) * length + jnp.arange(length, dtype=jnp.int32)
     order_S = jnp.arange(k_BSGK.shape[1], dtype=jnp.int32)
-    mask_BLS = _mask(positions_L, order_S, segments_BL, segments_BS, form)
-    return local_attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS)
-
-
-# By their names in `context_rules.CONTEXT_WAYS`; each takes the local shards
-# (q, k, v, segments, *, form, local_attention, whole_attention).
-_ATTEND: Mapping[str, Callable[..., jax.Array]] = {"ring": _ring, "all_to_all": _all_to_all, "gather": _gather}
+    mask_BLS = form_mask(form, positions_L, order_S, segments_BL, segments_BS)
+    return attention(q_BLHK, k_BSGK, v_BSGK, mask_BLS, softcap=form.softcap)
 
 
 def _head_parts(layout: Layout) -> int:
@@ -139,74 +81,52 @@ def choose_context(layout: Layout, num_heads: int, num_kv_heads: int, form: Atte
     return choose_context_way(layout.context_attention, _case(layout, num_heads, num_kv_heads, form))
 
 
-def check_context(
-    layout: Layout, *, num_heads: int, num_kv_heads: int, sequence_length: int, form: AttentionForm = CAUSAL
-) -> None:
-    """Fail before anything is traced if attention cannot run on a sequence sharded over `context`.
-
-    Args:
-        layout: mesh and method.
-        num_heads, num_kv_heads: of the model.
-        sequence_length: tokens per row.
-        form: which pairs of a query and a key are computed.
-
-    Raises:
-        ConfigError: from `check_context_length`.
-    """
-    check_context_length(layout.context_attention, _case(layout, num_heads, num_kv_heads, form), sequence_length)
-
-
 def context_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None = None,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    segments_BL: Array | None = None,
     *,
     form: AttentionForm,
     layout: Layout,
-    local_attention: LocalAttention,
     whole_attention: WholeAttention,
-) -> jax.Array:
+) -> Array:
     """Attend to a sequence that is sharded over `context` in its true order, with heads sharded over `tensor`.
 
     It is called where the compiler handles `context`, at the top of a step or inside a region that is manual over other
     axes, and enters the remaining axes of the mesh. A batch that does not divide by its axes is replicated.
 
     Args:
-        q_BLHK: queries, any float dtype.
-        k_BLGK, v_BLGK: keys and values; H must be a multiple of G.
-        segments_BL: packed documents; a query sees only its own. None: all are one.
-        form: which keys a query sees.
+        q_BLHK, k_BLGK, v_BLGK, segments_BL, form: as of `blockwise_attention`; the result is sharded like q.
         layout: of the code that calls this; names the method (see `choose_context`).
-        local_attention: `jaxtrain.ops.attention.reference.attention` or one like it.
         whole_attention: what attends over full sequences where a device has some of the heads (all_to_all).
 
-    Returns:
-        [B, L, H, K] in the dtype of q, sharded like q.
-
     Raises:
-        ConfigError: see `check_context`.
+        ConfigError: heads or a sequence that do not divide; names sizes that work.
     """
-    assert AXIS not in layout.manual, "context_attention enters `context` itself"
     batch, length, heads, _ = q_BLHK.shape
     groups = k_BLGK.shape[2]
     if layout.mesh.shape[AXIS] == 1:
         return whole_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL)
-    check_context(layout, num_heads=heads, num_kv_heads=groups, sequence_length=length, form=form)
+    check_context_length(layout.context_attention, _case(layout, heads, groups, form), length)
     name = choose_context(layout, heads, groups, form)
     note_choice("attention over context", name, [])
-    attend = _ATTEND[name]
-    spec = _fitting_spec(layout, batch)
+    spec = spec_of(layout, "batch", "sequence", "activation_heads", None)
+    if batch % entry_degree(spec[0], layout.degrees):
+        spec = PartitionSpec(None, *spec[1:])
     # Keys and values are sharded as the queries are, so that a device's query heads meet their own key-value heads.
     k_BLGK, v_BLGK = (_repeat_heads(x, _head_parts(layout)) for x in (k_BLGK, v_BLGK))
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    def local(q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
         with jax.named_scope(f"context_{name}"):
-            return attend(
-                q, k, v, segments, form=form, local_attention=local_attention, whole_attention=whole_attention
-            )
+            match name:
+                case "ring":  # whose kernel is its own, without window and softcap
+                    return ring_attention(q, k, v, segments, causal=form.causal)
+                case "all_to_all":
+                    return _all_to_all(q, k, v, segments, whole_attention)
+            return _gather(q, k, v, segments, form)
 
-    constants: tuple[jax.Array, ...] = () if segments_BL is None else (segments_BL,)
+    constants: tuple[Array, ...] = () if segments_BL is None else (segments_BL,)
     return run_manually(
         local,
         layout,
@@ -216,9 +136,3 @@ def context_attention(
         constant_specs=tuple(PartitionSpec(*spec[:2]) for _ in constants),
         out_specs=spec,
     )
-
-
-def _fitting_spec(layout: Layout, batch: int) -> PartitionSpec:
-    """The spec of queries [B, L, H, K]; a batch that does not divide stays replicated, as in `constrain`."""
-    spec = spec_of(layout, "batch", "sequence", "activation_heads", None)
-    return spec if batch % entry_degree(spec[0], layout.degrees) == 0 else PartitionSpec(None, *spec[1:])

@@ -1,39 +1,43 @@
-"""Attention by its plain formula, with all scores in memory at once: every kernel is tested against it.
+"""Attention by its plain formula, with all scores in memory at once, and the relative positions of T5.
+
+Every kernel is tested against the formula. A relative position adds a learned number per head and bucket of distances
+to the scores (Raffel et al. 2020, section 2.1). It depends on the distance of key and query alone, so that a row of
+2L - 1 numbers per head stands for the [L, L] of a sequence, and each kernel unfolds the part that it needs.
 
 Shapes: B batch, L length (of the queries), S length of keys and values, H query heads, G key-value heads, R = H / G,
-K head_dim.
+K head_dim, T queries, N buckets, W distances.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
-from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.ops.attention.relative import whole_bias
+from jaxtrain.ops.attention.rules import AttentionForm
 
 # Large and finite: a row that may see nothing gives a uniform softmax instead of NaN.
 MASKED = -1e30
 
 
 def attention_mask(
-    query_positions_BL: jax.Array,
-    key_positions_BS: jax.Array,
+    query_positions_BL: Array,
+    key_positions_BS: Array,
     *,
     causal: bool,
-    window: jax.Array | int | None = None,
-    query_segments_BL: jax.Array | None = None,
-    key_segments_BS: jax.Array | None = None,
-) -> jax.Array:
+    window: Array | int | None = None,
+    query_segments_BL: Array | None = None,
+    key_segments_BS: Array | None = None,
+) -> Array:
     """Mark the keys that each query may see.
 
     Args:
-        query_positions_BL: positions of the queries, integers; the batch dim may be 1.
-        key_positions_BS: positions of the keys, integers; the batch dim may be 1.
-        causal: as in `AttentionForm`.
-        window: as in `AttentionForm`; an int32 [] may stand in its place.
-        query_segments_BL: numbers of the packed documents of the queries; None: one document per row.
-        key_segments_BS: numbers of the packed documents of the keys; a query sees only keys of its own document.
+        query_positions_BL, key_positions_BS: integers; the batch dim may be 1.
+        causal, window: as in `AttentionForm`; a window may be an int32 [].
+        query_segments_BL, key_segments_BS: numbers of packed documents; a query sees only keys of its own. None: one
+            document per row.
 
     Returns:
         bool [B, L, S], or [1, L, S] where all arguments have a batch dim of 1; True where a query may see a key.
@@ -50,25 +54,22 @@ def attention_mask(
     return mask
 
 
-def _scores(q_BLGRK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
+def _scores(q_BLGRK: Array, k_BSGK: Array) -> Array:
     """Multiply queries and keys: float32 [B, G, R, L, S]."""
     return jnp.einsum("blgrk,bsgk->bgrls", q_BLGRK, k_BSGK, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def _low_precision_scores(q_BLGRK: jax.Array, k_BSGK: jax.Array) -> jax.Array:
-    """Multiply queries and keys of bf16 or fp16 like `_scores`, with gradients in their dtype.
-
-    Autodiff's backward pass would use slower float32 matmuls.
-    """
+def _low_precision_scores(q_BLGRK: Array, k_BSGK: Array) -> Array:
+    """Multiply queries and keys of bf16 or fp16 like `_scores`, with gradients in their dtype."""
     return _scores(q_BLGRK, k_BSGK)
 
 
-def _scores_forward(q_BLGRK: jax.Array, k_BSGK: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _scores_forward(q_BLGRK: Array, k_BSGK: Array) -> tuple[Array, tuple[Array, Array]]:
     return _scores(q_BLGRK, k_BSGK), (q_BLGRK, k_BSGK)
 
 
-def _scores_backward(inputs: tuple[jax.Array, jax.Array], d_BGRLS: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scores_backward(inputs: tuple[Array, Array], d_BGRLS: Array) -> tuple[Array, Array]:
     q_BLGRK, k_BSGK = inputs
     d_BGRLS = d_BGRLS.astype(q_BLGRK.dtype)
     return jnp.einsum("bgrls,bsgk->blgrk", d_BGRLS, k_BSGK), jnp.einsum("bgrls,blgrk->bsgk", d_BGRLS, q_BLGRK)
@@ -77,37 +78,27 @@ def _scores_backward(inputs: tuple[jax.Array, jax.Array], d_BGRLS: jax.Array) ->
 _low_precision_scores.defvjp(_scores_forward, _scores_backward)
 
 
-def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
-    """Limit scores to (-softcap, softcap).
-
-    Args:
-        scores: float32, any shape.
-        softcap: as in `AttentionForm`; None: scores stay as they are.
-    """
+def capped(scores: Array, softcap: float | None) -> Array:
+    """Limit float32 scores of any shape to (-softcap, softcap); None: they stay as they are."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def attention(
-    q_BLHK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask_BLS: jax.Array,
+    q_BLHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    mask_BLS: Array,
     *,
     softcap: float | None = None,
-    bias_BHLS: jax.Array | None = None,
-) -> jax.Array:
+    bias_BHLS: Array | None = None,
+) -> Array:
     """Compute softmax attention with grouped key-value heads; scores and softmax are in float32.
 
     Args:
-        q_BLHK: queries, any float dtype.
-        k_BSGK: keys, the same dtype; H must be a multiple of G.
-        v_BSGK: values, the same dtype.
+        q_BLHK, k_BSGK, v_BSGK: of one float dtype, as is the result [B, L, H, K]; H must be a multiple of G.
         mask_BLS: bool, True where a query may see a key; its batch dim may be 1.
         softcap: as in `AttentionForm`.
         bias_BHLS: float32, added to the scores; its batch dim may be 1. None: nothing is added.
-
-    Returns:
-        [B, L, H, K] in the dtype of q.
     """
     batch, length, heads, head_dim = q_BLHK.shape
     groups = k_BSGK.shape[2]
@@ -123,35 +114,102 @@ def attention(
     return out_BLGRK.reshape(batch, length, heads, head_dim)
 
 
+def form_mask(
+    form: AttentionForm, queries_L: Array, keys_S: Array, own_BL: Array | None, seen_BS: Array | None
+) -> Array:
+    """`attention_mask` of a form, for positions that all rows share, and the segments of queries and keys."""
+    segments = dict(query_segments_BL=own_BL, key_segments_BS=seen_BS)
+    return attention_mask(queries_L[None], keys_S[None], causal=form.causal, window=form.window, **segments)
+
+
 def reference_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    segments_BL: Array | None,
     form: AttentionForm,
-    bias_HW: jax.Array | None = None,
-) -> jax.Array:
-    """Compute the attention of a sequence to itself, where positions are the indices of the sequence dim.
-
-    Args:
-        q_BLHK: queries, any float dtype; H must be a multiple of G.
-        k_BLGK: keys, the same dtype.
-        v_BLGK: values, the same dtype.
-        segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
-        form: the settings of attention.
-        bias_HW: as in `self_attention`.
-
-    Returns:
-        [B, L, H, K] in the dtype of q.
-    """
-    order_L = jnp.arange(q_BLHK.shape[1])[None]
-    mask_BLS = attention_mask(
-        order_L,
-        order_L,
-        causal=form.causal,
-        window=form.window,
-        query_segments_BL=segments_BL,
-        key_segments_BS=segments_BL,
-    )
+    bias_HW: Array | None = None,
+) -> Array:
+    """Compute the attention of a sequence to itself; arguments and result as of `blockwise_attention`."""
+    order_L = jnp.arange(q_BLHK.shape[1])
+    mask_BLS = form_mask(form, order_L, order_L, segments_BL, segments_BL)
     bias_BHLS = None if bias_HW is None else whole_bias(bias_HW)[None]
     return attention(q_BLHK, k_BLGK, v_BLGK, mask_BLS, softcap=form.softcap, bias_BHLS=bias_BHLS)
+
+
+@functools.cache
+def _buckets(reach: int, num_buckets: int, max_distance: int, causal: bool) -> np.ndarray:
+    """Return the bucket of each distance (key - query) from -reach to reach: int32 [2 * reach + 1]."""
+    distances = np.arange(-reach, reach + 1)
+    first = np.zeros_like(distances)
+    if causal:  # a key ahead of its query is masked; the bucket of distance 0 stands there
+        steps = np.maximum(-distances, 0)
+    else:
+        num_buckets //= 2
+        first = np.where(distances > 0, num_buckets, 0)
+        steps = np.abs(distances)
+    exact = num_buckets // 2
+    ratios = np.maximum(steps, 1).astype(np.float32) / np.float32(exact)
+    share = np.log(ratios) / np.float32(math.log(max_distance / exact))
+    far = exact + (share * np.float32(num_buckets - exact)).astype(np.int32)
+    found = first + np.where(steps < exact, steps, np.minimum(far, num_buckets - 1))
+    return found.astype(np.int32)
+
+
+def distance_bias(table_NH: Array, reach: int, *, max_distance: int, causal: bool) -> Array:
+    """Look up what is added to the scores at each distance of a key from its query.
+
+    Half of the buckets hold one distance each; the others grow with the logarithm of the distance up to
+    `max_distance`, from where on the last one holds all. Without `causal`, half of all buckets are for keys ahead.
+
+    The table has learned numbers of any float dtype; the result is float32 [H, 2 * reach + 1], of the distances
+    (key - query) from -reach to reach.
+    """
+    buckets_W = _buckets(reach, table_NH.shape[0], max_distance, causal)
+    # A product with ones and zeros in place of a lookup, whose gradient would be a scatter.
+    chosen_NW = (np.arange(table_NH.shape[0])[:, None] == buckets_W[None]).astype(np.float32)
+    return jnp.einsum("nh,nw->hw", table_NH.astype(jnp.float32), chosen_NW, precision=jax.lax.Precision.HIGHEST)
+
+
+def unfold(bias_HW: Array, num_queries: int) -> Array:
+    """Lay the bias of consecutive distances out as that of T queries and S keys, both consecutive.
+
+    Args:
+        bias_HW: [..., H, T + S - 1], from the distance of the last query and the first key on.
+        num_queries: T.
+
+    Returns:
+        [..., H, T, S]; its element (t, s) is the bias at index s - t + T - 1.
+    """
+    num_keys = bias_HW.shape[-1] - num_queries + 1
+    # One period of the distances modulo T + S, in which each next row of T + S - 1 starts one distance earlier.
+    lead = bias_HW.shape[:-1]
+    period = jnp.concatenate(
+        [bias_HW[..., num_queries - 1 :], jnp.zeros((*lead, 1), bias_HW.dtype), bias_HW[..., : num_queries - 1]], -1
+    )
+    length = num_queries + num_keys
+    rows = jnp.broadcast_to(period[..., None, :], (*lead, num_queries, length)).reshape(*lead, -1)
+    rows = rows[..., : num_queries * (length - 1)].reshape(*lead, num_queries, length - 1)
+    return rows[..., :num_keys]
+
+
+def fold(bias_HTS: Array) -> Array:
+    """Sum the pairs of each distance: the transpose of `unfold`, [..., H, T, S] -> [..., H, T + S - 1]."""
+    *lead, num_queries, num_keys = bias_HTS.shape
+    distances = jax.ShapeDtypeStruct((*lead, num_queries + num_keys - 1), bias_HTS.dtype)
+    return jax.linear_transpose(lambda bias: unfold(bias, num_queries), distances)(bias_HTS)[0]
+
+
+def whole_bias(bias_HW: Array) -> Array:
+    """Lay the bias of a sequence and itself out: [H, 2L - 1] -> [H, L, L]."""
+    return unfold(bias_HW, (bias_HW.shape[-1] + 1) // 2)
+
+
+def bias_at(bias_HW: Array, query_positions_BT: Array, key_positions_S: Array) -> Array:
+    """Look the bias of queries at positions of their own up, as generation needs it: float32 [B, H, T, S].
+
+    Larger distances than `bias_HW` of `distance_bias` holds take its ends; positions are integers.
+    """
+    reach = (bias_HW.shape[-1] - 1) // 2
+    distances_BTS = key_positions_S[None, None] - query_positions_BT[:, :, None]
+    return jnp.moveaxis(bias_HW[:, jnp.clip(distances_BTS, -reach, reach) + reach], 0, 1)

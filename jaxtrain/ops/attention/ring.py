@@ -16,22 +16,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from jaxtrain.ops.attention.ring_blocks import ScoreBlock, home, own_blocks, passing_blocks
+from jaxtrain.ops.attention.reference import MASKED
+from jaxtrain.ops.attention.rules import ScoreBlock, home, own_blocks, passing_blocks
 
 AXIS = "context"
-# Large and finite: a block that shows a row nothing then weighs nothing beside one that does, and no NaN arises.
-MASKED = -1e30
-
 # Softmax over the keys seen up to this point: row maximum and sum [B, G, R, C], weighted values [B, G, R, C, K].
-Partial = tuple[jax.Array, jax.Array, jax.Array]
+Partial = tuple[Array, Array, Array]
 # One of the two halves of a device: 0 or 1, or bool [] where it depends on the device.
-Half = int | jax.Array
+Half = int | Array
 # A nested structure of arrays, None among them.
 Tree = Any
-
-
-# --- The exchange between contiguous shards and zig-zag halves. ---
 
 
 def _moves(size: int, *, back: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -40,7 +36,7 @@ def _moves(size: int, *, back: bool) -> tuple[list[tuple[int, int]], list[tuple[
     return ([(b, a) for a, b in even], [(b, a) for a, b in odd]) if back else (even, odd)
 
 
-def _to_zigzag(x_BL: jax.Array) -> jax.Array:
+def _to_zigzag(x_BL: Array) -> Array:
     """[B, L, ...] of contiguous positions as [2, B, C, ...]: the chunks i and 2n-1-i."""
     moves = _moves(jax.lax.axis_size(AXIS), back=False)
     even, odd = (jax.lax.ppermute(x, AXIS, m) for x, m in zip(jnp.split(x_BL, 2, axis=1), moves, strict=True))
@@ -48,7 +44,7 @@ def _to_zigzag(x_BL: jax.Array) -> jax.Array:
     return jnp.stack([jnp.where(first_is_odd, odd, even), jnp.where(first_is_odd, even, odd)])
 
 
-def _from_zigzag(x_ZBC: jax.Array) -> jax.Array:
+def _from_zigzag(x_ZBC: Array) -> Array:
     """[2, B, C, ...] in zig-zag order as [B, L, ...] of contiguous positions."""
     first, second = x_ZBC
     first_is_odd = jax.lax.axis_index(AXIS) % 2 == 1
@@ -57,23 +53,15 @@ def _from_zigzag(x_ZBC: jax.Array) -> jax.Array:
     return jnp.concatenate([jax.lax.ppermute(x, AXIS, m) for x, m in zip(chunks, moves, strict=True)], axis=1)
 
 
-# --- One block of queries and keys. ---
-
-
 def visible(
-    query_positions_C: jax.Array | None,
-    key_positions_S: jax.Array | None,
-    query_segments_BC: jax.Array | None,
-    key_segments_BS: jax.Array | None,
-) -> jax.Array | None:
-    """Mask the keys that a query may not see.
+    query_positions_C: Array | None,
+    key_positions_S: Array | None,
+    query_segments_BC: Array | None,
+    key_segments_BS: Array | None,
+) -> Array | None:
+    """Mark the keys that a query may see: bool [B or 1, C, S]; None: every query sees every key.
 
-    Args:
-        query_positions_C, key_positions_S: a query sees keys at or before its own position; None: order is no matter.
-        query_segments_BC, key_segments_BS: a query sees its own segment; None: all are one.
-
-    Returns:
-        bool [B or 1, C, S], true where a query sees a key; None: every query sees every key.
+    A query sees keys at or before its own position, and of its own segment; None: order or segments do not matter.
     """
     mask = None
     if query_positions_C is not None and key_positions_S is not None:
@@ -84,7 +72,7 @@ def visible(
     return mask
 
 
-def _scores(q_BCGRK: jax.Array, k_BSGK: jax.Array, mask_BCS: jax.Array | None) -> jax.Array:
+def _scores(q_BCGRK: Array, k_BSGK: Array, mask_BCS: Array | None) -> Array:
     """Float32 scores [B, G, R, C, S]."""
     scores = jnp.einsum("bcgrk,bsgk->bgrcs", q_BCGRK, k_BSGK, preferred_element_type=jnp.float32)
     scores = scores / math.sqrt(q_BCGRK.shape[-1])
@@ -92,7 +80,7 @@ def _scores(q_BCGRK: jax.Array, k_BSGK: jax.Array, mask_BCS: jax.Array | None) -
     return scores if mask_BCS is None else scores + (1 - mask_BCS.astype(jnp.float32))[:, None, None] * MASKED
 
 
-def _attend(q_BCGRK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_BCS: jax.Array | None) -> Partial:
+def _attend(q_BCGRK: Array, k_BSGK: Array, v_BSGK: Array, mask_BCS: Array | None) -> Partial:
     """Compute the softmax over one block of keys, not yet divided by its sum."""
     scores = _scores(q_BCGRK, k_BSGK, mask_BCS)
     maximum = jnp.max(scores, axis=-1)
@@ -113,24 +101,17 @@ def _merge(one: Partial, other: Partial) -> Partial:
 
 
 def _attend_backward(
-    q_BCGRK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask_BCS: jax.Array | None,
-    logsumexp_BGRC: jax.Array,
-    gradient_BCGRK: jax.Array,
-    delta_BGRC: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the gradients of q, k and v from one block: Dao et al. 2022, "FlashAttention", algorithm 4.
+    q_BCGRK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    mask_BCS: Array | None,
+    logsumexp_BGRC: Array,
+    gradient_BCGRK: Array,
+    delta_BGRC: Array,
+) -> tuple[Array, Array, Array]:
+    """Compute float32 gradients of q, k and v from one block: Dao et al. 2022, "FlashAttention", algorithm 4.
 
-    Args:
-        q_BCGRK, k_BSGK, v_BSGK, mask_BCS: as in the forward pass.
-        logsumexp_BGRC: of the scores with all keys.
-        gradient_BCGRK: of the output.
-        delta_BGRC: sum over K of output times its gradient.
-
-    Returns:
-        float32, of the shapes of q, k and v.
+    The logsumexp is that of the scores with all keys; delta is the sum over K of the output times its gradient.
     """
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     weights = jnp.exp(_scores(q_BCGRK, k_BSGK, mask_BCS) - logsumexp_BGRC[..., None])
@@ -138,9 +119,6 @@ def _attend_backward(
     d_scores = (weights * (d_weights - delta_BGRC[..., None]) / math.sqrt(q_BCGRK.shape[-1])).astype(q_BCGRK.dtype)
     dv = einsum("bgrcs,bcgrk->bsgk", weights.astype(v_BSGK.dtype), gradient_BCGRK)
     return einsum("bgrcs,bsgk->bcgrk", d_scores, k_BSGK), einsum("bgrcs,bcgrk->bsgk", d_scores, q_BCGRK), dv
-
-
-# --- The ring. ---
 
 
 def _take(tree: Tree, half: Half) -> Tree:
@@ -170,22 +148,14 @@ def _pass_on(tree: Tree) -> Tree:
     return jax.lax.ppermute(tree, AXIS, [(device, (device + 1) % size) for device in range(size)])
 
 
-def _around(visit: Callable[[Tree, Tree, jax.Array], Tree], state: Tree, tree: Tree) -> Tree:
-    """Visit the arrays of every other device of the ring.
+def _around(visit: Callable[[Tree, Tree, Array], Tree], state: Tree, tree: Tree) -> Tree:
+    """Visit the arrays of every other device: `visit(state, arrays of a device, its index int32 [])` -> state.
 
     The next arrays are sent before the present ones are visited, so that the two can overlap.
-
-    Args:
-        visit: (state, arrays of a device, its index int32 []) -> state.
-        state: before the first visit.
-        tree: the arrays of this device.
-
-    Returns:
-        The state after the last visit.
     """
     size, own = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
 
-    def turn(carry: tuple[Tree, Tree], step: jax.Array) -> tuple[tuple[Tree, Tree], None]:
+    def turn(carry: tuple[Tree, Tree], step: Array) -> tuple[tuple[Tree, Tree], None]:
         state, tree = carry
         following = _pass_on(tree)
         return (visit(state, tree, (own - step) % size), following), None
@@ -196,12 +166,12 @@ def _around(visit: Callable[[Tree, Tree, jax.Array], Tree], state: Tree, tree: T
     return visit(*carry, (own + 1) % size)
 
 
-def _tied(tree: Tree, x: jax.Array) -> Tree:
+def _tied(tree: Tree, x: Array) -> Tree:
     """Make a tree depend on `x`: in a scan over layers masks would else be made once and kept for all blocks."""
     return jax.lax.optimization_barrier((tree, x))[0]
 
 
-def _own_masks(segments_ZBC: jax.Array | None, rows_ZBC: jax.Array, *, causal: bool) -> list[jax.Array | None]:
+def _own_masks(segments_ZBC: Array | None, rows_ZBC: Array, *, causal: bool) -> list[Array | None]:
     """Make the masks of `own_blocks`: of pairs of the same half a triangle, if causal."""
     order = _tied(jnp.arange(rows_ZBC.shape[2], dtype=jnp.int32), rows_ZBC)
     segments = [None, None] if segments_ZBC is None else segments_ZBC
@@ -211,14 +181,14 @@ def _own_masks(segments_ZBC: jax.Array | None, rows_ZBC: jax.Array, *, causal: b
     ]
 
 
-def _passing_mask(own_ZBC: jax.Array | None, passing_ZBC: jax.Array | None, block: ScoreBlock) -> jax.Array | None:
+def _passing_mask(own_ZBC: Array | None, passing_ZBC: Array | None, block: ScoreBlock) -> Array | None:
     """Make the mask of a block of own queries and passing keys, from their segments."""
     return visible(None, None, _take(own_ZBC, block[0]), _take(passing_ZBC, block[1]))
 
 
 def _ring_forward(
-    q_ZBCGRK: jax.Array, k_ZBSGK: jax.Array, v_ZBSGK: jax.Array, segments_ZBC: jax.Array | None, causal: bool
-) -> tuple[jax.Array, Tree]:
+    q_ZBCGRK: Array, k_ZBSGK: Array, v_ZBSGK: Array, segments_ZBC: Array | None, causal: bool
+) -> tuple[Array, Tree]:
     """Attend to the halves of all devices: [Z, B, C, G, R, K] in the dtype of q, and what the backward pass needs."""
     own, halves = jax.lax.axis_index(AXIS), q_ZBCGRK.shape[0]
     segments_ZBC = _tied(segments_ZBC, q_ZBCGRK)
@@ -228,7 +198,7 @@ def _ring_forward(
     for (query, _), partial in zip(blocks[halves:], partials[halves:], strict=True):
         state = _put(state, query, _merge(_take(state, query), partial))
 
-    def visit(state: Tree, tree: Tree, source: jax.Array) -> Tree:
+    def visit(state: Tree, tree: Tree, source: Array) -> Tree:
         k, v, segments = tree
         for block in passing_blocks(own, source, causal=causal):
             query, key = block
@@ -242,16 +212,14 @@ def _ring_forward(
     return out, (q_ZBCGRK, k_ZBSGK, v_ZBSGK, segments_ZBC, out, maximum + jnp.log(total))
 
 
-def _ring_backward(causal: bool, saved: Tree, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _ring_backward(causal: bool, saved: Tree, gradient: Array) -> tuple[Array, Array, Array, None]:
     """Go around the ring a second time: the gradients of keys and values are sent with them, and back at the end."""
     q, k, v, segments, out, logsumexp = saved
     own, halves = jax.lax.axis_index(AXIS), q.shape[0]
     delta = jnp.einsum("zbcgrk,zbcgrk->zbgrc", out, gradient, preferred_element_type=jnp.float32)
     rows = (q, logsumexp, gradient, delta)
 
-    def pull(
-        query: Half, k: jax.Array, v: jax.Array, mask: jax.Array | None
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def pull(query: Half, k: Array, v: Array, mask: Array | None) -> tuple[Array, tuple[Array, Array]]:
         q, logsumexp, gradient, delta = _take(rows, query)
         dq, dk, dv = _attend_backward(q, k, v, mask, logsumexp, gradient, delta)
         return dq, (dk, dv)
@@ -262,7 +230,7 @@ def _ring_backward(causal: bool, saved: Tree, gradient: jax.Array) -> tuple[jax.
     for (query, key), (dq_block, dkv_block) in zip(blocks[halves:], pulled[halves:], strict=True):
         dq, dkv = _add(dq, query, dq_block), _add(dkv, key, dkv_block)
 
-    def visit(state: Tree, tree: Tree, source: jax.Array) -> Tree:
+    def visit(state: Tree, tree: Tree, source: Array) -> Tree:
         dq, dkv = state
         dkv = _pass_on(dkv)  # needed only after the block's own products, so the two can overlap
         k, v, passing_segments = tree
@@ -279,9 +247,7 @@ def _ring_backward(causal: bool, saved: Tree, gradient: jax.Array) -> tuple[jax.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(
-    q_ZBCGRK: jax.Array, k_ZBSGK: jax.Array, v_ZBSGK: jax.Array, segments_ZBC: jax.Array | None, causal: bool
-) -> jax.Array:
+def _ring(q_ZBCGRK: Array, k_ZBSGK: Array, v_ZBSGK: Array, segments_ZBC: Array | None, causal: bool) -> Array:
     """Attend to the halves of all devices; autodiff of it would keep the scores of every step."""
     return _ring_forward(q_ZBCGRK, k_ZBSGK, v_ZBSGK, segments_ZBC, causal)[0]
 
@@ -289,19 +255,10 @@ def _ring(
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def ring_attention(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None, *, causal: bool
-) -> jax.Array:
+def ring_attention(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | None, *, causal: bool) -> Array:
     """Attend from local shards to the full sequence, in memory that grows with the local sequence only.
 
-    Args:
-        q_BLHK: local queries, float32 or a lower precision; scores, softmax and sums are float32.
-        k_BLGK, v_BLGK: local keys and values; H must be a multiple of G.
-        segments_BL: packed documents; a query sees only its own. None: all are one.
-        causal: whether queries see keys at or before their own position; L must be even.
-
-    Returns:
-        [B, L, H, K] in the dtype of q.
+    Arguments and result are the shards of those of `blockwise_attention`; where it is causal, L must be even.
     """
     batch, length, heads, head_dim = q_BLHK.shape
     groups = k_BLGK.shape[2]

@@ -1,31 +1,35 @@
 """Attention behind one signature: an ordered table of kernels per platform, which ends in the plain reference.
 
 The first implementation that takes the case runs; what one cannot do it refuses with a reason, and never drops. A new
-kernel is a file with a function, its rule and its place in the order in `kernel_rules.py`, and a row here.
+kernel is a function, its rule and its place in the order in `rules.py`, and a row here.
 
 Shapes: B batch, L sequence, H query heads, G key-value heads, K head dim.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.manual import divides
 from jaxtrain.layout.sharding import current_layout, platform
-from jaxtrain.ops.attention import blockwise, cudnn, splash
+from jaxtrain.ops.attention import rules
+from jaxtrain.ops.attention.blockwise import blockwise_attention
 from jaxtrain.ops.attention.context import context_attention
-from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.ops.attention.kernel_rules import ELSEWHERE, ORDER, choose_kernel
-from jaxtrain.ops.attention.reference import attention, reference_attention
+from jaxtrain.ops.attention.fused import KEYS, QUERIES, cudnn_attention, splash_attention
+from jaxtrain.ops.attention.reference import reference_attention
+from jaxtrain.ops.attention.rules import AttentionCase, AttentionForm
 from jaxtrain.runtime.compiler import note_choice
 
-Segments = jax.Array | None
-Refusal = Callable[[jax.Array, jax.Array, Segments, AttentionForm], str | None]
-Bias = jax.Array | None
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Segments, AttentionForm, Bias], jax.Array]
+Segments = Array | None
+Bias = Array | None
+Attend = Callable[[Array, Array, Array, Segments, AttentionForm, Bias], Array]
+_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -34,66 +38,77 @@ class Kernel:
 
     Attributes:
         name: as in `model.attention`.
-        refusal: (q, k, segments, form) -> why it cannot or should not run here; None: it runs.
         attend: (q, k, v, segments, form, bias) -> [B, L, H, K]; there is a bias where `form.relative` is true.
         keeps_output: names what its backward pass needs for the remat policies, the result among it.
     """
 
     name: str
-    refusal: Refusal
     attend: Attend
     keeps_output: bool = False
 
 
-CUDNN = Kernel("cudnn", cudnn.refusal, lambda q, k, v, segments, form, bias: cudnn.cudnn_attention(q, k, v, form))
+CUDNN = Kernel("cudnn", lambda q, k, v, segments, form, bias: cudnn_attention(q, k, v, form))
 SPLASH = Kernel(
-    "splash",
-    splash.refusal,
-    lambda q, k, v, segments, form, bias: splash.splash_attention(q, k, v, segments, form),
-    keeps_output=True,
+    "splash", lambda q, k, v, segments, form, bias: splash_attention(q, k, v, segments, form), keeps_output=True
 )
-BLOCKWISE = Kernel(
-    "blockwise",
-    lambda q, k, segments, form: blockwise.refusal(q),
-    blockwise.blockwise_attention,
-    keeps_output=True,
-)
-REFERENCE = Kernel("reference", lambda *_: None, reference_attention)
+BLOCKWISE = Kernel("blockwise", blockwise_attention, keeps_output=True)
+REFERENCE = Kernel("reference", reference_attention)
 
 _ALL = {row.name: row for row in (CUDNN, SPLASH, BLOCKWISE, REFERENCE)}
 # Platform of the step -> kernels in the order in which they are tried.
 TABLE: Mapping[str, tuple[Kernel, ...]] = {
-    name: tuple(_ALL[kernel] for kernel in order) for name, order in ORDER.items()
+    name: tuple(_ALL[kernel] for kernel in order) for name, order in rules.ORDER.items()
 }
 
 
-def choose(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, segments_BL: Segments, form: AttentionForm, *, wanted: str = "auto"
-) -> Kernel:
+def refusal(kernel: str, q_BLHK: Array, k_BLGK: Array, segments_BL: Segments, form: AttentionForm) -> str | None:
+    """Return why a kernel cannot or should not compute these queries on the devices of the step; None: it runs."""
+    layout = current_layout()
+    device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
+    # Compile-only devices of some versions of jax have no such attribute.
+    major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    capability = (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
+    case = AttentionCase(
+        device.platform,
+        q_BLHK.dtype.name,
+        q_BLHK.shape[1],
+        q_BLHK.shape[-1],
+        form,
+        packed=segments_BL is not None,
+        divides=kernel not in ("cudnn", "splash")
+        or layout is None
+        or (divides(layout, q_BLHK, *QUERIES) and divides(layout, k_BLGK, *KEYS)),
+        capability=capability,
+        hopper_here=capability is not None and capability >= _HOPPER and jax.default_backend() == "gpu",
+    )
+    why = rules.refusal(kernel, case)
+    if why is not None or kernel != "cudnn":
+        return why
+    # Where jax runs on a GPU it has loaded cuDNN; a compiler for an absent one needs the package.
+    if jax.default_backend() != "gpu" and importlib.util.find_spec("nvidia.cudnn") is None:
+        return "cuDNN is not installed (nvidia-cudnn-cu12)"
+    return None
+
+
+def choose(q_BLHK: Array, k_BLGK: Array, segments_BL: Segments, form: AttentionForm, *, wanted: str = "auto") -> Kernel:
     """Choose the kernel that runs on the platform of the step, and note it with the reasons against those before it.
 
-    Args:
-        q_BLHK, k_BLGK, segments_BL, form: see `self_attention`.
-        wanted: auto, or the name of a kernel.
-
     Raises:
-        ConfigError: a wanted kernel that is unknown or cannot take the case.
+        ConfigError: a wanted kernel (a name, not auto) that is unknown or cannot take the case.
     """
-    rows = TABLE.get(platform(), tuple(_ALL[kernel] for kernel in ELSEWHERE))
+    rows = TABLE.get(platform(), tuple(_ALL[kernel] for kernel in rules.ELSEWHERE))
     known = {**_ALL, **{row.name: row for row in rows}}
-
-    def refuses(kernel: str) -> str | None:
-        return known[kernel].refusal(q_BLHK, k_BLGK, segments_BL, form)
-
-    name, refused = choose_kernel([row.name for row in rows], refuses, wanted)
+    name, refused = rules.choose_kernel(
+        [row.name for row in rows], lambda kernel: refusal(kernel, q_BLHK, k_BLGK, segments_BL, form), wanted
+    )
     note_choice("attention", name, refused)
     return known[name]
 
 
 def self_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
     segments_BL: Segments = None,
     *,
     causal: bool = True,
@@ -101,7 +116,7 @@ def self_attention(
     softcap: float | None = None,
     bias_HW: Bias = None,
     implementation: str = "auto",
-) -> jax.Array:
+) -> Array:
     """Attend from a sequence to itself, in the order of the sequence dim, on whatever mesh the step has.
 
     Args:
@@ -109,7 +124,7 @@ def self_attention(
         segments_BL: packed documents that do not see each other; None: one document per row.
         causal, window, softcap: see `AttentionForm`.
         bias_HW: added to the scores of each head by the distance of key and query, float32 [H, 2L - 1] from
-            `ops/attention/relative.py`; None: nothing is added.
+            `distance_bias`; None: nothing is added.
         implementation: auto, or a name from the table; a sequence that is sharded over `context` takes the methods of
             `ops/attention/context.py`.
 
@@ -134,7 +149,6 @@ def self_attention(
             segments_BL,
             form=form,
             layout=layout,
-            local_attention=functools.partial(attention, softcap=softcap),
             whole_attention=functools.partial(_attend_whole, form=form),
         )
         return checkpoint_name(out, "attention_output")
@@ -144,9 +158,7 @@ def self_attention(
     return out if row.keeps_output else checkpoint_name(out, "attention_output")
 
 
-def _attend_whole(
-    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: Segments, *, form: AttentionForm
-) -> jax.Array:
+def _attend_whole(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Segments, *, form: AttentionForm) -> Array:
     """Attend to full sequences of some heads on one device, as `all_to_all` does between its two exchanges."""
     row = choose(q_BLHK, k_BLGK, segments_BL, form)
     return row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, None)

@@ -8,24 +8,36 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops.activation import gelu
+from jaxtrain.layout.manual import vary_alike
+from jaxtrain.ops.elementwise import aligned, gelu
 from jaxtrain.ops.experts.grouped import grouped_matmul
-from jaxtrain.ops.experts.places import Places, collect, pair_values, spread
-from jaxtrain.ops.ranks import aligned
 from jaxtrain.remat.policy import EXPERT_PRODUCTS
 
 
 class Kernels(NamedTuple):
     """Weights of the experts: `up` and `gate` [E, D, F] (no gate: GELU instead of SwiGLU), `down` [E, F, D]."""
 
-    up: jax.Array
-    gate: jax.Array | None
-    down: jax.Array
+    up: Array
+    gate: Array | None
+    down: Array
 
 
-def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
+class Places(NamedTuple):
+    """Which pair of a token and an expert is in which row.
+
+    Attributes:
+        pair_R: int32, number of the pair (token * K + choice) in each row; N * K where there is none.
+        row_NK: int32, row of each pair; R where the pair has none. The inverse of `pair_R`.
+    """
+
+    pair_R: Array
+    row_NK: Array
+
+
+def route(logits_BLE: Array, experts_per_token: int) -> tuple[Array, Array]:
     """Choose the experts of each token, and the weight of each.
 
     With two choices or more the weights are the softmax over the chosen logits (Jiang et al. 2024, Mixtral, section
@@ -40,8 +52,8 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
         experts_per_token: K.
 
     Returns:
-        Weights float32 [B, L, K], differentiable in the logits, whose sum is 1 if K is 2 or more; and expert ids
-        int32 [B, L, K], distinct for each token and best first.
+        Weights float32 [B, L, K], differentiable in the logits, and expert ids int32 [B, L, K], distinct for each token
+        and best first.
     """
     num_experts = logits_BLE.shape[-1]
     left_BLE = jax.lax.stop_gradient(logits_BLE)
@@ -60,23 +72,13 @@ def route(logits_BLE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax
     return weights_BLK, jnp.stack(ids, axis=-1)
 
 
-def count_tokens(ids_BLK: jax.Array, num_experts: int) -> jax.Array:
-    """Count the tokens that each expert gets.
-
-    Args:
-        ids_BLK: int32; an id of E or more counts for no expert.
-        num_experts: E.
-
-    Returns:
-        int32 [E], exact in any order of summation.
-    """
+def count_tokens(ids_BLK: Array, num_experts: int) -> Array:
+    """Count the tokens that each expert gets: int32 [E]; an id of E or more counts for no expert."""
     one_hot_BLKE = ids_BLK[..., None] == jnp.arange(num_experts)[None, None, None]
     return jnp.sum(one_hot_BLKE, axis=(0, 1, 2), dtype=jnp.int32)
 
 
-def router_loss(
-    logits_BLE: jax.Array, load_E: jax.Array, *, load_balance_weight: float, router_z_weight: float
-) -> jax.Array:
+def router_loss(logits_BLE: Array, load_E: Array, *, load_balance_weight: float, router_z_weight: float) -> Array:
     """Compute the auxiliary loss of each token; its mean over the tokens that the load counts is that of the papers.
 
     With f_e the share of routed slots that expert e got and P_e its mean probability over the same tokens, the mean is
@@ -103,20 +105,10 @@ def router_loss(
     return load_balance_weight * balance_BL + router_z_weight * z_BL**2
 
 
-def _activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:
-    return gelu(up) if gate is None else jax.nn.silu(gate) * up
+def sort_pairs(ids_NK: Array, num_experts: int, num_rows: int) -> tuple[Places, Array]:
+    """Sort the pairs of a token and an expert by expert: places in R rows, and int32 [E], the rows of each expert.
 
-
-def sort_pairs(ids_NK: jax.Array, num_experts: int, num_rows: int) -> tuple[Places, jax.Array]:
-    """Sort the pairs of a token and an expert by expert.
-
-    Args:
-        ids_NK: int32 from 0 to E; pairs of E, which stands for an expert that is elsewhere, get no row.
-        num_experts: E.
-        num_rows: R, at least the pairs of experts that are here.
-
-    Returns:
-        The places of the pairs in R rows, and int32 [E], the rows of each expert.
+    Ids are int32 from 0 to E; pairs of E, which stands for an expert that is elsewhere, get no row.
     """
     pairs_P = jnp.argsort(ids_NK.reshape(-1), stable=True).astype(jnp.int32)  # rows -> pairs
     rows_P = jnp.argsort(pairs_P).astype(jnp.int32)  # pairs -> rows
@@ -127,42 +119,98 @@ def sort_pairs(ids_NK: jax.Array, num_experts: int, num_rows: int) -> tuple[Plac
     return Places(pair_R, row_NK), group_sizes_E
 
 
-def multiply_rows(x_RD: jax.Array, group_sizes_E: jax.Array, kernels: Kernels) -> jax.Array:
+def multiply_rows(x_RD: Array, group_sizes_E: Array, kernels: Kernels) -> Array:
     """Apply to each row the expert whose group it is in: [R, D], and anything in rows beyond the groups."""
 
-    def multiply(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+    def multiply(rows: Array, kernel: Array) -> Array:
         return checkpoint_name(grouped_matmul(rows, kernel, group_sizes_E), EXPERT_PRODUCTS)
 
     with jax.named_scope("experts"):
         gate_RF = None if kernels.gate is None else multiply(x_RD, kernels.gate)
-        h_RF = checkpoint_name(_activate(multiply(x_RD, kernels.up), gate_RF), "mlp_hidden")
+        up_RF = multiply(x_RD, kernels.up)
+        h_RF = checkpoint_name(gelu(up_RF) if gate_RF is None else jax.nn.silu(gate_RF) * up_RF, "mlp_hidden")
         return multiply(h_RF, kernels.down)
 
 
-def grouped_experts(x_ND: jax.Array, weights_NK: jax.Array, ids_NK: jax.Array, kernels: Kernels) -> jax.Array:
+def grouped_experts(x_ND: Array, weights_NK: Array, ids_NK: Array, kernels: Kernels) -> Array:
     """Sum weight times output over the experts of each token, each expert one group of a grouped matmul.
 
     Nothing is dropped: the (token, expert) pairs are sorted by expert into a buffer of N * min(K, E) rows, which
     holds every routing. An id of E means an expert that is not here; such pairs have no row and give 0.
 
-    Args:
-        x_ND: tokens, in the dtype of the kernels.
-        weights_NK: float32.
-        ids_NK: int32 from 0 to E; those below E are distinct for each token.
-        kernels: of E experts.
-
-    Returns:
-        float32 [N, D], not rounded so that parts can be added.
+    Tokens are in the dtype of the kernels, weights float32, ids int32 and distinct for each token below E; the result
+    is float32 [N, D], not rounded so that parts can be added.
     """
     (num_tokens, choices), num_experts = ids_NK.shape, kernels.up.shape[0]
     with jax.named_scope("sort_tokens"):
         places, group_sizes_E = sort_pairs(ids_NK, num_experts, num_tokens * min(choices, num_experts))
         x_RD = spread(x_ND, places)
     y_RD = multiply_rows(x_RD, group_sizes_E, kernels)
-    return combine(y_RD, weights_NK, places)
-
-
-def combine(y_RD: jax.Array, weights_NK: jax.Array, places: Places) -> jax.Array:
-    """Sum weight times row over the pairs of each token: float32 [N, D]."""
     with jax.named_scope("combine_tokens"):
         return collect(y_RD.astype(jnp.float32) * pair_values(weights_NK, places)[:, None], places)
+
+
+# --- Where the rows of a buffer come from: tokens are copied into it and summed out of it. ---
+
+
+def spread(x_ND: Array, places: Places) -> Array:
+    """Copy each token into the rows of its pairs: [R, D] in the dtype of x, and 0 where there is no pair.
+
+    The gradient is `collect`, and that of `collect` is `spread`: both are gathers, where autodiff would add up rows in
+    a scatter, one after the other on CPU and in no fixed order on GPU.
+    """
+    # Tokens that every shard of experts has go to other rows on each, and their gradients are summed over the shards.
+    x_ND, pair_R, row_NK = vary_alike(x_ND, *places)
+    return _spread(x_ND, Places(pair_R, row_NK))
+
+
+def pair_values(a_NK: Array, places: Places) -> Array:
+    """The number of the pair of each row: [R], and 0 where there is no pair."""
+    return a_NK.reshape(-1).at[places.pair_R].get(mode="fill", fill_value=0)
+
+
+def _rows_of_tokens(x_ND: Array, places: Places) -> Array:
+    choices = places.row_NK.shape[1]
+    return x_ND.at[places.pair_R // choices].get(mode="fill", fill_value=0)
+
+
+def _sums_of_rows(y_RD: Array, places: Places) -> Array:
+    num_tokens, choices = places.row_NK.shape
+    total_ND = jnp.zeros((num_tokens, y_RD.shape[1]), jnp.float32)
+    for choice in range(choices):
+        rows_ND = y_RD.at[places.row_NK[:, choice]].get(mode="fill", fill_value=0)
+        total_ND = total_ND + rows_ND.astype(jnp.float32)
+    return total_ND
+
+
+@jax.custom_vjp
+def _spread(x_ND: Array, places: Places) -> Array:
+    return _rows_of_tokens(x_ND, places)
+
+
+@jax.custom_vjp
+def collect(y_RD: Array, places: Places) -> Array:
+    """Sum the rows of each token's pairs: float32 [N, D]; rows without a pair may hold anything."""
+    return _sums_of_rows(y_RD, places)
+
+
+def _spread_forward(x_ND: Array, places: Places) -> tuple[Array, Places]:
+    return _rows_of_tokens(x_ND, places), places
+
+
+def _spread_backward(places: Places, gradient_RD: Array) -> tuple[Array, None]:
+    return _sums_of_rows(gradient_RD, places).astype(gradient_RD.dtype), None
+
+
+def _collect_forward(y_RD: Array, places: Places) -> tuple[Array, tuple[Places, Array]]:
+    # A gradient has the dtype of what it is of; an empty array carries it.
+    return _sums_of_rows(y_RD, places), (places, y_RD[:0])
+
+
+def _collect_backward(saved: tuple[Places, Array], gradient_ND: Array) -> tuple[Array, None]:
+    places, empty = saved
+    return _rows_of_tokens(gradient_ND.astype(empty.dtype), places), None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+collect.defvjp(_collect_forward, _collect_backward)

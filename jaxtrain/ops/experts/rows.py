@@ -18,13 +18,7 @@ _ROOM, _SPARE_ROWS = 1.25, 8
 def block_rows(platform: str, num_rows: float, num_experts: int) -> int:
     """Count the rows of a block of a grouped matmul.
 
-    Args:
-        platform: cpu, gpu or tpu.
-        num_rows: of the grouped matmul.
-        num_experts: of one device.
-
-    Returns:
-        A power of two, or `num_rows` where those are fewer.
+    It is a power of two, or `num_rows` of the grouped matmul where those are fewer; experts are those of one device.
     """
     if platform != "cpu":
         return _TILE
@@ -36,11 +30,7 @@ def block_rows(platform: str, num_rows: float, num_experts: int) -> int:
 def multiplied_rows(platform: str, num_rows: float, filled: float, num_experts: int) -> float:
     """Count the rows that a backend multiplies with the kernel of one expert each, if the routing is even.
 
-    Args:
-        platform: cpu, gpu or tpu.
-        num_rows: of the grouped matmul.
-        filled: those that hold a token.
-        num_experts: of one device.
+    Of `num_rows` of the grouped matmul, `filled` hold a token; experts are those of one device.
     """
     block = block_rows(platform, num_rows, num_experts)
     return num_experts * math.ceil(filled / num_experts / block) * block
@@ -49,13 +39,8 @@ def multiplied_rows(platform: str, num_rows: float, filled: float, num_experts: 
 def round_rows(num_tokens: float, experts_per_token: int, num_experts: int, shards: int) -> int:
     """Count the rows that a device sends to each shard of experts in one round of the exchange.
 
-    A row is a pair of a token and an expert. A routing that sends more of them to some shard takes more rounds.
-
-    Args:
-        num_tokens: of one device.
-        experts_per_token: distinct ones that a token chooses.
-        num_experts: of all shards.
-        shards: of the experts.
+    A row is a pair of a token, of one device, and an expert, of all shards. A routing that sends more of them to some
+    shard takes more rounds.
     """
     most = num_tokens * min(experts_per_token, num_experts // shards)
     even = num_tokens * experts_per_token / shards

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxtrain.layout.manual import manual_type
 
@@ -23,13 +24,9 @@ _WARPS, _STAGES = 8, 3
 _NEIGHBOURS = 8
 
 
-def refusal(num_rows: int, inputs: int, outputs: int) -> str | None:
-    """Why sizes cannot be multiplied by these kernels; None: they can."""
-    if num_rows < TILE:
-        return f"{num_rows} rows are less than a tile of {TILE}"
-    if inputs % TILE or outputs % TILE:
-        return f"the widths {inputs} and {outputs} are not multiples of {TILE}"
-    return None
+def takes(num_rows: int, inputs: int, outputs: int) -> bool:
+    """Whether these kernels can multiply such sizes."""
+    return num_rows >= TILE and inputs % TILE == 0 and outputs % TILE == 0
 
 
 def num_tiles(num_rows: int, num_experts: int) -> int:
@@ -39,24 +36,11 @@ def num_tiles(num_rows: int, num_experts: int) -> int:
 
 
 def tile_products(
-    rows_RI: jax.Array,
-    kernels: jax.Array,
-    group_sizes_E: jax.Array,
-    *,
-    transposed: bool = False,
-    interpret: bool = False,
-) -> jax.Array:
-    """Multiply each row with the kernel of its expert.
+    rows_RI: Array, kernels: Array, group_sizes_E: Array, *, transposed: bool = False, interpret: bool = False
+) -> Array:
+    """Multiply each row with the kernel [E, I, O] of its expert, or [E, O, I] if `transposed`, as `grouped_matmul`.
 
-    Args:
-        rows_RI: sorted by expert.
-        kernels: [E, I, O], or [E, O, I] if `transposed`.
-        group_sizes_E: int32, rows of each expert; the sum may be below R.
-        transposed: whether kernels are contracted over their last dim.
-        interpret: whether the kernel's steps run as plain operations, on any platform; for tests.
-
-    Returns:
-        [R, O] in the dtype of the rows; rows beyond the groups hold anything.
+    With `interpret` the kernel's steps run as plain operations, on any platform, for tests.
     """
     # Imported here, because Pallas adds 0.3 s to the start and only GPUs need it.
     from jax.experimental import pallas as pl
@@ -80,7 +64,7 @@ def tile_products(
 
         @pl.when(start < end)
         def _() -> None:
-            def step(turn: jax.Array, sum_TO: jax.Array) -> jax.Array:
+            def step(turn: Array, sum_TO: Array) -> Array:
                 summed = pl.ds(turn * chunk, chunk)
                 x_TC = triton.load(rows_ref.at[pl.ds(at, TILE), summed], mask=is_own_T1, other=0)
                 kernel = triton.load(kernels_ref.at[(expert, here, summed) if transposed else (expert, summed, here)])
@@ -100,8 +84,8 @@ def tile_products(
 
 
 def tile_kernel_gradients(
-    rows_RI: jax.Array, gradient_RO: jax.Array, group_sizes_E: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+    rows_RI: Array, gradient_RO: Array, group_sizes_E: Array, *, interpret: bool = False
+) -> Array:
     """Sum row times gradient over the rows of each expert: float32 [E, I, O], the arguments as in `tile_products`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -115,7 +99,7 @@ def tile_kernel_gradients(
         inputs_here, outputs_here = (pl.ds(n * TILE, TILE) for n in (number // columns, number % columns))
         start, end = start_E[expert], end_E[expert]
 
-        def step(turn: jax.Array, sum_IO: jax.Array) -> jax.Array:
+        def step(turn: Array, sum_IO: Array) -> Array:
             first = start + turn * chunk
             at = jnp.minimum(first, num_rows - chunk)
             rows_C = at + jnp.arange(chunk)
@@ -142,7 +126,7 @@ def tile_kernel_gradients(
     )(ends_E - group_sizes_E, ends_E, rows_RI, gradient_RO)
 
 
-def _tiles(group_sizes_E: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _tiles(group_sizes_E: Array, tiles: int) -> tuple[Array, Array, Array]:
     """Expert, first row and end of the rows of each tile: int32 [M] each; the end is the first row of an empty tile."""
     ends_E, tiles_E = jnp.cumsum(group_sizes_E), (group_sizes_E + TILE - 1) // TILE
     after_E = jnp.cumsum(tiles_E)

@@ -49,7 +49,7 @@ class LossBlocks:
 def choose_blocks(
     tokens: int, width: int, vocabulary: int, *, itemsize: int, by: Logits | None = None, size: int | None = None
 ) -> LossBlocks:
-    """Choose the blocks for these sizes on one device.
+    """Choose the blocks of N tokens of width D and V ids on one device.
 
     Args:
         tokens, width, vocabulary: N, D, V.
@@ -73,13 +73,7 @@ def ids_at_once(tokens: int) -> int:
 
 
 def block_bytes(blocks: LossBlocks, tokens: int, width: int, vocabulary: int, *, itemsize: int) -> int:
-    """Count the bytes that the loss holds at its peak: one block's logits and the sums, without the gradients.
-
-    Args:
-        blocks: of the loss.
-        tokens, width, vocabulary: N, D, V.
-        itemsize: bytes of the compute dtype.
-    """
+    """Count the bytes that the loss holds at its peak: one block's logits and the sums, without the gradients."""
     match blocks.by:
         case "whole":
             return itemsize * tokens * vocabulary

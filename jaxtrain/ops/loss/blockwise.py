@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxtrain.config.schema import Logits
 from jaxtrain.ops.attention.reference import capped
@@ -19,21 +20,16 @@ from jaxtrain.ops.loss.blocks import ids_at_once
 
 
 class OutputLayer(NamedTuple):
-    """What turns hidden states into logits: arrays, or for each of them its gradient or its spec.
-
-    Attributes:
-        kernel: [D, V], or a tied table [V, D].
-        bias: [V], or None.
-    """
+    """What turns hidden states into logits: arrays (bias None: without), or for each its gradient or its spec."""
 
     kernel: Any
     bias: Any
 
 
 # Of tokens [N], float32: the largest logit, the sum of exponentials below it, and the target's logit.
-_Statistics = tuple[jax.Array, jax.Array, jax.Array]
+_Statistics = tuple[Array, Array, Array]
 # Normalizer, loss and gradient of the hidden states of the tokens that are done, and the gradient of the output layer.
-_ByTokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array, OutputLayer]
+_ByTokens = tuple[Array, Array, Array, Array, OutputLayer]
 
 
 @dataclass(frozen=True)
@@ -72,31 +68,22 @@ class BlockedLoss:
 class Normalizer:
     """The logsumexp of each token as largest logit plus logarithm of the sum above it, which loses no digits; [N]."""
 
-    top: jax.Array
-    log_sum: jax.Array
+    top: Array
+    log_sum: Array
 
     @property
-    def logsumexp(self) -> jax.Array:
+    def logsumexp(self) -> Array:
         return self.top + self.log_sum
 
 
-def forward(
-    h_ND: jax.Array, output: OutputLayer, targets_N: jax.Array, form: BlockedLoss
-) -> tuple[Normalizer, jax.Array]:
-    """Compute normalizer and negative log-likelihood of each token, one block of ids at a time.
+def forward(h_ND: Array, output: OutputLayer, targets_N: Array, form: BlockedLoss) -> tuple[Normalizer, Array]:
+    """Compute normalizer and negative log-likelihood, float32 [N], of each token, one block of ids at a time.
 
-    Args:
-        h_ND: hidden states in the compute dtype.
-        output: this device's shard of the output layer, in the same dtype.
-        targets_N: int32, global ids.
-        form: by vocabulary.
-
-    Returns:
-        The normalizer and float32 [N], over all shards of the vocabulary.
+    Hidden states and this device's shard of the output layer are in the compute dtype, targets are int32 global ids.
     """
     size, ids = form.size, _own_ids(output.kernel, form)
 
-    def step(carry: _Statistics, number: jax.Array) -> tuple[_Statistics, None]:
+    def step(carry: _Statistics, number: Array) -> tuple[_Statistics, None]:
         top_N, sum_N, target_N = carry
         start, fresh_C = _block(number, size, ids.size)
         logits_NC = _logits(h_ND, _slice(output, start, size, form), form)
@@ -115,13 +102,8 @@ def forward(
 
 
 def gradients_by_vocabulary(
-    h_ND: jax.Array,
-    output: OutputLayer,
-    targets_N: jax.Array,
-    normalizer: Normalizer,
-    push_N: jax.Array,
-    form: BlockedLoss,
-) -> tuple[jax.Array, OutputLayer]:
+    h_ND: Array, output: OutputLayer, targets_N: Array, normalizer: Normalizer, push_N: Array, form: BlockedLoss
+) -> tuple[Array, OutputLayer]:
     """Compute the gradients of sum(push x (negative log-likelihood + z-loss)) for hidden states and output layer.
 
     Logits are computed a second time. The kernel's gradient needs no sum over blocks, and takes the place of the kernel
@@ -130,8 +112,7 @@ def gradients_by_vocabulary(
     GiB for Llama 8B on an H100, jax 0.10.2.)
 
     Args:
-        h_ND, output, targets_N, form: as of `forward`.
-        normalizer: from `forward`.
+        h_ND, output, targets_N, normalizer, form: as of `forward`, and from it.
         push_N: float32, the gradient of the total for each token's loss.
 
     Returns:
@@ -141,13 +122,13 @@ def gradients_by_vocabulary(
     size, ids = form.size, _own_ids(kernel, form)
     dim = form.vocabulary_dim
 
-    def sum_kernel(d_kernel: jax.Array) -> jax.Array:
+    def sum_kernel(d_kernel: Array) -> Array:
         # fp16 could overflow in the sum. bf16 cannot, is summed so by the compiler too, and the full output layer would
         # become an array of float32: 1.5 GiB more for Llama 8B on 8 H100.
         summed_in = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
         return _sum(d_kernel.astype(summed_in), form.token_axes).astype(kernel.dtype)
 
-    def step(carry: tuple[jax.Array, OutputLayer], number: jax.Array) -> tuple[tuple[jax.Array, OutputLayer], None]:
+    def step(carry: tuple[Array, OutputLayer], number: Array) -> tuple[tuple[Array, OutputLayer], None]:
         d_h_ND, (mixed, d_bias) = carry
         start, fresh_C = _block(number, size, ids.size)
         block, block_bias = _slice(OutputLayer(mixed, bias), start, size, form)
@@ -178,31 +159,24 @@ def gradients_by_vocabulary(
 
 
 def by_tokens(
-    h_ND: jax.Array, output: OutputLayer, targets_N: jax.Array, weights_N: jax.Array, form: BlockedLoss
-) -> tuple[Normalizer, jax.Array, jax.Array, OutputLayer]:
+    h_ND: Array, output: OutputLayer, targets_N: Array, weights_N: Array, form: BlockedLoss
+) -> tuple[Normalizer, Array, Array, OutputLayer]:
     """Compute what `forward` returns, and both gradients at once for push = weights.
 
-    No logits are computed twice: all logits of a token are there when its gradient is made.
-
-    Args:
-        h_ND, output, targets_N: as of `forward`.
-        weights_N: float32.
-        form: by tokens.
-
-    Returns:
-        Normalizer, negative log-likelihood float32 [N], gradient of h_ND in its dtype, and of output in float32.
+    No logits are computed twice: all logits of a token are there when its gradient is made. The gradient of h_ND is in
+    its dtype, that of the output layer in float32.
     """
     size, count = form.size, h_ND.shape[0]
     ids = _own_ids(output.kernel, form)
 
-    def step(carry: _ByTokens, number: jax.Array) -> tuple[_ByTokens, None]:
+    def step(carry: _ByTokens, number: Array) -> tuple[_ByTokens, None]:
         top_N, log_sum_N, loss_N, d_h_ND, d_output = carry
         start, fresh_C = _block(number, size, count)
 
-        def rows(x: jax.Array) -> jax.Array:
+        def rows(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, size)
 
-        def put(into: jax.Array, x: jax.Array) -> jax.Array:
+        def put(into: Array, x: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(into, x, start, 0)
 
         h_CD, targets_C, push_C = rows(h_ND), rows(targets_N), rows(weights_N)
@@ -230,25 +204,20 @@ def by_tokens(
 
 
 def for_forward(form: BlockedLoss, tokens: int, vocabulary: int) -> BlockedLoss:
-    """The form in which `forward` computes the same loss: always by vocabulary, for which no gradient is needed.
-
-    Args:
-        form: of training.
-        tokens, vocabulary: N and V of this device.
-    """
+    """The form in which `forward` computes the same loss for N tokens and V ids of this device: by vocabulary."""
     if form.by == "vocabulary":
         return form
     return dataclasses.replace(form, by="vocabulary", size=min(ids_at_once(tokens), vocabulary))
 
 
-def _own_ids(kernel: jax.Array, form: BlockedLoss) -> jax.Array:
+def _own_ids(kernel: Array, form: BlockedLoss) -> Array:
     """The ids whose columns this shard of the kernel has: int32 [C]."""
     count = kernel.shape[form.vocabulary_dim]
     first = jax.lax.axis_index(form.vocabulary_axes) * count if form.vocabulary_axes else 0
     return first + jnp.arange(count)
 
 
-def _block(number: jax.Array, size: int, total: int) -> tuple[jax.Array, jax.Array | None]:
+def _block(number: Array, size: int, total: int) -> tuple[Array, Array | None]:
     """Start of a block, and which of its entries no earlier block had; None where blocks divide."""
     start = number * size
     if total % size == 0:
@@ -257,38 +226,38 @@ def _block(number: jax.Array, size: int, total: int) -> tuple[jax.Array, jax.Arr
     return inside, inside + jnp.arange(size) >= start
 
 
-def _slice(output: OutputLayer, start: jax.Array, size: int, form: BlockedLoss) -> OutputLayer:
+def _slice(output: OutputLayer, start: Array, size: int, form: BlockedLoss) -> OutputLayer:
     kernel = jax.lax.dynamic_slice_in_dim(output.kernel, start, size, form.vocabulary_dim)
     return OutputLayer(kernel, None if output.bias is None else jax.lax.dynamic_slice_in_dim(output.bias, start, size))
 
 
-def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
+def _product(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
     """Contract one dim of each matrix; float32, whatever they are in."""
     return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _logits(h_ND: jax.Array, output: OutputLayer, form: BlockedLoss) -> jax.Array:
+def _logits(h_ND: Array, output: OutputLayer, form: BlockedLoss) -> Array:
     logits = _product(h_ND, output.kernel, 1, 1 - form.vocabulary_dim)
     if output.bias is not None:
         logits = logits + output.bias.astype(jnp.float32)
     return capped(logits, form.softcap)
 
 
-def _pull(h_ND: jax.Array, kernel: jax.Array, d_logits: jax.Array, form: BlockedLoss) -> tuple[jax.Array, jax.Array]:
+def _pull(h_ND: Array, kernel: Array, d_logits: Array, form: BlockedLoss) -> tuple[Array, Array]:
     """Gradients of both factors of the logits, float32."""
     d_h_ND = _product(d_logits, kernel, 1, form.vocabulary_dim)
     return d_h_ND, _product(d_logits, h_ND, 0, 0) if form.tied else _product(h_ND, d_logits, 0, 0)
 
 
-def _of_target(logits: jax.Array, ids: jax.Array, targets: jax.Array, fresh: jax.Array | None) -> jax.Array:
+def _of_target(logits: Array, ids: Array, targets: Array, fresh: Array | None) -> Array:
     """The target's logit of each token; 0 where it is not among these ids."""
     chosen = ids[None] == targets[:, None]
     return jnp.sum(jnp.where(chosen if fresh is None else chosen & fresh, logits, 0.0), axis=1)
 
 
 def _logit_gradient(
-    logits: jax.Array, ids: jax.Array, targets: jax.Array, normalizer: Normalizer, push: jax.Array, form: BlockedLoss
-) -> jax.Array:
+    logits: Array, ids: Array, targets: Array, normalizer: Normalizer, push: Array, form: BlockedLoss
+) -> Array:
     """The gradient for the logits before the softcap: push x (softmax x (1 + 2 z logsumexp) - target); float32."""
     softmax = jnp.exp(logits - normalizer.top[:, None] - normalizer.log_sum[:, None])
     factor = push * (1 + 2 * form.z_loss * normalizer.logsumexp) if form.z_loss else push
@@ -296,9 +265,7 @@ def _logit_gradient(
     return gradient if form.softcap is None else gradient * (1 - jnp.square(logits / form.softcap))
 
 
-def _over_shards(
-    top: jax.Array, total: jax.Array, target: jax.Array, form: BlockedLoss
-) -> tuple[Normalizer, jax.Array]:
+def _over_shards(top: Array, total: Array, target: Array, form: BlockedLoss) -> tuple[Normalizer, Array]:
     """Normalizer and loss over all shards of the vocabulary from those of each."""
     highest = jax.lax.pmax(top, form.vocabulary_axes) if form.vocabulary_axes else top
     log_sum = jnp.log(_sum(total * jnp.exp(top - highest), form.vocabulary_axes))
@@ -306,5 +273,5 @@ def _over_shards(
     return Normalizer(highest, log_sum), log_sum + (highest - _sum(target, form.vocabulary_axes))
 
 
-def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _sum(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.psum(x, axes) if axes else x

@@ -1,27 +1,33 @@
 """Cross-entropy of tokens: the plain reference over logits, and the same without all logits ever in memory.
 
-Shapes: B batch, L sequence, D embed, V vocabulary.
+Shapes: B batch, L sequence, N tokens or blocks, D embed, V vocabulary, C ids or positions of a block. A kernel is
+[D, V], or tied [V, D].
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import Array
 
-from jaxtrain.config.arguments import refusal
-from jaxtrain.config.schema import LossConfig
+from jaxtrain.config.schema import Logits
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
+from jaxtrain.layout.pieces import num_pieces
+from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, sum_and_scatter, use_and_add
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.ops.attention.reference import capped
-from jaxtrain.ops.loss.blocks import Logits, LossBlocks, choose_blocks
+from jaxtrain.ops.elementwise import aligned
+from jaxtrain.ops.linear import linear
+from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
 from jaxtrain.ops.loss.blockwise import BlockedLoss, OutputLayer
-from jaxtrain.ops.loss.output_product import output_product
 from jaxtrain.ops.loss.sharded import TOKENS, blockwise_losses, blockwise_sums, is_sharded, mesh_axes
-from jaxtrain.ops.ranks import aligned
+
+# Bytes of the logits of a block whose largest are sought, over all devices.
+_BLOCK_BYTES = 2**28
 
 
 @jax.tree_util.register_dataclass
@@ -36,48 +42,27 @@ class DeferredLogits:
         bias: [V] in the same dtype, added to hidden @ kernel; None: no bias.
         softcap: logits become softcap * tanh(logits / softcap), above 0 (Gemma 2); None: as they are.
 
-    Raises:
-        ConfigError: something else, or sizes that cannot be multiplied.
-
     Example:
         >>> logits = jt.DeferredLogits(jnp.ones((2, 3, 4)), jnp.ones((4, 16)))
         >>> logits.vocabulary, logits.logits().shape
         (16, (2, 3, 16))
     """
 
-    hidden: jax.Array
-    kernel: jax.Array
+    hidden: Array
+    kernel: Array
     tied: bool = field(default=False, metadata={"static": True})
-    bias: jax.Array | None = None
+    bias: Array | None = None
     softcap: float | None = field(default=None, metadata={"static": True})
 
-    def __post_init__(self) -> None:
-        write = "DeferredLogits(hidden, kernel, tied=False) with hidden [B, L, D] and kernel [D, V] (tied=True: [V, D])"
-        with_bias = "DeferredLogits(hidden, kernel, bias=bias) with kernel [D, V] and bias [V], or bias=None"
-        for name, value in (("hidden", self.hidden), ("kernel", self.kernel)):
-            # JAX rebuilds the record with whatever a transformation puts in place of arrays.
-            if value is None or isinstance(value, str | int | float | list | dict):
-                raise ConfigError(refusal(f"DeferredLogits: {name}", "a float array", value, write))
-        hidden, kernel = (tuple(getattr(value, "shape", ())) for value in (self.hidden, self.kernel))
-        if len(hidden) > 1 and len(kernel) == 2 and hidden[-1] != kernel[1 if self.tied else 0]:
-            takes = f"a float array {'[V, D]' if self.tied else '[D, V]'} with D = {hidden[-1]}"
-            raise ConfigError(refusal("DeferredLogits: kernel", takes, self.kernel, write))
-        bias = tuple(getattr(self.bias, "shape", ()))
-        if isinstance(self.bias, str | int | float | list | dict):
-            raise ConfigError(refusal("DeferredLogits: bias", "a float array [V], or None", self.bias, with_bias))
-        if len(bias) == 1 and len(kernel) == 2 and bias[0] != kernel[0 if self.tied else 1]:
-            takes = f"a float array [V] with V = {kernel[0 if self.tied else 1]}"
-            raise ConfigError(refusal("DeferredLogits: bias", takes, self.bias, with_bias))
-        cap = self.softcap
-        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf):
-            capped = "DeferredLogits(hidden, kernel, softcap=30.0)"
-            raise ConfigError(refusal("DeferredLogits: softcap", "a finite number above 0, or None", cap, capped))
-
-    def logits(self) -> jax.Array:
+    def logits(self) -> Array:
         """Compute them: [B, L, V] in the compute dtype, sharded over `activation_vocab`."""
         product = output_product(self.hidden, self.kernel, self.bias, tied=self.tied)
         logits = constrain(product, "batch", "sequence", "activation_vocab")
         return logits if self.softcap is None else capped(logits.astype(jnp.float32), self.softcap).astype(logits.dtype)
+
+    def output_layer(self) -> OutputLayer:
+        """Kernel and bias in the compute dtype."""
+        return OutputLayer(self.kernel, None if self.bias is None else self.bias.astype(self.hidden.dtype))
 
     @property
     def vocabulary(self) -> int:
@@ -87,17 +72,11 @@ class DeferredLogits:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over weighted tokens, float32 []; gradients flow through `total` only.
+    """Sums over weighted tokens, float32 []; gradients flow through `total`, cross-entropy plus z-loss, only."""
 
-    Attributes:
-        total: cross-entropy plus z-loss.
-        cross_entropy: negative log-likelihood.
-        z_loss: weighted.
-    """
-
-    total: jax.Array
-    cross_entropy: jax.Array
-    z_loss: jax.Array
+    total: Array
+    cross_entropy: Array
+    z_loss: Array
 
 
 def compute_logits(outputs: Any) -> Any:
@@ -107,8 +86,8 @@ def compute_logits(outputs: Any) -> Any:
 
 
 def cross_entropy(
-    logits: jax.Array | DeferredLogits, targets: jax.Array, *, by: Logits | None = None, size: int | None = None
-) -> jax.Array:
+    logits: Array | DeferredLogits, targets: Array, *, by: Logits | None = None, size: int | None = None
+) -> Array:
     """Compute the negative log-likelihood in float32.
 
     If the logits are deferred, only one block of them is in memory at a time (all, if they are small).
@@ -124,28 +103,28 @@ def cross_entropy(
         `target_weights` weighs it with 0.
 
     Raises:
-        ConfigError: logits that are no floats, targets that are no integers of their shape, a block that means nothing,
-            or blocks were asked for, and batch, sequence or vocabulary do not divide by the mesh.
+        ConfigError: targets of another shape than the logits, or blocks were asked for, and batch, sequence or
+            vocabulary do not divide by the mesh.
 
     Example:
         >>> jt.cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist()  # log 4, twice
         [1.386..., 1.386...]
     """
-    unknown = _check_call("cross_entropy", logits, targets, by=by, size=size)
+    unknown = _unknown(logits, targets)
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
             form = BlockedLoss(blocks.by, blocks.size, 0.0, logits.tied, logits.softcap)
-            losses = blockwise_losses(logits.hidden, _output_layer(logits), targets, form)
+            losses = blockwise_losses(logits.hidden, logits.output_layer(), targets, form)
             return jnp.where(unknown, jnp.nan, losses)
         logits = logits.logits()
     return jnp.where(unknown, jnp.nan, _losses(logits, targets)[0])
 
 
 def cross_entropy_sums(
-    logits: jax.Array | DeferredLogits,
-    targets_BL: jax.Array,
-    weights_BL: jax.Array,
+    logits: Array | DeferredLogits,
+    targets_BL: Array,
+    weights_BL: Array,
     *,
     z_loss: float | None = None,
     by: Logits | None = None,
@@ -153,39 +132,34 @@ def cross_entropy_sums(
 ) -> LossSums:
     """Sum the weighted cross-entropy, and add `z_loss` times the weighted sum of logsumexp^2.
 
-    The second term keeps logits from drifting (Chowdhery et al. 2022, section 5). If the logits are deferred, only one
-    block of them is in memory at a time (all, if they are small). On a mesh each device computes its own tokens and
-    ids; devices that share a vocabulary exchange two numbers per token.
+    The second term keeps logits from drifting (Chowdhery et al. 2022, section 5). Deferred logits are computed as by
+    `cross_entropy`; on a mesh, devices that share a vocabulary exchange two numbers per token.
 
     Args:
         logits: [B, L, V], or deferred; raised to float32.
         targets_BL: int32.
         weights_BL: float32; no gradient flows to them.
         z_loss: weight of the z-loss, 0 or more; None: without it.
-        by, size: how deferred logits are partitioned into blocks, see `ops/loss/blocks.py`; None: from their sizes.
+        by, size: as of `cross_entropy`.
 
     Returns:
         The sums over the whole batch, the same on every device; NaN where an id from V on has a weight.
 
     Raises:
-        ConfigError: an array of another kind or shape, or blocks were asked for, and batch, sequence or vocabulary do
-            not divide by the mesh.
+        ConfigError: as of `cross_entropy`.
 
     Example:
         >>> sums = jt.cross_entropy_sums(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]), jnp.ones((1, 2)), z_loss=1e-4)
         >>> float(sums.total) > float(sums.cross_entropy)
         True
     """
-    unknown_BL = _check_call("cross_entropy_sums", logits, targets_BL, by=by, size=size)
-    if not isinstance(weights_BL, jax.Array | np.ndarray) or weights_BL.shape != targets_BL.shape:
-        takes = f"weights of the shape of the targets, {list(targets_BL.shape)}"
-        raise ConfigError(refusal("cross_entropy_sums: weights", takes, weights_BL, "target_weights(batch)"))
+    unknown_BL = _unknown(logits, targets_BL)
     z_loss = z_loss or 0.0
     weights_BL = jax.lax.stop_gradient(jnp.where(unknown_BL & (weights_BL != 0), jnp.nan, weights_BL))
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
-            arrays = (logits.hidden, _output_layer(logits), targets_BL, weights_BL)
+            arrays = (logits.hidden, logits.output_layer(), targets_BL, weights_BL)
             form = BlockedLoss(blocks.by, blocks.size, z_loss, logits.tied, logits.softcap)
             total, *parts = blockwise_sums(*arrays, form)
             return LossSums(total, *jax.lax.stop_gradient(parts))
@@ -198,21 +172,11 @@ def cross_entropy_sums(
     return LossSums(total + z, *jax.lax.stop_gradient((total, z)))
 
 
-def _output_layer(logits: DeferredLogits) -> OutputLayer:
-    """Kernel and bias in the compute dtype."""
-    bias = None if logits.bias is None else logits.bias.astype(logits.hidden.dtype)
-    return OutputLayer(logits.kernel, bias)
-
-
 def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | None = None) -> LossBlocks:
-    """Choose the blocks of these logits on each device of the step that is being traced.
-
-    Args:
-        logits: global arrays.
-        by, size: see `choose_blocks`.
+    """Choose the blocks of these logits, of global arrays, on each device of the step that is being traced.
 
     Raises:
-        ConfigError: blocks were asked for, and the sizes do not divide by the mesh.
+        ConfigError: blocks were asked for, and the sizes do not divide by the mesh or the dtype is float16.
     """
     layout = current_layout()
     tokens, width = math.prod(logits.hidden.shape[:-1]), logits.hidden.shape[-1]
@@ -243,29 +207,17 @@ def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | N
     return blocks
 
 
-def _check_call(name: str, logits: Any, targets: Any, *, by: Logits | None, size: int | None) -> jax.Array:
-    """Raise where logits and targets are of another kind or shape, or swapped, or blocks mean nothing.
-
-    Returns:
-        Which targets are ids that no logit has: bool, of the shape of the targets.
-    """
-    LossConfig(logits="auto" if by is None else by, block=size)
-    write = f"{name}(logits, targets), with logits [..., V] and integer targets [...]"
-    if isinstance(logits, DeferredLogits):
-        shape = logits.hidden.shape[:-1]
-    elif isinstance(logits, jax.Array | np.ndarray) and logits.ndim and jnp.issubdtype(logits.dtype, jnp.floating):
-        shape = logits.shape[:-1]
-    else:
-        raise ConfigError(refusal(f"{name}: logits", "a float array [..., V]", logits, write))
-    is_array = isinstance(targets, jax.Array | np.ndarray)
-    if not is_array or not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != shape:
-        raise ConfigError(refusal(f"{name}: targets", f"integers {list(shape)}", targets, write))
-    count = logits.vocabulary if isinstance(logits, DeferredLogits) else logits.shape[-1]
+def _unknown(logits: Array | DeferredLogits, targets: Array) -> Array:
+    """Which targets are ids that no logit has: bool, of the shape of the targets."""
+    deferred = isinstance(logits, DeferredLogits)
+    shape = (logits.hidden if deferred else logits).shape[:-1]
+    if targets.shape != shape:  # jax would broadcast some others
+        raise ConfigError(f"cross-entropy takes integer targets {list(shape)}, not {list(targets.shape)}")
     # The number of ids may not fit into the 8 or 16 bits that targets are stored in.
-    return jnp.asarray(targets).astype(jnp.int32) >= count
+    return jnp.asarray(targets).astype(jnp.int32) >= (logits.vocabulary if deferred else logits.shape[-1])
 
 
-def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _losses(logits: Array, targets: Array) -> tuple[Array, Array]:
     """Compute negative log-likelihood and logsumexp, float32 [...] each."""
     logits = logits.astype(jnp.float32)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -275,3 +227,88 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     target_logits = jnp.sum(jnp.where(chosen, shifted, 0.0), axis=-1)
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     return log_sum - target_logits, log_sum + top[..., 0]
+
+
+def weight_of_right(logits: Array | DeferredLogits, targets: Array, weights: Array) -> Array:
+    """Sum the weights of the tokens whose largest logit is that of the target: float32 []; not differentiated.
+
+    Deferred logits are computed for some positions at a time. Targets are int32, weights float32 [B, L].
+    """
+    if not isinstance(logits, DeferredLogits):
+        return _sum_right(logits, targets, weights)
+    logits = jax.lax.stop_gradient(logits)
+    size = _block_size(logits)
+    if size == targets.shape[1]:
+        return _sum_right(logits.logits(), targets, weights)
+
+    def blocks(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+    def add(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        hidden_BCD, targets_BC, weights_BC = block
+        found = dataclasses.replace(logits, hidden=hidden_BCD).logits()
+        return total + _sum_right(found, targets_BC, weights_BC), None
+
+    return jax.lax.scan(add, jnp.float32(0), (blocks(logits.hidden), blocks(targets), blocks(weights)))[0]
+
+
+def _sum_right(logits: Array, targets: Array, weights: Array) -> Array:
+    return jnp.sum(jnp.where(jnp.argmax(logits, axis=-1) == targets, weights, 0.0))
+
+
+def _block_size(logits: DeferredLogits) -> int:
+    """The most positions of a block that divide the sequence and are sharded as it is."""
+    batch, length, _ = logits.hidden.shape
+    layout = current_layout()
+    shards = 1
+    for axis in () if layout is None else mesh_axes(layout, "sequence"):
+        shards *= layout.degree(axis) if layout is not None else 1
+    wanted = max(1, _BLOCK_BYTES // (4 * batch * logits.vocabulary))
+    sizes = [size for size in range(1, length + 1) if length % size == 0 and size % shards == 0]
+    return max((size for size in sizes if size <= wanted), default=min(sizes, default=length))
+
+
+def output_product(hidden_BLD: Array, kernel: Array, bias_V: Array | None, *, tied: bool) -> Array:
+    """Compute the logits [B, L, V] of an output layer.
+
+    Where the step sums gradients over microbatches under ZeRO, that of the kernel, which is as large as the embedding,
+    is made for some ids of the vocabulary at a time, summed over `data` (ZeRO-2) and added to its sum.
+    """
+
+    def product(arguments: Any) -> Array:
+        hidden_BLD, kernel, bias_V = arguments
+        return linear(hidden_BLD, kernel.T if tied else kernel, bias_V)
+
+    found = find_sum(kernel)
+    if found is None or found.dim not in (None, 1 if tied else 0):
+        return product((hidden_BLD, kernel, bias_V))
+
+    def pull(arguments: Any, d_logits_BLV: Array, total: Array, factors: Factors) -> tuple[Any, Array]:
+        hidden_BLD, kernel, bias_V = arguments
+        _, rest = jax.vjp(lambda hidden, bias: product((hidden, kernel, bias)), hidden_BLD, bias_V)
+        d_hidden_BLD, d_bias_V = rest(d_logits_BLV)
+        h_ND, d_logits_NV = (x.reshape(-1, x.shape[-1]) for x in (hidden_BLD, d_logits_BLV))
+        total = _add_product(h_ND, d_logits_NV, total, factors, found, tied=tied)
+        # The sum first, or a compiler may keep the gradient of the logits through the backward pass of all layers.
+        d_hidden_BLD, total = jax.lax.optimization_barrier((d_hidden_BLD, total))
+        return (d_hidden_BLD, None, d_bias_V), total
+
+    return use_and_add(found, product, pull, (hidden_BLD, kernel, bias_V))
+
+
+def _add_product(
+    h_ND: Array, d_logits_NV: Array, total: Array, factors: Factors, found: SumOfUse, *, tied: bool
+) -> Array:
+    """Add the gradient of the kernel to its sum, in the dtype of the sum, one block of ids at a time."""
+    vocabulary, dim = d_logits_NV.shape[1], 0 if tied else 1
+    size = vocabulary // num_pieces(vocabulary * h_ND.shape[1], vocabulary)
+
+    def add(total: Array, start: Array) -> tuple[Array, None]:
+        d_logits_NC = jax.lax.dynamic_slice_in_dim(d_logits_NV, start, size, axis=1)
+        factored = (d_logits_NC, h_ND) if tied else (h_ND, d_logits_NC)
+        block = jax.lax.dot_general(*factored, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)
+        part = sum_and_scatter(block, total.dtype, found.dim) * factors[0] * factors[1]
+        before = jax.lax.dynamic_slice_in_dim(total, start, size, axis=dim)
+        return jax.lax.dynamic_update_slice_in_dim(total, before + part, start, axis=dim), None
+
+    return jax.lax.scan(add, total, jnp.arange(vocabulary // size) * size)[0]

@@ -1,1 +1,0 @@
-"""Operations on images in NHWC: batch norm, max-pooling and convolutions, each with a plain reference."""
