@@ -24,7 +24,7 @@ from jaxtrain.models.context import model_context
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.block import Block
 from jaxtrain.ops.attention.blocks import visible_pairs
-from jaxtrain.optim.masks import trainable_predicate
+from jaxtrain.optim.optimizers import trainable_predicate
 from jaxtrain.plan.compilers.exact import sharded_bytes
 from jaxtrain.plan.work.attention import AttentionWork
 from jaxtrain.plan.work.block import BlockWork, DeviceBatch

@@ -9,8 +9,8 @@ from flax import nnx
 
 from jaxtrain.config.arguments import check_whole
 from jaxtrain.layout.gather import gather_parameters
+from jaxtrain.layout.scatter import attach_sums, enter_stack, leave_stack
 from jaxtrain.layout.sharding import platform
-from jaxtrain.layout.stack_sums import attach_sums, enter_stack, leave_stack
 from jaxtrain.models.from_nnx import building, from_dict, maker_of, to_dict
 from jaxtrain.remat.policy import Remat
 

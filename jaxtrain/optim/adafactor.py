@@ -46,14 +46,11 @@ class FactoredState(NamedTuple):
 
 
 def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> optax.GradientTransformation:
-    """Divide updates by the root of their second moment, which matrices keep as means of rows and of columns.
+    """Divide updates (float32) by the root of their second moment, which matrices keep as means of rows and of columns.
 
     Args:
         counting: (path, shape) -> the dims that count layers and experts.
         min_dim_size_to_factor: a layer is factored over its two largest dims where both have at least this size.
-
-    Returns:
-        gradients (float32) -> updates of the same shapes, with a `FactoredState`.
     """
 
     def dims_of(path: jax.tree_util.KeyPath, shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -99,11 +96,7 @@ def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> op
 
 
 def clip_and_scale(counting: Counting) -> optax.GradientTransformation:
-    """Clip updates to an RMS of 1 over each layer, then multiply them by the parameter's RMS there (at least 1e-3).
-
-    Args:
-        counting: (path, shape) -> the dims that count layers and experts.
-    """
+    """Clip updates to an RMS of 1 over each layer, then multiply them by the parameter's RMS there (at least 1e-3)."""
 
     def update(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None

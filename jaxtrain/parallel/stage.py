@@ -20,7 +20,6 @@ from jaxtrain.models.task import TaskSums
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
 from jaxtrain.parallel.programs import collectives
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.parallel.traced import calls_back, traced
 
 
 class StageCode(Protocol):
@@ -309,16 +308,7 @@ def check_branches(text: str, layout: Layout) -> None:
 
 
 def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out_specs: Tree) -> Callable[..., Tree]:
-    """Run a function on the local shards of `pipe` and `data`.
-
-    Args:
-        pipeline: its layout has the mesh.
-        function: of local arrays.
-        in_specs, out_specs: a `PartitionSpec` (or tree of them) for each argument and result.
-
-    Returns:
-        A function of global arrays. It raises a `ConfigError` when it is called, where the model calls back to Python.
-    """
+    """Make a function of local shards of `pipe` and `data` one of global arrays; specs as for `jax.shard_map`."""
     inside = dataclasses.replace(pipeline.layout, manual=frozenset({"pipe", "data"}))
 
     def local(*args: Tree) -> Tree:
@@ -326,7 +316,7 @@ def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out
             return function(*args)
 
     # Unchecked for the reason given in gradients.py.
-    run = jax.shard_map(
+    return jax.shard_map(
         local,
         mesh=pipeline.layout.mesh,
         in_specs=in_specs,
@@ -334,14 +324,3 @@ def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out
         axis_names={"pipe", "data"},
         check_vma=False,
     )
-
-    def checked(*args: Tree) -> Tree:
-        jitted, operations = traced(run, *args)
-        if calls_back(operations):
-            raise ConfigError(
-                f"parallel.pipe={pipeline.schedule.num_stages}, but the model or its loss calls back to Python "
-                "(jax.debug.print), which jax cannot in a pipeline stage; take that out, or use parallel.pipe=1"
-            )
-        return jitted(*args)
-
-    return checked

@@ -25,7 +25,7 @@ from jaxtrain.config.schema import SpikesConfig
 from jaxtrain.data.row_names import row_name
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import CorruptionError
-from jaxtrain.layout.state_entries import counting_dims
+from jaxtrain.layout.rules import counting_dims
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.models.task import Batch

@@ -17,8 +17,8 @@ from jaxtrain.config.kinds import check_kinds, check_roll_back
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.interop.fresh import check_fits, fresh_notes
-from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh, mesh_notes
+from jaxtrain.layout.rules import config_degrees
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.progress import Phase, Progress
 from jaxtrain.metrics.time_spent import TimeSpent

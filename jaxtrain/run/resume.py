@@ -21,7 +21,7 @@ from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.runinfo import read_run_info
-from jaxtrain.optim.evaluation import kept_nodes
+from jaxtrain.optim.wrappers import kept_nodes
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.config.optimizers import OptimizerConfig
-from jaxtrain.optim.elementwise import ElementwiseTransformation
 from jaxtrain.optim.offload import why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.wrappers import ElementwiseTransformation
 
 RATE = optax.linear_schedule(0.1, 0.01, 5)
 RNG = np.random.default_rng(0)

@@ -17,13 +17,11 @@ from jaxtrain.config.optimizers import OptimizerConfig
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
-from jaxtrain.optim import update_slices
-from jaxtrain.optim.elementwise import elementwise
-from jaxtrain.optim.lookahead import lookahead
+from jaxtrain.optim import rules as update_slices
 from jaxtrain.optim.offload import owners, why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.optim.rules import updates_elementwise
-from jaxtrain.optim.update_slices import num_slices
+from jaxtrain.optim.rules import num_slices, updates_elementwise
+from jaxtrain.optim.wrappers import elementwise, lookahead
 from jaxtrain.runtime.compiler import record_choices
 from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep, make_train_step

@@ -15,7 +15,7 @@ from typing import Any
 from jaxtrain.config import load_config
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.ops.experts.blocks import PARTS, REST
 from jaxtrain.ops.experts.rows import block_rows, round_rows
 from jaxtrain.parallel.division import batch_shards

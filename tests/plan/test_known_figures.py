@@ -8,7 +8,7 @@ import math
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.plan.catalogue.hardware import find, target_of
 from jaxtrain.plan.search.analyse import analyse

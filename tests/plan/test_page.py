@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.config.load import load_config
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.plan.catalogue.hardware import parse_targets
 from jaxtrain.plan.compilers.exact import ExactMemory
 from jaxtrain.plan.report.page import write_page

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.layout.manual import vary_alike, vary_like
-from jaxtrain.layout.order import after, needs_order
+from jaxtrain.layout.manual import after, needs_order, vary_alike, vary_like
 from jaxtrain.layout.sharding import current_layout
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, multiply_rows, sort_pairs
 from jaxtrain.ops.experts.places import Places, collect, pair_values, spread

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.layout.pieces import num_pieces
+from jaxtrain.layout.rules import num_pieces
 from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, sum_and_scatter, use_and_add
 from jaxtrain.ops.linear import linear
 

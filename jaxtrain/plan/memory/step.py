@@ -10,13 +10,10 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.layout.pieces import num_pieces
-from jaxtrain.layout.rules import entry_axes
-from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.layout.rules import entry_axes, num_pieces, stage_over_data
 from jaxtrain.metrics.flops import lowest_trained_block
-from jaxtrain.optim import update_slices
-from jaxtrain.optim.rules import updates_elementwise
-from jaxtrain.optim.update_slices import num_slices
+from jaxtrain.optim import rules as update_slices
+from jaxtrain.optim.rules import num_slices, updates_elementwise
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.memory.record import Memory, Work

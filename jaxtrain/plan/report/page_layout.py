@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.layout.degrees import AXES
-from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.layout.rules import AXES, stage_over_data
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.report.page_html import PALETTE, hover, legend, rate_text, seconds_text, size_text, swatch, text
 from jaxtrain.plan.report.rows import labels

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.models.shipped.structure import OF_BLOCKS
 from jaxtrain.plan.catalogue.hardware import Target, target_of
 from jaxtrain.plan.search.analyse import Terms, analyse

@@ -10,8 +10,15 @@ from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, ViTCo
 from jaxtrain.config.optimizers import check_schedule
 from jaxtrain.config.schema import BLOCK_INPUT, Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
-from jaxtrain.layout.rules import DEFAULT_RULES, check_replicated_share, check_tensor_used, entry_axes
+from jaxtrain.layout.rules import (
+    AXES,
+    DEFAULT_RULES,
+    check_replicated_share,
+    check_tensor_used,
+    config_degrees,
+    entry_axes,
+    resolve_degrees,
+)
 from jaxtrain.parallel.division import (
     batch_shards,
     check_model_axes,

@@ -5,7 +5,7 @@ import dataclasses
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.catalogue.here import this_machine
 from jaxtrain.plan.search.estimate import Estimate

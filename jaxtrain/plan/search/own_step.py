@@ -7,7 +7,7 @@ not depend on the kind of device. No jax here.
 from jaxtrain.config.kinds import called_parts
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.plan.catalogue.hardware import Target
 from jaxtrain.plan.compilers.process import ask
 from jaxtrain.plan.memory.record import Memory

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.layout.degrees import AXES
-from jaxtrain.layout.rules import entry_axes
-from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.layout.rules import AXES, entry_axes, stage_over_data
 from jaxtrain.models.shipped.structure import Stack
 from jaxtrain.ops.attention.form import AttentionForm
 from jaxtrain.parallel.schedules import Schedule

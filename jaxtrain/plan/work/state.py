@@ -17,9 +17,15 @@ from jaxtrain.config.optimizers import (
     SGDDirection,
 )
 from jaxtrain.config.schema import Config
-from jaxtrain.layout.rules import Entry, entry_degree, parameter_entries
-from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
-from jaxtrain.layout.zero import zero_axes
+from jaxtrain.layout.rules import (
+    Entry,
+    block_entries,
+    counting_dims,
+    entry_degree,
+    kept_entries,
+    parameter_entries,
+    zero_axes,
+)
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.optim.rules import (
