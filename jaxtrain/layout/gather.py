@@ -62,7 +62,7 @@ def _layer_by_layer(shardings: tuple[NamedSharding, ...], x: jax.Array) -> jax.A
 def gather_parameters(
     params: Params, *, prefix: str = "", num_layers: int | None = None, skip: tuple[str, ...] = ()
 ) -> Params:
-    """Parameters replicated over `fsdp` for compute; their gradients go back to the stored layout.
+    """Parameters (as held) replicated over `fsdp`; their gradients go back to the stored layout.
 
     Called inside a scanned block it gathers one layer at a time, in the forward and again in the backward pass.
 
@@ -70,8 +70,7 @@ def gather_parameters(
         params: a tree of parameters, as `hold_parameters` gives them.
         prefix: path of the tree inside the model ("blocks").
         num_layers: given when the leaves are one layer of parameters stored with a leading dim of this size.
-        skip: sub-trees of `params` ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their
-            own scans).
+        skip: sub-trees ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their own scans).
     """
     if num_layers is not None:
         params = attach_layers(params)

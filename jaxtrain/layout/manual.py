@@ -40,13 +40,11 @@ def run_manually(
     (jax 0.10.2 to 0.12.0: its residuals name an axis that the outer one holds already).
 
     Args:
-        function: of local shards; `jax.lax` collectives over any axis of the mesh work in it, except those that an
-            enclosing region holds and branches on.
+        function: of local shards, with collectives over any axis that no enclosing region holds and branches on.
         layout: of the code that calls this.
         arguments: trees of float arrays that gradients flow to.
         constants: trees of arrays without gradients (positions, segments).
-        in_specs, constant_specs, out_specs: a `PartitionSpec` (or tree of them) for each; axes that `layout.manual`
-            already holds must not appear.
+        in_specs, constant_specs, out_specs: a `PartitionSpec` (or tree) for each, without axes of `layout.manual`.
         check_vma: let jax follow over which axes values vary. Without it every axis of more than one device must be in
             every spec, or gradients of what is replicated over it miss a sum.
     """

@@ -19,10 +19,7 @@ AxesTable = Mapping[str, tuple[str | None, ...]]
 
 
 class FamilyTable(dict[str, tuple[str | None, ...]]):
-    """The axes table of a family of models, in which a row may match no parameter of a variant (biases, a gate).
-
-    In every other table a row that matches no parameter is an error.
-    """
+    """The axes table of a family of models; a row may match no parameter of a variant, elsewhere an error."""
 
 
 DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
@@ -73,17 +70,12 @@ PIECE = 2**24
 
 
 def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: int) -> dict[str, int]:
-    """Fills in the degree that is `auto` and checks that the product of the degrees is the number of devices.
+    """The degree of each of the six axes, in mesh order, whose product is the number of devices of all processes.
 
-    Args:
-        degrees: Mesh axis -> degree; an axis that is left out has degree 1.
-        num_devices: Number of devices of the run, over all processes.
-
-    Returns:
-        Mesh axis -> degree for all six axes, in mesh order.
+    An axis that is left out has degree 1; one may be auto.
 
     Raises:
-        ConfigError: Two degrees are auto, or the product is not `num_devices`; the message says what would work.
+        ConfigError: Two degrees are auto, or the product is another; the message says what would work.
     """
     autos = [axis for axis in AXES if degrees.get(axis, 1) == "auto"]
     if len(autos) > 1:
@@ -263,7 +255,7 @@ def parameter_entries(
     stack: str | None = None,
     also: tuple[str, ...] = (),
 ) -> list[Entry]:
-    """Returns the mesh axes that shard each dim of a parameter as it is stored.
+    """The mesh axes that shard each dim of a parameter as it is stored.
 
     A parameter with a row in the table is sharded as the row says. One without a row is sharded over `fsdp` in its
     largest dim that divides. `fsdp` only decides where bytes are stored, so if the row's dim does not divide by
@@ -278,9 +270,6 @@ def parameter_entries(
         rules: Logical name -> mesh axes.
         stack: Top-level path of the parameters that are stacked layer by layer; None: no such stack.
         also: More mesh axes to shard the parameter over where a dim divides (ZeRO shards optimizer state over `data`).
-
-    Returns:
-        One entry per dim.
 
     Raises:
         ConfigError: The row has another rank, or a dim does not divide by a mesh axis that changes the computation.
@@ -378,13 +367,9 @@ def num_pieces(elements: int, size: int) -> int:
 
 
 def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int, max_fraction: float) -> None:
-    """Raise a `ConfigError` where more than a fraction of the `total` parameter bytes is replicated over `fsdp`.
+    """Raise a `ConfigError` where more than a fraction of the `total` parameter bytes is replicated over `fsdp` > 1.
 
-    Args:
-        replicated: Path -> bytes of each parameter that is not sharded over `fsdp`.
-        total: Bytes of all parameters.
-        fsdp: Degree of the axis, at least 2.
-        max_fraction: Fraction of `total` that may be replicated.
+    `replicated`: path -> bytes of each parameter that is not sharded over it.
     """
     fraction = sum(replicated.values()) / max(total, 1)
     if fraction > max_fraction:
@@ -401,12 +386,7 @@ def check_tensor_used(
 ) -> None:
     """Raise a `ConfigError` where no parameter is sharded over `tensor`, which would repeat the work of one device.
 
-    Args:
-        sizes: Path -> elements of each parameter.
-        sharded: Paths of those that are sharded over `tensor`.
-        tensor: Degree of the axis.
-        rules: Logical name -> mesh axes.
-        model: Name of the model, for the message.
+    `sizes`: path -> elements of each parameter; `sharded`: paths of those that are sharded over it.
     """
     if tensor == 1 or sharded:
         return

@@ -7,7 +7,7 @@ backward pass sums the gradient over `data`, and keeps the part. So only one lay
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +17,15 @@ import jax.numpy as jnp
 
 from jaxtrain.layout.manual import after, needs_order
 from jaxtrain.layout.rules import num_pieces
-from jaxtrain.layout.sharding import Params, current_layout, path_name
+from jaxtrain.layout.sharding import Params, current_layout, during_trace, path_name
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scattered:
-    """A stack of parameters, whose layers are attached to their parts inside the scan over it.
+    """A stack [layers, ...], whose layers are attached to their parts inside the scan over it.
 
-    Attributes:
-        whole: the parameter [layers, ...].
-        part: float32, the shape of `whole` with its dim `dim` divided by the shards of `data`.
-        dim: over which gradients are scattered; the first dim counts layers.
+    Gradients are scattered over `dim`, which `part`, float32 and else of the shape of `whole`, has a shard of.
     """
 
     whole: jax.Array
@@ -39,12 +36,7 @@ class Scattered:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Waiting:
-    """A parameter that is read after the stack only, and is attached there, by `attach_after`.
-
-    Attributes:
-        whole: the parameter.
-        path: of the parameter.
-    """
+    """A parameter at a path that is read after the stack only, and is attached there, by `attach_after`."""
 
     whole: jax.Array
     path: str = field(metadata={"static": True})
@@ -79,12 +71,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class SumOfUse:
-    """A parameter that an operation reads, whose gradient the operation adds to its sum by itself.
-
-    Attributes:
-        path: of the parameter.
-        dim: over which the sum is scattered; None: it is not.
-    """
+    """A parameter whose gradient an operation adds to its sum by itself; the sum is scattered over `dim`, if any."""
 
     path: str
     dim: int | None
@@ -94,18 +81,12 @@ class SumOfUse:
 _parts: contextvars.ContextVar[Parts | None] = contextvars.ContextVar("jaxtrain_parts", default=None)
 
 
-@contextlib.contextmanager
-def use_parts(parts: Parts) -> Iterator[None]:
+def use_parts(parts: Parts) -> contextlib.AbstractContextManager[None]:
     """Give `attach_parts` what is differentiated while a model is traced."""
-    token = _parts.set(parts)
-    try:
-        yield
-    finally:
-        _parts.reset(token)
+    return during_trace(_parts, parts)
 
 
 def has_parts() -> bool:
-    """Whether `use_parts` gave parts to the model that is being traced."""
     parts = _parts.get()
     return parts is not None and bool(parts.parts)
 
@@ -153,7 +134,6 @@ def is_waiting(leaf: object) -> bool:
 
 
 def waiting_paths(params: Params) -> tuple[str, ...]:
-    """Paths of the parameters that wait for `attach_after`."""
     return tuple(leaf.path for leaf in jax.tree.leaves(params, is_leaf=is_waiting) if is_waiting(leaf))
 
 
@@ -221,10 +201,9 @@ def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[l
 def find_sum(parameter: jax.Array) -> SumOfUse | None:
     """The sum that an operation may add the gradient of a parameter to by itself, with `use_and_add`.
 
-    Args:
-        parameter: the very array that the model was given for it, read where the step is traced: in a loop, in
-            `jax.checkpoint` and the like there is none. Then the gradient of the parameter is made, and added to the
-            sum where the parameter was attached. So it is where other axes than `data` shard parameters.
+    `parameter` is the very array that the model was given, read where the step is traced: in a loop or in
+    `jax.checkpoint` there is none, nor where other axes than `data` shard parameters. Then the gradient of the
+    parameter is made, and added to the sum where the parameter was attached.
     """
     given, layout = _parts.get(), current_layout()
     if given is None or layout is None or layout.mesh.size > layout.mesh.shape["data"]:
@@ -241,15 +220,11 @@ def use_and_add(
     pull: Callable[[Any, Any, jax.Array, Factors], tuple[Any, jax.Array]],
     arguments: Any,
 ) -> Any:
-    """`use(arguments)`, of which the gradient of one parameter is added to its sum.
+    """`use(arguments)`, an array, of which the gradient of one parameter is added to its sum.
 
-    Args:
-        found: the sum.
-        use: a function of a tree of arrays, which gives one array.
-        pull: (arguments, gradient of the result, the sum so far, factors) -> (gradients of the arguments, None in place
-            of those that have none, such as the parameter's; the sum). Not called where nothing comes back, as of a
-            metric.
-        arguments: of `use`.
+    `pull(arguments, gradient of the result, the sum so far, factors)` gives the gradients of the arguments, None in
+    place of those that have none, such as the parameter's, and the sum. It is not called where nothing comes back, as
+    of a metric.
     """
     given = _parts.get()
     assert given is not None, "the sum was found in the step that is being traced"
@@ -369,10 +344,9 @@ KeepPart = Callable[[str, jax.Array], jax.Array]
 
 @dataclass
 class StackSums:
-    """The sums of the stack of the model that is being traced.
+    """The sums of the stack, at a path, of the model that is being traced.
 
     Attributes:
-        stack: path of the stack.
         begin: what enters the scan over its layers; the values are never read.
         keep_part: see `KeepPart`.
         entered: whether a scan has taken them. A second one over a stack of this path is another model's, which the
@@ -391,24 +365,14 @@ class StackSums:
 _sums: contextvars.ContextVar[StackSums | None] = contextvars.ContextVar("jaxtrain_stack_sums", default=None)
 
 
-@contextlib.contextmanager
-def use_stack_sums(sums: StackSums) -> Iterator[None]:
+def use_stack_sums(sums: StackSums) -> contextlib.AbstractContextManager[None]:
     """Let the scan over a stack pass these sums through, in a trace of a model that runs its stack once."""
-    token = _sums.set(sums)
-    try:
-        yield
-    finally:
-        _sums.reset(token)
+    return during_trace(_sums, sums)
 
 
-@contextlib.contextmanager
-def hide_stack_sums() -> Iterator[None]:
+def hide_stack_sums() -> contextlib.AbstractContextManager[None]:
     """Keep the sums from a stack of the same path that is run before the model's own, as by a teacher in `embed`."""
-    token = _sums.set(None)
-    try:
-        yield
-    finally:
-        _sums.reset(token)
+    return during_trace(_sums, None)
 
 
 def enter_stack(path: str) -> Sums | None:
@@ -431,16 +395,13 @@ def leave_stack(passed: Sums | None) -> None:
 def attach_sums(
     layer: Params, passing: Sums | None, index: jax.Array, first_layer: jax.Array | int
 ) -> tuple[Params, Sums | None]:
-    """The parameters of one layer, whose gradients are added to the sums in the backward pass.
+    """The parameters of one layer, whose gradients are added to the sums in the backward pass, and what passes on.
 
     Args:
         layer: parameters without the leading layer dim.
         passing: from the layer before; None: the gradients go to the parameters.
         index: int32 [], of the layer in the model.
         first_layer: index of the layer that the sums begin with.
-
-    Returns:
-        The parameters, and what passes on to the next layer.
     """
     sums = _sums.get()
     if passing is None:

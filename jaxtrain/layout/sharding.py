@@ -177,7 +177,6 @@ def _derive_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tup
 
 
 def _outside(specs: ParameterSpecs, manual: frozenset[str]) -> ParameterSpecs:
-    """The specs without the axes that the code being traced handles itself."""
     if not manual:
         return specs
     return ParameterSpecs(specs.shape, *(without_axes(spec, manual) for spec in _all_specs(specs)))
@@ -266,13 +265,18 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxtrai
 
 
 @contextlib.contextmanager
-def use_layout(layout: Layout | None) -> Iterator[None]:
-    """Give `constrain`, `gather_parameters` and the like a layout while a model is traced."""
-    token = _layout.set(layout)
+def during_trace(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a variable of the trace inside a `with`."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _layout.reset(token)
+        variable.reset(token)
+
+
+def use_layout(layout: Layout | None) -> contextlib.AbstractContextManager[None]:
+    """Give `constrain`, `gather_parameters` and the like a layout while a model is traced."""
+    return during_trace(_layout, layout)
 
 
 def current_layout() -> Layout | None:
@@ -294,10 +298,7 @@ def row_numbers(count: int) -> jax.Array:
 
 
 def sum_over_shards(x: jax.Array) -> jax.Array:
-    """Sum an array over those shards of a batch that the code being traced handles itself; elsewhere the array itself.
-
-    The compiler sums over the axes that it handles; of those that the code handles, `pipe` splits no batch.
-    """
+    """Sum an array over those shards of a batch that the code being traced handles itself; `pipe` splits no batch."""
     layout = _layout.get()
     if layout is None:
         return x

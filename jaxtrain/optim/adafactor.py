@@ -28,15 +28,12 @@ _DECAY_EXPONENT = 0.8
 
 
 class FactoredState(NamedTuple):
-    """The state of `scale_by_factored_rms`, in trees like the parameters.
+    """The state of `scale_by_factored_rms`, in trees like the parameters; zeros [1] where one has no such statistics.
 
     Attributes:
         count: updates done, int32 [].
-        v_row: mean squares over the larger of the two factored dims, float32, without that dim; zeros [1] for
-            parameters that are not factored.
-        v_col: mean squares over the smaller of the two, without that dim; zeros [1] for parameters that are not
-            factored.
-        v: mean squares of parameters that are not factored, float32; zeros [1] for those that are.
+        v_row, v_col: mean squares over the larger and the smaller of the two factored dims, float32, without that dim.
+        v: mean squares of parameters that are not factored, float32.
     """
 
     count: jax.Array

@@ -14,7 +14,6 @@ the same on every layout and machine that computes the same numbers.
 Shapes: L elements of the last dim, K of its blocks. The other dims are any.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -47,19 +46,6 @@ class StoredState(NamedTuple):
     exponents: Tree
 
 
-@dataclass(frozen=True)
-class _Format:
-    """How moments are stored.
-
-    Attributes:
-        moments: bfloat16 or int8.
-        nonnegative: fields of a transformation's state that are never negative.
-    """
-
-    moments: str
-    nonnegative: tuple[str, ...]
-
-
 def store_moments(
     transformation: optax.GradientTransformation, moments: str, *, nonnegative: tuple[str, ...] = ()
 ) -> optax.GradientTransformation:
@@ -69,13 +55,12 @@ def store_moments(
     """
     if moments == "float32":
         return transformation
-    form = _Format(moments, nonnegative)
 
     def init(params: Tree) -> StoredState:
         # Moments begin at 0, which is 0 in every format; to encode it would only be work for the compiler.
         def start() -> StoredState:
             state = transformation.init(params)
-            return _encode(form, state, _exponents(form, state), jnp.int32(0))
+            return _encode(state, _exponents(state, moments), jnp.int32(0), moments, nonnegative)
 
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(start))
 
@@ -84,52 +69,52 @@ def store_moments(
         if moments == "int8":
             # Once for the exponents, and again for the codes: a compiler that shared the two would keep the new moments
             # of all parameters in float32 in between, 5 bytes per parameter (XLA for H100, jaxlib 0.10.2).
-            exponents = _exponents(form, transformation.update(updates, _decode(form, state), params)[1])
+            exponents = _exponents(transformation.update(updates, _decode(state, nonnegative), params)[1], moments)
             state, exponents = jax.lax.optimization_barrier((state, exponents))
-        updates, inner = transformation.update(updates, _decode(form, state), params)
-        return updates, _encode(form, inner, exponents, state.count + 1)
+        updates, inner = transformation.update(updates, _decode(state, nonnegative), params)
+        return updates, _encode(inner, exponents, state.count + 1, moments, nonnegative)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _exponents(form: _Format, state: Tree) -> Tree:
+def _exponents(state: Tree, moments: str) -> Tree:
     """The exponents of the moments of a state; None for what is stored without."""
 
     def one(leaf: jax.Array) -> jax.Array | None:
-        block = moment_block(leaf.shape) if form.moments == "int8" and _is_moment(leaf) else None
+        block = moment_block(leaf.shape) if moments == "int8" and _is_moment(leaf) else None
         return None if block is None else largest_exponents(leaf, block)
 
     return jax.tree.map(one, state)
 
 
-def _encode(form: _Format, state: Tree, exponents: Tree, count: jax.Array) -> StoredState:
+def _encode(state: Tree, exponents: Tree, count: jax.Array, moments: str, nonnegative: tuple[str, ...]) -> StoredState:
     """Encode the state of a transformation after its update number `count` (int32 [])."""
     numbers = jax.tree.unflatten(jax.tree.structure(state), range(len(jax.tree.leaves(state))))
 
     def one(path: jax.tree_util.KeyPath, leaf: jax.Array, exponents: jax.Array | None, number: int) -> jax.Array:
         random = random_bits(leaf.shape, count, number)
         if exponents is not None:
-            return to_codes(leaf, exponents, random, signed=_is_signed(form, path))
-        return round_to_bfloat16(leaf, random) if form.moments == "bfloat16" and _is_moment(leaf) else leaf
+            return to_codes(leaf, exponents, random, signed=_is_signed(path, nonnegative))
+        return round_to_bfloat16(leaf, random) if moments == "bfloat16" and _is_moment(leaf) else leaf
 
     return StoredState(count, jax.tree_util.tree_map_with_path(one, state, exponents, numbers), exponents)
 
 
-def _decode(form: _Format, state: StoredState) -> Tree:
+def _decode(state: StoredState, nonnegative: tuple[str, ...]) -> Tree:
     """Decode the state of a transformation: moments in float32."""
 
     def one(path: jax.tree_util.KeyPath, leaf: jax.Array, exponents: jax.Array | None) -> jax.Array:
         if exponents is not None:
-            return from_codes(leaf, exponents, signed=_is_signed(form, path))
+            return from_codes(leaf, exponents, signed=_is_signed(path, nonnegative))
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
     return jax.tree_util.tree_map_with_path(one, state.inner, state.exponents)
 
 
-def _is_signed(form: _Format, path: jax.tree_util.KeyPath) -> bool:
+def _is_signed(path: jax.tree_util.KeyPath, nonnegative: tuple[str, ...]) -> bool:
     """Whether a moment at this path of a state may be negative."""
     field = path[0]
-    return not (isinstance(field, jax.tree_util.GetAttrKey) and field.name in form.nonnegative)
+    return not (isinstance(field, jax.tree_util.GetAttrKey) and field.name in nonnegative)
 
 
 def _is_moment(leaf: jax.Array) -> bool:

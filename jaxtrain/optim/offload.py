@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -62,14 +61,6 @@ def why_not_in_slices(optimizer: optax.GradientTransformation, optimizer_state: 
     for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer_state):
         if leaf.ndim and path_name(path) not in mirrored:
             return f"{path_name(path)} of its state has no parameter's path and shape"
-    nothing = jax.tree.map(lambda _: None, params)
-    counts = _counts(optimizer_state, mirrored)
-    try:
-        _, moved = jax.eval_shape(lambda state: optimizer.update(nothing, state, nothing, value=jnp.float32(0)), counts)
-    except (TypeError, ValueError):
-        moved = None
-    if jax.tree.structure(moved) != jax.tree.structure(counts):
-        return "its update needs all parameters at once, as masks and labels by function do"
     return None
 
 
@@ -101,9 +92,6 @@ def update_on_host(
         optimizer: declares whether slices may be advanced alone.
         layout: of the step.
         also: mesh axes over which optimizer state is sharded in addition to those of its parameter.
-
-    Returns:
-        Parameters on the device, and optimizer state with its arrays on the host.
     """
     if all(leaf.ndim == 0 for leaf in jax.tree.leaves(optimizer_state)):
         note_choice("optimizer state", "on the device: it has counts alone", [])

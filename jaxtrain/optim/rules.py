@@ -104,13 +104,7 @@ def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The dims of a parameter that is a stack of matrices.
-
-    Attributes:
-        batch: dims that count matrices, in order.
-        rows: dims of the inputs of a matrix, in order.
-        columns: dims of the outputs of a matrix, in order.
-    """
+    """The dims of a parameter that is a stack of matrices: those that count them, their inputs, their outputs."""
 
     batch: tuple[int, ...]
     rows: tuple[int, ...]
@@ -232,10 +226,7 @@ def check_patterns(key: str, patterns: Sequence[str], paths: Collection[str]) ->
 
 
 def check_groups(key: str, groups: Sequence[Sequence[str]], paths: Collection[str]) -> None:
-    """`check_patterns` of every group; `key` has `{}` for the number of the group.
-
-    A group may still be left with none, where earlier ones match all that its patterns do.
-    """
+    """`check_patterns` of every group, with its number in place of the `{}` of `key`; one may be left with none."""
     for number, patterns in enumerate(groups):
         check_patterns(key.format(number), patterns, paths)
 
