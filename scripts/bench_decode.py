@@ -83,8 +83,8 @@ def run_jaxtrain(arguments: argparse.Namespace) -> None:
     import numpy as np
 
     import jaxtrain as jt
-    from jaxtrain.inference.generate import generate_ids
-    from jaxtrain.run.served import open_served
+    from jaxtrain.inference.decoding import generate_ids
+    from jaxtrain.run.open_model import open_served
 
     served = open_served(arguments.folder, quantize=arguments.quantize)
 

@@ -39,8 +39,8 @@ _COMPILE = """
 import json, sys, time
 from jaxtrain.runtime import distributed
 from jaxtrain.config import load_config
-from jaxtrain.plan.compilers.exact import batch_shapes
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.compile import batch_shapes
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.train.assemble import build_step
 distributed.start(compilation_cache=None)
 config = load_config(sys.argv[1], overrides=sys.argv[2:]).config

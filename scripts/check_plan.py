@@ -15,8 +15,8 @@ import jax
 
 from jaxtrain.config import load_config
 from jaxtrain.data import Batches
-from jaxtrain.plan.catalogue.here import this_machine
-from jaxtrain.plan.search.analyse import analyse
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.targets import this_machine
 from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import assemble, open_run_data
 from jaxtrain.train.state import TrainState

@@ -14,10 +14,10 @@ from datetime import date
 import jax
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import parse_targets
-from jaxtrain.plan.compilers.exact import exact_memory
-from jaxtrain.plan.compilers.topology import topology_devices
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.compile import exact_memory
+from jaxtrain.plan.targets import parse_targets
+from jaxtrain.plan.topology import topology_devices
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.runtime import distributed
 
 

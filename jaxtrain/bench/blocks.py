@@ -1,7 +1,7 @@
 """The time of each block of a step, forward and backward on one device, against its roofline.
 
 A block's roofline is the larger of its FLOPs over the measured rate of matmuls in the policy's format and its bytes
-over the measured rate of memory (Williams et al. 2009); FLOPs and bytes are those of `plan/work/blocks.py`, attention
+over the measured rate of memory (Williams et al. 2009); FLOPs and bytes are those of `plan/work.py`, attention
 counted as a kernel that skips masked pairs and keeps scores to itself.
 """
 
@@ -25,12 +25,13 @@ from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.block import Block
 from jaxtrain.ops.attention.blocks import visible_pairs
 from jaxtrain.optim.optimizers import trainable_predicate
-from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.work.attention import AttentionWork
-from jaxtrain.plan.work.block import BlockWork, DeviceBatch
-from jaxtrain.plan.work.blocks import step_blocks
-from jaxtrain.plan.work.experts import least_experts
-from jaxtrain.plan.workload.record import Workload
+from jaxtrain.plan.attention import AttentionWork
+from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.plan.experts import least_experts
+from jaxtrain.plan.finetuned import finetuned
+from jaxtrain.plan.step import DeviceStep
+from jaxtrain.plan.work import BlockWork, step_blocks
+from jaxtrain.plan.workload import Workload, model_structure, model_tensors
 from jaxtrain.runtime.devices import FORMATS
 from jaxtrain.train.state import select_leaves
 from jaxtrain.train.step import TrainStep
@@ -94,8 +95,18 @@ def time_blocks(config: Config, workload: Workload, step: TrainStep, limits: Lim
     pairs = sum(visible_pairs(length, causal=model.causal, window=window) for window in model.windows)
     attention = AttentionWork("roofline", pairs / model.num_layers / length**2, 0.0, 0, True)
     alone = dict.fromkeys(step.mesh.shape, 1)
-    batch = DeviceBatch(microbatches, rows, alone, (attention,), experts=least_experts(model))
-    counted = {block.name: block for block in step_blocks(config, workload, batch)}
+    work = DeviceStep(
+        config,
+        workload,
+        alone,
+        microbatches,
+        rows,
+        structure=model_structure(model, workload),
+        stored=finetuned(config, model_tensors(model, workload)),
+        attention=(attention,),
+        experts=least_experts(model),
+    )
+    counted = {block.name: block for block in step_blocks(work)}
     device = jax.local_devices()[0]
     mesh = make_mesh(devices=[device])
     layout = dataclasses.replace(step.layout, mesh=mesh)

@@ -20,9 +20,8 @@ from jaxtrain import __version__
 from jaxtrain.config import Loaded
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
-from jaxtrain.plan.search.own_step import own_functions
-from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.plan.workload.record import Workload
+from jaxtrain.plan.estimate import own_functions
+from jaxtrain.plan.workload import Workload, describe_workload
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.cluster import detect_cluster
 from jaxtrain.runtime.devices import FORMATS, peak_flops, usable_cores
@@ -30,16 +29,14 @@ from jaxtrain.runtime.host import SETTINGS
 
 PARTS = ("start", "limits", "blocks", "step")
 _START_LIMIT_SECONDS = 600.0
-# A week: no timed start takes so long.
-_NEVER_MINUTES = 10_080
 # Settings added to those of the config, so that the process writes nothing outside of its temporary folder, claims no
-# folder of checkpoints, and asks no service. Saves by the clock are those that spikes.action=roll_back accepts.
+# folder of checkpoints, and asks no service.
 _QUIET = (
     *("logging.report=false", "logging.tensorboard=false"),
-    *("logging.wandb=false", "logging.trackio=false", "logging.mlflow=false"),
+    *("logging.wandb=false", "logging.mlflow=false"),
     *("checkpoint.directory=null", "checkpoint.mirror=null"),
-    *("checkpoint.every=null", f"checkpoint.every_minutes={_NEVER_MINUTES}"),
-    *("profile.start_step=null", "notices.metadata=false"),
+    *("checkpoint.every=null", "checkpoint.every_minutes=null"),
+    "profile.start_step=null",
 )
 
 
@@ -118,7 +115,7 @@ def measure(
         answer["step"] = _step(config, workload, measured, answer, reasons)
     # The choices of implementations and compiler options are known after the step was traced.
     answer["choices"] = list(step.choices)
-    answer["compiler_options"] = dict(step.compiled_with)
+    answer["compiler_options"] = dict(step.compiler_options.used)
     return answer | {"reasons": reasons}
 
 

@@ -17,8 +17,8 @@ from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
-from jaxtrain.plan.compilers.exact import batch_shapes, stand_in_batches
-from jaxtrain.plan.workload.record import Workload
+from jaxtrain.plan.compile import batch_shapes, stand_in_batches
+from jaxtrain.plan.workload import Workload
 from jaxtrain.run.loop import StepClock
 from jaxtrain.train.assemble import build_step, open_run_data
 from jaxtrain.train.batch import BatchSource
@@ -160,7 +160,6 @@ def _host_seconds(
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), load(0))
     passing = jax.jit(nothing, donate_argnums=0, out_shardings=(step.state_shardings, replicated))
     meter, rows, clock = Meter("tokens", 1), [], StepClock()
-    compiled_with = step.compiled_with
     step.use(passing.lower(step.abstract_state, shapes).compile())
     loaded = prefetch(load, 0, _HOST_STEPS)
     try:
@@ -179,7 +178,7 @@ def _host_seconds(
             pending = metrics, waited
     finally:
         loaded.close()
-        step.use(compiled, tried=compiled_with)
+        step.use(compiled)
     return (
         statistics.median(max(seconds - waited, 0.0) for seconds, waited in rows[1:]),
         statistics.fmean(waited for _, waited in rows[1:]),

@@ -41,7 +41,6 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--emulate": {"type": process_count, "metavar": "N", "help": "emulate N CPU devices"},
     "--step": {"type": step_number, "metavar": "N", "help": "step to load; default: the newest intact one"},
     "--json": {"action": "store_true", "help": "print JSON"},
-    "--check": {"action": "store_true", "help": "compare outputs with those of transformers, if installed"},
     "--quantize": {
         "choices": ("int8", "int8_dynamic", "nf4"),
         "help": "weights of linear layers in int8, or their inputs too (int8_dynamic), or weights in 4 bits (nf4); "

@@ -2,8 +2,8 @@
 
 import argparse
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands.shared import own_code, print_json, print_text
 from jaxtrain.config import Loaded, load_config
@@ -14,7 +14,6 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.terminal import print_remark, printable
 
 if TYPE_CHECKING:
-    from jaxtrain.data.shown import ShownRow
     from jaxtrain.data.sources.prepare import Prepared
 
 
@@ -39,11 +38,10 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         nonlocal last
         if time.monotonic() - last >= 10:
             last = time.monotonic()
-            share = f"{found.position / found.total:.0%}, " if found.total else ""
-            print_remark(f"encoding: {share}{found.documents:,} documents, {found.tokens:,} tokens")
+            print_remark(f"encoding: {found.documents:,} documents, {found.tokens:,} tokens")
 
     folder = local_path(arguments.output, what="--output")
-    made = prepare_tokens(source, folder, workers=arguments.workers, progress=show)
+    made = prepare_tokens(source, folder, progress=show)
     print_remark(
         f"documents: {made['num_documents']:,}, tokens: {made['num_tokens']:,} of {made['vocab_size']:,} ids "
         f"({made['dtype']}), files: {len(made['shards']):,}"
@@ -57,15 +55,14 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the first training rows of a config, and what its data says of itself; 0."""
     config = _load(arguments).config
-    from jaxtrain.data.shown import shown_rows
+    from jaxtrain.data.rows import shown_rows
     from jaxtrain.train.assemble import open_run_data
 
     with own_code(config):
         data = open_run_data(config)
         found = list(shown_rows(data.train, arguments.rows, data.tokenizer))
     if arguments.json:
-        shown = [one.to_json() for one in found]
-        print_json({"description": list(data.description), "counts": data.counts, "rows": shown})
+        print_json({"description": list(data.description), "counts": data.counts, "rows": found})
         return 0
     for line in data.description:
         print_text(line)
@@ -73,7 +70,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_rows(rows: Sequence["ShownRow"], total: int) -> None:
+def _print_rows(rows: Sequence[Mapping[str, Any]], total: int) -> None:
     """Print rows: in colour on a terminal that has some, else with marks around the tokens with a loss."""
     from rich.console import Console
     from rich.text import Text
@@ -84,16 +81,17 @@ def _print_rows(rows: Sequence["ShownRow"], total: int) -> None:
     styles = {True: "bold green", False: "dim"}
     lines = [Text(f"tokens {'in green' if coloured else 'between [[ and ]]'} have a loss")]
     for row in rows:
-        trained, places = sum(part.trained for part in row.parts), sum(part.places for part in row.parts)
-        whole = row.length * (2 if [part.name for part in row.parts] == ["chosen", "rejected"] else 1)
+        parts = row["parts"]
+        trained, places = (sum(part[name] for part in parts) for name in ("trained", "places"))
+        whole = row["length"] * (2 if parts[-1]["name"] == "rejected" else 1)
         counts = f"{whole:,} places, {whole - places:,} unused, {trained:,} with a loss"
-        lines.append(Text(f"\nrow {row.number} of {total:,}: {counts}", "bold"))
-        for part in row.parts:
-            lines.append(Text(f"-- {part.name}: {part.tokens:,} tokens, {part.trained:,} with a loss", "cyan"))
+        lines.append(Text(f"\nrow {row['number']} of {total:,}: {counts}", "bold"))
+        for part in parts:
+            lines.append(Text(f"-- {part['name']}: {part['tokens']:,} tokens, {part['trained']:,} with a loss", "cyan"))
             text = Text()
-            for span in part.spans:
-                shown = printable(span.text)
-                text.append(f"{before}{shown}{after}" if span.trained else shown, styles[span.trained])
+            for span in part["spans"]:
+                shown = printable(span["text"])
+                text.append(f"{before}{shown}{after}" if span["trained"] else shown, styles[span["trained"]])
             lines.append(text)
     for line in lines:
         console.print(line) if coloured else print_text(line.plain)

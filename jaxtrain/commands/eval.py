@@ -43,8 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
             # A mistake in the layout is found before anything is restored.
             evaluator.feed.shardings(held_out.batches.spec())
             state = run.state
-            for remark in held_out.remarks:
-                progress.message(remark)
         with progress.phase("evaluating") as phase:
             metrics = flat_scalars(evaluate_rows(evaluator, state, held_out))
             data = run.config.data
@@ -75,17 +73,16 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     path = arguments.run_dir
     # A published model has no config of its own.
     config = _evaluated_config(path, arguments.overrides) if is_run(Path(path)) else None
-    from jaxtrain.run.harness import check_installed, evaluate_tasks
+    from jaxtrain.run.harness import evaluate_tasks
 
-    check_installed()
     cache = "auto" if config is None else config.compilation_cache
     distributed.start(emulate=arguments.emulate, compilation_cache=cache)
     main = distributed.is_main_process()
-    from jaxtrain.inference.harness.results import HEADER, shown_rows
+    from jaxtrain.inference.harness import HEADER, shown_rows
 
     progress = Progress(process_index=0 if main else 1)
     with own_code(config), progress, progress.phase("evaluating") as phase:
-        found = evaluate_tasks(
+        step, rows = evaluate_tasks(
             path,
             listed,
             limit=arguments.limit,
@@ -100,7 +97,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     if not main:
         return 0
     if arguments.json:
-        print_json({"run_dir": path, "step": found.step, "tasks": found.rows})
+        print_json({"run_dir": path, "step": step, "tasks": rows})
     else:
-        print_table(HEADER, shown_rows(found.rows))
+        print_table(HEADER, shown_rows(rows))
     return 0

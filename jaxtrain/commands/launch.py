@@ -23,9 +23,8 @@ from typing import IO, Any, Self
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, PreemptedError
 from jaxtrain.run.directory import folder_of
-from jaxtrain.run.supervise import Policy, resumed_words, supervise
+from jaxtrain.run.supervise import resumed_words, supervise
 from jaxtrain.runtime.devices import gpu_shares, visible_gpus
-from jaxtrain.runtime.host import ATTEMPT
 from jaxtrain.runtime.terminal import print_remark
 
 JAXTRAIN = (sys.executable, "-m", "jaxtrain")
@@ -205,9 +204,11 @@ def run_launch(
 
         def start(number: int, has_begun: bool) -> int:
             chosen = resumed_words(words) if has_begun else words
-            return _launch_once([*program, *chosen], signals, shares=shares, shared={**shared, ATTEMPT: str(number)})
+            return _launch_once([*program, *chosen], signals, shares=shares, shared=shared)
 
-        return supervise(start, Policy(restarts, run_dir, signals.asked, how_ended, with_less))
+        return supervise(
+            start, run_dir, restarts=restarts, asked=signals.asked, how_ended=how_ended, with_less=with_less
+        )
 
 
 def _launch_once(

@@ -14,18 +14,23 @@ from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count
-from jaxtrain.plan.catalogue.hardware import Target, catalogue, parse_targets, with_network
-from jaxtrain.plan.catalogue.listing import hardware_json, hardware_table
-from jaxtrain.plan.report.rows import answer_lines
-from jaxtrain.plan.report.show import as_json, table
-from jaxtrain.plan.search.analyse import Terms, analyse
-from jaxtrain.plan.search.auto import VARIED_BY_AUTO, check_auto
-from jaxtrain.plan.search.estimate import Estimate
-from jaxtrain.plan.search.layouts import VARIED, Found, describe_layout, largest_batch, search, why_not
-from jaxtrain.plan.search.make import analytic_plan, fitted_plan, how_to_check, with_compiler
-from jaxtrain.plan.search.own_step import check_can_estimate, own_functions
-from jaxtrain.plan.search.run_length import with_length
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.cost import Terms, with_tokens
+from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate, own_functions
+from jaxtrain.plan.hardware import catalogue, hardware_json, hardware_table
+from jaxtrain.plan.plans import analytic_plan, fitted_plan, how_to_check, with_compiler
+from jaxtrain.plan.search import (
+    VARIED,
+    VARIED_BY_AUTO,
+    Found,
+    check_auto,
+    describe_layout,
+    largest_batch,
+    search,
+    why_not,
+)
+from jaxtrain.plan.show import answer_lines, as_json, table
+from jaxtrain.plan.targets import Target, parse_targets, with_network
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.runtime.terminal import print_remark
 
 # Layouts of a search that are compiled and shown.
@@ -85,7 +90,6 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
         "--search": arguments.search or arguments.vary,
         "parallel.auto": config.parallel.auto,
         "--tokens": arguments.tokens is not None,
-        "--epochs": arguments.epochs is not None,
     }.items():
         if given:
             check_can_estimate(config, option)
@@ -102,23 +106,22 @@ def _measured(target: Target) -> Target:
     from jaxtrain.runtime import distributed
 
     distributed.start(compilation_cache=None)
-    from jaxtrain.plan.catalogue.here import measure_cpu
+    from jaxtrain.plan.targets import measure_cpu
 
     print_remark("measuring this machine's CPU")
     return dataclasses.replace(target, hardware=measure_cpu(target.num_devices))
 
 
 def _terms(config: Config, arguments: argparse.Namespace) -> Terms:
-    length = {name: getattr(arguments, name) for name in ("tokens", "epochs", "rows_per_epoch")}
     # Raises here what a search would take for the reason that each of its layouts is refused.
-    if arguments.tokens is not None or arguments.epochs is not None:
-        with_length(config, describe_workload(config), **length)
+    if arguments.tokens is not None:
+        with_tokens(config, describe_workload(config), arguments.tokens)
     more: dict[str, Any] = {}
     if arguments.checkpoint_minutes is not None:
         more["checkpoint_interval_seconds"] = arguments.checkpoint_minutes * 60
     if arguments.interruptions_per_day is not None:
         more["interruptions_per_node_hour"] = arguments.interruptions_per_day / 24
-    return Terms(**length, downtime=arguments.downtime, **more)
+    return Terms(arguments.tokens, downtime=arguments.downtime, **more)
 
 
 def _compiled(estimate: Estimate, arguments: argparse.Namespace) -> Estimate:
@@ -140,7 +143,7 @@ def _search(plans: _Plans, config: Config, target: Target, terms: Terms, argumen
     plans.found.append((target, found))
     if not found.ranked:
         if not found.too_large:
-            reason = found.refused[0].reason if found.refused else "there is none"
+            reason = found.refused[0] if found.refused else "there is none"
             raise ConfigError(f"no layout of {target.name} is possible: {reason}")
         plans.estimates.append(analytic_plan(found.too_large[0].config, target, terms))
         return
@@ -238,7 +241,7 @@ def _print_search(target: Target, found: Found) -> None:
 def _write_files(plans: _Plans, terms: Terms, loaded: Loaded, arguments: argparse.Namespace) -> None:
     """Write the page of `--html` and the config of `--config`, where they are asked for."""
     if arguments.html is not None:
-        from jaxtrain.plan.report.page import write_page
+        from jaxtrain.plan.page import write_page
 
         with writes("--html"):
             write_page(plans.estimates, Path(arguments.html), searches=plans.found, rejected=plans.rejected)

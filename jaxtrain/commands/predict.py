@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.commands.shared import own_code, print_text
-from jaxtrain.config import Config
 from jaxtrain.config.arguments import local_path
-from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.open_run import open_run, saved_config
-from jaxtrain.run.predict import predict_published
+from jaxtrain.run.open_model import open_model
+from jaxtrain.run.predict import predict_file
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.files import strict_json, write_lines_atomic
 
@@ -26,20 +24,13 @@ def run(arguments: argparse.Namespace) -> int:
     out = None if arguments.out is None else local_path(arguments.out, what="--out").expanduser()
     if out is not None and (out.suffix not in (".csv", ".jsonl") or out.is_dir() or not out.parent.is_dir()):
         raise ConfigError(f"--out {out}: name a file .csv or .jsonl, by the format, in a folder that is there")
-    run_dir, batch_size, probabilities = arguments.run_dir, arguments.batch, arguments.probabilities
-    folder = local_path(run_dir, what="run directory").expanduser()
-    published = not is_run(folder) and (folder / "config.json").is_file()
-    if published and (arguments.step is not None or arguments.quantize is not None):
-        raise ConfigError(f"--step and --quantize are for runs, and {run_dir} is a published model; leave them out")
-    config = Config() if published else saved_config(run_dir).config
-    distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
-    main = distributed.is_main_process()
-    with own_code(config), Progress(process_index=0 if main else 1) as progress, progress.phase("predicting") as phase:
-        if published:
-            rows = predict_published(run_dir, arguments.file, batch_size=batch_size, probabilities=probabilities)
-        else:
-            run = open_run(run_dir, step=arguments.step, quantize=arguments.quantize, report=progress.message)
-            rows = run.predict_file(arguments.file, batch_size=batch_size, probabilities=probabilities)
+    distributed.start(emulate=arguments.emulate)
+    main, how = distributed.is_main_process(), {"batch_size": arguments.batch, "probabilities": arguments.probabilities}
+    with Progress(process_index=0 if main else 1) as progress, progress.phase("predicting") as phase:
+        chosen = {"step": arguments.step, "quantize": arguments.quantize, "report": progress.message}
+        model = open_model(arguments.run_dir, **chosen)
+        with own_code(model.config):
+            rows = predict_file(model, arguments.file, **how)
         phase.note(f"{len(rows):,} rows")
     if not main:
         return 0
@@ -59,20 +50,13 @@ def _json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _csv_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A header and a line per row; of words, a line per word."""
-    flat = [line for row in rows for line in (_word_lines(row) if "words" in row else [_flat(row)])]
+    """A header and a line per row."""
+    flat = [_flat(row) for row in rows]
     buffer = io.StringIO()
-    # The longest line has every column; only words without a class have fewer.
-    writer = csv.DictWriter(buffer, list(max(flat, key=len, default={})), restval="", lineterminator="\n")
+    writer = csv.DictWriter(buffer, list(flat[0]) if flat else [], lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     yield buffer.getvalue()
-
-
-def _word_lines(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    shares = row.get("probabilities") or [None] * len(row["words"])
-    for number, (word, name, found) in enumerate(zip(row["words"], row["classes"], shares, strict=True), start=1):
-        yield {"row": row["row"], "word": number, "text": word, "class": name} | _numbered("probability", found or {})
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,18 +8,12 @@ from typing import Any
 
 import jax
 
-from jaxtrain.commands.shared import own_code, print_table, print_text
-from jaxtrain.config import Config
-from jaxtrain.config.arguments import local_path
-from jaxtrain.config.files import is_run
+from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.generate import Written
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.written import TokenScore, Written
-from jaxtrain.interop.weights import is_published
-from jaxtrain.published.hub import published_place
-from jaxtrain.published.peft import is_adapter_folder
-from jaxtrain.run.open_run import saved_config
-from jaxtrain.run.served import Writing, open_writer, write
+from jaxtrain.run.open_model import open_model
+from jaxtrain.run.predict import Writing, write, writer_of
 from jaxtrain.runtime import distributed
 
 # Tokens between two looks for a stop, for which the host waits.
@@ -31,31 +25,26 @@ def run(arguments: argparse.Namespace) -> int:
 
     Several prompts are one batch, and an empty line separates the texts.
     """
-    answers, beams = arguments.chat is not None, arguments.beams
-    if (beams is not None and (answers or arguments.logprobs is not None)) or (answers and arguments.stop):
-        raise ConfigError("jaxtrain sample: --beams takes no --chat and no --logprobs, and --chat no --stop")
-    # What is no run is opened as a published model, if it looks like one; else as a run, which says what is missing.
-    path = local_path(published_place(arguments.run_dir, what="run or model"), what="run directory")
-    is_folder = not is_run(path) and (is_published(path) or is_adapter_folder(path))
-    config = Config() if is_folder else saved_config(arguments.run_dir).config
+    answers = arguments.chat is not None
+    if answers and arguments.stop:
+        raise ConfigError("jaxtrain sample: --chat takes no --stop; leave one out")
     texts = arguments.chat if answers else _prompts(arguments.prompt)
-    distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
+    distributed.start(emulate=arguments.emulate)
     writing = _writing(arguments)
-    with own_code(config):
-        writer = open_writer(path, answers=answers, quantize=arguments.quantize, step=arguments.step)
+    model = open_model(arguments.run_dir, quantize=arguments.quantize, step=arguments.step)
+    with own_code(model.config):
+        writer = writer_of(model, answers=answers)
         written: Iterable[Written] = write(writer, texts, writing, answers=answers)
-        if arguments.json or writing.piece != 1 or beams is not None:
+        if arguments.json or writing.piece != 1:
             written = list(written)  # an error comes before any text
         if distributed.is_main_process() and not arguments.json:
-            print_stream(written, len(texts), scored=arguments.logprobs is not None)
+            print_stream(written, len(texts))
             return 0
         pieces = list(written)
     if distributed.is_main_process():
         for row, prompt in enumerate(texts):
             of_row = [piece for piece in pieces if piece.row == row]
             answer: dict[str, Any] = {"prompt": prompt, "text": "".join(piece.text for piece in of_row)}
-            if arguments.logprobs is not None:
-                answer["logprobs"] = [_score_json(one) for piece in of_row for one in piece.scores]
             print_text(json.dumps(answer, ensure_ascii=False))
     return 0
 
@@ -70,9 +59,7 @@ def _writing(arguments: argparse.Namespace) -> Writing:
     # Without a stop nobody looks before the end.
     piece = 1 if arguments.stream or watched else _PIECE if arguments.stop else None
     skip = not arguments.special_tokens
-    return Writing(
-        arguments.tokens, sampling, arguments.seed, arguments.stop, skip, arguments.logprobs, piece, arguments.beams
-    )
+    return Writing(arguments.tokens, sampling, arguments.seed, arguments.stop, skip, piece)
 
 
 def _prompts(given: Sequence[str] | None) -> Sequence[str]:
@@ -84,13 +71,12 @@ def _prompts(given: Sequence[str] | None) -> Sequence[str]:
     return [sys.stdin.read().removesuffix("\n")]
 
 
-def print_stream(written: Iterable[Written], count: int, *, scored: bool) -> None:
-    """Print the `count` texts of a batch one after another; with `scored`, their log-probabilities follow each.
+def print_stream(written: Iterable[Written], count: int) -> None:
+    """Print the `count` texts of a batch one after another.
 
     An empty line is between them, and Ctrl-C ends the line that is being written.
     """
     waiting: list[list[Written]] = [[] for _ in range(count)]
-    scores: list[TokenScore] = []
     ended, current, begun = set(), 0, False
     try:
         for one in written:
@@ -99,7 +85,6 @@ def print_stream(written: Iterable[Written], count: int, *, scored: bool) -> Non
                 ended.add(one.row)
             while current < count:
                 text = "".join(piece.text for piece in waiting[current])
-                scores += [score for piece in waiting[current] for score in piece.scores]
                 waiting[current].clear()
                 if text:
                     print_text(text, end="", flush=True, is_content=True)
@@ -108,31 +93,9 @@ def print_stream(written: Iterable[Written], count: int, *, scored: bool) -> Non
                     break
                 print_text("")
                 begun, current = False, current + 1
-                if scored:
-                    _print_scores(scores)
-                    scores.clear()
                 if current < count:
                     print_text("")
     except KeyboardInterrupt:
         if begun:
             print_text("", flush=True)
         raise
-
-
-def _print_scores(scores: Sequence[TokenScore]) -> None:
-    """Print a table of tokens with their log-probabilities; texts are quoted as in JSON."""
-    rows = []
-    for one in scores:
-        likeliest = "  ".join(f"{_quoted(text)} {value:.4f}" for text, value in one.top)
-        rows.append((f"{one.log_probability:.4f}", _quoted(one.text), likeliest))
-    width = 3 if any(one.top for one in scores) else 2
-    print_table(("logprob", "token", "likeliest")[:width], [row[:width] for row in rows])
-
-
-def _score_json(one: TokenScore) -> dict[str, Any]:
-    top = [{"token": text, "logprob": value} for text, value in one.top]
-    return {"token": one.text, "logprob": one.log_probability, "top_logprobs": top}
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

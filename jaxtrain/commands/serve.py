@@ -6,7 +6,6 @@ import time
 
 from jaxtrain.commands.shared import print_text
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.server.address import address_of, bind, listen, read_api_key
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 
@@ -21,10 +20,13 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(f"jaxtrain serve needs {' and '.join(missing)}: pip install 'jaxtrain[serve]'")
+    from jaxtrain.inference.server.app import build_app
+    from jaxtrain.inference.server.serve import address_of, bind, listen, read_api_key, serve_app, start_service
+
     key = read_api_key(arguments.api_key_file)
     with bind(arguments.host, arguments.port, has_key=key is not None) as taken:
         began = time.monotonic()
-        from jaxtrain.run.served import open_served
+        from jaxtrain.run.open_model import open_served
 
         distributed.start(emulate=arguments.emulate)
         served = open_served(
@@ -35,10 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
             overrides=arguments.overrides,
             name=arguments.name,
         )
-        from jaxtrain.inference.server.app import build_app
-        from jaxtrain.inference.server.listening import serve_app
-        from jaxtrain.inference.server.service import start_service
-
         started = start_service(
             served, slots=arguments.slots, length=arguments.length, queue=arguments.queue, api_key=key
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxtrain.commands.arguments import add_shared, count, process_count, step_number, tokens, whole
+from jaxtrain.commands.arguments import add_shared, count, process_count, step_number, tokens
 from jaxtrain.errors import ConfigError
 
 
@@ -118,17 +118,7 @@ def _use() -> None:
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times")
     add("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
-    form = parser.add_mutually_exclusive_group().add_argument
-    form("--beams", type=count, metavar="N", help="search the most likely text among N beginnings")
-    form("--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal")
-    add(
-        "--logprobs",
-        type=lambda text: whole(text, 0, 20),
-        nargs="?",
-        const=0,
-        metavar="K",
-        help="log-probability of each new token, and of the K likeliest ones in its place",
-    )
+    add("--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal")
     add("--special-tokens", action="store_true", help="show the special tokens that the model writes")
     add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
@@ -139,7 +129,7 @@ def _use() -> None:
     add(
         "file",
         metavar="FILE",
-        help="table (.csv, .jsonl, .parquet), folder or list of images, texts (.txt), or array (.npy)",
+        help="table (.csv, .jsonl, .parquet), folder of images, or texts (.txt)",
     )
     add("--out", metavar="FILE", help="write FILE (.csv or .jsonl); default: CSV on standard output")
     add("--batch", type=count, metavar="N", help="the largest batch; default: a microbatch of the run")
@@ -175,9 +165,9 @@ def _pages() -> None:
         help="published folder (config.json, safetensors), a .gguf file, or an adapter of PEFT",
     )
     add_shared(parser, "overrides")
-    add("-o", "--output", metavar="RUN_DIR", help="directory of the run to make; --check needs none")
+    add("-o", "--output", required=True, metavar="RUN_DIR", help="directory of the run to make")
     add("--base", metavar="FOLDER", help="published model that an adapter is of")
-    add_shared(parser, "--check", "--emulate")
+    add_shared(parser, "--emulate")
 
     parser = _verb(
         "export", "write a checkpoint of a run as a published folder, which other tools open", "published.run_export"
@@ -205,7 +195,7 @@ def _pages() -> None:
         choices=("nf4",),
         help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
     )
-    add_shared(parser, "--step", "--check", "--emulate")
+    add_shared(parser, "--step", "--emulate")
 
     parser = _verb("report", "draw the page of a run again, or one page about several runs or a sweep", "report.run")
     parser.example = "report runs/first runs/second --output compare.html"
@@ -288,8 +278,6 @@ def _planning() -> None:
     )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    add("--epochs", type=float, metavar="N", help="print the cost of N epochs, with --rows-per-epoch")
-    add("--rows-per-epoch", type=count, metavar="N", help="number of rows of the data")
     add("--checkpoint-minutes", type=float, metavar="N", help="time between saves on spot devices")
     add("--interruptions-per-day", type=float, metavar="N", help="per spot node; default: 1")
     add("--downtime", type=float, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
@@ -334,12 +322,6 @@ def _look() -> None:
     parser.example = "data prepare quickstart -o tokens"
     add_shared(parser, "config", "overrides")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
-    parser.add_argument(
-        "--workers",
-        type=count,
-        metavar="N",
-        help="processes that encode; default: the cores, where there is enough text",
-    )
 
     parser = _verb("data show", "show rows as the model sees them, and which tokens have a loss", "data.run_show")
     parser.example = "data show quickstart data.kind=chat --rows 1"

@@ -5,35 +5,29 @@ No jax here, until the run itself begins.
 
 import argparse
 import sys
-import time
 
 from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.config import load_config
-from jaxtrain.metrics.time_spent import counted_from
-from jaxtrain.run.directory import folder_of, mend_run
-from jaxtrain.run.supervise import Policy, supervise
-from jaxtrain.runtime.host import ATTEMPT
+from jaxtrain.run.directory import folder_of
+from jaxtrain.run.supervise import supervise
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what a config describes; the exit code 0."""
     if arguments.restarts:
         return _run_restarted(arguments)
-    with counted_from(time.monotonic()):
-        from jaxtrain.commands.shared import own_code
-        from jaxtrain.run.run import run_config
+    from jaxtrain.commands.shared import own_code
+    from jaxtrain.run.run import run_config
 
-        mend_run(arguments.config)
-        loaded = load_config(arguments.config, overrides=arguments.overrides)
-        with own_code(loaded.config):
-            run_config(loaded, run_dir=arguments.run_dir, resume=arguments.resume, emulate=arguments.emulate)
+    loaded = load_config(arguments.config, overrides=arguments.overrides)
+    with own_code(loaded.config):
+        run_config(loaded, run_dir=arguments.run_dir, resume=arguments.resume, emulate=arguments.emulate)
     return 0
 
 
 def _run_restarted(arguments: argparse.Namespace) -> int:
     """Train in a process of its own, and start it again after failures; the exit code of the last start."""
     config, overrides, run_dir = arguments.config, arguments.overrides, arguments.run_dir
-    mend_run(config)
     folder = folder_of(load_config(config, overrides=overrides), run_dir)
     options = [] if run_dir is None else ["--run-dir", run_dir]
     options += [] if arguments.emulate is None else ["--emulate", str(arguments.emulate)]
@@ -43,7 +37,7 @@ def _run_restarted(arguments: argparse.Namespace) -> int:
 
         def start(number: int, has_begun: bool) -> int:
             mode = "auto" if has_begun and arguments.resume == "never" else arguments.resume
-            child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={ATTEMPT: str(number)})
+            child = start_child([*JAXTRAIN, *words, "--resume", mode], environment={})
             signals.children.clear()
             signals.add(child)
             try:
@@ -51,4 +45,4 @@ def _run_restarted(arguments: argparse.Namespace) -> int:
             finally:
                 kill_child(child)
 
-        return supervise(start, Policy(arguments.restarts, folder, signals.asked, how_ended, lambda: None))
+        return supervise(start, folder, restarts=arguments.restarts, asked=signals.asked, how_ended=how_ended)

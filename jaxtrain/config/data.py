@@ -206,7 +206,7 @@ class TextPairData(_LabelledData):
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
-class ChatData(_Tokenized, _Tokens, _RecordData):
+class ChatData(_Tokenized, _Tokens):
     """Conversations, written as text by the model's chat template; the loss is on the answers."""
 
     kind: Literal["chat"] = "chat"
@@ -310,10 +310,10 @@ class SyntheticData(_Hidden):
     """Side of an image in pixels, for task images."""
     num_channels: PositiveInt = 3
     """Channels of an image, for task images."""
-    num_classes: PositiveInt = 10
-    """Number of classes, for tasks images and table."""
     num_columns: PositiveInt = 16
     """Number of input columns, for task table."""
+    num_classes: PositiveInt = 10
+    """Number of classes, for tasks images and table."""
 
 
 class Component(Group):

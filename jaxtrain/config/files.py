@@ -1,6 +1,7 @@
 """Files that hold a config: YAML, the shipped configs, and the record of a run (`run.json`). No jax, and no schema."""
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,7 +11,6 @@ import yaml
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.json_text import parse_json
 
 RUN_FILE = "run.json"
 # Settings of the group `optimizer` that hold beside an optimizer from Python.
@@ -117,15 +117,13 @@ def find_config(name: str) -> Path:
 def read_run(run_dir: str | Path) -> dict[str, Any]:
     """Returns the content of the `run.json` in the directory of a run; raises a ConfigError where it is none."""
     path = local_path(run_dir, what="run directory")
-    if not path.is_dir():
-        raise ConfigError(f"no run at {path}; give the directory of a run, with its run.json (runs/<name>)")
     try:
-        info = parse_json((path / RUN_FILE).read_text(encoding="utf-8"))
+        info = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
         if isinstance(info["config"], dict):
             return info
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         published = (path / "config.json").is_file() or (path / "adapter_config.json").is_file()
-        hint = f"; did you mean {path.parent}?" if is_run(path.parent) else ""
+        hint = f"; did you mean {path.parent}?" if is_run(path.parent) else "; give the directory of one (runs/<name>)"
         hint = f"; make a run of this published model: jaxtrain import {path} -o RUN_DIR" if published else hint
         raise ConfigError(f"{path} is not a run: it has no run.json{hint}") from None
     except OSError as error:

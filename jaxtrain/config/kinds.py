@@ -1,11 +1,12 @@
 """Whether the groups of a config belong together. No jax here: `config` and `plan` ask too."""
 
+import math
 from collections.abc import Sequence
 
 from jaxtrain.config.base import Call
 from jaxtrain.config.data import CalledData, ChatData, MaskCorruption, gives_pairs
 from jaxtrain.config.model import CalledModel, TransformerConfig, published_from
-from jaxtrain.config.schema import CheckpointConfig, Config, FinetuneConfig, LossConfig, SpikesConfig
+from jaxtrain.config.schema import Config, FinetuneConfig, LossConfig
 from jaxtrain.errors import ConfigError
 
 # Kind of data -> what its rows are; of the others: examples.
@@ -59,20 +60,17 @@ def task_name(config: Config) -> str:
     return config.task.call if isinstance(config.task, Call) else config.task
 
 
-def check_kinds(config: Config, *, own_task: bool = False, unit: str | None = None) -> None:
+def check_kinds(config: Config, *, own_task: bool = False, own_data: bool = False) -> None:
     """Raise a ConfigError where the kinds of task, model and data do not belong together; looks at no data.
 
-    Args:
-        config: with a model of its own (a user's model in its place is nothing to check here).
-        own_task: whether a task from Python takes the place of the config's.
-        unit: tokens or examples, of data from Python that may take the place of the config's; None: it is the config's.
+    `own_task` and `own_data` say that a task or data from Python takes the place of the config's.
     """
     check_freeze(config.finetune, config.optimizer.freeze)
     if config.precision.policy == "fp8" and config.finetune.base is not None:
         raise ConfigError("precision.policy=fp8 beside finetune.base, which is no float; use precision.policy=bf16")
     own = own_task or isinstance(config.task, Call)
-    if unit is not None or not isinstance(config.data, CalledData):  # whose rows are known once it was called
-        _check_rows(config, own_task=own, unit=unit)
+    if not (own_data or isinstance(config.data, CalledData)):
+        _check_rows(config, own_task=own)
     if not own:
         _check_model(config)
     if not own_task:  # which may read them
@@ -127,16 +125,10 @@ def _check_model(config: Config) -> None:
         )
 
 
-def _check_rows(config: Config, *, own_task: bool, unit: str | None) -> None:
+def _check_rows(config: Config, *, own_task: bool) -> None:
     """Raise where task or model take other rows than the data gives."""
     data, model, task = config.data, config.model, config.task
     form, source = row_form(config), f"data.kind={data.kind}"
-    if isinstance(data, CalledData):
-        if isinstance(model, CalledModel):
-            return  # they know of each other
-        form, source = _form_of_unit(config, unit), f"data.call={data.call}"
-    elif unit is not None and (form != "examples") != (unit == "tokens"):
-        form, source = _form_of_unit(config, unit), "the data given"
     tasks, models = _TAKEN[form]
     if not isinstance(task, Call) and task not in tasks:
         hidden = {"masked_language_modeling": "mask", "sequence_to_sequence": "spans"}.get(task)
@@ -153,16 +145,6 @@ def _check_rows(config: Config, *, own_task: bool, unit: str | None) -> None:
         raise ConfigError(f"the decoder of the data begins with {start}; set model.start_token={start}")
 
 
-def _form_of_unit(config: Config, unit: str | None) -> str:
-    """The rows of data from Python: tokens in an array, or what the task takes where its inputs are several arrays."""
-    if isinstance(config.task, Call) or config.task in ("language_modeling", "classification", "regression"):
-        has_head = getattr(config.model, "head", None) is not None and config.model.kind == "transformer"
-        if has_head and config.task != "language_modeling":
-            return "labelled text"
-        return "tokens" if unit == "tokens" else "examples"
-    return next(form for form, (tasks, _) in _TAKEN.items() if config.task in tasks)
-
-
 def check_loss(config: Config) -> None:
     """Raise a ConfigError where an option of the loss would do nothing."""
     for name, value in config.loss:
@@ -170,17 +152,6 @@ def check_loss(config: Config) -> None:
             raise ConfigError(
                 f"loss.{name}={value} is for task={_LOSS[name][0]}, but task={task_name(config)}; leave it out"
             )
-
-
-def check_roll_back(spikes: SpikesConfig | None, checkpoint: CheckpointConfig) -> None:
-    """Raise a ConfigError where spikes go back to checkpoints that are not kept (saves by the clock are not judged)."""
-    every = checkpoint.every
-    if spikes is None or spikes.action != "roll_back" or (every is None and checkpoint.every_minutes is not None):
-        return
-    needed = 0 if every is None else 1 + -(-(spikes.roll_back_steps - 1) // every)
-    if every is None or checkpoint.keep_last < needed:
-        write = f"checkpoint.keep_last={needed}" if every else "checkpoint.every, such as 100"
-        raise ConfigError(f"spikes.roll_back_steps={spikes.roll_back_steps} goes back to no checkpoint; set {write}")
 
 
 def check_sizes(
@@ -196,17 +167,20 @@ def check_sizes(
     None: not known, or none; what the model leaves to the data is not compared.
     """
     model = config.model
-    vocabulary, longest = getattr(model, "vocab_size", None), getattr(model, "max_sequence_length", None)
-    outputs = getattr(model, "num_classes", None) or getattr(model, "num_outputs", None)
-    outputs = outputs or getattr(getattr(model, "head", None), "num_labels", None)
-    if vocabulary and vocab_size and vocab_size > vocabulary:
+
+    def room(*keys: str, of: object = model) -> float:
+        return next((size for key in keys if (size := getattr(of, key, None))), math.inf)
+
+    vocabulary, longest = room("vocab_size"), room("max_sequence_length")
+    outputs = min(room("num_classes", "num_outputs"), room("num_labels", of=getattr(model, "head", None)))
+    if (vocab_size or 0) > vocabulary:
         published = published_from(model)
         write = f"set model.vocab_size={vocab_size} or more, or leave it out"
         if published is not None:
             write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
         raise ConfigError(f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}")
-    if outputs and num_outputs and num_outputs > outputs:
+    if (num_outputs or 0) > outputs:
         raise ConfigError(f"the model has {outputs} outputs but the data {num_outputs} classes or columns")
     for key, length in (("data.sequence_length", sequence_length), ("data.target_length", decoder_length)):
-        if longest and length and length > longest:
+        if (length or 0) > longest:
             raise ConfigError(f"{key}={length} exceeds model.max_sequence_length={longest}; lower it")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxtrain.config.arguments import check_kind, local_path
+from jaxtrain.config.arguments import local_path
 from jaxtrain.config.errors import CALLED, Key, KeyPath, explain, members, nearest, walk, where_set, words_of
 from jaxtrain.config.files import (
     find_config,
@@ -27,8 +27,7 @@ from jaxtrain.config.published import adapter_settings, published_settings
 from jaxtrain.config.schema import AXES, Config, LoraConfig
 from jaxtrain.config.secrets import redacted_keys
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.config_file import config_origin, tokenizer_origin
-from jaxtrain.published.hub import published_place
+from jaxtrain.interop.formats.hub import config_origin, published_place, tokenizer_origin
 
 # A key `call` in them says the kind as well.
 CALLABLE_GROUPS = tuple(name for name, field in Config.model_fields.items() if CALLED in members(field.annotation))
@@ -81,9 +80,8 @@ class _Tree:
         if path[1:] == ("call",) and path[0] in (*CALLABLE_GROUPS, "task"):
             path, value = path[:1], {"call": value}
         if path == ("parallel",) and value == "auto":
-            self._drop(
-                "parallel", [axis for axis in AXES if axis in self._given("parallel")], f"parallel=auto ({where})"
-            )
+            degrees = [axis for axis in AXES if axis in self._given("parallel")]
+            self._drop("parallel", degrees, f"parallel=auto ({where})")
             path, value = ("parallel", "auto"), True
         if path[1:] in (("kind",), ("size",)):
             self._yield_to(path[0], {path[1]: value}, where)
@@ -255,8 +253,6 @@ def load_config(
         >>> loaded.config.train.steps, loaded.config.seed, loaded.origins["train.steps"]
         (20, 3, 'command line')
     """
-    write = "overrides=['train.steps=100'] or keywords={'train.steps': 100}"
-    check_kind(overrides, (list, tuple), what="load_config: overrides", takes="key=value texts", write=write)
     tree, label, run_dir, own = _Tree(weights=weights), "run", None, {}
     if isinstance(name, Mapping):
         tree.set((), name, origin)
@@ -276,8 +272,6 @@ def load_config(
             tree.where[known] = f"{path.name}:{where_set(places, known)}"
     for override in overrides:
         tree.set(*_split_override(override), "command line")
-    write = "{'train.steps': 100}"
-    check_kind(keywords or {}, Mapping, what="load_config: keywords", takes="a mapping of keys", write=write)
     tree.set((), keywords or {}, "keyword")
     tree.take_published()
     tree.take_adapter()

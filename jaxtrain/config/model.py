@@ -8,7 +8,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.families.table import sizes_of
+from jaxtrain.interop.families.table import sizes_of
 
 # Key of a model group -> value.
 Size = dict[str, object]
@@ -335,8 +335,6 @@ class TransformerConfig(_Blocks):
             "experts have losses per token, which this head has no place for; set head: null": moe
             and not self.has_output_layer,
             "head.pooling=first with causal: true sees one token alone; set head.pooling: last (or mean)": sees_one,
-            "a masked_language_model head takes a model that sees both sides; set causal: false": self.causal
-            and self.head_kind == "masked_language_model",
             "sliding_window is of all layers, local_layers of some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
         }

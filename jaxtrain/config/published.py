@@ -10,13 +10,13 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.errors import explain
 from jaxtrain.config.model import EncoderDecoderConfig, LongRope, ModelConfig, TransformerConfig, ViTConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.config_file import read_published_config
-from jaxtrain.published.families.table import family_of, read_settings
-from jaxtrain.published.family import Family
-from jaxtrain.published.longrope import longrope_factor
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.table import family_of, read_settings
+from jaxtrain.interop.formats.hub import read_published_config
+from jaxtrain.interop.formats.rope import longrope_factor
 
 if TYPE_CHECKING:
-    from jaxtrain.published.peft import AdapterConfig
+    from jaxtrain.interop.formats.peft_reading import AdapterConfig
 
 
 def published_family(path: str) -> Family:
@@ -77,8 +77,7 @@ def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
 def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
     """Returns the keys of `finetune.lora` that the folder of an adapter of a published model (`base`) gives."""
     # They read arrays, and `jaxtrain config` of other configs needs no NumPy.
-    from jaxtrain.published.peft import open_adapter_folder
-    from jaxtrain.published.peft_tensors import read_adapter_arrays
+    from jaxtrain.interop.formats.peft_reading import open_adapter_folder, read_adapter_arrays
 
     folder = open_adapter_folder(path)
     rows = published_family(base).tensors(settings_in(base, published_settings(base)))

@@ -243,12 +243,10 @@ class LoggingConfig(Group):
     """Write TensorBoard events."""
     wandb: bool = False
     """Log to Weights & Biases (extra: wandb)."""
-    trackio: bool = False
-    """Log to trackio (extra: trackio)."""
     mlflow: bool = False
     """Log to MLflow at MLFLOW_TRACKING_URI, or in ./mlflow.db (extra: mlflow)."""
     project: str = "jaxtrain"
-    """Project of wandb and trackio, experiment of MLflow."""
+    """Project of wandb, experiment of MLflow."""
     tags: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
     """Tags of the run on trackers, as in {team: vision}."""
     report: bool = True
@@ -258,20 +256,12 @@ class LoggingConfig(Group):
 class SpikesConfig(Group):
     """Steps whose loss or gradient norm is far above those before them (docs/reliability.md)."""
 
-    action: Literal["skip", "roll_back"] = "skip"
-    """skip: such a step leaves the state as it was; roll_back: go back to a checkpoint and past the data around it."""
     watch: Literal["loss", "grad_norm", "both"] = "both"
     """The metrics that are compared."""
     window: Annotated[int, Field(ge=4, le=65536)] = 128
     """Number of the last accepted steps that are compared with; the first half window of a run is always accepted."""
     sigmas: Positive = 6.0
     """A spike is more than this many standard deviations above the mean of the window."""
-    roll_back_steps: PositiveInt = 100
-    """roll_back: the checkpoint is at least this many steps before the spike."""
-    skip_batches: PositiveInt = 300
-    """roll_back: batches that are left out from the checkpoint on; more where the spike's own batch is beyond them."""
-    max_roll_backs: PositiveInt = 3
-    """roll_back: most times per run; later spikes are skipped."""
 
 
 class ChecksConfig(Group):
@@ -290,20 +280,16 @@ class WatchdogConfig(Group):
 
     enabled: bool = True
     """Watch for stalls and lost processes; false: a run that hangs does so for ever."""
-    start_seconds: Seconds = 14_400.0
-    """Limit for starting and reading data."""
     compile_seconds: Seconds = 7_200.0
     """Limit for compiling, and for the first step of a process."""
-    restore_seconds: Seconds = 3_600.0
-    """Limit for creating the state or restoring a checkpoint."""
     step_seconds: Seconds = 300.0
     """Limit for a step, or 10 times the median step where that is longer."""
     data_seconds: Seconds = 1_800.0
     """Limit for the wait for a batch, or 10 times the median step where that is longer."""
-    evaluation_seconds: Seconds = 3_600.0
-    """Limit for a batch of an evaluation, for a sample, a callback and the report."""
     save_seconds: Seconds = 3_600.0
-    """Limit for a save, also for what is written in the background."""
+    """Limit for a save."""
+    other_seconds: Seconds = 14_400.0
+    """Limit for any other phase: reading data, restoring, a batch of an evaluation, a callback, the report."""
     lost_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
     """Silence after which another process counts as lost; twice as long while it starts or reads data."""
 
@@ -312,13 +298,6 @@ def limits(watchdog: WatchdogConfig | None) -> WatchdogConfig | None:
     """Returns the limits that the key `watchdog` stands for; None: nothing is watched."""
     chosen = WatchdogConfig() if watchdog is None else watchdog
     return chosen if chosen.enabled else None
-
-
-class NoticesConfig(Group):
-    """How a run hears that it must stop, beside signals."""
-
-    metadata: Literal["auto"] | bool = "auto"
-    """Watch the metadata server of a Google Cloud VM; auto: on such a VM, or where GCE_METADATA_HOST is set."""
 
 
 class ProfileConfig(Group):
@@ -431,13 +410,11 @@ class Config(Group):
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
     spikes: SpikesConfig | None = None
-    """What is done about spikes of the loss or the gradient norm ({action: skip}, or roll_back); null: nothing."""
+    """Which steps are spikes of loss or gradient norm and leave the state as it was ({}: the defaults); null: none."""
     checks: ChecksConfig | None = None
     """Comparisons that find devices at fault ({replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
-    notices: NoticesConfig | None = None
-    """How a run hears that it must stop ({metadata: auto}); null: the usual."""
     watchdog: WatchdogConfig | None = None
     """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
 

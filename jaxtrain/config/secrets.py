@@ -50,16 +50,14 @@ def redacted(value: Any, key: str = "") -> Any:
 
 def redacted_words(words: list[str]) -> list[str]:
     """Returns the words of a command line (`sys.argv`) with secrets replaced: `model.args.api_key=...`, `--token X`."""
-    return [_redacted_word(word, before) for word, before in zip(words, ["", *words], strict=False)]
-
-
-def _redacted_word(word: str, before: str) -> str:
-    key, equals, value = word.partition("=")
-    if not equals:
-        return redacted(word, before if "--" in before else "")
-    if "{" in value and not names_secret(key):  # data.args={api_key: abc}
-        value = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{redacted(pair[3], pair[1])}", value)
-    return f"{key}={redacted(value, key)}"
+    shown = []
+    for word, before in zip(words, ["", *words], strict=False):
+        key, equals, value = word.partition("=")
+        if equals and "{" in value:  # data.args={api_key: abc}
+            value = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{redacted(pair[3], pair[1])}", value)
+        said = redacted(value if equals else word, key if equals else before if "--" in before else "")
+        shown.append(f"{key}={said}" if equals else said)
+    return shown
 
 
 def redacted_keys(values: Any, path: str = "") -> list[str]:

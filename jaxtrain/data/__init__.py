@@ -1,8 +1,8 @@
 """Data by index: sources of rows, tokenizers, and batches that are a pure function of their number."""
 
-from jaxtrain.data.batches import Batch, Batches
-from jaxtrain.data.prefetch import prefetch
-from jaxtrain.data.sources.dataset import Data, open_data
+from jaxtrain.data.batches import Batch, Batches, prefetch
+from jaxtrain.data.sources.dataset import Data
+from jaxtrain.data.sources.open import open_data
 from jaxtrain.data.sources.prepare import prepare_tokens
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.data.tokens import check_tokens

@@ -1,7 +1,11 @@
 """Batches by index: batch k is a pure function of (rows, seed, k) on any number of processes and devices."""
 
-from collections.abc import Callable, Mapping
+import atexit
+import math
+import threading
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import check_whole, refusal
-from jaxtrain.data.masked import check_unmasked
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.devices import usable_cores
 from jaxtrain.runtime.tree import path_name
@@ -19,6 +22,12 @@ if TYPE_CHECKING:
 
 # With more threads than this, rows wait for the interpreter lock and not for decoding.
 _MAX_WORKERS = 16
+
+# Batches that are prepared ahead: the fewest, the most, and their bytes.
+_DEPTHS = (2, 16)
+_BYTES = 64 * 2**20
+# A load that takes longer than this is left to itself when the iterator is closed: it may never end.
+_CLOSING_SECONDS = 2.0
 
 # Entries of a batch: arrays, or nested dicts of them (packed rows, graphs).
 Batch = dict[str, Any]
@@ -44,7 +53,7 @@ class Batches:
 
     Raises:
         DataError: `rows` is not a dataset with an index, or is empty.
-        ConfigError: The batch size, the seed, `shuffle` or `workers` is of another type or out of range.
+        ConfigError: The batch size, the seed or `workers` is of another type or out of range.
 
     Example:
         >>> batches = jt.Batches(rows, 8, seed=0, shuffle=True)
@@ -67,26 +76,21 @@ class Batches:
 
         check_rows(rows, what="Batches", write="Batches(jaxtrain.ArrayRows({...}), ...)")
         example = "Batches(rows, 32, seed=0, shuffle=True)"
-        global_batch_size = check_whole(global_batch_size, what="Batches: global_batch_size", least=1, write=example)
+        self._size = check_whole(global_batch_size, what="Batches: global_batch_size", least=1, write=example)
         seed = check_whole(seed, what="Batches: seed", least=None, write=example)
-        if workers is not None:
-            workers = check_whole(workers, what="Batches: workers", least=1, write="workers=4, or None for all cores")
         if len(rows) == 0:
             raise DataError("the data has no rows; give data with at least one row")
         self._rows = rows
         self._read = rows.gather if isinstance(rows, Rows) else self._read_one_by_one
-        self._size = global_batch_size
-        self._workers = workers or default_workers()
+        self._workers = workers or min(usable_cores(), _MAX_WORKERS)
         self._order = training_order(rows, seed) if shuffle else None
         self._example = jax.tree.map(lambda column: column[0], self._read(np.array([0])))
 
     def __repr__(self) -> str:
         kind = "held-out order" if self._order is None else "shuffled"
-        return f"Batches of {self._size:,} of {len(self._rows):,} rows, {kind}: {', '.join(self._entries())}"
-
-    def _entries(self) -> list[str]:
         leaves = jax.tree_util.tree_leaves_with_path(self.spec())
-        return [f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
+        entries = ", ".join(f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves)
+        return f"Batches of {self._size:,} of {len(self._rows):,} rows, {kind}: {entries}"
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._size)
@@ -105,13 +109,10 @@ class Batches:
     def row_numbers(self, k: int) -> np.ndarray:
         """Returns which rows batch k holds: int64 [B], -1 where a batch of evaluation is filled up.
 
-        Args:
-            k: Number of the batch, from 0; below `len(self)` in evaluation.
-
         Raises:
             ConfigError: There is no batch of this number.
         """
-        k = self._checked(k, method="row_numbers", write="batches.row_numbers(0)")
+        k = self._checked(k)
         positions = k * self._size + np.arange(self._size)
         if self._order is not None:
             return self._order(positions)
@@ -138,12 +139,11 @@ class Batches:
             Global arrays in these shardings; this process has read only the rows of its own devices, each once.
 
         Raises:
-            ConfigError: There is no batch of this number, or an entry has no sharding.
+            ConfigError: There is no batch of this number.
             DataError: What is read is not what the first row says.
         """
-        k = self._checked(k, method="load", write="batches.load(0, shardings)")
+        k = self._checked(k)
         spec = self.spec()
-        self._check_shardings(spec, shardings)
         shardings = jax.tree.broadcast({name: shardings[name] for name in spec}, spec)
         needed = _needed_rows(spec, shardings)
         local = self._load_rows(k, needed)
@@ -161,21 +161,12 @@ class Batches:
             shardings,
         )
 
-    def _checked(self, k: Any, *, method: str, write: str) -> int:
+    def _checked(self, k: Any) -> int:
         """Returns the number of a batch, once it is known that there is one."""
-        k = check_whole(k, what=f"Batches.{method}: k", least=0, write=write)
+        k = check_whole(k, what="Batches: k", least=0, write="batches.load(0, shardings)")
         if self._order is None and k >= len(self):
             raise ConfigError(f"there is no batch {k}: the rows in order make the batches 0 to {len(self) - 1}")
         return k
-
-    def _check_shardings(self, spec: Mapping[str, Any], shardings: Any) -> None:
-        """Raises a ConfigError where an entry has no sharding."""
-        write = "batches.load(k, step.batch_shardings(batches.spec()))"
-        if not isinstance(shardings, Mapping):
-            raise ConfigError(refusal("Batches.load: shardings", "a sharding per entry", shardings, write))
-        missing = [name for name in spec if name not in shardings]
-        if missing:
-            raise ConfigError(f"Batches.load: there is no sharding of the entry {missing[0]!r}; write {write}")
 
     def _load_rows(self, k: int, needed: np.ndarray) -> Batch:
         positions = k * self._size + needed
@@ -199,14 +190,19 @@ class Batches:
         return _stacked(rows)
 
 
-def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
-    """Returns a batch in the dtypes of its spec.
+def check_rows(rows: Any, *, what: str, write: str) -> None:
+    """Raises a DataError where `rows`, which `what` takes, is not a dataset with an index; `write` is an example."""
+    import grain
 
-    Args:
-        batch: NumPy arrays.
-        spec: What the first row, or the first batch, says of them.
-        where: What holds the batch, in messages.
-        first: Whose dtypes these are, in messages.
+    if not isinstance(rows, grain.MapDataset):
+        write = f"data.train, {write}" if type(rows).__name__ == "Data" else write
+        raise DataError(
+            refusal(what, "rows with an index (a grain.MapDataset)", rows, f"{write} or grain.MapDataset.source(rows)")
+        )
+
+
+def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
+    """Returns a batch of NumPy arrays in the dtypes of its spec, which `first` (in messages) has.
 
     Raises:
         DataError: Numbers would be cut (0.5 among rows of which the first holds 0), or do not fit into 32 bits.
@@ -215,45 +211,24 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
     def cast(path: Any, column: np.ndarray, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         if column.dtype == leaf.dtype:
             return column
-        if jnp.issubdtype(leaf.dtype, np.inexact):
-            return _rounded(column, leaf.dtype, f"{where} {path_name(path)}")
-        if jax.dtypes.canonicalize_dtype(column.dtype) == leaf.dtype:
-            check_bits(column, f"{where} {path_name(path)}")
-            return column.astype(leaf.dtype)
-        with np.errstate(invalid="ignore"):
+        name = f"{where} {path_name(path)}"
+        check_bits(column, name)
+        with np.errstate(invalid="ignore", over="ignore"):
             kept = column.astype(leaf.dtype)
-        lost = column[kept != column]
+        if not jnp.issubdtype(leaf.dtype, np.inexact):
+            lost, why = column[kept != column], f"but those of {first} are {leaf.dtype}; give all of them one dtype"
+        else:
+            is_beyond = np.isfinite(column) & ~np.isfinite(kept)
+            lost, why = column[is_beyond], f"beyond what {leaf.dtype} holds; rescale the data"
         if lost.size:
-            raise DataError(
-                f"{where} {path_name(path)} of {lost.flat[0]}, but those of {first} are {leaf.dtype}; give all of them "
-                "one dtype, such as np.float32"
-            )
+            raise DataError(f"{name} of {lost.flat[0]:.6g}, {why}")
         return kept
 
     return jax.tree_util.tree_map_with_path(cast, batch, spec)
 
 
-def _rounded(column: np.ndarray, dtype: Any, where: str) -> np.ndarray:
-    """Returns numbers in a floating-point type; finite ones that are beyond its range are a DataError."""
-    with np.errstate(over="ignore"):
-        kept = column.astype(dtype)
-    if column.dtype == np.float64 and column.size:
-        beyond = np.isfinite(column) & ~np.isfinite(kept)
-        if beyond.any():
-            raise DataError(f"{where} of {column[beyond].flat[0]:.6g}, beyond what {dtype} holds; rescale the data")
-    return kept
-
-
 def check_bits(leaf: np.ndarray, where: str) -> None:
-    """Checks integers that a 32-bit program holds in 32 bits.
-
-    Args:
-        leaf: The integers; others are not checked.
-        where: What holds them, for the message.
-
-    Raises:
-        DataError: One does not fit into the type that jax holds them in.
-    """
+    """Raises a DataError where integers (of `where`) do not fit into the type that jax holds them in."""
     if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:
         return
     kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -262,69 +237,15 @@ def check_bits(leaf: np.ndarray, where: str) -> None:
         raise DataError(f"{where} of {worst}, which does not fit into {kept.dtype}; store them as float32")
 
 
-def default_workers() -> int:
-    """Returns the number of cores that this process may use, at most 16."""
-    return min(usable_cores(), _MAX_WORKERS)
-
-
-def check_rows(rows: Any, *, what: str, write: str) -> None:
-    """Raises an error where `rows` is not a dataset with an index.
-
-    Args:
-        rows: What was given.
-        what: What takes them.
-        write: How a dict of arrays is written there.
-
-    Raises:
-        DataError: It is something else.
-    """
-    if isinstance(rows, Mapping):
-        raise DataError(
-            f"{what} takes rows with an index, not a dict of {', '.join(map(str, rows)) or 'nothing'}; write {write}"
-        )
-    import grain
-
-    if not isinstance(rows, grain.MapDataset):
-        source = "data.train (or data.validation), " if type(rows).__name__ == "Data" else ""
-        raise DataError(
-            f"{what} takes rows with an index (a grain.MapDataset), not {_kind(rows)}; write {source}"
-            "jaxtrain.ArrayRows({'inputs': ..., 'targets': ...}) or grain.MapDataset.source(rows)"
-        )
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__!r} object"
-
-
 def _stacked(rows: list[Any]) -> Batch:
-    """Stacks rows, entry by entry.
-
-    Raises:
-        DataError: The entries or shapes of the rows differ.
-    """
-    structure = jax.tree.structure(rows[0])
-    if any(row is None for row in rows):
+    """Stacks rows, entry by entry."""
+    try:
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+    except ValueError as error:
         raise DataError(
-            "a row is None, as those that a filter of grain leaves out are; choose the rows beforehand, and give those "
-            "that are left: jaxtrain.ArrayRows({...})"
-        )
-    if not isinstance(rows[0], Mapping):
-        raise DataError(f"a row is {type(rows[0]).__name__}, not a dict of entries such as 'inputs' and 'targets'")
-    for row in rows:
-        if jax.tree.structure(row) != structure:
-            raise DataError(f"rows hold different entries: {structure} and {jax.tree.structure(row)}")
-
-    def stack(path: Any, *leaves: Any) -> np.ndarray:
-        shapes = sorted({np.shape(leaf) for leaf in leaves})
-        if len(shapes) > 1:
-            raise DataError(
-                f"rows hold {path_name(path)} of shapes {shapes[0]} and {shapes[1]}; pad or crop them to one shape"
-            )
-        for leaf in leaves:
-            check_unmasked(leaf, f"a row holds {path_name(path)}")
-        return np.stack(leaves)
-
-    return jax.tree_util.tree_map_with_path(stack, *rows)
+            "rows hold different entries or shapes (those that a filter of grain leaves out are None): "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
 
 def _needed_rows(spec: Mapping[str, Any], shardings: Mapping[str, Any]) -> np.ndarray:
@@ -350,3 +271,81 @@ class _Window:
         first, last = np.searchsorted(self._rows, [start, stop])
         assert last - first == stop - start, "a device asks for rows that were not read"
         return self._column[(slice(first, last), *index[1:])]
+
+
+def queue_depth(spec: Mapping[str, Any]) -> int:
+    """Returns how many batches of a spec to prepare ahead: 16, or fewer that take 64 MiB, but at least 2."""
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
+    return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // max(size, 1)))
+
+
+def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int = 2) -> Generator[Batch, None, None]:
+    """Yields batches start to stop - 1 in order; a thread loads the next ones meanwhile.
+
+    Closing the iterator stops the thread after the load that is under way; it waits at most two seconds for that.
+
+    Args:
+        load: Returns batch k; called on one background thread, in order.
+        start: First batch.
+        stop: One past the last batch.
+        depth: Largest number of batches that are prepared ahead; 0 loads in the consumer, without a thread.
+
+    Yields:
+        Batch `start`, `start + 1`, ..., `stop - 1`, as `load` returns them.
+
+    Raises:
+        Exception: Whatever `load` raised, when its batch would be next.
+
+    Example:
+        >>> for batch in jt.prefetch(step.loader(batches), int(state.step), 3):
+        ...     state, metrics = step(state, batch)
+        >>> int(state.step)
+        3
+    """
+    if depth == 0:
+        for k in range(start, stop):
+            yield load(k)
+        return
+    free = threading.Semaphore(depth)
+    ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    stopped = threading.Event()
+
+    def work() -> None:
+        for k in range(start, stop):
+            free.acquire()
+            if stopped.is_set():
+                return
+            try:
+                ready.put((load(k), None))
+            except BaseException as error:  # Raised again in the consumer.
+                ready.put((None, error))
+                return
+
+    # A daemon, so that a consumer that dies without closing the iterator does not keep the process alive.
+    thread = threading.Thread(target=work, name="jaxtrain-prefetch", daemon=True)
+    waits = _CLOSING_SECONDS
+
+    def end() -> None:
+        stopped.set()
+        free.release()
+        thread.join(waits)
+
+    thread.start()
+    # An interpreter that ends while the thread is inside of jax would abort.
+    atexit.register(end)
+    try:
+        for _ in range(start, stop):
+            try:
+                batch, error = ready.get()
+            except BaseException:  # raised by a signal: the batch that is waited for may never come
+                waits = 0.0
+                raise
+            if error is not None:
+                raise error
+            free.release()
+            yield batch
+            # Released before the wait for the next one: a batch may be gigabytes of device memory.
+            del batch
+    finally:
+        atexit.unregister(end)
+        end()

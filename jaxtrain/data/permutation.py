@@ -1,44 +1,37 @@
-"""An endless training order computed from the position alone: each epoch is another permutation, and nothing is stored.
+"""Which rows: an endless training order computed from the position alone, random numbers of rows, splits.
 
 A Feistel network is a bijection of 2^bits numbers. Applying it again to every result that is not below the number of
 rows makes it a bijection of the rows (Black & Rogaway 2002, "Ciphers with arbitrary finite domains"). It is vectorised
 over positions: grain's own shuffle takes 3 to 20 microseconds per row, and milliseconds where there are few rows.
 """
 
+import functools
+
 import numpy as np
 
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
 
 # With fewer rounds, data of fewer than ten rows has visibly unequal chances for each row and place.
 _ROUNDS = 12
 
 # Odd constants with mixed bits (Steele et al. 2014, SplitMix64).
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+# 2^64 times the fractional part of the golden ratio, whose multiples lie evenly in 0 to 2^64 and have no period.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
+
+# Constant, so that every run keeps the same rows for evaluation, whatever its seed.
+_SPLIT_SEED = 20240601
 
 
 def permuted(positions: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
-    """Returns the row at each position of the endless order.
+    """Returns the row at each position (int64 [B], from 0) of the endless order: int64 [B].
 
-    Positions e * num_rows to (e + 1) * num_rows - 1 are epoch e, and hold every row once.
-
-    Args:
-        positions: int64 [B], counted from 0.
-        num_rows: Rows per epoch.
-        seed: Decides the order; an integer of any size.
-
-    Returns:
-        Row numbers, int64 [B].
-
-    Raises:
-        DataError: There are no rows.
+    Positions e * num_rows to (e + 1) * num_rows - 1 are epoch e, and hold every row once; the seed decides the order.
     """
-    if num_rows < 1:
-        raise DataError(f"an order of {num_rows} rows does not exist; give data with at least one row")
     epochs, places = np.divmod(np.asarray(positions, np.int64), num_rows)
     key = np.random.SeedSequence(seed % 2**64).generate_state(1, np.uint64)
-    keys_B = mix(epochs.astype(np.uint64) * _INCREMENT + key)
+    keys_B = mix(epochs.astype(np.uint64) * _GOLDEN + key)
     bits = max(2, (num_rows - 1).bit_length())
     rows = _bijection(places.astype(np.uint64), keys_B, bits=bits)
     outside = np.flatnonzero(rows >= num_rows)
@@ -55,28 +48,21 @@ def _bijection(values: np.ndarray, keys: np.ndarray, *, bits: int) -> np.ndarray
     high_mask = (np.uint64(1) << np.uint64(bits - bits // 2)) - np.uint64(1)
     high, low = values >> width, values & low_mask
     for _ in range(_ROUNDS // 2):
-        keys = keys + _INCREMENT
+        keys = keys + _GOLDEN
         high = high ^ (mix(low ^ keys) & high_mask)
-        keys = keys + _INCREMENT
+        keys = keys + _GOLDEN
         low = low ^ (mix(high ^ keys) & low_mask)
     return (high << width) | low
 
 
 def uniform_numbers(seed: int, stream: int, rows: np.ndarray, count: int) -> np.ndarray:
-    """Returns numbers in [0, 1) that depend on nothing but the seed, the stream, and the row and place of each.
+    """Returns numbers in [0, 1), float64 [B, count], made of the seed, the stream, and the row and place of each.
 
-    Args:
-        seed: An integer of any size.
-        stream: Tells apart what is drawn for the same rows.
-        rows: Row numbers, int64 [B], the epoch included where epochs draw other numbers.
-        count: C, numbers per row.
-
-    Returns:
-        float64 [B, C].
+    Row numbers (int64 [B]) include the epoch where epochs draw other numbers; the stream tells draws for a row apart.
     """
     key = np.random.SeedSequence([seed % 2**64, stream]).generate_state(1, np.uint64)
-    rows_B1 = mix(mix(rows.astype(np.uint64) * _INCREMENT + key))[:, None]
-    places_C = np.arange(1, count + 1, dtype=np.uint64) * _INCREMENT
+    rows_B1 = mix(mix(rows.astype(np.uint64) * _GOLDEN + key))[:, None]
+    places_C = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
     # The highest 53 bits are a float64 without rounding.
     return (mix(mix(rows_B1 + places_C)) >> np.uint64(11)) * 2.0**-53
 
@@ -87,3 +73,47 @@ def mix(values: np.ndarray) -> np.ndarray:
         values = values * multiplier
         values = values ^ (values >> _SHIFT)
     return values
+
+
+def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:
+    """Returns how many of so many rows (or tokens) a validation fraction takes; 0 where it is 0.
+
+    Raises:
+        ConfigError: The fraction is 1.
+    """
+    if fraction == 1:
+        raise ConfigError(
+            "data.validation_fraction=1 leaves no rows to train on; give less, or evaluate a run on all rows: jaxtrain "
+            "eval RUN data.path=FILE data.validation_fraction=1"
+        )
+    return max(least, round(total * fraction)) if fraction else 0
+
+
+def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> tuple[np.ndarray, np.ndarray]:
+    """Splits rows at random, in every run alike: the numbers of training and validation rows, int64 each.
+
+    Raises:
+        ConfigError: The fraction is 1.
+        DataError: There are too few rows for both parts.
+    """
+    held_out = num_held_out(num_rows, validation_fraction)
+    if num_rows <= held_out:
+        raise DataError(
+            f"{label} has too few rows ({num_rows}) for a training and a validation part; "
+            "add rows or set data.validation_fraction=0 (or 1, to evaluate a trained run on all rows)"
+        )
+    order = np.random.default_rng(_SPLIT_SEED).permutation(num_rows)
+    return order[held_out:], order[:held_out]
+
+
+@functools.lru_cache(maxsize=2)
+def evaluated_numbers(num_rows: int, most: int | None) -> np.ndarray:
+    """Returns the numbers of the held-out rows that are evaluated, at most `most`: int64 [rows], rising.
+
+    They are those whose multiples of the golden ratio, taken modulo 1, are the smallest: about as many of every stretch
+    and of every residue, so that the classes of a sorted file and the sources of a mixture have their shares.
+    """
+    if most is None or most >= num_rows:
+        return np.arange(num_rows)
+    places = np.arange(num_rows, dtype=np.uint64) * _GOLDEN
+    return np.sort(np.argpartition(places, most - 1)[:most])

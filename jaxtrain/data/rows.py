@@ -5,18 +5,20 @@ vectorised call, which costs microseconds per row, where Python calls for each r
 """
 
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grain
 import jax
 import numpy as np
 
-from jaxtrain.config.arguments import check_kind, shown
-from jaxtrain.data.masked import check_unmasked
-from jaxtrain.data.permutation import permuted
+from jaxtrain.data.permutation import evaluated_numbers, permuted
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree import path_name
 
@@ -25,6 +27,30 @@ Row = dict[str, Any]
 
 # A function from positions in the endless training order, int64 [B], to row numbers, int64 [B].
 Order = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Rows of a source, and what `Data` says of them; see there.
+
+    `identity` is for the fingerprint.
+    """
+
+    train: grain.MapDataset
+    validation: grain.MapDataset | None
+    identity: dict[str, Any]
+    description: tuple[str, ...]
+    num_outputs: int | None = None
+    input_shape: tuple[int, ...] = ()
+    reading: dict[str, Any] | None = None
+    tokenizer: Tokenizer | None = None
+    decoder_length: int | None = None
+    counts: dict[str, int] | None = None
+
+
+def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:
+    """Returns a saved `Data.reading` if it belongs to a source of this kind, else None."""
+    return reading if reading is not None and reading.get("kind") == kind else None
 
 
 def grain_seed(seed: int) -> int:
@@ -50,10 +76,6 @@ class Rows(grain.MapDataset):
     def gather(self, indices: np.ndarray) -> Row:
         """Returns the rows of these indices (int64 [B]), stacked: each entry is [B, ...] and belongs to the caller."""
         raise NotImplementedError
-
-    def name_of(self, number: int) -> str | None:
-        """Returns where a row comes from, in words (a file and a line); None where that is not known."""
-        return None
 
     def num_tokens(self, numbers: np.ndarray) -> int | None:
         """Returns how many tokens these rows (int64 [B]) hold, without what fills them up; None: it is not known."""
@@ -82,20 +104,13 @@ class ArrayRows(Rows):
     """
 
     def __init__(self, columns: Row):
-        write = "ArrayRows({'inputs': x, 'targets': y})"
-        takes = "one array per entry"
-        check_kind(columns, Mapping, what="ArrayRows", takes=takes, write=write)
         columns = jax.tree_util.tree_map_with_path(_array, columns, is_leaf=lambda value: isinstance(value, list))
-        lengths = {
-            path_name(path): len(leaf) if leaf.ndim else None
-            for path, leaf in jax.tree_util.tree_leaves_with_path(columns)
-        }
-        if not lengths:
-            raise DataError("ArrayRows takes one array per entry, such as {'inputs': ..., 'targets': ...}; it got none")
-        shown = ", ".join(f"{name} has {'no' if length is None else length}" for name, length in lengths.items())
-        if len(set(lengths.values())) > 1 or None in lengths.values():
-            raise DataError(f"every entry holds one value per row, but {shown} rows; give arrays of one length")
-        super().__init__(next(iter(lengths.values())) or 0)
+        leaves = jax.tree_util.tree_leaves_with_path(columns)
+        lengths = {path_name(path): len(leaf) if leaf.ndim else "no" for path, leaf in leaves}
+        if len(set(lengths.values())) != 1 or "no" in lengths.values():
+            shown = ", ".join(f"{name} has {length} rows" for name, length in lengths.items()) or "there is none"
+            raise DataError(f"ArrayRows takes arrays of one length per entry ('inputs', 'targets'), but {shown}")
+        super().__init__(len(leaves[0][1]))
         self._columns = columns
 
     @property
@@ -106,6 +121,16 @@ class ArrayRows(Rows):
     def gather(self, indices: np.ndarray) -> Row:
         indices = indices % len(self)
         return jax.tree.map(lambda column: column[indices], self._columns)
+
+
+def _array(path: Any, value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
+    if array.dtype.kind in "OUSMm":
+        raise DataError(f"{path_name(path)} holds {array.dtype}, not numbers; give ids for texts and classes")
+    return array
 
 
 class ConcatenatedRows(Rows):
@@ -126,20 +151,13 @@ class ConcatenatedRows(Rows):
             if kind != kinds[0]:
                 raise DataError(f"the sources hold different rows: {kinds[0]}, and {kind}; give them the same entries")
         super().__init__(sum(len(part) for part in parts))
-        if weights is not None:
-            _check_weights(parts, weights)
+        for part, weight in zip(parts, weights or (), strict=weights is not None):
+            if not (math.isfinite(weight) and weight > 0 and len(part)):
+                raise DataError(f"a part of {len(part)} rows has the weight {weight}; give rows, and a weight above 0")
         self._parts = parts
-        self._weights = weights
+        # Where there are some, the training order takes from the parts by weight.
+        self.weights = weights
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-
-    def name_of(self, number: int) -> str | None:
-        part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return self._parts[part].name_of(number - int(self._starts[part]))
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether the training order takes from the parts by weight."""
-        return self._weights is not None
 
     def gather(self, indices: np.ndarray) -> Row:
         epochs, indices = np.divmod(indices, len(self))
@@ -153,7 +171,8 @@ class ConcatenatedRows(Rows):
             found = part.gather(indices[chosen] - self._starts[i] + epochs[chosen] * len(part))
             if result is None:
                 result = jax.tree.map(lambda column: np.empty((len(indices), *column.shape[1:]), column.dtype), found)
-            jax.tree.map(functools.partial(_put, chosen), result, found)
+            for column, values in zip(jax.tree.leaves(result), jax.tree.leaves(found), strict=True):
+                column[chosen] = values
         return {} if result is None else result
 
     def order(self, seed: int) -> Order:
@@ -161,9 +180,9 @@ class ConcatenatedRows(Rows):
 
         A short part with a large weight therefore starts its next epoch while a long one is still in its first.
         """
-        if self._weights is None:
+        if self.weights is None:
             return super().order(seed)
-        mixed = grain.MapDataset.mix([_Positions(part) for part in range(len(self._parts))], list(self._weights))
+        mixed = grain.MapDataset.mix([_Positions(part) for part in range(len(self._parts))], list(self.weights))
         # Distinct seeds: parts of equal length would otherwise share one permutation.
         seeds = np.random.SeedSequence(seed % 2**64).generate_state(len(self._parts)).tolist()
 
@@ -179,203 +198,10 @@ class ConcatenatedRows(Rows):
         return order
 
 
-class SelectedRows(Rows):
-    """Some of the rows of a `Rows`, read from it when they are asked for.
-
-    Args:
-        rows: All rows.
-        numbers: Which of them, int64 [num_rows].
-    """
-
-    def __init__(self, rows: Rows, numbers: np.ndarray):
-        super().__init__(len(numbers))
-        self._rows = rows
-        self._numbers = numbers
-
-    def name_of(self, number: int) -> str | None:
-        return self._rows.name_of(int(self._numbers[number]))
-
-    def num_tokens(self, numbers: np.ndarray) -> int | None:
-        return self._rows.num_tokens(self._numbers[numbers])
-
-    def gather(self, indices: np.ndarray) -> Row:
-        epochs, places = np.divmod(indices, len(self))
-        return self._rows.gather(self._numbers[places] + epochs * len(self._rows))
-
-
-class MappedRows(Rows):
-    """The rows of a `Rows`, changed a batch at a time.
-
-    Args:
-        rows: All rows, whose training order stays.
-        change: (rows stacked, their indices int64 [B], which include the epoch) -> the changed rows, stacked.
-    """
-
-    def __init__(self, rows: Rows, change: Callable[[Row, np.ndarray], Row]):
-        super().__init__(len(rows))
-        self.rows = rows
-        self._change = change
-
-    def name_of(self, number: int) -> str | None:
-        return self.rows.name_of(number)
-
-    def num_tokens(self, numbers: np.ndarray) -> int | None:
-        return self.rows.num_tokens(numbers)
-
-    def gather(self, indices: np.ndarray) -> Row:
-        return self._change(self.rows.gather(indices), indices)
-
-    def order(self, seed: int) -> Order:
-        return self.rows.order(seed)
-
-
-class SelectedDataset(grain.MapDataset):
-    """Some of the rows of a dataset that is read row by row.
-
-    Args:
-        rows: All rows.
-        numbers: Which of them, int64 [num_rows].
-    """
-
-    def __init__(self, rows: grain.MapDataset, numbers: np.ndarray):
-        super().__init__()
-        self._rows = rows
-        self._numbers = numbers
-
-    def origin(self, number: int) -> tuple[grain.MapDataset, int]:
-        """Returns all rows, and a row's number among them."""
-        return self._rows, int(self._numbers[number])
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        # The epoch goes on into the index, so that random transformations draw other numbers in each.
-        return self._rows[int(self._numbers[index % len(self)]) + index // len(self) * len(self._rows)]
-
-
-def mean_tokens(rows: Any) -> float | None:
-    """Returns the mean number of tokens of a row, without what fills rows up; None: it is not known."""
-    count = rows.num_tokens(np.arange(len(rows))) if isinstance(rows, Rows) and len(rows) else None
-    return None if count is None else count / len(rows)
-
-
-def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
-    """Splits rows at random, the same way whenever their number and the seed are the same.
-
-    Args:
-        rows: Any finite rows with an index.
-        share: Share of the rows in the second part, between 0 and 1.
-        seed: Decides which rows these are.
-
-    Returns:
-        The two parts, which have no row in common and are not empty.
-
-    Raises:
-        DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
-    """
-    if _has_own_order(rows):
-        raise DataError(
-            f"validation={share:g} would take rows out of a weighted mixture; give the rows for validation themselves"
-        )
-    count = max(1, round(len(rows) * share))
-    if count >= len(rows):
-        raise DataError(
-            f"validation={share:g} of {len(rows)} rows leaves none to train on; give more rows, or a smaller share"
-        )
-    order = np.random.default_rng(np.random.SeedSequence(seed % 2**64)).permutation(len(rows))
-    # Each part in the order of the rows, so that a file is read forwards.
-    train, validation = np.sort(order[count:]), np.sort(order[:count])
-    return selected_rows(rows, train), selected_rows(rows, validation)
-
-
-def selected_rows(rows: grain.MapDataset, numbers: np.ndarray) -> grain.MapDataset:
-    """Returns the rows of these numbers (int64 [num_rows]), read when they are asked for."""
-    return SelectedRows(rows, numbers) if isinstance(rows, Rows) else SelectedDataset(rows, numbers)
-
-
-def training_order(rows: grain.MapDataset, seed: int) -> Order:
-    """Returns the endless training order of rows.
-
-    Args:
-        rows: A `Rows`, or a dataset that transformations of grain made from one. Where each row is made from one row of
-            the `Rows`, the order is that of the `Rows`.
-        seed: Decides the order.
-
-    Raises:
-        DataError: A transformation moves, drops or repeats rows of a mixture, whose weights would be lost.
-    """
-    if isinstance(rows, Rows):
-        return rows.order(seed)
-    if isinstance(rows, _one_to_one()):
-        return training_order(rows.parents[0], seed)
-    if any(map(_has_own_order, rows.parents)):
-        name = type(rows).__name__.removesuffix("MapDataset").strip("_")
-        raise DataError(
-            f"the transformation {name} loses the weights of a mixture, whose rows it moves, drops or repeats; only "
-            ".map, .map_with_index and .random_map keep them: apply it to each part before ConcatenatedRows instead"
-        )
-    return functools.partial(permuted, num_rows=len(rows), seed=seed)
-
-
-def made_from(rows: grain.MapDataset) -> grain.MapDataset | None:
-    """Returns the rows that a transformation of grain made these from, row by row; None: it is another."""
-    return rows.parents[0] if isinstance(rows, _one_to_one()) else None
-
-
-@functools.cache
-def _one_to_one() -> tuple[type, ...]:
-    """Returns the types of the transformations whose row i is made from row i alone; they have no public name."""
-    rows = grain.MapDataset.source([0])
-    drawn = rows.random_map(lambda row, random: row, seed=0)
-    return tuple(map(type, (rows.map(id), rows.map_with_index(max), drawn, rows.seed(0))))
-
-
-def _has_own_order(rows: grain.MapDataset) -> bool:
-    if isinstance(rows, MappedRows):
-        return _has_own_order(rows.rows)
-    if isinstance(rows, ConcatenatedRows):
-        return rows.is_weighted
-    if isinstance(rows, Rows):
-        return type(rows).order is not Rows.order
-    return any(map(_has_own_order, rows.parents))
-
-
-def _check_weights(parts: Sequence[Rows], weights: Sequence[float]) -> None:
-    if len(weights) != len(parts):
-        raise DataError(f"{len(parts)} parts have {len(weights)} weights; give one weight for each part")
-    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        if not (math.isfinite(weight) and weight > 0):
-            raise DataError(f"weight {i} of the parts is {weight}; give a number above 0, or leave the part out")
-        if len(part) == 0:
-            raise DataError(f"part {i} has no rows to take with its weight {weight}; leave it out")
-
-
-def _array(path: Any, value: Any) -> np.ndarray:
-    check_unmasked(value, f"ArrayRows: {path_name(path)} is an array")
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
-    if array.dtype.kind in "OUSMm":
-        raise DataError(
-            f"{path_name(path)} holds {shown(array.flat[0]) if array.size else array.dtype}, which no device can take; "
-            "give an array of numbers (ids for text and classes)"
-        )
-    return array
-
-
 def _row_kind(rows: Rows) -> str:
     """Returns the entries of a row with their dtypes and shapes, as text."""
     leaves = jax.tree_util.tree_leaves_with_path(rows[0])
     return ", ".join(f"{path_name(path)} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves)
-
-
-def _put(chosen: np.ndarray, column: np.ndarray, values: np.ndarray) -> None:
-    """Writes `values` into the chosen places of a column."""
-    column[chosen] = values
 
 
 class _Positions(grain.MapDataset):
@@ -390,3 +216,234 @@ class _Positions(grain.MapDataset):
 
     def __getitem__(self, index: Any) -> Any:
         return self._part, index
+
+
+class TokenRows(Rows):
+    """Row i is tokens[i * L : i * L + L + 1] of a span of a stream: inputs int32 [L], and targets shifted by one.
+
+    The stream is consecutive arrays, which may be memory-mapped.
+    """
+
+    def __init__(self, segments: Sequence[np.ndarray], *, span: Span, sequence_length: int):
+        super().__init__(span.num_rows(sequence_length))
+        # Every slice of a memmap builds a Python object with metadata; a slice of a plain view of it does not.
+        self._segments = [np.asarray(segment) for segment in segments]
+        self._starts = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
+        self._span = span
+        self._length = sequence_length
+
+    def gather(self, indices: np.ndarray) -> Row:
+        starts = self._span.start + (indices % len(self)) * self._length
+        first = np.searchsorted(self._starts, starts, side="right") - 1
+        rows_BxL1 = np.empty((len(indices), self._length + 1), np.int32)
+        for row, start, segment in zip(rows_BxL1, starts.tolist(), first.tolist(), strict=True):
+            filled = 0
+            while filled < len(row):
+                offset = start + filled - int(self._starts[segment])
+                part = self._segments[segment][offset : offset + len(row) - filled]
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+                segment += 1
+        return {
+            "inputs": np.ascontiguousarray(rows_BxL1[:, :-1]),
+            "targets": np.ascontiguousarray(rows_BxL1[:, 1:]),
+        }
+
+
+def padded(values: np.ndarray, starts_B: np.ndarray, sizes_B: np.ndarray, *, length: int, fill: int) -> np.ndarray:
+    """Returns stretches of an array [N], from `starts_B` and of `sizes_B`, filled up at their ends: [B, length]."""
+    places_L = np.arange(length)
+    inside_BL = places_L < sizes_B[:, None]
+    at_BL = np.where(inside_BL, starts_B[:, None] + places_L, 0)
+    values = values if len(values) else np.zeros(1, values.dtype)
+    return np.where(inside_BL, values[at_BL], values.dtype.type(fill))
+
+
+class SelectedRows(Rows):
+    """Some rows, by their numbers (int64 [num_rows]), read when they are asked for."""
+
+    def __init__(self, rows: Rows, numbers: np.ndarray):
+        super().__init__(len(numbers))
+        self._rows = rows
+        self._numbers = numbers
+
+    def num_tokens(self, numbers: np.ndarray) -> int | None:
+        return self._rows.num_tokens(self._numbers[numbers])
+
+    def gather(self, indices: np.ndarray) -> Row:
+        epochs, places = np.divmod(indices, len(self))
+        return self._rows.gather(self._numbers[places] + epochs * len(self._rows))
+
+
+class MappedRows(Rows):
+    """The rows of a `Rows`, whose training order stays, changed a batch at a time.
+
+    `change` takes stacked rows and their indices (int64 [B], which include the epoch).
+    """
+
+    def __init__(self, rows: Rows, change: Callable[[Row, np.ndarray], Row]):
+        super().__init__(len(rows))
+        self.rows = rows
+        self._change = change
+
+    def num_tokens(self, numbers: np.ndarray) -> int | None:
+        return self.rows.num_tokens(numbers)
+
+    def gather(self, indices: np.ndarray) -> Row:
+        return self._change(self.rows.gather(indices), indices)
+
+    def order(self, seed: int) -> Order:
+        return self.rows.order(seed)
+
+
+class _SelectedDataset(grain.MapDataset):
+    """Some of the rows of a dataset that is read row by row."""
+
+    def __init__(self, rows: grain.MapDataset, numbers: np.ndarray):
+        super().__init__()
+        self._rows = rows
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        # The epoch goes on into the index, so that random transformations draw other numbers in each.
+        return self._rows[int(self._numbers[index % len(self)]) + index // len(self) * len(self._rows)]
+
+
+def selected_rows(rows: grain.MapDataset, numbers: np.ndarray) -> grain.MapDataset:
+    """Returns the rows of these numbers (int64 [num_rows]), read when they are asked for."""
+    return SelectedRows(rows, numbers) if isinstance(rows, Rows) else _SelectedDataset(rows, numbers)
+
+
+def evaluated_rows(rows: grain.MapDataset, most: int | None) -> grain.MapDataset:
+    """Returns the rows that are evaluated; see `evaluated_numbers`."""
+    if most is None or most >= len(rows):
+        return rows
+    return selected_rows(rows, evaluated_numbers(len(rows), most))
+
+
+def with_entry(rows: grain.MapDataset, name: str, values: np.ndarray) -> grain.MapDataset:
+    """Adds an entry with a value per row, [num_rows, ...], whatever the epoch; the training order stays."""
+
+    def add(indices: Any, row: Any) -> Any:
+        return {**row, name: values[indices % len(values)]}
+
+    if isinstance(rows, Rows):
+        return MappedRows(rows, lambda found, indices: add(indices, found))
+    return rows.map_with_index(add)
+
+
+def mean_tokens(rows: Any) -> float | None:
+    """Returns the mean number of tokens of a row, without what fills rows up; None: it is not known."""
+    count = rows.num_tokens(np.arange(len(rows))) if isinstance(rows, Rows) and len(rows) else None
+    return None if count is None else count / len(rows)
+
+
+def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
+    """Splits rows into two at random; which are in the second, of this share, depends on their number and the seed.
+
+    Raises:
+        DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
+    """
+    count = max(1, round(len(rows) * share))
+    if _is_weighted(rows) or count >= len(rows):
+        why = "takes rows out of a weighted mixture" if _is_weighted(rows) else "leaves none to train on"
+        raise DataError(f"validation={share:g} of {len(rows)} rows {why}; give the rows for validation themselves")
+    order = np.random.default_rng(np.random.SeedSequence(seed % 2**64)).permutation(len(rows))
+    # Each part in the order of the rows, so that a file is read forwards.
+    train, validation = np.sort(order[count:]), np.sort(order[:count])
+    return selected_rows(rows, train), selected_rows(rows, validation)
+
+
+def training_order(rows: grain.MapDataset, seed: int) -> Order:
+    """Returns the endless training order of rows, or of what transformations of grain made from a `Rows`.
+
+    Where each row is made from one row of the `Rows`, the order is that of the `Rows`.
+
+    Raises:
+        DataError: A transformation moves, drops or repeats rows of a mixture, whose weights would be lost.
+    """
+    if isinstance(rows, Rows):
+        return rows.order(seed)
+    if isinstance(rows, _one_to_one()):
+        return training_order(rows.parents[0], seed)
+    if _is_weighted(rows):
+        raise DataError(
+            f"{type(rows).__name__} loses the weights of a mixture; only .map, .map_with_index and .random_map keep "
+            "them: apply it to each part before ConcatenatedRows instead"
+        )
+    return functools.partial(permuted, num_rows=len(rows), seed=seed)
+
+
+@functools.cache
+def _one_to_one() -> tuple[type, ...]:
+    """Returns the types of the transformations whose row i is made from row i alone; they have no public name."""
+    rows = grain.MapDataset.source([0])
+    drawn = rows.random_map(lambda row, random: row, seed=0)
+    return tuple(map(type, (rows.map(id), rows.map_with_index(max), drawn, rows.seed(0))))
+
+
+def _is_weighted(rows: grain.MapDataset) -> bool:
+    if isinstance(rows, MappedRows):
+        return _is_weighted(rows.rows)
+    if isinstance(rows, Rows):
+        return isinstance(rows, ConcatenatedRows) and rows.weights is not None
+    return any(map(_is_weighted, rows.parents))
+
+
+def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
+    """Yields the first rows as people read them, as JSON values; without a tokenizer the ids are shown.
+
+    `number`, `length` (L, of each answer for a pair) and `parts`: a conversation, an answer or a text, with `name`,
+    `tokens`, `trained` (tokens with a loss), `places` (those of the row that it takes) and `spans` of neighbouring
+    tokens that all have a loss, or all have none: `text`, `ids` and `trained`.
+
+    Raises:
+        DataError: The rows' targets are not their tokens one place later.
+    """
+    for number in range(min(count, len(rows))):
+        row = rows[number]
+        inputs: Any = row.get("inputs")
+        targets: Any = row.get("targets")
+        segments: Any = None
+        if isinstance(inputs, Mapping):
+            segments, inputs = inputs.get("segments"), inputs.get("tokens")
+        shape: tuple[int, ...] = getattr(inputs, "shape", ())
+        is_known = len(shape) == 1 or (len(shape) == 2 and shape[0] == 2)
+        if not is_known or inputs.dtype.kind not in "iu" or shape != getattr(targets, "shape", None):
+            raise DataError("rows are shown where their targets are tokens, one for each token of the inputs")
+        trained = targets >= 0
+        if row.get("weights") is not None:
+            trained &= np.broadcast_to(row["weights"] > 0, shape)
+        if len(shape) == 2:
+            places: dict[str, Any] = {"chosen": 0, "rejected": 1}
+        elif segments is None:
+            places = {"text": slice(None)}
+        else:
+            places = {f"conversation {k}": segments == k for k in range(1, int(segments.max(initial=0)) + 1)}
+        parts = [_part(name, inputs[at], targets[at], trained[at], tokenizer) for name, at in places.items()]
+        yield {"number": number, "length": inputs.shape[-1], "parts": parts}
+
+
+def _part(
+    name: str, inputs: np.ndarray, targets: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    if trained.any():
+        # What follows the last token with a loss fills the row up.
+        end = int(np.flatnonzero(trained)[-1]) + 1
+        inputs, targets, trained = inputs[:end], targets[:end], trained[:end]
+    ids = np.concatenate([inputs[:1], targets])
+    # A target that is left out by a negative number is still there as the next input.
+    ids[1:-1] = inputs[1:]
+    has_loss = np.concatenate([[False], trained])
+    borders = [0, *(np.flatnonzero(np.diff(has_loss)) + 1).tolist(), len(ids)]
+    spans = []
+    for a, b in itertools.pairwise(borders):
+        span = ids[a:b].tolist()
+        text = " ".join(map(str, span)) if tokenizer is None else tokenizer.decode(span)
+        spans.append({"text": text, "ids": span, "trained": bool(has_loss[a])})
+    return {"name": name, "spans": spans, "tokens": len(ids), "trained": int(has_loss.sum()), "places": len(inputs)}

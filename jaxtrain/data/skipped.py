@@ -1,7 +1,9 @@
-"""Records that cannot be read: skipped where the config says so, named once each, and never more than a bound."""
+"""Records that cannot be read: skipped where the config says so, counted, and never more than a bound."""
 
+import json
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.terminal import print_remark
@@ -15,25 +17,15 @@ class BadRecordError(DataError):
 
 
 class SkippedRecords:
-    """Counts the records of a source that were skipped.
-
-    Args:
-        label: The source, for messages.
-        max_fraction: Largest fraction of the records that may be skipped; above 0, one always may be.
-    """
+    """Counts the skipped records of a source; above a fraction of 0, one always may be skipped."""
 
     def __init__(self, label: str, *, max_fraction: float):
         self._label, self._max_fraction = label, max_fraction
         # Images are decoded on several threads.
         self._lock = threading.Lock()
-        self._count = 0
         self._seen: dict[str, None] = {}
-        self._is_told = False
-
-    @property
-    def count(self) -> int:
-        """Number of records that were skipped."""
-        return self._count
+        self._num_told = 0
+        self.count = 0
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -41,52 +33,27 @@ class SkippedRecords:
         return tuple(self._seen)[:NAMED]
 
     def add(self, error: BadRecordError, *, of: int) -> None:
-        """Counts a record of a source that is read row by row, and names it; a second call for it does nothing.
-
-        Args:
-            error: What is wrong with it, and where it is.
-            of: Number of records in the source.
-
-        Raises:
-            DataError: Too many were skipped.
-        """
+        """Counts a record of a source of `of` that is read row by row, once; a DataError where there are too many."""
         text = without_advice(error)
         with self._lock:
-            if text in self._seen:
-                return
-            # Before it is counted, so that reading it once more is the same error.
-            self._check(of, self._count + 1, text)
-            self._seen[text] = None
-            self._count += 1
-            self._tell(text, self._count)
+            if text not in self._seen:
+                # Before it is counted, so that reading it once more is the same error.
+                self._check(of, self.count + 1, text)
+                self._seen[text] = None
+                self.count += 1
+                self.tell()
 
     def set(self, named: Sequence[str], count: int, *, of: int) -> None:
-        """Counts the records that were skipped in a pass over the whole source.
-
-        Args:
-            named: What is wrong with the first `NAMED` of them.
-            count: Their number.
-            of: Number of records in the source.
-
-        Raises:
-            DataError: There are too many.
-        """
+        """Counts the records skipped in a pass over a source of `of`; a DataError where there are too many."""
         if count:
             self._check(of, count, named[0])
-        self._seen, self._count = dict.fromkeys(named), count
+        self._seen, self.count = dict.fromkeys(named), count
 
     def tell(self) -> None:
-        """Names the records of the last pass, once."""
-        if not self._is_told:
-            self._is_told = True
-            for number, text in enumerate(self.named, start=1):
-                self._tell(text, number)
-            if self._count > NAMED:
-                print_remark(f"skipped {self._count - NAMED:,} more bad records of {self._label}")
-
-    def _tell(self, text: str, number: int) -> None:
-        if number <= NAMED:
-            print_remark(f"skipped bad record {number}: {text}")
+        """Prints the names that were not printed yet."""
+        for text in self.named[self._num_told :]:
+            self._num_told += 1
+            print_remark(f"skipped bad record {self._num_told}: {text}")
 
     def _check(self, of: int, count: int, example: str) -> None:
         allowed = max(1, int(self._max_fraction * of)) if self._max_fraction else 0
@@ -106,3 +73,14 @@ def without_advice(error: BadRecordError) -> str:
     """Returns what is wrong, without what the user could do about it."""
     text = str(error)
     return text.rpartition("; ")[0] or text
+
+
+def json_object(line: str, *, where: str) -> dict[str, Any]:
+    """Returns the object of a line of JSON at `where`; a BadRecordError where it holds none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRecordError(f"{where} is not JSON ({error}); fix or remove the line") from None
+    if not isinstance(found, dict):
+        raise BadRecordError(f"{where} is {type(found).__name__} and no object; write one object per line")
+    return found

@@ -1,7 +1,5 @@
 """Batches from an iterator, which has no index: read in order, and skipped up to the step that a run goes on from."""
 
-import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,12 +7,8 @@ import jax
 import numpy as np
 
 from jaxtrain.data.batches import Batch, in_dtypes
-from jaxtrain.data.masked import check_unmasked
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree import path_name
-
-# id -> iterator that batches were read from, as long as it lives. Those of zip, map and lists take no weak reference.
-_READ_FROM: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class BatchStream:
@@ -26,37 +20,20 @@ class BatchStream:
         batches: Each a dict of arrays, of nested dicts of arrays, or a pair (inputs, targets); all of one shape.
 
     Raises:
-        DataError: There is no batch, the first one is no dict of arrays, or another stream has read from the iterator.
+        DataError: There is no batch, or the first one is no dict of arrays.
     """
 
     def __init__(self, batches: Iterable[Any]):
         self._source = batches
         self._iterator = iter(batches)
         # Iterators return themselves; what does not can be read once more.
-        self._restarts = self._iterator is not batches
-        if not self._restarts:
-            _check_unread(batches)
+        self.restarts = self._iterator is not batches
         self._position = 0
-        self._first: Batch | None = self._read()
+        self._first: Batch | None = self._read()  # batch 0 as NumPy arrays; None once it was loaded
         self._spec = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)), self._first
         )
-        self._size = _num_rows(self._spec)
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows per batch."""
-        return self._size
-
-    @property
-    def restarts(self) -> bool:
-        """Whether the iterable is read again when it ends."""
-        return self._restarts
-
-    @property
-    def first(self) -> Batch | None:
-        """Batch 0 as NumPy arrays; None once it was loaded."""
-        return self._first
+        self.batch_size = _num_rows(self._spec)
 
     def spec(self) -> dict[str, Any]:
         """Returns the shape and dtype of each entry of a batch."""
@@ -77,32 +54,25 @@ class BatchStream:
             DataError: The iterator ended, or a batch has another shape than the first.
         """
         assert k >= self._position, (k, self._position)
-        batch = self._next()
+        batch: Batch = {}
         while self._position <= k:
-            batch = self._next()
+            batch = self._read() if self._first is None else self._first
+            self._first = None
+            self._position += 1
         self._check_shapes(batch, k)
         if check is not None:
             check(batch)
         batch = in_dtypes(batch, self._spec, where=f"batch {k} holds", first="batch 0")
         return jax.device_put(batch, {name: shardings[name] for name in batch})
 
-    def _next(self) -> Batch:
-        batch, self._first = self._first, None
-        if batch is None:
-            batch = self._read()
-        self._position += 1
-        return batch
-
     def _read(self) -> Batch:
         """Returns the next batch as a dict of NumPy arrays."""
         missing = object()
         found = next(self._iterator, missing)
-        if found is missing and self._restarts:
+        if found is missing and self.restarts:
             self._iterator = iter(self._source)
             found = next(self._iterator, missing)
         if found is missing:
-            if self._position == 0:
-                raise DataError("the iterable of batches is empty; give at least one batch")
             raise DataError(
                 f"the iterator ended after {self._position} batches and cannot be read again; give one that goes on, "
                 "fewer steps, or an object that can be iterated again, such as a DataLoader"
@@ -111,48 +81,28 @@ class BatchStream:
         return jax.tree.map(np.array, host_arrays(found, where=f"batch {self._position}"))
 
     def _check_shapes(self, batch: Batch, k: int) -> None:
-        if jax.tree.structure(batch) != jax.tree.structure(self._spec):
-            raise DataError(
-                f"batch {k} holds {', '.join(batch)}, but batch 0 {', '.join(self._spec)}; give equal entries"
-            )
-        for (path, leaf), wanted in zip(
-            jax.tree_util.tree_leaves_with_path(batch), jax.tree.leaves(self._spec), strict=True
-        ):
-            if leaf.shape != wanted.shape:
+        found, wanted = (jax.tree_util.tree_leaves_with_path(one) for one in (batch, self._spec))
+        for (path, leaf), (_, first) in zip(found, wanted, strict=False):
+            if leaf.shape != first.shape:
                 raise DataError(
-                    f"batch {k} holds {path_name(path)} {list(leaf.shape)}, but batch 0 {list(wanted.shape)}; "
+                    f"batch {k} holds {path_name(path)} {list(leaf.shape)}, but batch 0 {list(first.shape)}; "
                     "give batches of one shape: leave out an incomplete last one (drop_last=True)"
                 )
 
 
-def _check_unread(iterator: Iterable[Any]) -> None:
-    """Raises a DataError at the second call for an iterator: its first batches are gone, and would be skipped twice."""
-    if id(iterator) in _READ_FROM:
-        raise DataError(
-            f"an earlier call has read from this iterator ({type(iterator).__name__}), so its first batches are gone; "
-            "give a fresh one, or an object that can be iterated again, such as a DataLoader"
-        )
-    with contextlib.suppress(TypeError):
-        _READ_FROM[id(iterator)] = iterator
-
-
 def _num_rows(spec: Batch) -> int:
-    """Returns the number of rows of a batch; entries without dimensions are for all rows.
-
-    Raises:
-        DataError: It differs between the entries, as it does where single rows are taken for batches.
-    """
+    """Returns the number of rows of a batch; a DataError where entries differ, as they do in single rows."""
     leaves = jax.tree_util.tree_leaves_with_path(spec)
-    counts = {path_name(path): leaf.shape[0] for path, leaf in leaves if leaf.ndim}
+    counts = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}
     targets = spec.get("targets")
     is_row = isinstance(targets, jax.ShapeDtypeStruct) and not targets.ndim
-    if is_row or len(set(counts.values())) != 1:
+    if is_row or len(counts) != 1:
         shown = ", ".join(f"{path_name(path)} {list(leaf.shape)}" for path, leaf in leaves) or "nothing"
         raise DataError(
             f"batch 0 holds {shown}, which is no number of rows; an iterable gives whole batches [B, ...]: batch its "
             "rows first (torch: DataLoader(dataset, batch_size=32)), or give a dataset with __len__ and __getitem__"
         )
-    return next(iter(counts.values()))
+    return next(iter(counts))
 
 
 def named_entries(value: Any) -> Any:
@@ -162,23 +112,18 @@ def named_entries(value: Any) -> Any:
 
 
 def host_arrays(value: Any, *, where: str) -> Batch:
-    """Returns a row or a batch as a dict of NumPy arrays.
-
-    Args:
-        value: A dict or a named tuple of arrays, numbers, tensors or nested dicts of them, or a pair (inputs, targets).
-        where: The row or batch, in messages.
+    """Returns a row or a batch as a dict of NumPy arrays; `where` it is from is for messages.
 
     Raises:
-        DataError: It is something else, or holds text or other objects.
+        DataError: It is no dict or named tuple (of nested dicts) and no pair (inputs, targets), or holds no numbers.
     """
     value = named_entries(value)
-    if isinstance(value, (tuple, list)) and len(value) == 2 and type(value) in (tuple, list):
+    if type(value) in (tuple, list) and len(value) == 2:
         value = {"inputs": value[0], "targets": value[1]}
     if not isinstance(value, Mapping):
-        shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
         raise DataError(
-            f"{where} is a {shown}, not a dict of arrays; give {{'inputs': ..., 'targets': ...}} or a pair "
-            "(inputs, targets)"
+            f"{where} is a {type(value).__name__}, not a dict of arrays; give {{'inputs': ..., 'targets': ...}} or a "
+            "pair (inputs, targets)"
         )
     return {str(name): _host(entry, f"{where} holds {name!r}") for name, entry in value.items()}
 
@@ -188,13 +133,11 @@ def _host(value: Any, where: str) -> Any:
         return {str(name): _host(entry, f"{where}.{name}") for name, entry in value.items()}
     if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple of arrays, as graph libraries have them
         return type(value)(*(_host(entry, where) for entry in value))
-    check_unmasked(value, where)
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise DataError(f"{where}, which cannot become an array ({reason}); give numbers of one shape") from None
     if array.dtype.kind in "OUSMm":
-        kind = "text" if array.dtype.kind in "US" else type(value).__name__ if array.ndim == 0 else array.dtype.name
-        raise DataError(f"{where} of type {kind}, which is no number; leave the entry out, or turn it into numbers")
+        raise DataError(f"{where} of type {array.dtype}, which is no number; leave the entry out, or give numbers")
     return array

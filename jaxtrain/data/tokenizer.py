@@ -1,27 +1,39 @@
 """Tokenizers, from text to token ids and back: bytes, byte-level BPE trained on the data, or a saved tokenizer.json."""
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxtrain.config.data import TokenizerConfig
-from jaxtrain.data.end_of_text import save_end
 from jaxtrain.data.files import require_file
-from jaxtrain.data.special import END_KEY, names_beside
-from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.published.gguf import read_gguf
-from jaxtrain.published.gguf_tokenizer import tokenizer_files
-from jaxtrain.published.json_text import parse_json
+from jaxtrain.errors import DataError
+from jaxtrain.interop.formats.gguf import read_gguf
+from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
+from jaxtrain.runtime.files import write_bytes_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 
 # Names of the token between documents in published tokenizers, in the order in which they are tried.
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+
+# Files beside a published tokenizer.json: the template of chats, names of special tokens, and where a model stops.
+TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
+OLDER_SETTINGS_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
+
+# Role -> the key of tokenizer_config.json, and the names that published tokenizers give it, in the order of trying.
+_ROLES = {
+    "start": ("cls_token", "[CLS]", "<s>"),
+    "end": ("sep_token", "[SEP]", "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>"),
+    "mask": ("mask_token", "[MASK]", "<mask>"),
+    "padding": ("pad_token", "[PAD]", "<pad>"),
+}
 
 # Statistics of pairs stop changing long before this; the cap bounds memory and time on a large corpus.
 _TRAINING_CHARACTERS = 64 * 2**20
@@ -59,18 +71,32 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8; documents end with a newline, for lack of another id.
+class NumberedTokens:
+    """Special tokens of these names above `num_ids` ids of data that no tokenizer made."""
 
-    Args:
-        special: Names of special tokens, which have the ids from 256 on.
+    def __init__(self, num_ids: int, special: Sequence[str]):
+        self._num_ids, self.special = num_ids, tuple(special)
+        self.vocab_size: int = num_ids + len(self.special)
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a special token; None: there is no such token."""
+        return self._num_ids + self.special.index(name) if name in self.special else None
+
+    def special_ids(self) -> list[int]:
+        """Returns the ids that no text has."""
+        return list(range(self._num_ids, self.vocab_size))
+
+
+class ByteTokenizer(NumberedTokens):
+    """Bytes of UTF-8 as the ids 0 to 255; documents end with a newline, for lack of another id.
+
+    The ids from 256 on are special tokens of these names.
     """
 
     end_of_text: int | None = None
 
     def __init__(self, special: Sequence[str] = ()):
-        self.special = tuple(special)
-        self.vocab_size: int = 256 + len(self.special)
+        super().__init__(256, special)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8).astype(np.int32)
@@ -85,27 +111,15 @@ class ByteTokenizer:
             return self.special[i - 256].encode()
         return bytes([i if 0 <= i < 256 else 0xFF])
 
-    def token_id(self, name: str) -> int | None:
-        """Returns the id of a special token; None: there is no such token."""
-        return 256 + self.special.index(name) if name in self.special else None
-
-    def special_ids(self) -> list[int]:
-        """Returns the ids that no text has."""
-        return list(range(256, self.vocab_size))
-
     def save(self, path: Path) -> None:
         path.write_text(_serialize(self), encoding="utf-8")
 
 
 class BpeTokenizer:
-    """A tokenizer of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library; its padding, truncation and BPE dropout are switched off.
 
-    Args:
-        model: A `tokenizers.Tokenizer`; its padding, truncation and BPE dropout are switched off.
-
-    Attributes:
-        usual_end: The id that published tokenizers usually end a text with; None: it has none of their names.
-        end_of_text: Id that follows each document: the usual one, unless a file or a config says otherwise.
+    `usual_end` is the id that published tokenizers usually end a text with; `end_of_text` follows each document, and is
+    the usual one unless a file or a config says otherwise.
     """
 
     def __init__(self, model: Any):
@@ -138,10 +152,7 @@ class BpeTokenizer:
             cut = list(_pieces(text)) if self._can_cut else [text]
             pieces += cut
             counts.append(len(cut))
-        try:
-            encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
-        except UnicodeEncodeError as error:
-            raise _half_character(error) from None
+        encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
         return [
             np.concatenate(
                 [np.array(next(encoded).ids, dtype=np.int32) for _ in range(count)] or [np.zeros(0, np.int32)]
@@ -150,15 +161,13 @@ class BpeTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        parts: list[str] = []
-        run: list[int] = []
-        for i in map(int, ids):
-            if 0 <= i < self.vocab_size:
-                run.append(i)
-            else:
-                parts += [self._model.decode(run, skip_special_tokens=False), "\ufffd"]
-                run = []
-        return "".join([*parts, self._model.decode(run, skip_special_tokens=False)])
+        # Ids from a model whose vocabulary is larger become U+FFFD.
+        runs = itertools.groupby(map(int, ids), key=lambda i: 0 <= i < self.vocab_size)
+        parts = (
+            self._model.decode(list(run), skip_special_tokens=False) if known else "\ufffd" * len(list(run))
+            for known, run in runs
+        )
+        return "".join(parts)
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of a token; None: there is no such token."""
@@ -173,13 +182,9 @@ class BpeTokenizer:
         return sorted(i for i, token in self._model.get_added_tokens_decoder().items() if token.special)
 
     def frame(self, *, pair: bool) -> list[tuple[int | str, int]]:
-        """Returns what the file's post-processor puts around a text, or around two.
+        """Returns what the file's post-processor puts around a text, or around two, in their order.
 
-        Args:
-            pair: Whether there are two texts.
-
-        Returns:
-            (id of a special token, or "first" or "second" for a text; token type) in their order.
+        An entry is (id of a special token, or "first" or "second" for a text; token type).
         """
         if self._model.post_processor is None:
             return [("first", 0), ("second", 1)] if pair else [("first", 0)]
@@ -193,27 +198,19 @@ class BpeTokenizer:
 
     def save(self, path: Path) -> None:
         path.write_text(_serialize(self), encoding="utf-8")
-        save_end(self, path)
+        if named_end(self):
+            # A tokenizer.json has no place for it.
+            names = {"eos_token": self.token_name(self.end_of_text or 0)}
+            write_bytes_atomic(path.with_name(OLDER_SETTINGS_FILE), json.dumps(names, ensure_ascii=False).encode())
 
     def to_json(self) -> str:
         return self._model.to_str()
 
 
-def _with_end(tokenizer: Tokenizer, name: str | None) -> Tokenizer:
-    """Sets the end of text that `data.tokenizer.end` names; bytes end documents with a newline whatever it is."""
-    if name is not None and isinstance(tokenizer, BpeTokenizer):
-        end = tokenizer.token_id(name)
-        if end is None:
-            raise DataError(f"data.tokenizer.end={name!r} is no token of the tokenizer; give the name of one")
-        tokenizer.end_of_text = end
-    return tokenizer
-
-
 def _can_cut(model: Any) -> bool:
     """Returns whether a document in the pieces of `_pieces` has the same ids as the document in one piece.
 
-    This is true only of tokenizers that are known to make a single newline a word of its own: another pre-tokenizer,
-    normalizer or option may join it to its neighbours, or treat the start of a text in a special way.
+    So it is where a single newline is known to be a word of its own.
     """
     from tokenizers import pre_tokenizers
 
@@ -263,59 +260,79 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a tokenizer.json that jaxtrain or the `tokenizers` library saved, or the tokenizer of a GGUF file.
 
-    Its end of text is the `eos_token` of the tokenizer_config.json beside it, or else a token with a usual name.
+    Its end of text is the `eos_token` of the files beside it, or else a token with a usual name.
 
     Raises:
         DataError: The file is missing or is not a tokenizer.
         CheckpointError: It is a GGUF file that is damaged, or its tokenizer is of a kind that is not read.
     """
     path = require_file(path, what="tokenizer")
-    try:
-        text = _gguf_text(path) if path.suffix == ".gguf" else path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise _not_json(path, error) from None
-    tokenizer = load_tokenizer_text(text, path)
-    named = tokenizer.token_id(names_beside(path).get(END_KEY, "")) if isinstance(tokenizer, BpeTokenizer) else None
-    if named is not None:
+    files = files_beside(path)
+    tokenizer = load_tokenizer_text(files.get("tokenizer.json", "{}") if path.suffix == ".gguf" else _text(path), path)
+    named = tokenizer.token_id(special_names(files).get("eos_token", ""))
+    if named is not None and isinstance(tokenizer, BpeTokenizer):
         tokenizer.end_of_text = named
     return tokenizer
 
 
 def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeTokenizer:
-    """Makes the tokenizer of the text of a tokenizer.json; see `load_tokenizer`.
-
-    Args:
-        text: The text.
-        where: Names it in messages.
-
-    Raises:
-        DataError: It is not that of a tokenizer.
-    """
-    try:
-        content = parse_json(text)
-    except ValueError as error:
-        raise _not_json(where, error) from None
-    if isinstance(content, dict) and content.get("jaxtrain_tokenizer") == "byte":
-        return ByteTokenizer(content.get("special", ()))
+    """Makes the tokenizer of the text of a tokenizer.json, which `where` names; see `load_tokenizer`."""
     from tokenizers import Tokenizer as Model
 
     try:
-        model = Model.from_str(text)
+        content = json.loads(text)
+        if isinstance(content, dict) and content.get("jaxtrain_tokenizer") == "byte":
+            return ByteTokenizer(content.get("special", ()))
+        return BpeTokenizer(Model.from_str(text))
     except Exception as error:  # The library raises bare Exception.
         reason = str(error).splitlines()[0]
         raise DataError(f"tokenizer {where} is not a tokenizer of the tokenizers library ({reason})") from None
-    return BpeTokenizer(model)
 
 
-def _not_json(where: str | Path, error: ValueError) -> DataError:
-    return DataError(f"tokenizer {where} is not JSON ({error}); give a tokenizer.json")
+def files_beside(tokenizer: Path) -> dict[str, str]:
+    """Returns name -> text of the small files beside a tokenizer.json, or of all that a GGUF file holds."""
+    tokenizer = tokenizer.expanduser()
+    if tokenizer.suffix == ".gguf":
+        return tokenizer_files(tokenizer, read_gguf(tokenizer).metadata)
+    names = (TEMPLATE_FILE, SETTINGS_FILE, OLDER_SETTINGS_FILE, GENERATION_FILE)
+    paths = {name: tokenizer.with_name(name) for name in names}
+    return {name: _text(path) for name, path in paths.items() if path.is_file()}
 
 
-def _gguf_text(path: Path) -> str:
-    files = tokenizer_files(path, read_gguf(path).metadata)
-    if "tokenizer.json" not in files:
-        raise DataError(f"{path} holds no tokenizer; give the model's published tokenizer.json")
-    return files["tokenizer.json"]
+def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Returns the object in one of `files_beside`; empty where there is none."""
+    try:
+        found = json.loads(files.get(name, "{}"))
+    except ValueError as error:
+        raise DataError(f"{name} beside the tokenizer is not JSON ({error}); fetch it again") from None
+    return found if isinstance(found, dict) else {}
+
+
+def special_names(files: Mapping[str, str]) -> dict[str, str]:
+    """Returns key (eos_token) -> name of the special tokens that `files_beside` give."""
+    settings = {**json_beside(files, OLDER_SETTINGS_FILE), **json_beside(files, SETTINGS_FILE)}
+    names = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
+    return {key: name for key, name in names.items() if key.endswith("_token") and isinstance(name, str)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as text ({error}); fetch it again") from None
+
+
+def described(tokenizer: Tokenizer) -> str:
+    """Returns a line about a tokenizer."""
+    kind = "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokenizer of the tokenizers library"
+    return f"tokenizer: {kind}, {tokenizer.vocab_size:,} ids"
+
+
+def named_end(tokenizer: Any) -> dict[str, int]:
+    """Returns the end of text as an entry of an identity where it is not the usual one, else nothing."""
+    if not isinstance(tokenizer, BpeTokenizer) or tokenizer.end_of_text in (tokenizer.usual_end, None):
+        return {}
+    return {"end_of_text": tokenizer.end_of_text}
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: Sequence[str] = ()) -> Tokenizer:
@@ -330,7 +347,6 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
         special: Names of special tokens that the rows take; they are the last ids of a tokenizer that is made here.
 
     Raises:
-        ConfigError: The vocabulary has no room for special tokens.
         DataError: Kind is file and the path is missing or is not a tokenizer, or the config names an end of text that
             is no token.
     """
@@ -339,38 +355,30 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
     if config.kind == "file":
         if config.path is None:
             raise DataError("data.tokenizer.kind is file but data.tokenizer.path is null; set it to a tokenizer.json")
-        return _with_end(load_tokenizer(config.path), config.end)
+        tokenizer = load_tokenizer(config.path)
+    else:
+        tokenizer = _trained(texts, vocab_size=config.vocab_size, special=special)
+    if config.end is not None and isinstance(tokenizer, BpeTokenizer):
+        tokenizer.end_of_text = special_ids(tokenizer, config).end
+    return tokenizer
+
+
+def _trained(texts: Iterable[str], *, vocab_size: int, special: Sequence[str]) -> "BpeTokenizer":
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if config.vocab_size < 257 + len(special):
-        raise ConfigError(
-            f"data.tokenizer.vocab_size={config.vocab_size} has no room for 256 bytes, the end of text and "
-            f"{len(special)} special tokens; set it to {257 + len(special)} or more"
-        )
     model = Model(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue] a setter
     model.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] a setter
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size - len(special),
+        vocab_size=vocab_size - len(special),
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    try:
-        model.train_from_iterator(_capped(texts), trainer)
-    except UnicodeEncodeError as error:
-        raise _half_character(error) from None
-    if special:
-        model.add_special_tokens(list(special))
-    return _with_end(BpeTokenizer(model), config.end)
-
-
-def _half_character(error: UnicodeEncodeError) -> DataError:
-    near = ascii(error.object[max(0, error.start - 20) : error.start + 20])
-    return DataError(
-        f"a text has half a character (a lone surrogate) in {near}, which no BPE tokenizer reads; fix or remove it"
-    )
+    model.train_from_iterator(_capped(texts), trainer)
+    model.add_special_tokens(list(special))
+    return BpeTokenizer(model)
 
 
 def _capped(texts: Iterable[str]) -> Iterator[str]:
@@ -381,3 +389,52 @@ def _capped(texts: Iterable[str]) -> Iterator[str]:
             left -= len(piece)
             if left <= 0:
                 return
+
+
+# Whatever has special tokens with names.
+NamedTokens = NumberedTokens | BpeTokenizer
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids of what begins a row of an encoder, ends a text, hides a token and fills rows up; None: no such token."""
+
+    start: int | None
+    end: int | None
+    mask: int | None
+    padding: int | None
+
+
+def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> SpecialIds:
+    """Finds the special tokens of a tokenizer.
+
+    The config's names come first, then those of the tokenizer_config.json beside the file, then the usual ones.
+
+    Raises:
+        DataError: The config names a token that the tokenizer does not have.
+    """
+    config = config or TokenizerConfig()
+    listed: dict[str, str] = {}
+    if config.kind == "file" and config.path is not None:
+        # A run keeps the end of text in the other file, and evaluates with the frame that it was trained with.
+        files = files_beside(Path(config.path))
+        listed = special_names({SETTINGS_FILE: files.get(SETTINGS_FILE, "{}")})
+        listed.setdefault("sep_token", listed.get("eos_token", ""))
+    found = {}
+    for role, (key, *names) in _ROLES.items():
+        given = getattr(config, role)
+        tried = [listed.get(key, ""), *names] if given is None else [given]
+        found[role] = next((i for i in map(tokenizer.token_id, tried) if i is not None), None)
+        if given is not None and found[role] is None:
+            raise DataError(f"data.tokenizer.{role}={given!r} is no token of the tokenizer; give the name of one")
+    return SpecialIds(**found)
+
+
+def needed(found: int | None, role: str, *, what: str) -> int:
+    """Returns the id of a special token that `what` takes; a DataError where there is none for this role."""
+    if found is None:
+        raise DataError(
+            f"{what} takes a token that is its {role}, and the tokenizer has none of {', '.join(_ROLES[role][1:])}; "
+            f"set data.tokenizer.{role} to a token that it has, or use data.tokenizer.kind=bpe"
+        )
+    return found

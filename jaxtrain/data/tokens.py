@@ -1,38 +1,74 @@
-"""Streams of token ids: text encoded into compact arrays, checked, and split into training and validation."""
+"""Documents of text, and the streams of token ids that they become: compact arrays, split for evaluation."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
-from jaxtrain.data.documents import Documents
-from jaxtrain.data.end_of_text import named_end
-from jaxtrain.data.examples import check_leaves_rows
-from jaxtrain.data.files import FileState
+from jaxtrain.data.permutation import num_held_out
 from jaxtrain.data.skipped import SkippedRecords
-from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, encode_all, tokenizer_sha256
+from jaxtrain.data.tokenizer import BpeTokenizer, Tokenizer, build_tokenizer, encode_all, named_end, tokenizer_sha256
 from jaxtrain.errors import DataError
 
 # Characters that are encoded at a time: enough to use every core, and few enough for their ids as Python objects.
 _CHUNK_CHARACTERS = 4 * 2**20
+# Folders beside the standard library's source that hold tests, generated files or other packages.
+_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts that can be read more than once.
+
+    `files` are (name, size in bytes), the same on every machine that has the data; `skipped` counts bad records of the
+    last pass (None: one is an error).
+    """
+
+    label: str
+    files: tuple[tuple[str, int], ...]
+    read: Callable[[], Iterator[str]]
+    skipped: SkippedRecords | None = None
+
+
+def builtin_documents(name: str) -> Documents:
+    """Returns `python_prose`, the language reference, or `python_source`, the standard library, of this Python."""
+    if name == "python_prose":
+        return Documents("built-in python_prose", (), _read_prose)
+    return Documents(f"built-in python_source of Python {sys.version.split()[0]}", (), _read_source)
+
+
+def _read_prose() -> Iterator[str]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield topics[name]
+
+
+def _read_source() -> Iterator[str]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    named = sorted((path.relative_to(library).as_posix(), path) for path in library.rglob("*.py"))
+    for name, path in named:
+        # The few files in other encodings are fixtures; skipping them loses no text.
+        if _NOT_SOURCE.isdisjoint(name.split("/")):
+            try:
+                text = path.read_bytes().decode("utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if text:
+                yield text
 
 
 @dataclass(frozen=True)
 class TokenSource:
-    """A stream of token ids and what is known about it.
+    """A stream of token ids: consecutive integer arrays, which may be memory-mapped, and what is known about it.
 
-    Attributes:
-        segments: The stream as consecutive integer arrays, [num_tokens_of_segment] each; they may be memory-mapped.
-        vocab_size: One more than the largest id allowed.
-        tokenizer: The tokenizer that made the ids; None: it is not known.
-        label: Name of the source in messages.
-        num_documents: Documents in the stream; None: not known.
-        identity: Values that identify the stream, for the fingerprint.
-        files: The file that each segment is mapped from, which must stay as it is; empty: they lie in memory.
-        skipped: Counts the bad records; None: a bad record is an error.
+    `vocab_size` is one more than the largest id allowed; `tokenizer` and `num_documents` may not be known.
     """
 
     segments: tuple[np.ndarray, ...]
@@ -41,7 +77,6 @@ class TokenSource:
     label: str
     num_documents: int | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    files: tuple[FileState, ...] = ()
     skipped: SkippedRecords | None = None
 
     @property
@@ -55,19 +90,28 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
-    """Encodes documents a chunk at a time.
+    """Yields the ids (uint16 or uint32) of documents, a list for each chunk of them.
 
-    Args:
-        texts: The documents.
-        tokenizer: Its end-of-text id follows each document, or a newline where it has none.
-
-    Yields:
-        The ids of each document of a chunk, uint16 or uint32 [num_tokens].
+    Each is followed by the tokenizer's end of text, or by a newline where it has none.
     """
     mark = tokenizer.encode("\n") if tokenizer.end_of_text is None else np.array([tokenizer.end_of_text])
     dtype = token_dtype(tokenizer.vocab_size)
-    for chunk in _chunks(texts):
+    for chunk in chunks(texts, len, most=_CHUNK_CHARACTERS):
         yield [np.concatenate([ids, mark]).astype(dtype) for ids in encode_all(tokenizer, chunk)]
+
+
+def chunks(found: Iterable[Any], size_of: Callable[[Any], int], *, most: int) -> Iterator[list[Any]]:
+    """Yields what is found in lists whose sizes add up to `most` or a little more."""
+    chunk: list[Any] = []
+    size = 0
+    for one in found:
+        chunk.append(one)
+        size += size_of(one)
+        if size >= most:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
@@ -75,8 +119,9 @@ def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], 
 
     As GPT-2's and TinyStories' files do. Only a name with bars (`<|endoftext|>`) is looked for: `</s>` is also HTML.
     """
-    end = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.end_of_text
-    name = None if end is None else tokenizer.token_name(end)  # pyright: ignore[reportAttributeAccessIssue] no bytes
+    name = None
+    if isinstance(tokenizer, BpeTokenizer) and tokenizer.end_of_text is not None:
+        name = tokenizer.token_name(tokenizer.end_of_text)
     if not isinstance(config, TextData) or config.path is None or name is None or not name.startswith("<|"):
         yield from texts
         return
@@ -86,28 +131,10 @@ def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], 
         yield from (part for part in parts if part.strip() or len(parts) == 1)
 
 
-def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
-    size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text)
-        if size >= _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
 def encoded_source(
     config: TextData | JsonlData | DocumentsData, documents: Documents, *, tokenizer: Tokenizer | None = None
 ) -> TokenSource:
-    """Encodes a text source into memory.
-
-    Args:
-        config: Which text.
-        documents: Its texts.
-        tokenizer: Used in place of the tokenizer of `config`.
+    """Encodes documents into memory, with the tokenizer of the config or another.
 
     Raises:
         DataError: The text cannot be read, or is empty.
@@ -126,28 +153,21 @@ def encoded_source(
         raise DataError(f"{documents.label} holds no document; give a file with text")
     if documents.skipped is not None:
         documents.skipped.tell()
-    tokens = np.concatenate(encoded)
     return TokenSource(
-        segments=(tokens,),
+        segments=(np.concatenate(encoded),),
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer,
         label=documents.label,
         num_documents=num_documents,
-        identity=_identity(config, documents, digest.hexdigest(), tokenizer),
+        identity={
+            "kind": config.kind,
+            "files": [list(file) for file in documents.files],
+            "tokens_sha256": digest.hexdigest(),
+            "tokenizer_sha256": tokenizer_sha256(tokenizer),
+            **named_end(tokenizer),
+        },
         skipped=documents.skipped,
     )
-
-
-def _identity(
-    config: TextData | JsonlData | DocumentsData, documents: Documents, content: str, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    return {
-        "kind": config.kind,
-        "files": [list(file) for file in documents.files],
-        "tokens_sha256": content,
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        **named_end(tokenizer),
-    }
 
 
 @dataclass(frozen=True)
@@ -163,29 +183,17 @@ class Span:
 
 
 def split_tokens(source: TokenSource, *, sequence_length: int, validation_fraction: float) -> tuple[Span, Span | None]:
-    """Splits a stream into training tokens and, from its end, validation tokens.
-
-    Args:
-        source: The stream.
-        sequence_length: Tokens per row.
-        validation_fraction: Fraction of the tokens for validation, but at least one row; 0: no validation.
-
-    Returns:
-        The training span, and the validation span or None.
+    """Splits a stream into training tokens and, from its end, validation tokens (None: no fraction), of at least a row.
 
     Raises:
         ConfigError: The fraction is 1.
         DataError: There are too few tokens for a row in each part.
     """
-    check_leaves_rows(validation_fraction)
-    total = source.num_tokens
-    row = sequence_length + 1
-    held_out = max(round(total * validation_fraction), row) if validation_fraction else 0
+    total, row = source.num_tokens, sequence_length + 1
+    held_out = num_held_out(total, validation_fraction, least=row)
     if total - held_out < row:
-        fix = f"set data.sequence_length to at most {total // (2 if held_out else 1) - 1}" if total >= 4 else "add text"
         parts = "one training and one validation row" if held_out else "one row"
-        if held_out and total >= row:
-            fix += " (or, to evaluate a trained run on all rows, data.validation_fraction=1)"
+        fix = f"set data.sequence_length to at most {total // (2 if held_out else 1) - 1}" if total >= 4 else "add text"
         raise DataError(
             f"{source.label} has {total} tokens, too few for {parts} of sequence_length {sequence_length}; {fix}"
         )

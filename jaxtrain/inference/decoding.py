@@ -1,9 +1,10 @@
-"""The compiled programs of generation: one reads the prompts, one adds tokens until every row has ended.
+"""The decode loop: one program reads the prompts, one adds tokens until every row has ended; both are kept.
 
-Shapes: B prompts, P longest prompt, T most new tokens, V vocabulary, N stop tokens, A alternatives that are reported.
+Shapes: B prompts, P longest prompt, T most new tokens, V vocabulary, N stop tokens.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.choose import RowSampling, bias_rows, choose_rows, log_probabilities_of, row_sampling
-from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.prompts import decoder_of, padded_prompts
+from jaxtrain.inference.sampling import (
+    RowSampling,
+    Sampling,
+    bias_rows,
+    choose_rows,
+    row_sampling,
+)
 from jaxtrain.layout.gather import hold_parameters
-from jaxtrain.models.model import Decoder, Model, Params
+from jaxtrain.models.model import Model, Params
 from jaxtrain.models.ring_cache import make_cache
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats
+from jaxtrain.runtime.compiler import decoding_options
+
+_CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
+# Stop tokens are filled up to a multiple of this, so that few counts are compiled for.
+_STOPS = 8
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +46,8 @@ class RowRules:
     """
 
     sampling: RowSampling
-    stop_N: jax.Array
-    bias_BV: jax.Array | None
+    stop_N: Any
+    bias_BV: Any
 
 
 @jax.tree_util.register_dataclass
@@ -48,11 +60,7 @@ class Decoding:
         lengths_B: int32, tokens of each prompt.
         written: int32 [], new tokens of every row that has not ended.
         done_B: bool, whether a row has ended.
-        counts_B: int32, new tokens of each row; the one that ended it counts.
-        tokens_BT: int32, the new tokens, then zeros.
-        log_probabilities_BT: float32, of the new tokens; None: they were not asked for.
-        top_ids_BTA: int32, the most likely tokens in the place of each new one; None as above.
-        top_log_probabilities_BTA: float32, theirs.
+        counts_B, tokens_BT: as in `Generated`.
         prompt_counts_BV: int32, how often each prompt has each token; None: no row has a penalty.
         output_counts_BV: int32, how often each output has it.
     """
@@ -63,9 +71,6 @@ class Decoding:
     done_B: jax.Array
     counts_B: jax.Array
     tokens_BT: jax.Array
-    log_probabilities_BT: jax.Array | None
-    top_ids_BTA: jax.Array | None
-    top_log_probabilities_BTA: jax.Array | None
     prompt_counts_BV: jax.Array | None
     output_counts_BV: jax.Array | None
 
@@ -76,121 +81,207 @@ class DecodingForm:
 
     Attributes:
         new_tokens: T.
-        top: A; None: without log-probabilities.
         counts_tokens: whether a row has a penalty.
         cache_dtype: of keys and values; None: the compute dtype.
     """
 
     new_tokens: int
-    top: int | None = None
     counts_tokens: bool = False
     cache_dtype: str | None = None
 
 
-# Stop tokens are filled up to a multiple of this, so that few counts are compiled for.
-_STOPS = 8
+@dataclass(frozen=True)
+class Generated:
+    """What was generated so far, in arrays of NumPy.
+
+    Attributes:
+        tokens: int32 [B, T]; zeros follow the last token of a row.
+        counts: int32 [B], tokens of each row; one that ended it counts.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+
 
 # (params, prompts_BP, lengths_B, rules) -> texts with their first token
 Start = Callable[[Params, Any, Any, RowRules], Decoding]
 # (params, texts, rules, most tokens of a row) -> texts; stops where all rows have ended
 Advance = Callable[[Params, Decoding, RowRules, Any], Decoding]
 
+# Compiled functions by what they are for, kept as long as the sharded model is.
+_programs: weakref.WeakKeyDictionary[ShardedModel, dict[DecodingForm, tuple[Start, Advance]]] = (
+    weakref.WeakKeyDictionary()
+)
+_casts: weakref.WeakKeyDictionary[ShardedModel, Callable[[Params], Params]] = weakref.WeakKeyDictionary()
 
-def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh | None) -> Start:
+
+def generate_ids(
+    sharded_model: ShardedModel,
+    params: Params,
+    encoded: Sequence[np.ndarray],
+    *,
+    new_tokens: int,
+    sampling: Sampling | Sequence[Sampling],
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Collection[int] = (),
+    cache_dtype: str | None = None,
+) -> np.ndarray:
+    """Continue prompts that are token ids already; the compiled programs are kept, as `generate_text` says.
+
+    Args:
+        sharded_model: has a decoder.
+        params: on any mesh; also quantized.
+        encoded: at least one prompt, int32 [length] each, none of them empty.
+        new_tokens: T, tokens to add to each, at least 1.
+        sampling: how tokens are chosen, of all prompts or one per prompt.
+        seed: of the random choices: row r has seed + r; or a list of one per prompt.
+        stop_tokens: ids that end a row.
+        cache_dtype: as in `generate_text`.
+
+    Returns:
+        int32 [B, T]; zeros follow a stop token.
+
+    Raises:
+        ConfigError: prompt and continuation exceed the model's positions, or it does not generate text.
+    """
+    (found,) = generation_pieces(
+        sharded_model,
+        params,
+        encoded,
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        cache_dtype=cache_dtype,
+    )
+    return found.tokens
+
+
+def generation_pieces(
+    sharded_model: ShardedModel,
+    params: Params,
+    encoded: Sequence[np.ndarray],
+    *,
+    new_tokens: int,
+    sampling: Sampling | Sequence[Sampling],
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Collection[int] = (),
+    cache_dtype: str | None = None,
+    piece: int | None = None,
+    ended_B: np.ndarray | None = None,
+) -> Iterator[Generated]:
+    """Give out what was generated every few tokens; the last one has everything.
+
+    Args:
+        sharded_model, params, encoded, new_tokens, sampling, seed, stop_tokens, cache_dtype: as for `generate_ids`.
+        piece: tokens of each row between two of them; None: all.
+        ended_B: bool, rows that the caller ends; it is read before each piece.
+
+    Raises:
+        ConfigError: as for `generate_ids`.
+    """
+    model, batch = sharded_model.model, len(encoded)
+    samplings = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(batch)]
+    if new_tokens < 1 or len(samplings) != batch or len(seeds) != batch:
+        raise ConfigError(
+            f"new_tokens is {new_tokens}, with {len(samplings)} samplings and {len(seeds)} seeds for {batch} prompts; "
+            "use new_tokens of 1 or more, and one sampling and seed for all prompts or one per prompt"
+        )
+    prompts_BP, lengths_B = padded_prompts(model, encoded, new_tokens)
+    form = DecodingForm(new_tokens, any(one.counts_tokens for one in samplings), cache_dtype)
+    rules = row_rules(samplings, seeds, stop_tokens, model)
+    start, advance = _compiled(sharded_model, form)
+    with sharded_model.context():
+        params = cast_params(sharded_model, params)
+        texts = start(params, prompts_BP, lengths_B, rules)
+    written = 1
+    while True:
+        done_B = np.asarray(texts.done_B)
+        if written >= new_tokens or done_B.all():
+            break
+        if piece is not None:
+            yield _generated(texts)
+        if ended_B is not None and (ended_B & ~done_B).any():
+            texts = replace(texts, done_B=jnp.asarray(done_B | ended_B))
+            if (done_B | ended_B).all():
+                break
+        written = new_tokens if piece is None else min(written + piece, new_tokens)
+        with sharded_model.context():
+            texts = advance(params, texts, rules, np.int32(written))
+    yield _generated(texts)
+
+
+def cast_params(sharded_model: ShardedModel, params: Params) -> Params:
+    """The parameters in the compute dtype, so that no program casts them for each of its calls."""
+    dtype = sharded_model.policy.compute_dtype
+    shapes = jax.eval_shape(lambda params: cast_floats(params, dtype), params)
+    if jax.tree.map(lambda leaf: leaf.dtype, shapes) == jax.tree.map(lambda leaf: leaf.dtype, params):
+        return params
+    cast = _casts.get(sharded_model)
+    if cast is None:
+        cast = _casts[sharded_model] = jax.jit(lambda params: cast_floats(params, dtype))
+    return cast(params)
+
+
+def cache_dtype_of(name: str | None, policy: Policy) -> jnp.dtype:
+    """The dtype of keys and values; None: the compute dtype. Raises a ConfigError where no cache has it."""
+    if name is not None and name not in _CACHE_DTYPES:
+        raise ConfigError(f"cache_dtype is {name!r}; use one of {', '.join(_CACHE_DTYPES)}")
+    return jnp.dtype(policy.compute_dtype if name is None else name)
+
+
+def _generated(texts: Decoding) -> Generated:
+    # Copies, because the next program writes into the memory of these.
+    return Generated(np.array(texts.tokens_BT), np.array(texts.counts_B))
+
+
+def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Start, Advance]:
+    programs = _programs.setdefault(sharded_model, {})
+    if form not in programs:
+        needs = (sharded_model.model, form, sharded_model.policy, sharded_model.mesh)
+        options = {**decoding_options(sharded_model.mesh.devices.flat[0])} or None
+        advance = jax.jit(advance_function(*needs), donate_argnames="texts", compiler_options=options)
+        programs[form] = jax.jit(start_function(*needs)), advance
+    return programs[form]
+
+
+def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Start:
     """Make the function that reads prompts, padded on the right, and chooses the first token of each row.
 
     A model with an encoder reads the prompt there, and the new tokens are its output. The cache overwrites the
-    padding's entries before anything can see them.
-
-    Args:
-        model: has a decoder.
-        form: what it is for.
-        policy: number formats.
-        mesh: of the parameters; what is no cache is replicated over it, so that every process has it.
-
-    Raises:
-        ConfigError: the model cannot generate.
+    padding's entries before anything can see them. What is no cache is replicated over the mesh, so that every process
+    has it.
     """
     decoder = decoder_of(model)
-    dtype = policy.compute_dtype if form.cache_dtype is None else jnp.dtype(form.cache_dtype)
+    dtype = cache_dtype_of(form.cache_dtype, policy)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> Decoding:
-        params = hold_parameters(cast_floats(params, policy.compute_dtype))
-        logits_BV, cache, prompts_BP, lengths_B = read_prompts(
-            decoder, params, prompts_BP, lengths_B, new_tokens=form.new_tokens, cache_dtype=dtype
-        )
+        params, (batch, longest) = hold_parameters(cast_floats(params, policy.compute_dtype)), prompts_BP.shape
+        length = longest + form.new_tokens
+        if decoder.encode is not None:
+            cache = decoder.encode(params, prompts_BP, lengths_B, decoder.init_cache(batch, 1 + form.new_tokens, dtype))
+            prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
+            longest, lengths_B = 1, jnp.ones_like(lengths_B)
+        elif decoder.prefill is None or decoder.windows is None:
+            # `decode` alone would write the padding too, over what a ring keeps.
+            cache = decoder.init_cache(batch, length, dtype)
+        else:
+            cache = make_cache(decoder, batch, length, dtype, chunk=min(longest, decoder.windows.chunk))
+        if decoder.prefill is not None:
+            logits_BV, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
+        else:
+            positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
+            logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
+            logits_BV = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
         texts = _empty(cache, prompts_BP, lengths_B, logits_BV.shape[-1], form)
-        return _replicated(_extended(texts, logits_BV, rules, form), mesh)
+        return _replicated(_extended(texts, logits_BV, rules), mesh)
 
     return start
 
 
-def read_prompts(
-    decoder: Decoder,
-    params: Params,
-    prompts_BP: jax.Array,
-    lengths_B: jax.Array,
-    *,
-    new_tokens: int,
-    cache_dtype: DTypeLike,
-) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
-    """Read prompts, with the decoder or, where the model has one, with the encoder.
-
-    Args:
-        decoder: of the model.
-        params: in the compute dtype.
-        prompts_BP: int32, padded on the right.
-        lengths_B: int32, tokens of each.
-        new_tokens: T, for which the cache has room.
-        cache_dtype: of keys and values.
-
-    Returns:
-        The logits [B, V] of the first new token, the cache, and the prompts and lengths of what the decoder read: with
-        an encoder, the start token alone.
-    """
-    batch, longest = prompts_BP.shape
-    if decoder.encode is not None:
-        cache = decoder.init_cache(batch, 1 + new_tokens, cache_dtype)
-        cache = decoder.encode(params, prompts_BP, lengths_B, cache)
-        prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
-        longest, lengths_B = 1, jnp.ones_like(lengths_B)
-    else:
-        cache = prompt_cache(decoder, batch, longest, new_tokens=new_tokens, cache_dtype=cache_dtype)
-    if decoder.prefill is not None:
-        logits_BV, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
-        return logits_BV, cache, prompts_BP, lengths_B
-    positions = jnp.broadcast_to(jnp.arange(longest), prompts_BP.shape)
-    logits_BPV, cache = decoder.decode(params, prompts_BP, positions, cache)
-    logits_BV = jnp.take_along_axis(logits_BPV, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-    return logits_BV, cache, prompts_BP, lengths_B
-
-
-def prompt_cache(decoder: Decoder, batch: int, longest: int, *, new_tokens: int, cache_dtype: DTypeLike) -> Any:
-    """The empty cache of texts, of a decoder without an encoder.
-
-    Args:
-        decoder: of the model.
-        batch: B.
-        longest: P.
-        new_tokens: T.
-        cache_dtype: of keys and values.
-    """
-    length = longest + new_tokens
-    # `decode` alone would write the padding too, over what a ring keeps.
-    if decoder.prefill is None or decoder.windows is None:
-        return decoder.init_cache(batch, length, cache_dtype)
-    return make_cache(decoder, batch, length, cache_dtype, chunk=min(longest, decoder.windows.chunk))
-
-
-def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh | None) -> Advance:
-    """Make the function that adds tokens to texts until all rows have ended, or have as many as are asked for.
-
-    Args:
-        model, form, policy, mesh: as for `start_function`.
-
-    Raises:
-        ConfigError: the model cannot generate.
-    """
+def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Advance:
+    """Make the function that adds tokens to texts until all rows have ended, or have as many as are asked for."""
     decoder = decoder_of(model)
 
     def advance(params: Params, texts: Decoding, rules: RowRules, limit: jax.Array) -> Decoding:
@@ -203,7 +294,7 @@ def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mes
             last_B1 = jax.lax.dynamic_slice_in_dim(texts.tokens_BT, texts.written - 1, 1, axis=1)
             positions_B1 = (texts.lengths_B + texts.written - 1)[:, None]
             logits_B1V, cache = decoder.decode(params, last_B1, positions_B1, texts.cache)
-            return _extended(replace(texts, cache=cache), logits_B1V[:, 0], rules, form)
+            return _extended(replace(texts, cache=cache), logits_B1V[:, 0], rules)
 
         return _replicated(jax.lax.while_loop(goes_on, step, texts), mesh)
 
@@ -213,114 +304,62 @@ def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mes
 def row_rules(
     samplings: Sequence[Sampling], seeds: Sequence[int], stop_tokens: Collection[int], model: Model
 ) -> RowRules:
-    """What the programs take of how rows are sampled and where they end, in arrays of NumPy.
-
-    Args:
-        samplings: one a row.
-        seeds: one a row.
-        stop_tokens: ids that end a row.
-        model: has the vocabulary.
-
-    Raises:
-        ConfigError: a bias is of a token that the vocabulary does not have.
-    """
+    """What the programs take of how rows are sampled and where they end, in arrays of NumPy."""
     stops = sorted(stop_tokens)
     stops += [-1] * (-len(stops) % _STOPS or _STOPS * (not stops))
     bias = None
     if any(one.logit_bias for one in samplings):
-        if model.vocab_size is None:
-            raise ConfigError(f"logit_bias needs the vocabulary of the model {model.name}; set its vocab_size")
-        bias = bias_rows(samplings, model.vocab_size)
-    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32), bias)  # pyright: ignore[reportArgumentType] NumPy's arrays, until a program takes them
-
-
-def decoder_of(model: Model) -> Decoder:
-    """How the model generates.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if model.decoder is None:
-        raise ConfigError(f"model {model.name} does not generate text")
-    return model.decoder
+        bias = bias_rows(samplings, model.vocab_size or 0)
+    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32), bias)
 
 
 def _empty(cache: Any, prompts_BP: jax.Array, lengths_B: jax.Array, vocabulary: int, form: DecodingForm) -> Decoding:
     """Texts without a new token."""
-    batch, shape = prompts_BP.shape[0], (prompts_BP.shape[0], form.new_tokens)
-    prompt_counts = output_counts = log_probabilities = top_ids = top_values = None
+    batch, prompt_counts, output_counts = prompts_BP.shape[0], None, None
     if form.counts_tokens:
         output_counts = jnp.zeros((batch, vocabulary), jnp.int32)
         is_token_BP = jnp.arange(prompts_BP.shape[1])[None] < lengths_B[:, None]
         prompt_counts = output_counts.at[jnp.arange(batch)[:, None], prompts_BP].add(is_token_BP.astype(jnp.int32))
-    if form.top is not None:
-        top = min(form.top, vocabulary)
-        log_probabilities = jnp.zeros(shape, jnp.float32)
-        top_ids, top_values = jnp.zeros((*shape, top), jnp.int32), jnp.zeros((*shape, top), jnp.float32)
     return Decoding(
         cache=cache,
         lengths_B=lengths_B.astype(jnp.int32),
         written=jnp.int32(0),
         done_B=jnp.zeros(batch, bool),
         counts_B=jnp.zeros(batch, jnp.int32),
-        tokens_BT=jnp.zeros(shape, jnp.int32),
-        log_probabilities_BT=log_probabilities,
-        top_ids_BTA=top_ids,
-        top_log_probabilities_BTA=top_values,
+        tokens_BT=jnp.zeros((batch, form.new_tokens), jnp.int32),
         prompt_counts_BV=prompt_counts,
         output_counts_BV=output_counts,
     )
 
 
-def _extended(texts: Decoding, logits_BV: jax.Array, rules: RowRules, form: DecodingForm) -> Decoding:
+@jax.named_scope("choose")
+def _extended(texts: Decoding, logits_BV: jax.Array, rules: RowRules) -> Decoding:
     """The texts with the token that each row's logits give; rows that have ended get none."""
-    positions_B, at = texts.lengths_B + texts.written, texts.written
-    with jax.named_scope("choose"):
-        chosen_B = choose_rows(
-            logits_BV,
-            rules.sampling,
-            positions_B,
-            prompt_counts_SV=texts.prompt_counts_BV,
-            output_counts_SV=texts.output_counts_BV,
-            bias_SV=rules.bias_BV,
-        )
-        going_B = ~texts.done_B
-        tokens_B = jnp.where(going_B, chosen_B, 0)
-
-        def put(row: jax.Array | None, new: jax.Array) -> jax.Array | None:
-            if row is None:
-                return None
-            new = jnp.where(going_B.reshape(-1, *[1] * (new.ndim - 1)), new, 0)
-            return jax.lax.dynamic_update_slice_in_dim(row, new[:, None].astype(row.dtype), at, axis=1)
-
-        if form.top is not None:
-            values_B, ids_BA, tops_BA = log_probabilities_of(logits_BV, tokens_B, form.top)
-            texts = replace(
-                texts,
-                log_probabilities_BT=put(texts.log_probabilities_BT, values_B),
-                top_ids_BTA=put(texts.top_ids_BTA, ids_BA),
-                top_log_probabilities_BTA=put(texts.top_log_probabilities_BTA, tops_BA),
-            )
-        counts_BV = texts.output_counts_BV
-        if counts_BV is not None:
-            counts_BV = counts_BV.at[jnp.arange(tokens_B.shape[0]), tokens_B].add(going_B.astype(jnp.int32))
-        stops_B = (tokens_B[:, None] == rules.stop_N[None]).any(axis=-1)
-        tokens_BT = put(texts.tokens_BT, tokens_B)
-        assert tokens_BT is not None
-        return replace(
-            texts,
-            written=at + 1,
-            done_B=texts.done_B | stops_B,
-            counts_B=texts.counts_B + going_B.astype(jnp.int32),
-            tokens_BT=tokens_BT,
-            output_counts_BV=counts_BV,
-        )
+    chosen_B = choose_rows(
+        logits_BV,
+        rules.sampling,
+        texts.lengths_B + texts.written,
+        prompt_counts_SV=texts.prompt_counts_BV,
+        output_counts_SV=texts.output_counts_BV,
+        bias_SV=rules.bias_BV,
+    )
+    going_B = ~texts.done_B
+    tokens_B, counts_BV = jnp.where(going_B, chosen_B, 0), texts.output_counts_BV
+    if counts_BV is not None:
+        counts_BV = counts_BV.at[jnp.arange(len(tokens_B)), tokens_B].add(going_B.astype(jnp.int32))
+    stops_B = (tokens_B[:, None] == rules.stop_N[None]).any(axis=-1)
+    return replace(
+        texts,
+        written=texts.written + 1,
+        done_B=texts.done_B | stops_B,
+        counts_B=texts.counts_B + going_B.astype(jnp.int32),
+        tokens_BT=jax.lax.dynamic_update_slice_in_dim(texts.tokens_BT, tokens_B[:, None], texts.written, axis=1),
+        output_counts_BV=counts_BV,
+    )
 
 
-def _replicated(texts: Decoding, mesh: Mesh | None) -> Decoding:
+def _replicated(texts: Decoding, mesh: Mesh) -> Decoding:
     """The texts, with everything but the cache replicated over the mesh."""
-    if mesh is None:
-        return texts
     whole = NamedSharding(mesh, PartitionSpec())
     rest = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, whole), replace(texts, cache=None))
     return replace(rest, cache=texts.cache)

@@ -1,22 +1,78 @@
-"""How prompts become ids; those of a model with an encoder as rows of pairs of texts are made in training."""
+"""What a model that writes texts is known by, and how prompts become the ids that it reads.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Shapes: B prompts, P longest prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.special import NamedTokens, special_ids
+from jaxtrain.data.chat.templates import ChatFormat
 from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.decoding import decoder_of
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import Decoder, Model, ModelState, Params
+from jaxtrain.models.sharded import ShardedModel
+
+# Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
+_SHORTEST_PROMPT = 16
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens of a model beside what its tokenizer knows.
+
+    Attributes:
+        added: whether what the tokenizer's file puts before a text (a beginning of text) stands before a prompt. A
+            published model was trained so; rows of plain text, which a run was trained on, have none.
+        stop: ids at which the model ends a text, beside the tokenizer's end of text.
+        named: name of a special token in the published files (bos_token) -> its text.
+    """
+
+    added: bool = True
+    stop: tuple[int, ...] = ()
+    named: Mapping[str, str] = field(default_factory=dict)
+
+
+NOTHING_SPECIAL = SpecialTokens()
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is asked: its parameters on their mesh, and how texts become its inputs.
+
+    Attributes:
+        name: what clients call it.
+        sharded_model: the model on its mesh.
+        params: in its shardings; also quantized.
+        model_state: what changes without a gradient.
+        tokenizer: between texts and ids.
+        chat: how conversations are written; None: the model has no chat template.
+        embeds: whether it gives an embedding per text, and no text.
+        created: when it was opened, seconds since 1970.
+        max_length: positions that the model has; None: it does not say.
+        special: what is known of its special tokens.
+        step: of the checkpoint of a run; None: it is no run.
+    """
+
+    name: str
+    sharded_model: ShardedModel
+    params: Params = field(repr=False)
+    model_state: ModelState = field(repr=False)
+    tokenizer: BpeTokenizer | ByteTokenizer
+    chat: ChatFormat | None
+    embeds: bool
+    created: int
+    max_length: int | None = None
+    special: SpecialTokens = NOTHING_SPECIAL
+    step: int | None = None
 
 
 @dataclass(frozen=True)
 class EncoderPrompts:
-    """What stands around a prompt, and after an output.
+    """What stands around a prompt for an encoder, and after an output.
 
     Attributes:
         frame: special tokens around a prompt; None: the tokenizer knows none.
@@ -31,15 +87,6 @@ class EncoderPrompts:
         if self.frame is None:
             return ids
         return fill_frame(self.frame, [ids], len(ids) + self.frame.num_special)[0]
-
-
-def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
-    """How a tokenizer's prompts are framed: by its own file, or by its special tokens of the usual names."""
-    if not isinstance(tokenizer, NamedTokens):
-        return EncoderPrompts(None, tokenizer.end_of_text)
-    special = special_ids(tokenizer, None)
-    end = tokenizer.end_of_text if special.end is None else special.end
-    return EncoderPrompts(make_frame(tokenizer, special, pair=False), end)
 
 
 @dataclass(frozen=True)
@@ -57,14 +104,28 @@ class EncodedPrompts:
     end: int | None
 
 
-def leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special tokens that the tokenizer's file puts before a text: a beginning of text, or none."""
-    before, _ = tokens_around(tokenizer)
-    return before
+def decoder_of(model: Model) -> Decoder:
+    """How the model generates.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if model.decoder is None:
+        raise ConfigError(f"model {model.name} does not generate text")
+    return model.decoder
+
+
+def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
+    """How a tokenizer's prompts are framed: by its own file, or by its special tokens of the usual names."""
+    if not isinstance(tokenizer, NamedTokens):
+        return EncoderPrompts(None, tokenizer.end_of_text)
+    special = special_ids(tokenizer, None)
+    end = tokenizer.end_of_text if special.end is None else special.end
+    return EncoderPrompts(make_frame(tokenizer, special, pair=False), end)
 
 
 def tokens_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that the tokenizer's file puts before a text, and those after it."""
+    """The special tokens that the tokenizer's file puts before a text (a beginning of text), and those after it."""
     if not isinstance(tokenizer, BpeTokenizer):
         return (), ()
     entries = [entry for entry, _ in tokenizer.frame(pair=False)]
@@ -76,17 +137,6 @@ def tokens_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids that no text has, as far as the tokenizer says."""
     return frozenset(tokenizer.special_ids() if isinstance(tokenizer, NamedTokens) else ())
-
-
-def check_characters(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Check that a tokenizer can read texts: in Python they may hold halves of characters, as of bytes in arguments.
-
-    Raises:
-        ConfigError: one does. `ByteTokenizer` reads them.
-    """
-    for text in texts:
-        if not isinstance(tokenizer, ByteTokenizer) and any("\ud800" <= character <= "\udfff" for character in text):
-            raise ConfigError(f"the prompt {text[:30]!a} holds what is no character; give text in UTF-8")
 
 
 def encode_prompts(
@@ -102,17 +152,58 @@ def encode_prompts(
             always framed.
 
     Raises:
-        ConfigError: the model does not generate, or a prompt has halves of characters.
+        ConfigError: the model does not generate, or a prompt is no text (an argument that is not UTF-8).
     """
-    check_characters(tokenizer, prompts)
-    encoded = [np.asarray(tokenizer.encode(prompt), np.int32) for prompt in prompts]
-    start, given = 0 if tokenizer.end_of_text is None else tokenizer.end_of_text, [ids.tolist() for ids in encoded]
-    end = tokenizer.end_of_text
+    for text in prompts:
+        if not isinstance(tokenizer, ByteTokenizer) and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"the prompt {text[:30]!a} holds what is no character; give text in UTF-8")
+    given = [np.asarray(tokenizer.encode(prompt)).tolist() for prompt in prompts]
+    encoded, end = given, tokenizer.end_of_text
     if decoder_of(model).encode is not None:
         framing = encoder_prompts(tokenizer)
-        encoded, end = [np.asarray(framing.framed(ids), np.int32) for ids in given], framing.end
+        encoded, end = [framing.framed(ids) for ids in given], framing.end
         given = [[] for _ in given]
     elif add_special_tokens:
-        leading = leading_tokens(tokenizer)
-        encoded = [np.array([*leading, *ids], np.int32) for ids in given]
-    return EncodedPrompts([ids if len(ids) else np.array([start], np.int32) for ids in encoded], given, end)
+        encoded = [[*tokens_around(tokenizer)[0], *ids] for ids in given]
+    start = tokenizer.end_of_text or 0
+    return EncodedPrompts([np.array(ids or [start], np.int32) for ids in encoded], given, end)
+
+
+def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts in rows of one length int32 [B, P], and their own lengths int32 [B].
+
+    Raises:
+        ConfigError: there is none, one is empty or holds an id that the vocabulary does not have, or prompts and new
+            tokens exceed the model's positions.
+    """
+    decoder = decoder_of(model)
+    if not len(encoded) or not all(map(len, encoded)):
+        raise ConfigError("a prompt without a token cannot be continued; give at least one prompt and token")
+    largest = max(int(np.max(ids)) for ids in encoded)
+    if model.vocab_size is not None and largest >= model.vocab_size:
+        raise ConfigError(
+            f"a prompt has token {largest}, but the model's vocabulary has {model.vocab_size}; use its own tokenizer"
+        )
+    longest, limit, short = max(map(len, encoded)), decoder.max_length, decoder.short_length
+    most = room_for_new_tokens(decoder, longest) if longest <= limit else 0
+    if new_tokens > most:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and {new_tokens} new tokens exceed the model's {limit} positions; "
+            f"ask for at most {max(most, 0)} or shorten the prompt"
+        )
+    room = limit if decoder.encode is not None else limit - new_tokens
+    if short is not None and longest + new_tokens <= short:
+        # Padding alone may not make a text a long one, whose positions rotate by other frequencies.
+        room = min(room, short - new_tokens)
+    length = _SHORTEST_PROMPT
+    while length < longest:
+        length *= 2
+    prompts_BP = np.zeros((len(encoded), min(length, room)), np.int32)
+    for row, ids in enumerate(encoded):
+        prompts_BP[row, : len(ids)] = ids
+    return prompts_BP, np.array([len(ids) for ids in encoded], np.int32)
+
+
+def room_for_new_tokens(decoder: Decoder, prompt_length: int) -> int:
+    """How many tokens can follow a prompt; the outputs of a model with an encoder have all positions for themselves."""
+    return decoder.max_length - (prompt_length if decoder.encode is None else 0)

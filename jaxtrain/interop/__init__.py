@@ -1,4 +1,5 @@
 """Published models in and out: their weights into the shardings of a mesh, and ours into their folders.
 
-What published files say stands in `published`; here it meets our config, our parameters and jax.
+formats/ reads and writes files, families/ holds one table per family (both without jax); the modules here bring them
+together with our config and our parameters.
 """

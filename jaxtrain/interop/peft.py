@@ -10,27 +10,30 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config.arguments import refusal
 from jaxtrain.config.base import Group
-from jaxtrain.config.published import lora_settings
+from jaxtrain.config.published import lora_settings, settings_of
 from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.base_digest import base_digests, check_base, write_base_digests
-from jaxtrain.interop.folders import empty_folder, name_folder, partial_folder, partial_of
-from jaxtrain.interop.gather import on_main_host
+from jaxtrain.interop.formats.entries import Row
+from jaxtrain.interop.formats.peft_reading import (
+    CONFIG,
+    WEIGHTS,
+    AdapterConfig,
+    open_adapter_folder,
+    read_adapter_arrays,
+)
+from jaxtrain.interop.formats.peft_writing import config_json, whole_paths, written_adapter
+from jaxtrain.interop.formats.safetensors import write_safetensors
 from jaxtrain.interop.load import by_path
-from jaxtrain.interop.pretrained import Pretrained, load_pretrained
-from jaxtrain.interop.settings import family_for, settings_of
+from jaxtrain.interop.pretrained import Pretrained, load_pretrained, model_group
+from jaxtrain.interop.save import Origin, name_folder, partial_folder, partial_of, write_files
+from jaxtrain.interop.settings import family_for
+from jaxtrain.interop.tensors import on_main_host
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapters import adapt_as_folder
 from jaxtrain.models.model import Model, Params
 from jaxtrain.precision.low_rank import LowRankKernel
-from jaxtrain.published.entries import Row
-from jaxtrain.published.peft import CONFIG, WEIGHTS, AdapterConfig, config_json, open_adapter_folder
-from jaxtrain.published.peft_tensors import read_adapter_arrays
-from jaxtrain.published.peft_writing import whole_paths, written_adapter
-from jaxtrain.published.safetensors import write_safetensors
 from jaxtrain.runtime.distributed import on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 
@@ -80,16 +83,13 @@ def open_adapter(
     """
     folder = open_adapter_folder(path)
     found = read_adapter_arrays(folder, rows)
-    check_base(folder.path, base, places)
     said = folder.config
     kernels, whole = tuple(found.factors), tuple(found.whole)
     lora = LoraConfig(**lora_settings(said, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole))
-    factors = {f"{kernel}/{name}": one for kernel, pair in found.factors.items() for name, one in _named(pair)}
-    return OpenedAdapter(Path(path), said, lora, {**factors, **found.whole})
-
-
-def _named(pair: tuple[np.ndarray, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-    return [("lora_a", pair[0]), ("lora_b", pair[1])]
+    leaves = dict(found.whole)
+    for kernel, (lora_a, lora_b) in found.factors.items():
+        leaves |= {f"{kernel}/lora_a": lora_a, f"{kernel}/lora_b": lora_b}
+    return OpenedAdapter(Path(path), said, lora, leaves)
 
 
 def load_adapter(folder: str | Path, *, base: "Pretrained | str | Path") -> tuple[Model, Params]:
@@ -166,8 +166,7 @@ def save_adapter(
 ) -> Path:
     """Write the adapters of a model as a folder that PEFT opens.
 
-    The base is not written; PEFT asks for it beside the folder. Over a base that was read from files, the file
-    base_digest.json tells it from others of the same shapes, which `load_adapter` then refuses.
+    The base is not written; PEFT asks for it beside the folder.
 
     Args:
         folder: The folder to make; it may exist if it is empty.
@@ -188,30 +187,10 @@ def save_adapter(
         >>> sorted(file.name for file in folder.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
-    digests: Mapping[str, str] = {}
+    group, origin, name = model_group(base, what="save_adapter: base"), Origin(), None
     if isinstance(base, Pretrained):
-        group, published = base.config, base.published
-        said, files, name = published.source.config, published.source.files, str(base.path)
-        digests = base_digests(published, base.places.params)
-    elif isinstance(base, Group):
-        group, said, files, name = base, {}, {}, None
-    elif isinstance(base, Mapping) and base:
-        from jaxtrain.config.load import load_config
-
-        group, said, files, name = load_config({"model": base}).config.model, {}, {}, None
-    else:
-        takes = "what load_pretrained gave, or a model group"
-        raise ConfigError(refusal("save_adapter: base", takes, base, "base=pretrained"))
-    return write_adapter(
-        folder,
-        settings_of(group),
-        params,
-        model=model,
-        base_config=said,
-        base_files=files,
-        base_name=name,
-        digests=digests,
-    )
+        origin, name = Origin(base.published.source.config, base.published.source.files), str(base.path)
+    return write_adapter(folder, settings_of(group), params, model=model, base=origin, base_name=name)
 
 
 def write_adapter(
@@ -220,10 +199,8 @@ def write_adapter(
     params: Params,
     *,
     model: Model,
-    base_config: Mapping[str, Any],
-    base_files: Mapping[str, str | bytes],
+    base: Origin,
     base_name: str | None,
-    digests: Mapping[str, str],
 ) -> Path:
     """Writes an adapter's folder. Every process calls it, the main one writes.
 
@@ -232,10 +209,8 @@ def write_adapter(
         settings: Our model group, from `settings_of`.
         params: Parameters of the adapted model.
         model: The adapted model.
-        base_config: The config.json of the base; empty where there is none.
-        base_files: Name -> contents of its tokenizer files and the like.
+        base: What is known of its base; empty where there is none.
         base_name: Path or name of the base.
-        digests: From `base_digests`, of the base; empty where it was read from no files.
 
     Raises:
         ConfigError: The folder is not empty, the model has no adapters, or no published family has it.
@@ -244,22 +219,13 @@ def write_adapter(
     lora = None if model.adapted is None else model.adapted.lora
     if lora is None:
         raise ConfigError(f"the model {model.name} has no adapters to write; write all of it with save_pretrained")
-    family = family_for(settings, model_type=base_config.get("model_type"))
-    # Only the main process looks: when another one comes here, it may have written into the folder already.
-    with on_main_process(empty_folder(folder)):
-        pass
+    family = family_for(settings, model_type=base.config.get("model_type"))
     rows = family.tensors(settings)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
     kernels = {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRankKernel)}
-    missing = [path for path in model.adapted.targets if path not in kernels] if model.adapted else []
-    if missing:
-        raise ConfigError(
-            f"params hold no adapter at {missing[0]}, which the model has; write save_adapter(folder, state.params, "
-            "model=step.model, base=pretrained)"
-        )
     others = {path_name(path): leaf for path, leaf in leaves if not isinstance(leaf, LowRankKernel)}
     trained = {path for path in others if any(fnmatch.fnmatchcase(path, one) for one in lora.train_also)}
-    architecture = str((base_config.get("architectures") or family.to_published(settings)["architectures"])[0])
+    architecture = str((base.config.get("architectures") or family.to_published(settings)["architectures"])[0])
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     paths = whole_paths(rows, trained, task_type=task)
     nameless = sorted(trained - set(paths))
@@ -276,22 +242,20 @@ def write_adapter(
         base=base_name,
         task_type=task,
     )
-    with on_main_process(
-        _write_files(folder, rows, factors, whole, said, base_files, digests), does="write the adapter"
-    ):
+    writing = _written(folder, rows, factors, whole, said, base.files)
+    with on_main_process(writing, does="write the adapter"):
         pass
     return folder
 
 
 @contextlib.contextmanager
-def _write_files(
+def _written(
     folder: Path,
     rows: Sequence[Row],
     factors: Mapping[str, Any],
     whole: Mapping[str, Any],
     config: AdapterConfig,
-    base_files: Mapping[str, str | bytes],
-    digests: Mapping[str, str],
+    files: Mapping[str, str | bytes],
 ) -> Iterator[None]:
     """Writes the files of an adapter on entering."""
     written = written_adapter(rows, factors, whole, config)
@@ -300,10 +264,7 @@ def _write_files(
         partial = partial_of(folder)
         shapes = {name: (array.shape, array.dtype) for name, array in written.tensors.items()}
         write_safetensors(partial / WEIGHTS, shapes, written.tensors.items())
-        for name, text in base_files.items():
-            (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        if digests:
-            write_base_digests(partial, digests)
-        write_json_atomic(partial / CONFIG, config_json(written.config, fan_in_fan_out=written.fan_in_fan_out))
+        write_files(partial, files)
+        write_json_atomic(partial / CONFIG, config_json(written))
         name_folder(folder, last=CONFIG)
     yield

@@ -10,19 +10,17 @@ import jax
 
 from jaxtrain.config.arguments import check_choice, refusal
 from jaxtrain.config.base import Group
+from jaxtrain.config.published import settings_in, settings_of
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.fresh import check_same_function
+from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
 from jaxtrain.interop.load import by_path, read_places
-from jaxtrain.interop.packing import Packing
 from jaxtrain.interop.save import Origin, saved_dtypes, write_published
-from jaxtrain.interop.settings import settings_in, settings_of
+from jaxtrain.interop.settings import check_same_function
 from jaxtrain.interop.weights import Places, PublishedModel, find_places, open_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
-from jaxtrain.published.config_file import tokenizer_origin
-from jaxtrain.published.hub import published_place
 
 
 @dataclass(frozen=True)
@@ -167,26 +165,14 @@ def save_pretrained(
         >>> sorted(file.name for file in folder.iterdir())
         ['config.json', 'model.safetensors']
     """
-    takes = "the path of a folder"
     if base is not None:
         check_choice(base, ("nf4",), what="save_pretrained: base", write="base='nf4'")
+    opened = model if isinstance(model, Pretrained) else None
+    group = model_group(model, what="save_pretrained: model")
+    settings = settings_of(group)
     origin = None
-    if isinstance(model, Pretrained):
-        group, source = model.config, model.published.source
-        origin = Origin(source.config, source.files, saved_dtypes(model.published))
-    elif isinstance(model, Group):
-        group = model
-    elif isinstance(model, Mapping) and model:
-        from jaxtrain.config.load import load_config
-
-        group = load_config({"model": model}).config.model
-    else:
-        takes = "what load_pretrained gave, or a model group"
-        raise ConfigError(refusal("save_pretrained: model", takes, model, "model=pretrained"))
-    settings, linears = settings_of(group), None
-    if base is not None:
-        built = model.model if isinstance(model, Pretrained) else built_of(group, settings)
-        linears = built.linears
+    if opened is not None:
+        origin = Origin(opened.published.source.config, opened.published.source.files, saved_dtypes(opened.published))
     return write_published(
         folder,
         settings,
@@ -195,30 +181,37 @@ def save_pretrained(
         origin=origin,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        packing=None if linears is None else Packing(linears),
+        nf4_linears=None if base is None else (opened.model if opened else built_of(group, settings)).linears,
     )
+
+
+def model_group(model: "Pretrained | Group | Mapping[str, Any]", *, what: str) -> Group:
+    """Returns the model group of what `load_pretrained` gave, of itself, or of its keys.
+
+    Raises:
+        ConfigError: It is something else, which was given as `what`.
+    """
+    if isinstance(model, Pretrained):
+        return model.config
+    if isinstance(model, Group):
+        return model
+    if not isinstance(model, Mapping) or not model:
+        raise ConfigError(refusal(what, "what load_pretrained gave, or a model group", model, "pretrained"))
+    from jaxtrain.config.load import load_config
+
+    return load_config({"model": model}).config.model
 
 
 def built_of(group: Any, settings: Mapping[str, Any]) -> Model:
     """Build the model of a model group; `settings` are its keys, with its sizes."""
-    return build_model(group, input_shape=_input_shape(settings))
-
-
-def _input_shape(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Shape of one row of inputs: tokens, or pixels."""
-    if "max_sequence_length" in settings:
-        return (settings["max_sequence_length"],)
     size = settings.get("image_size", 224)
-    return (size, size, settings.get("channels", 3))
+    pixels = (size, size, settings.get("channels", 3))
+    return build_model(
+        group, input_shape=(settings["max_sequence_length"],) if "max_sequence_length" in settings else pixels
+    )
 
 
 def _filled(pretrained: Pretrained, tree: Any, places: Mapping[str, Any]) -> Any:
     wanted = by_path(tree)
-    for path, like in wanted.items():
-        if path not in places or places[path].shape != like.shape:
-            raise ConfigError(
-                f"{pretrained.path}: the sharded model has {path} {list(like.shape)}, which the published model does "
-                "not; shard pretrained.model"
-            )
     found = read_places(pretrained.published, places, wanted)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: found[path_name(path)], tree)

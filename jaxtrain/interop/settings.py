@@ -1,94 +1,45 @@
-"""Our model group as families read it, and the family that can say it. No jax here."""
+"""A model of ours and published ones: the family that can say it, and what of a published one it does not take."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.published import parse_settings, settings_in, settings_of
+from pydantic import ValidationError
+
+from jaxtrain.config.base import Group
+from jaxtrain.config.model import HeadConfig, published_from
+from jaxtrain.config.published import (
+    parse_settings,
+    published_family,
+    published_settings,
+    settings_in,
+    settings_of,
+)
 from jaxtrain.errors import ConfigError
-from jaxtrain.published.families.table import FAMILIES, read_settings
-from jaxtrain.published.family import Family
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.table import FAMILIES, family_of, read_settings
+from jaxtrain.interop.formats.entries import Entry
+from jaxtrain.interop.formats.transforms import Shape
 
-__all__ = ["family_for", "parse_settings", "settings_in", "settings_of", "unsaid"]
-
-_PUBLISHED_KINDS = ("transformer", "encoder_decoder", "vit", "resnet")
 # What a published config does not say, or what changes how outputs are computed but not what they are.
 _NOT_COMPARED = ("size", "from", "attention", "dropout")
-# Equal to no value of a key.
-_MISSING = object()
+# A family that cannot write a model at all counts as one that cannot say so many of its keys.
+_UNWRITTEN = 2
 
 
-def unsaid(family: Family, settings: Mapping[str, Any]) -> str | None:
-    """Returns the first key of our model group whose value a config.json of the family cannot say, or None.
-
-    Args:
-        family: The family.
-        settings: From `settings_of`.
-    """
-    again = _said(family, settings)
-    if isinstance(again, str):
-        return again
-    return next((f"model.{key}={settings[key]}" for key in _differing(settings, again)), None)
-
-
-def _said(family: Family, settings: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The model group as the family reads what it writes of it; or what it cannot write, in words."""
-    from pydantic import ValidationError
-
-    kind = settings.get("kind")
-    if kind != _kind_of(family):
-        return f"model.kind={kind}"
+def unsaid(family: Family, settings: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of our model group (`settings_of`) whose values a config.json of the family cannot say."""
+    kind = family.fixed.get("kind", "transformer")
+    if settings.get("kind") != kind:
+        return [f"model.kind={settings.get('kind')}"] * len(settings)
     try:
-        written = {**family.to_published(settings), "model_type": family.model_type}
-        return settings_of(parse_settings(read_settings(written)))
+        written = {**family.to_published(settings), "model_type": family.name}
+        again = settings_of(parse_settings(read_settings(written)))
     except ConfigError as error:
-        return str(error)
+        return [str(error)] * _UNWRITTEN
     except ValidationError as error:  # what it can say of the model does not fit together
-        return str(error.errors()[0]["msg"])
-
-
-def _kind_of(family: Family) -> str:
-    """The kind of model that a family is of; sizes leave out the default."""
-    return next((str(size["kind"]) for size in family.sizes.values() if "kind" in size), "transformer")
-
-
-def _differing(settings: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ."""
-    return [key for key, value in settings.items() if key not in _NOT_COMPARED and other.get(key, _MISSING) != value]
-
-
-def _num_differing(family: Family, settings: Mapping[str, Any]) -> int:
-    """How far a family of the same kind is from a model."""
-    again = _said(family, settings)
-    if not isinstance(again, str):
-        return _num_of(settings, again)
-    # It does not write the model at all: it may without one key, and else how its models are built, whatever their
-    # sizes, says how near it is.
-    size = next(iter(family.sizes.values()))
-    usual = settings_of(parse_settings({"kind": _kind_of(family), **size}))
-    without = [{**settings, key: usual[key]} for key in _differing(settings, usual) if key in usual]
-    said = [(one, _said(family, one)) for one in without]
-    found = [1 + _num_of(one, again) for one, again in said if not isinstance(again, str)]
-    return min(found) if found else max(1, _num_of(settings, usual, with_sizes=False))
-
-
-def _num_of(settings: Mapping[str, Any], other: Mapping[str, Any], *, with_sizes: bool = True) -> int:
-    return sum(
-        _distance(settings[key], other.get(key, _MISSING), with_sizes=with_sizes) for key in _differing(settings, other)
-    )
-
-
-def _distance(one: Any, other: Any, *, with_sizes: bool) -> int:
-    """In how many keys two values differ; a group that one of them lacks counts as all of its keys."""
-    groups = [value for value in (one, other) if isinstance(value, Mapping)]
-    if len(groups) == 2:
-        return sum(_distance(value, other.get(key, _MISSING), with_sizes=with_sizes) for key, value in one.items())
-    if groups:
-        return len(groups[0])
-    return int(one != other and (with_sizes or not (_is_size(one) and _is_size(other))))
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        return [str(error.errors()[0]["msg"])] * _UNWRITTEN
+    differing = (key for key, value in settings.items() if key not in _NOT_COMPARED and again.get(key, key) != value)
+    return [f"model.{key}={settings[key]}" for key in differing]
 
 
 def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) -> Family:
@@ -99,28 +50,122 @@ def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) ->
         model_type: That of the folder that the model came from, or None.
 
     Raises:
-        ConfigError: No family can say it; names the nearest of its kind, and what that one cannot.
+        ConfigError: No family can say it; names the nearest, and what that one cannot.
     """
-    if settings.get("kind") not in _PUBLISHED_KINDS:
-        raise ConfigError(
-            f"model.kind={settings.get('kind')} is of no published family, so it cannot be written as one"
-        )
-    if settings.get("vocab_size", 0) is None:
-        raise ConfigError(
-            "model.vocab_size is null, which leaves it to data; write the number of rows of the embedding"
-        )
-    if model_type is not None and model_type in FAMILIES:
-        problem = unsaid(FAMILIES[model_type], settings)
-        if problem is not None:
-            raise ConfigError(f"the family {model_type}, which the model came from, cannot say {problem}")
-        return FAMILIES[model_type]
-    for family in FAMILIES.values():
-        if unsaid(family, settings) is None:
+    families = list(FAMILIES.values()) if model_type is None else [family_of(model_type)]
+    problems = {}
+    for family in families:
+        problems[family.name] = unsaid(family, settings)
+        if not problems[family.name]:
             return family
-    # A part of a family of larger models has no sizes of its own; its text part is a family, too.
-    alike = [one for one in FAMILIES.values() if one.sizes and _kind_of(one) == settings["kind"]]
-    nearest = min(alike, key=lambda one: _num_differing(one, settings))
-    raise ConfigError(
-        f"no published family has this model: the nearest is {nearest.name}, which cannot say "
-        f"{unsaid(nearest, settings)}"
-    )
+    nearest = min(problems, key=lambda name: len(problems[name]))
+    which = "no published family has this model; the nearest," if model_type is None else "the model came from"
+    raise ConfigError(f"{which} {nearest}, which cannot say {problems[nearest][0]}")
+
+
+# Kind of model whose last layer follows from `num_classes` -> patterns of that layer's parameters.
+_CLASSIFIERS = {"vit": ["head/*"], "resnet": ["head_kernel", "head_bias"]}
+_POOLED = {"sequence", "regression", "embedding"}
+
+
+def fresh_parts(model: Group) -> list[str]:
+    """Returns patterns of paths that a published model does not give, because the config asks for another head.
+
+    Args:
+        model: The model group of a config.
+    """
+    path = published_from(model)
+    if path is None:
+        return []
+    settings = published_settings(path)
+    if settings["kind"] in _CLASSIFIERS:
+        classes = settings["num_classes"]
+        same = classes is not None and classes == getattr(model, "num_classes", None)
+        return [] if same else _CLASSIFIERS[settings["kind"]]
+    published = settings.get("head")
+    theirs = _head_shape(None if published is None else HeadConfig(**published))
+    ours = _head_shape(getattr(model, "head", None))
+    if ours == theirs:
+        return []
+    # A layer over the pooled token has the same place in every head that has it.
+    if _POOLED.issuperset((ours["kind"], theirs["kind"])) and ours.get("hidden", 0) == theirs.get("hidden"):
+        return ["head/output/*"]
+    layers = [one["kind"] != "language_model" for one in (ours, theirs)]
+    untied = not layers[1] and settings.get("tie_embeddings") is False
+    return [*(["head/*"] if any(layers) else []), *(["output"] if untied and layers[0] else [])]
+
+
+def _head_shape(head: HeadConfig | None) -> dict[str, Any]:
+    """What decides the shapes of a head."""
+    found = {} if head is None else head.model_dump()
+    kept = ("kind", "num_labels", "hidden", "bias")
+    return {"kind": "language_model", **{key: found[key] for key in kept if found.get(key) is not None}}
+
+
+def fresh_notes(model: Group) -> list[str]:
+    """Returns a line for people about what is drawn although the model starts from a published one."""
+    patterns = ", ".join(fresh_parts(model))
+    return [f"{patterns} drawn anew: {published_from(model)} has another head; all else is read"] if patterns else []
+
+
+# Keys that change what every block computes of the same arrays: weights were trained for one value of each.
+_TRAINED_FOR = (
+    "norm", "norm_offset", "block", "activation", "position", "position_offset", "rotary_fraction", "embedding_scale",
+    "attention_scale", "logits_scale", "relative_max_distance",
+)  # fmt: skip
+# Two forms of one function, 5e-4 apart.
+_ALIKE = {"gelu", "gelu_exact"}
+
+
+def check_same_function(path: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raises where a key makes another function of the weights of a published model than they were trained for.
+
+    Args:
+        path: The published model.
+        ours, theirs: Every key of our model group: of the config, and of the published model.
+
+    Raises:
+        ConfigError: Names the key, its value, and that of the published model.
+    """
+    for key in _TRAINED_FOR:
+        one, other = ours.get(key), theirs.get(key)
+        if one != other and not _ALIKE.issuperset((one, other)):
+            raise ConfigError(
+                f"model.{key}={one} makes another function of the weights of {path}, which were trained with {other}; "
+                f"leave model.{key} out, or leave out model.from to draw every weight"
+            )
+
+
+def check_fits(model: Group) -> None:
+    """Raises where a key asks for other arrays than the published model has, or for another function of them.
+
+    Another head is no mistake: `fresh_parts` says what of it is drawn.
+
+    Args:
+        model: The model group of a config.
+
+    Raises:
+        ConfigError: Names the key, its value, and that of the published model.
+    """
+    path = published_from(model)
+    if path is None:
+        return
+    family, theirs = published_family(path), settings_in(path, published_settings(path))
+    ours = settings_of(model, vocab_size=theirs.get("vocab_size"))
+    # A head may be another one, whose labels only the data may know.
+    ours |= {key: theirs[key] for key in ("head", "num_classes") if key in theirs}
+    # An output layer that a file holds beside what ties it may be asked for.
+    theirs |= {"tie_embeddings": False} if ours.get("tie_embeddings") is False else {}
+    check_same_function(path, ours, theirs)
+    for key in theirs:
+        if key == "size" or ours.get(key) == theirs[key]:
+            continue
+        if _arrays(family, {**theirs, key: ours[key]}) != _arrays(family, theirs):
+            raise ConfigError(
+                f"model.{key}={ours[key]} asks for other arrays than {path} holds, where it is {theirs[key]}; leave "
+                f"model.{key} out, or leave out model.from to draw every weight"
+            )
+
+
+def _arrays(family: Family, settings: Mapping[str, Any]) -> dict[str, Shape]:
+    return {row.path: row.shape for row in family.tensors(settings) if isinstance(row, Entry)}

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.published.bitsandbytes import with_quantized
-from jaxtrain.published.config_file import is_published_folder
-from jaxtrain.published.entries import Entry, Row, Skipped, Tied, names_of, positions
-from jaxtrain.published.families.table import family_of, read_settings
-from jaxtrain.published.family import Family
-from jaxtrain.published.folder import Source, open_folder
-from jaxtrain.published.transforms import Shape
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.table import family_of, read_settings
+from jaxtrain.interop.formats.entries import Entry, Skipped, Tied, names_of, positions
+from jaxtrain.interop.formats.nf4 import with_quantized
+from jaxtrain.interop.formats.safetensors import Source, open_folder
+from jaxtrain.interop.formats.transforms import Shape
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,8 @@ class StoredParameter:
         return self.place.shape
 
     def read(self, position: tuple[int, ...]) -> np.ndarray:
-        """Returns what stands at a position of its stack.
-
-        Args:
-            position: Index in each dim of the row's stack.
-        """
-        transform = self.place.row.transform
-        return transform.read(self.published.source.read(self.name_at(position)), [slice(None)] * len(transform.ours))
+        """Returns what stands at a position of its stack."""
+        return self.place.row.transform.read_all(self.published.source.read(self.name_at(position)))
 
     def name_at(self, position: tuple[int, ...]) -> str:
         """Returns the name of the tensor that holds what stands at a position of the stack."""
@@ -90,37 +84,21 @@ class Places:
     model_state: Mapping[str, Place]
 
 
-def is_published(path: str | Path) -> bool:
-    """Whether a path is that of a published model: a folder with a config.json of one, or a GGUF file."""
-    return Path(path).suffix == ".gguf" or is_published_folder(path)
-
-
-def open_source(path: str | Path) -> Source:
-    """Opens a published folder, or a GGUF file; no tensor is read.
-
-    Raises:
-        ConfigError: No such folder or file, or no config.json in it.
-        CheckpointError: Its files are missing or damaged.
-    """
-    if Path(path).suffix == ".gguf":
-        from jaxtrain.published.gguf_source import open_gguf
-
-        gguf: Any = open_gguf(path)
-        return gguf
-    return with_quantized(open_folder(path))
-
-
 def open_published(path: str | Path) -> PublishedModel:
-    """Opens a published model and reads its config; no tensor is read.
+    """Opens a published folder, or a GGUF file, and reads its config; no tensor is read.
 
     Raises:
         ConfigError: No such folder or file, a family that is not known, or a key or a value that is not supported.
         CheckpointError: Its files are missing or damaged.
     """
-    source = open_source(path)
+    if Path(path).suffix == ".gguf":
+        from jaxtrain.interop.formats.gguf_model import open_gguf
+
+        source: Any = open_gguf(path)
+    else:
+        source = with_quantized(open_folder(path))
     try:
-        family = family_of(source.config.get("model_type"))
-        settings = read_settings(source.config)
+        family, settings = family_of(source.config.get("model_type")), read_settings(source.config)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return PublishedModel(Path(path), source, family, settings)
@@ -140,69 +118,44 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any], *, fresh
     """
     tensors = published.source.tensors
     rows = published.family.tensors(settings)
-    found: dict[bool, dict[str, Place]] = {False: {}, True: {}}
+    places = Places({}, {})
     used: set[str] = set()
-    missing: list[str] = []
-    strange: list[str] = []
-    integers: list[str] = []
+    problems: dict[str, list[str]] = {"lacks": [], "has too many": [], "has other shapes or dtypes": []}
     for row in rows:
-        if isinstance(row, Entry):
-            names = []
-            for position in positions(row):
-                candidates = names_of(row, position)
-                name = next((one for one in candidates if one in tensors), None)
-                if name is None:
-                    if not row.path.startswith(fresh):
-                        missing.append(candidates[0])
-                    continue
+        if isinstance(row, Skipped):
+            continue
+        names = []
+        for position in positions(row):
+            candidates = names_of(row, position)
+            name = next((one for one in candidates if one in tensors), None)
+            if name is not None:
                 names.append(name)
-                if tensors[name][1].kind in "iub":
-                    integers.append(f"{name} is {tensors[name][1]}")
-                if tensors[name][0] != row.transform.theirs:
-                    strange.append(f"{name} is {list(tensors[name][0])}, not {list(row.transform.theirs)}")
-            used.update(names)
-            if len(names) == _count(row):
-                place = Place(row, tuple(names), tensors[names[0]][1]) if names else None
-                if place is not None:
-                    found[row.state][row.path] = place
-        elif not isinstance(row, Skipped):
-            used.update(name for name in _all_names(row) if name in tensors)
-    skipped = [re.compile(row.pattern) for row in rows if isinstance(row, Skipped)]
-    extra = [name for name in tensors if name not in used and not any(one.fullmatch(name) for one in skipped)]
-    _refuse(published, missing, extra if not fresh else [], strange, integers)
-    places = Places(found[False], found[True])
-    for row in rows:
-        if isinstance(row, Tied):
-            _check_tied(published, row, places)
-    return places
-
-
-def _count(row: Entry) -> int:
-    return int(np.prod(row.stack, dtype=int))
-
-
-def _all_names(row: Row) -> list[str]:
-    if isinstance(row, Tied):
-        return list(names_of(row))
-    assert not isinstance(row, Skipped)
-    return [name for position in positions(row) for name in names_of(row, position)]
-
-
-def _refuse(
-    published: PublishedModel, missing: list[str], extra: list[str], strange: list[str], integers: list[str]
-) -> None:
-    problems = {
-        "lacks": missing,
-        "has too many": extra,
-        "has other shapes": strange,
-        "has integers for parameters": integers,
-    }
+            elif isinstance(row, Entry) and not row.path.startswith(fresh):
+                problems["lacks"].append(candidates[0])
+            used.update(one for one in candidates if one in tensors)
+        if not isinstance(row, Entry) or not names:
+            continue
+        for name in names:
+            shape, dtype = tensors[name]
+            if shape != row.transform.theirs or dtype.kind in "iub":
+                wanted = list(row.transform.theirs)
+                problems["has other shapes or dtypes"].append(f"{name} is {dtype}{list(shape)}, not floats {wanted}")
+        place = Place(row, tuple(names), tensors[names[0]][1])
+        (places.model_state if row.state else places.params)[row.path] = place  # pyright: ignore[reportIndexIssue]
+    if not fresh:
+        skipped = [re.compile(row.pattern) for row in rows if isinstance(row, Skipped)]
+        rest = (name for name in tensors if name not in used)
+        problems["has too many"] += (name for name in rest if not any(one.fullmatch(name) for one in skipped))
     said = [f"{what} ({len(names)}): {', '.join(names[:3])}" for what, names in problems.items() if names]
     if said:
         raise CheckpointError(
             f"the tensors of {published.path} do not fit its config.json as the family {published.family.name} reads "
             f"it: it {'; it '.join(said)}"
         )
+    for row in rows:
+        if isinstance(row, Tied):
+            _check_tied(published, row, places)
+    return places
 
 
 def _check_tied(published: PublishedModel, row: Tied, places: Places) -> None:
@@ -211,9 +164,8 @@ def _check_tied(published: PublishedModel, row: Tied, places: Places) -> None:
     name = next((one for one in names_of(row) if one in published.source.tensors), None)
     if name is None or place is None or name in place.names:
         return
-    own, other = published.source.read(name), published.source.read(place.names[0])
-    if own.shape != other.shape or not np.array_equal(own, other):
+    if not np.array_equal(published.source.read(name), published.source.read(place.names[0])):
         raise CheckpointError(
             f"{published.path}: {name} differs from {place.names[0]}, although its config.json ties them; set "
-            f"{row.instead}"
+            "model.tie_embeddings=false"
         )

@@ -1,10 +1,6 @@
-"""Numbers as short text for users: durations, counts, sizes and sparklines."""
+"""Numbers as short text for users: durations, counts and sizes."""
 
-import itertools
 import math
-from collections.abc import Sequence
-
-_SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def format_duration(seconds: float | None) -> str:
@@ -71,20 +67,3 @@ def format_bytes(count: float | None) -> str:
 def format_gib(count: float) -> str:
     """Format bytes in GiB with two decimals: `15.75 GiB`."""
     return f"{count / 2**30:,.2f} GiB"
-
-
-def sparkline(values: Sequence[float], *, width: int = 40) -> str:
-    """Draw the finite values as one line of block characters; more values than its width are averaged.
-
-    The range excludes the highest 2 %, because the first losses of a run would otherwise flatten the rest.
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    columns = min(width, len(finite))
-    edges = [index * len(finite) // columns for index in range(columns + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low = min(means)
-    high = sorted(means)[max(0, math.ceil(0.98 * len(means)) - 1)]
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[min(len(_SPARKS) - 1, round((mean - low) * scale))] for mean in means)

@@ -6,7 +6,6 @@ progress are one output below the cell, which is updated.
 """
 
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -16,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxtrain.config.secrets import redacted_text
-from jaxtrain.metrics.format import format_clock, format_count, format_duration, format_loss, sparkline
+from jaxtrain.metrics.format import format_clock, format_count, format_duration, format_loss
 from jaxtrain.runtime.terminal import in_notebook, printable
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ _SLOW_PHASE_SECONDS = 2.0
 # the kernel's socket: a few times per second is enough.
 _REFRESH_PER_SECOND = 4
 _MOST_LINES = 400
-_MOST_LOSSES = 1024
 
 
 class Phase:
@@ -65,7 +63,6 @@ class Progress:
         self._view: LiveView | NotebookView | None = None
         if is_live and not self.silent:
             self._view = NotebookView() if notebook else LiveView(self._errors)
-        self._losses: list[float] = []
         self._total_steps = 0
         # (step, time) of the first step of this process, which may compile: the remaining time follows from the others.
         self._first: tuple[int, float] | None = None
@@ -113,11 +110,6 @@ class Progress:
         if step > self._first[0] and (values or self._view is not None):
             step_seconds = (now - self._first[1]) / (step - self._first[0])
             remaining = f"ETA {format_clock(max(0, self._total_steps - step) * step_seconds)}"
-        loss = values.get("loss")
-        if loss is not None:
-            self._losses.append(float(loss))
-            if len(self._losses) > _MOST_LOSSES:
-                self._losses = [*self._losses[:-1:2], self._losses[-1]]
         if self._view is not None:
             self._view.move_bar(step, describe(values), remaining)
         elif values:
@@ -133,11 +125,8 @@ class Progress:
             self._line(text)
 
     def finish(self, summary_lines: Sequence[str]) -> None:
-        """End the bar, draw the loss as a small curve and print the summary as a result."""
+        """End the bar and print the summary as a result."""
         self.close()
-        finite = [loss for loss in self._losses if math.isfinite(loss)]
-        if len(finite) > 1:
-            self._line(f"loss {sparkline(finite)} {format_loss(finite[0])} → {format_loss(self._losses[-1])}")
         if summary_lines:
             self.result("\n".join(summary_lines))
 

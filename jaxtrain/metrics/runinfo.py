@@ -17,15 +17,7 @@ from jaxtrain.config.secrets import redacted, redacted_words
 from jaxtrain.metrics.history import last_metrics
 from jaxtrain.runtime.files import strict_json
 
-# Key of run.json and of the metadata of a checkpoint: how many held-out rows are evaluated, and since which step.
-EVALUATED_ROWS = "evaluated_rows"
-
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-
-
-def compared_after(record: Mapping[str, Any]) -> int:
-    """The step after which evaluations are of the same held-out rows, by run.json or the metadata of a checkpoint."""
-    return (record.get(EVALUATED_ROWS) or {}).get("after", 0)
 
 
 def run_info(

@@ -1,4 +1,4 @@
-"""MLflow, Weights & Biases and trackio: each is a function that opens a run there, behind a thread. No jax here.
+"""MLflow and Weights & Biases: each is a function that opens a run there, behind a thread. No jax here.
 
 The clients' own threads do not suffice: opening a run takes them 2 to 8 s, and with a server that is down MLflow's ends
 rows, W&B's waits at the end of the process, and neither goes on with a run without a step twice.
@@ -15,8 +15,6 @@ import logging
 import math
 import os
 import re
-import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -374,8 +372,17 @@ def open_wandb(run: TrackedRun) -> Tracker:
     opened.define_metric("step")
     opened.define_metric("*", step_metric="step")
 
-    def log(step: int, values: Mapping[str, Any]) -> None:
-        opened.log({"step": step, **values})
+    def log_rows(rows: Sequence[Row]) -> None:
+        for row in rows:
+            numbers = {name: plain_number(value) for name, value in row.values.items()}
+            opened.log({"step": row.step} | {name: one for name, one in numbers.items() if one is not None})
+
+    def log_text(step: int, name: str, value: Any) -> None:
+        if isinstance(value, Mapping) and "png" in value:
+            value = wandb.Image(_image(value))
+        elif isinstance(value, Mapping):
+            value = wandb.Histogram(np_histogram=(np.array(value["counts"]), np.array(value["edges"])))
+        opened.log({"step": step, name: value})
 
     def end(status: str, files: Sequence[Path]) -> None:
         opened.summary["status"] = status
@@ -387,38 +394,13 @@ def open_wandb(run: TrackedRun) -> Tracker:
         opened.finish(exit_code=0 if status in _DONE else _PREEMPTED_CODE if status == "preempted" else 1)
 
     place = opened.settings.sync_dir if opened.offline else opened.url
-    return Tracker(opened.id, str(place), *_by_row(log, wandb), end)
-
-
-def open_trackio(run: TrackedRun) -> Tracker:
-    """Open a run of trackio, which goes on with the newest run of a name: each has a name that no other has."""
-    trackio = _import("trackio")
-    # What it prints is no result of this process.
-    to_standard_error = contextlib.redirect_stdout(sys.stderr)
-    name = f"{run.name}-{secrets.token_hex(3)}" if run.known_id is None else run.known_id
-    resume = "never" if run.known_id is None else "allow"
-    with to_standard_error:
-        opened = trackio.init(project=run.project, name=name, resume=resume, config={**run.settings, **run.tags})
-    last_step = 0
-
-    def log(step: int, values: Mapping[str, Any]) -> None:
-        nonlocal last_step
-        last_step = step
-        opened.log(dict(values), step=step)
-
-    def end(status: str, files: Sequence[Path]) -> None:
-        opened.log({"status": status}, step=last_step)
-        with to_standard_error:
-            opened.finish()
-
-    return Tracker(name, f"run {name} of project {run.project}", *_by_row(log, trackio), end)
+    return Tracker(opened.id, str(place), log_rows, log_text, end)
 
 
 # A key of `logging` in the config -> the tracker; adding one is a row here, a function above and the key.
 TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
     "mlflow": open_mlflow,
     "wandb": open_wandb,
-    "trackio": open_trackio,
 }
 
 
@@ -431,24 +413,6 @@ def _allowed(name: str) -> str:
     """A name of a metric or parameter as MLflow takes it: its characters, and a path that no part leads out of."""
     parts = re.sub(r"[^\w\-./ :]", "_", name, flags=re.ASCII)[:250].split("/")
     return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
-
-
-def _by_row(log: Callable[[int, Mapping[str, Any]], None], package: Any) -> tuple[Callable, Callable]:
-    """What records rows and texts by a function of step and values; wandb and trackio name their media alike."""
-
-    def log_rows(rows: Sequence[Row]) -> None:
-        for row in rows:
-            numbers = {name: plain_number(value) for name, value in row.values.items()}
-            log(row.step, {name: number for name, number in numbers.items() if number is not None})
-
-    def log_text(step: int, name: str, value: Any) -> None:
-        if isinstance(value, Mapping) and "png" in value:
-            value = package.Image(_image(value))
-        elif isinstance(value, Mapping):
-            value = package.Histogram(np_histogram=(np.array(value["counts"]), np.array(value["edges"])))
-        log(step, {name: value})
-
-    return log_rows, log_text
 
 
 def _image(value: Mapping[str, Any]) -> Any:

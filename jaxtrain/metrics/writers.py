@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import errno
-import io
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.metrics.history import read_rows
-from jaxtrain.runtime.files import identity, plain_number, put_aside, write_bytes_atomic, write_lines_atomic
+from jaxtrain.runtime.files import plain_number, write_lines_atomic
 
 Scalars = Mapping[str, float | int | None]
 
@@ -72,8 +71,8 @@ def flat_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 class JsonlWriter:
     """Writes one strict JSON object per line, with `step` first; NaN and infinities become null.
 
-    The file is opened at the first write and appended line by line, so that a run that is killed loses at most its
-    last line.
+    Each line is appended by itself, so that a run that is killed loses at most its last line, and one whose directory
+    was deleted makes it again.
 
     Args:
         path: the file of metrics; its folder is made if need be.
@@ -87,7 +86,6 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self.path = local_path(path, what="file of metrics")
-        self._file: io.FileIO | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -113,56 +111,25 @@ class JsonlWriter:
     def append(self, row: Mapping[str, object]) -> None:
         """Write a row of JSON values, all of it or nothing; see `scalars`."""
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        file = self._open()
-        size = file.seek(0, os.SEEK_END)
-        try:
-            # A disk that fills up takes the beginning of a line without an error.
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(size)
-            raise
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                # A disk that fills up takes the beginning of a line without an error.
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+                raise
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of steps after `step`, which a run repeats, and incomplete lines; replaces it atomically."""
-        self.close()
-        put_aside(self.path)
         if self.path.exists() and any(not _is_kept(line, step) for line in self._lines()):
             write_lines_atomic(self.path, (line for line in self._lines() if _is_kept(line, step)))
 
     def close(self) -> None:
-        """Close the file; the next row opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def is_in_place(self) -> bool:
-        """Whether the file that is open is the one at its path; True where none is open."""
-        if self._file is None:
-            return True
-        found = os.fstat(self._file.fileno())
-        return identity(self.path) == (found.st_dev, found.st_ino)
-
-    def write_again(self) -> str:
-        """Write the file at its path again, with the rows of the open file, whose name is gone; says so."""
-        content = b""
-        if self._file is not None:
-            self._file.seek(0)
-            content = self._file.read()
-        self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        put_aside(self.path)
-        write_bytes_atomic(self.path, content)
-        self._open()
-        return f"{self.path.name} is written again"
-
-    def _open(self) -> io.FileIO:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            put_aside(self.path)
-            self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
-        return self._file
+        """Do what is left to do: nothing, since each row is in the file once it was given."""
 
     def _lines(self) -> Iterator[str]:
         with self.path.open(encoding="utf-8", errors="replace") as file:

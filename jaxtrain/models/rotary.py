@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, TransformerConfig, YarnRope
+from jaxtrain.interop.formats.rope import longrope_factor
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.ops.ranks import aligned
-from jaxtrain.published.longrope import longrope_factor
 
 
 def rotary_frequencies(dims: int, theta: float, scaling: AnyRope | None, *, length: int = 1) -> jax.Array:

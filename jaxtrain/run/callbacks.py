@@ -3,24 +3,23 @@
 Early stopping is a function of the evaluations so far, which metrics.jsonl holds: so it survives a kill and a resume.
 """
 
-import itertools
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtrain.config.load import load_config
-from jaxtrain.config.schema import EarlyStoppingConfig, is_higher_better
+from jaxtrain.config.schema import Config, EarlyStoppingConfig, is_higher_better
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.history import read_rows
 from jaxtrain.metrics.progress import Progress
 
 if TYPE_CHECKING:
     from jaxtrain.data import Data
     from jaxtrain.models.model import Model
     from jaxtrain.models.task import Task
-    from jaxtrain.train.assemble import OwnStep, Run
+    from jaxtrain.train.assemble import OwnStep
     from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None
@@ -41,7 +40,7 @@ class Moment:
 
     Example:
         >>> seen = jt.Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
-        >>> norms = jt.Callback(on_step=lambda moment: moment.log({"gradients": moment.gradients()}), every=100)
+        >>> weights = jt.Callback(on_step=lambda moment: moment.log({"weights": moment.state.params}), every=100)
     """
 
     step: int
@@ -49,7 +48,6 @@ class Moment:
     state: "TrainState"
     run_dir: Path
     _log: Callable[[int, Mapping[str, Any]], None] = field(repr=False, default=lambda step, values: None)
-    _gradients: Callable[[], Any] | None = field(repr=False, default=None)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write numbers, histograms and images to metrics.jsonl, TensorBoard, the trackers and the report.
@@ -59,7 +57,7 @@ class Moment:
         Args:
             values: name -> a number; an array of one dim, of which the histogram is logged, or the pair (counts, edges)
                 of `np.histogram`; an image [H, W], [H, W, 1] or [H, W, 3], uint8 or scaled to its range, at most 512
-                pixels high and wide; or a nested dict of arrays, such as gradients, with a histogram for each.
+                pixels high and wide; or a nested dict of arrays, such as parameters, with a histogram for each.
 
         Raises:
             ConfigError: a value is none of these, or has the name of a metric of the run.
@@ -69,19 +67,6 @@ class Moment:
         if taken is not None:
             raise ConfigError(f"moment.log: {taken!r} is a metric of the run; use another name")
         self._log(self.step, values)
-
-    def gradients(self) -> Any:
-        """The mean gradients of the batch of this step at the state after it; every process calls it.
-
-        Returns:
-            A tree like the parameters, float32, None in place of frozen ones; see `TrainStep.gradients`.
-
-        Raises:
-            ConfigError: called in `on_evaluation` or `on_save`, which have no batch.
-        """
-        if self._gradients is None:
-            raise ConfigError("moment.gradients() needs the batch of a step; call it in on_step")
-        return self._gradients()
 
 
 @dataclass(frozen=True)
@@ -161,10 +146,8 @@ def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[C
     other = next((one for one in given if not isinstance(one, (Callback, EarlyStopping))), None)
     if other is not None:
         raise ConfigError(f"callbacks holds {other!r}; write callbacks=[jaxtrain.Callback(on_step=...)]")
-    stopping = [one for one in given if isinstance(one, EarlyStopping)]
-    if len(stopping) > 1:
-        raise ConfigError(f"callbacks holds {len(stopping)} EarlyStopping; a run has one: leave the others out")
-    return tuple(one for one in given if isinstance(one, Callback)), next(iter(stopping), None)
+    stopping = (one for one in given if isinstance(one, EarlyStopping))
+    return tuple(one for one in given if isinstance(one, Callback)), next(stopping, None)
 
 
 @dataclass(frozen=True)
@@ -200,69 +183,64 @@ def _sign_of(rule: EarlyStoppingConfig) -> float:
 
 def recorded_values(run_dir: Path, metric: str, *, every: int, last: int) -> dict[int, float]:
     """The values of a metric in metrics.jsonl that were due: step -> value, NaN where it was not finite."""
-    found: dict[int, float] = {}
-    path = run_dir / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # a kill in the middle of a line
-            continue
-        step = row.get("step") if isinstance(row, dict) else None
-        if isinstance(step, int) and step <= last and step % every == 0 and metric in row:
-            found[step] = math.nan if row[metric] is None else float(row[metric])
-    return found
+    return {
+        row["step"]: math.nan if row[metric] is None else float(row[metric])
+        for row in read_rows(run_dir / "metrics.jsonl")
+        if metric in row and row["step"] <= last and row["step"] % every == 0
+    }
 
 
 class Watch:
-    """Calls the callbacks of a run, follows its evaluations, and knows why it stops before its last step."""
+    """Calls the callbacks of a run, follows its evaluations, and knows why it stops before its last step.
 
-    def __init__(self, run: "Run", run_dir: Path, callbacks: Sequence[Callback], *, start: int) -> None:
-        config = run.config
+    Attributes:
+        metrics: of the last step.
+        status, reason: why the run stops; None and empty: it does not.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        callbacks: Sequence[Callback],
+        *,
+        start: int,
+        log: Callable[[int, Mapping[str, Any]], None],
+    ) -> None:
         self.rule, self._every = config.evaluation.early_stopping, config.evaluation.every
-        self._run, self._run_dir, self._callbacks = run, run_dir, callbacks
+        self._run_dir, self._callbacks, self._log = run_dir, callbacks, log
         self._keeps_best, self._last = config.checkpoint.keep_best, config.train.steps
         self.metrics: Mapping[str, Any] = {}
-        self.log: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None
         self.status: str | None = None
         self.reason = ""
-        self._batch: Any = None
         self._evaluations: dict[int, float] = {}  # those that were due
         self._score: tuple[int, float] | None = None  # of the last evaluation; lower is better
-        self._best_until: int | None = None
+        self._best_step: int | None = None
         if self.rule is not None and self._every is not None and start:
             self._evaluations = recorded_values(run_dir, self.rule.metric, every=self._every, last=start)
             self._decide()
 
     @property
-    def wants_complete_saves(self) -> bool:
+    def sees_saves(self) -> bool:
         """Whether a callback is to be called once a checkpoint is complete."""
         return any(callback.on_save is not None for callback in self._callbacks)
 
-    def is_due(self, number: int) -> bool:
-        """Whether a callback wants to see this step."""
-        return any(callback.on_step is not None and number % callback.every == 0 for callback in self._callbacks)
+    def sees(self, number: int) -> bool:
+        """Whether a callback wants to see this step; all want to see the last one."""
+        return any(self._due(number))
 
-    def following(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """The batches of the steps from `first` on; that of a step that a callback sees is kept for its gradients."""
-
-        def keep(number: int, batch: Any) -> Any:
-            self._batch = batch if self.is_due(number) or number == self._last else None
-            return batch
-
-        sees = any(callback.on_step is not None for callback in self._callbacks)
-        return map(keep, itertools.count(first), batches) if sees else batches
+    def _due(self, number: int) -> list[Callable[[Moment], Answer] | None]:
+        return [one.on_step for one in self._callbacks if number % one.every == 0 or number == self._last]
 
     def stepped(self, number: int, state: "TrainState") -> None:
-        """Call `on_step` of the callbacks that want to see this step; all want to see the last one."""
-        due = [one.on_step for one in self._callbacks if number % one.every == 0 or number == self._last]
-        if any(due):
+        """Call `on_step` of the callbacks that want to see this step."""
+        if self.sees(number):
             import jax
 
             from jaxtrain.metrics.writers import flat_scalars
 
-            batch, metrics = self._batch, flat_scalars(jax.device_get(dict(self.metrics)))
-            found = None if batch is None else lambda: self._run.step.gradients(state, batch).tree
-            self._call("on_step", due, Moment(number, metrics, state, self._run_dir, self.log, found))
+            metrics = flat_scalars(jax.device_get(dict(self.metrics)))
+            self._call("on_step", self._due(number), Moment(number, metrics, state, self._run_dir, self._log))
 
     def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: "TrainState") -> None:
         """Follow the metric of early stopping, and call `on_evaluation`."""
@@ -278,12 +256,12 @@ class Watch:
             if self._every is not None and number % self._every == 0:
                 self._evaluations[number] = value
                 self._decide()
-        moment = Moment(number, numbers, state, self._run_dir, self.log)
+        moment = Moment(number, numbers, state, self._run_dir, self._log)
         self._call("on_evaluation", [one.on_evaluation for one in self._callbacks], moment)
 
     def saved(self, number: int, state: "TrainState") -> None:
         """Call `on_save`."""
-        moment = Moment(number, {}, state, self._run_dir, self.log)
+        moment = Moment(number, {}, state, self._run_dir, self._log)
         self._call("on_save", [one.on_save for one in self._callbacks], moment)
 
     def score_after(self, number: int) -> float | None:
@@ -292,24 +270,17 @@ class Watch:
             return None
         return self._score[1]
 
-    def go_back(self, number: int) -> None:
-        """Forget the evaluations after step `number`, which is the last one of the run again."""
-        self._evaluations = {step: value for step, value in self._evaluations.items() if step <= number}
-        self._score = self._best_until = None
-
     def wants_save(self, number: int) -> bool:
         """Whether the evaluation after this step was the best so far, and the best is to be kept."""
-        return self._keeps_best and self._best_until == number
+        return self._keeps_best and self._best_step == number
 
     def _call(self, name: str, functions: Sequence[Callable[[Moment], Answer] | None], moment: Moment) -> None:
         for function in functions:
             if function is None:
                 continue
             answer = function(moment)
-            if answer is not None and answer != "stop":
-                raise ConfigError(
-                    f'{name} of a callback returned {answer!r}; return "stop" to stop the run, or nothing'
-                )
+            if answer not in (None, "stop"):
+                raise ConfigError(f'{name} of a callback returned {answer!r}; return "stop", or nothing')
             if _by_process_0(answer is not None) and self.status is None:
                 self.status, self.reason = STOPPED_BY_CALLBACK, f"{name} of a callback stopped the run"
 
@@ -318,7 +289,7 @@ class Watch:
         assert rule is not None
         verdict = judge(self._evaluations, rule)
         if _by_process_0(verdict.last_is_best):
-            self._best_until = max(self._evaluations, default=None)
+            self._best_step = max(self._evaluations, default=None)
         if _by_process_0(verdict.is_over):
             best = "it was never a finite number"
             if verdict.best_step is not None:

@@ -1,4 +1,4 @@
-"""The directory of a run: its path, its lock, and its run.json where that is damaged. No jax here."""
+"""The directory of a run: its path, its lock, and what a new run in it moves aside. No jax here."""
 
 import contextlib
 import fcntl
@@ -7,40 +7,27 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.checkpoint.directory import live_steps, read_info
-from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config import Loaded
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import RUN_FILE
 from jaxtrain.config.schema import check_run_name
-from jaxtrain.errors import CheckpointError, ConfigError, DataError
-from jaxtrain.metrics.time_spent import earlier_seconds, read_restarts
-from jaxtrain.runtime.cluster import environment_number, in_pod
-from jaxtrain.runtime.files import write_json_atomic
-from jaxtrain.runtime.host import attempt, drop_in_children
-from jaxtrain.runtime.terminal import in_notebook, print_remark
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.runtime.host import drop_in_children
+from jaxtrain.runtime.terminal import print_remark
 
 LOCK_NAME = "lock"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_DIGEST = "tokenizer_sha256"  # of that file, in run.json
-_JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
-_JOIN_SECONDS = 300
-_LOOK_SECONDS = 1.0
 _INSTEAD = "use a local folder; checkpoints alone can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
-# What a checkpoint keeps of run.json beside what it needs itself, so that run.json can be written again.
-KEPT = ("created", "resumed_after", "model", "data", "task", "task_is_shipped", "parameters", "published", "mesh")
 _OF_A_RUN = (
-    *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "held_out.json"),
-    *("reference.npz", "profile", "nonfinite", "trackers", "tokenizer.json"),
-    *("tokenizer_config.json", "base"),
+    *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "reference.npz"),
+    *("profile", "nonfinite", "trackers", TOKENIZER_FILE, "tokenizer_config.json", "base"),
 )
-_OF_METADATA = ("name", "config", "from_python", "base", "rolled_back")
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
@@ -72,14 +59,6 @@ def numbered_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{from_process_0(lambda: number)}"
 
 
-class InUseError(ConfigError):
-    """Another process holds the run directory."""
-
-    def __init__(self, run_dir: Path, holder: str) -> None:
-        super().__init__(f"run directory {run_dir} is in use by {holder}; use another --run-dir or stop it")
-        self.holder = holder
-
-
 class RunLock:
     """Holds a run directory for this process, and creates it if need be; the kernel releases it when its holder dies.
 
@@ -105,7 +84,9 @@ class RunLock:
         except BlockingIOError as error:
             holder = _holder(descriptor)
             os.close(descriptor)
-            raise InUseError(self.run_dir, holder) from error
+            raise ConfigError(
+                f"run directory {self.run_dir} is in use by {holder}; use another --run-dir or stop it"
+            ) from error
         except OSError:  # some network file systems are mounted without locks
             print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
         self._descriptor = descriptor
@@ -128,82 +109,20 @@ class RunLock:
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
-
-def wait_for_holder(run_dir: Path, *, looks: bool = True, goes_on: Callable[[bool], bool] = bool) -> None:
-    """Wait until nobody holds a run directory, where a scheduler starts this process; elsewhere return at once.
-
-    A job that is started again may begin while the pods of the one before it still save. Of several processes only
-    the one that `looks` asks who holds it; `goes_on` says to all whether it has to wait.
-    """
-    is_scheduled = in_pod() or "SLURM_JOB_ID" in os.environ or _JOIN_TIMEOUT in os.environ
-    is_seen = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())  # by somebody who reads the refusal
-    patience = (environment_number(_JOIN_TIMEOUT) or _JOIN_SECONDS) if is_scheduled and not is_seen else 0
-    end, is_told = time.monotonic() + patience, False
-    while True:
-        holder = None
-        if looks and time.monotonic() < end:
-            try:
-                with RunLock(run_dir):
-                    pass
-            except InUseError as error:
-                holder = error.holder
-            except ConfigError:  # who takes the lock says what is wrong
-                pass
-        if holder is not None and not is_told:
-            is_told = True
-            shown = f"waiting up to {end - time.monotonic():.0f} s for its end"
-            print_remark(f"jaxtrain: run directory {run_dir} is in use by {holder}: {shown}")
-        if not goes_on(holder is not None):
-            return
-        if looks:
-            time.sleep(_LOOK_SECONDS)
+            os.close(descriptor)
 
 
 def _holder(descriptor: int) -> str:
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {content['pid']} on {content['host']} since {content['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return "another process"
-
-
-def mend_run(run_dir: str | Path | None, report: Callable[[str], None] = print_remark) -> None:
-    """Write run.json again where it is damaged or gone and a checkpoint is intact, and say so."""
-    # Of `os`, since a path that no file system takes is no folder either.
-    if run_dir is None or not os.path.isdir(run_dir):
-        return
-    path, reason = Path(run_dir) / RUN_FILE, "is damaged"
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(info, dict) and isinstance(info.get("config"), dict):
-            return
-    except FileNotFoundError:
-        reason = "is gone"
-    except ValueError:
-        pass
-    except OSError:
-        return
-    folder = checkpoint_folder(path.parent)
-    for step in sorted(live_steps(folder), reverse=True):
-        with contextlib.suppress(OSError, CheckpointError):
-            metadata = read_info(folder, step).metadata
-            own = {key: metadata[key] for key in _OF_METADATA if key in metadata}
-            status = "done" if step >= own["config"]["train"]["steps"] else "stopped"
-            if path.exists():
-                path.rename(path.with_name(f"{RUN_FILE}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"))
-            write_json_atomic(path, {**metadata.get("run", {}), **own, "status": status, "finished": None, "final": {}})
-            report(f"{path} {reason}: it was written again from the checkpoint of step {step}")
-            return
 
 
 def set_aside(run_dir: Path) -> Path | None:
     """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
-    # Rows of this supervisor's are of this run, whose first start did not live to its first save.
-    names = _OF_A_RUN if attempt() else (*_OF_A_RUN, "restarts.jsonl")
-    old = [run_dir / name for name in names if (run_dir / name).exists()]
+    old = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
     if not old:
         return None
     # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
@@ -212,21 +131,6 @@ def set_aside(run_dir: Path) -> Path | None:
     for path in old:
         path.rename(folder / path.name)
     return folder
-
-
-def seconds_before(run_dir: Path, before: Mapping[str, Any], *, start: int, began_at: float) -> dict[str, float]:
-    """Part -> seconds of the processes before this one, by the run.json that they left."""
-    rows, number = read_restarts(run_dir), attempt()
-    if not start:
-        # The file may hold rows of an earlier run too; those of this supervisor are the last.
-        rows = rows[-number:] if number else []
-    metrics = run_dir / "metrics.jsonl"
-    last_sign = metrics.stat().st_mtime if metrics.is_file() else None
-    ends = [row["ended"] for row in rows if "ended" in row]
-    if not number and ends:
-        # The supervisor had given up: that nobody started the run until then is no time of the run.
-        began_at = min(began_at, max(*ends, last_sign or 0.0))
-    return earlier_seconds(before, rows, step=start, began_at=began_at, last_sign=last_sign)
 
 
 def file_digest(path: Path) -> str:
@@ -241,7 +145,4 @@ def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
     if wanted is None or (is_there and file_digest(path) == wanted):
         return path if is_there else None
     state = "is damaged, or not the run's" if is_there else "is gone"
-    raise DataError(
-        f"{path} {state}, and without it the run reads and writes no text; run 'jaxtrain train {run_dir}' again, "
-        "which writes it where the data of the run is still there"
-    )
+    raise DataError(f"{path} {state}; run 'jaxtrain train {run_dir}' again, which writes it from the data of the run")

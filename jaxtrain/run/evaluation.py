@@ -1,9 +1,5 @@
-"""Evaluation on held-out rows: exact means over all of them, padding excluded; and what a classifier gets wrong.
+"""Evaluation on held-out rows: exact means over all of them, padding excluded. Shapes: B batch."""
 
-Shapes: B batch, C classes, N rows.
-"""
-
-import base64
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,16 +9,12 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, Data, prefetch
-from jaxtrain.data.evaluated import evaluated_numbers, evaluated_rows
-from jaxtrain.data.rows import selected_rows
+from jaxtrain.data.rows import evaluated_rows
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.metrics.media import thumbnail
-from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.metrics import MACRO
 from jaxtrain.models.model import ModelState, Params, parameter_shapes
 from jaxtrain.models.model_call import ModelCall
@@ -33,7 +25,6 @@ from jaxtrain.models.task_sums import calling_sums, task_sums
 from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
 from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler import Value, choose_options
-from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.checks import check_parts
@@ -44,8 +35,6 @@ from jaxtrain.train.step import TrainStep, check_not_donated
 
 # A mean over nothing is NaN; a scalar metric is a float, a vector one a NumPy array.
 Means = dict[str, Any]
-# What `held_out.json` holds at most; a matrix of more classes cannot be read, and its largest confusions are listed.
-_MOST_ROWS, _MOST_CLASSES, _MOST_CONFUSIONS, _MOST_MISTAKES = 2000, 20, 40, 8
 
 
 class Evaluator:
@@ -238,7 +227,6 @@ class HeldOutRows:
     batches: Batches
     num_batches: int
     num_rows: int
-    remarks: tuple[str, ...]
 
 
 def held_out_rows(
@@ -262,16 +250,10 @@ def held_out_rows(
             raise DataError(f"the data of the run has no held-out rows; {to_hold_out(config)}")
         rows = rows.validation
     size = _dividing_batch(config, sharded_model, task)
-    remarks = ()
     # Counted in batches of the run: those that divide by this mesh may be larger.
-    if max_batches is not None and (most := max_batches * config.train.global_batch_size) < len(rows):
-        remarks = (
-            f"evaluation: {most:,} of {len(rows):,} held-out rows, spread over all of them "
-            f"(evaluation.max_batches={max_batches}); evaluation.max_batches=null takes all",
-        )
-        rows = evaluated_rows(rows, most)
+    rows = evaluated_rows(rows, None if max_batches is None else max_batches * config.train.global_batch_size)
     batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
-    return HeldOutRows(batches, len(batches), len(rows), remarks)
+    return HeldOutRows(batches, len(batches), len(rows))
 
 
 def to_hold_out(config: Config) -> str:
@@ -297,15 +279,12 @@ def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, 
     if isinstance(targets, np.ndarray | np.generic):
         check_fit(config, data, jax.ShapeDtypeStruct(targets.shape, targets.dtype), own_task=own_task)
     sizes = {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
-    found = parameter_shapes(model_of(config, **sizes))
-    adapted = sharded_model.model.adapted
-    trained = parameter_shapes(sharded_model.model if adapted is None else adapted.original)
-    for path, leaf in trained.items():
-        shape = found[path].shape if path in found else None
-        if shape != leaf.shape:
+    found, model = parameter_shapes(model_of(config, **sizes)), sharded_model.model
+    for path, leaf in parameter_shapes(model if model.adapted is None else model.adapted.original).items():
+        if path not in found or found[path].shape != leaf.shape:
             raise ConfigError(
                 f"the data does not fit the run: its rows {list(data.input_shape)} with "
-                f"{data.num_outputs or data.vocab_size} outputs make {path} {shape}, which was trained as "
+                f"{data.num_outputs or data.vocab_size} outputs make another {path} than the trained one "
                 f"{leaf.shape}; give data of the same sizes"
             )
 
@@ -324,97 +303,6 @@ def _dividing_batch(config: Config, sharded_model: ShardedModel, task: Task) -> 
         raise ConfigError(
             f"the loss of task {task.name!r} (rows={task.rows!r}) depends on the rows of a batch, and "
             f"train.global_batch_size={asked} does not divide by the {shards} shards of this mesh; use {fewer} "
-            f"devices (open_run with mesh=jt.make_mesh(data={fewer}, devices=jax.devices()[:{fewer}])), or "
-            f"train.global_batch_size={size}, whose loss is another"
+            f"devices, or train.global_batch_size={size}, whose loss is another"
         )
     return size
-
-
-def held_out_details(run: Run, state: TrainState, step: int, progress: Progress) -> dict[str, Any] | None:
-    """What a classifier gets wrong, for the report: JSON values for `held_out.json`; None for other tasks.
-
-    Every process of a run takes part. A finished run is not lost over its report: what fails is one line.
-    """
-    if run.data.validation is None or run.step.task.name != "classification":
-        return None
-    try:
-        with progress.phase("finding mistakes"):
-            found = _mistakes(run, state)
-            return None if found is None else {"task": "classification", "step": step, **found}
-    except Exception as error:
-        line = next(iter(str(error).splitlines()), "")
-        progress.message(f"the report has no confusion matrix, because computing it failed: {line}")
-        return None
-
-
-def _mistakes(run: Run, state: TrainState) -> dict[str, Any] | None:
-    """The confusions, and the wrong rows of the largest losses; None where rows have no one class."""
-    config, step, validation = run.config, run.step, run.data.validation
-    assert validation is not None
-    numbers = evaluated_numbers(len(validation), most_evaluated(config))
-    numbers = numbers[evaluated_numbers(len(numbers), _MOST_ROWS)]
-    size, rows = config.train.global_batch_size, selected_rows(validation, numbers)
-    batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
-    spec = batches.spec()
-    targets = spec.get("targets")
-    if "inputs" not in spec or targets is None or targets.ndim != 1 or not jnp.issubdtype(targets.dtype, jnp.integer):
-        return None
-
-    def forward(params: Params, model_state: ModelState, batch: Batch) -> Any:
-        with step.sharded_model.context():
-            logits_BC, _ = step.sharded_model.apply(params, model_state, batch["inputs"], key=None, train=False)
-        is_table = isinstance(logits_BC, jax.Array) and logits_BC.ndim == 2
-        return (logits_BC.astype(jnp.float32) if is_table else None), batch["targets"], batch["weights"]
-
-    # Replicated, so that each process can read all of it.
-    everywhere = NamedSharding(step.mesh, PartitionSpec())
-    jitted = jax.jit(forward, out_shardings=everywhere, compiler_options={**step.compiler_options.used} or None)
-    load, params, model_state = step.loader(batches), state.evaluation_params, state.evaluation_model_state
-    found = [jax.device_get(jitted(params, model_state, load(k))) for k in range(len(batches))]
-    if found[0][0] is None:
-        return None
-    logits, targets, weights = (np.concatenate(part) for part in zip(*found, strict=True))
-    # Rows that fill the last batch up weigh nothing, and a negative target is ignored everywhere.
-    (rows_N,) = np.nonzero((weights != 0) & (targets >= 0))
-    if not len(rows_N):
-        return None
-    logits_NC, targets_N, weights_N, num_classes = logits[rows_N], targets[rows_N], weights[rows_N], logits.shape[-1]
-    log_probabilities_NC = logits_NC - np.logaddexp.reduce(logits_NC, axis=-1, keepdims=True)
-    predicted_N, index_N = logits_NC.argmax(-1), np.arange(len(rows_N))
-    losses_N = np.nan_to_num(-log_probabilities_NC[index_N, targets_N], nan=np.inf)
-    pairs, counts = np.unique(np.stack([targets_N, predicted_N]), axis=1, return_counts=True)
-    cells = [(int(target), int(guess), int(count)) for (target, guess), count in zip(pairs.T, counts, strict=True)]
-    confused = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    names = (run.data.reading or {}).get("classes")
-    wrong = np.flatnonzero(targets_N != predicted_N)
-    worst = wrong[np.argsort(-losses_N[wrong], kind="stable")[:_MOST_MISTAKES]]
-    return {
-        "rows": len(rows_N),
-        "read": len(numbers),
-        "has_weights": bool((weights_N != weights_N[0]).any()),
-        "of_rows": len(validation),
-        "right": int((targets_N == predicted_N).sum()),
-        "num_classes": num_classes,
-        "classes": [str(name) for name in names] if names is not None and len(names) == num_classes else None,
-        "matrix": cells if num_classes <= _MOST_CLASSES else None,
-        "confusions": confused[:_MOST_CONFUSIONS],
-        "mistakes": [
-            {
-                "row": int(numbers[rows_N[index]]),
-                "target": int(targets_N[index]),
-                "predicted": int(predicted_N[index]),
-                "loss": float(losses_N[index]),
-                "confidence": float(np.exp(log_probabilities_NC[index, predicted_N[index]])),
-                "picture": _picture(run, int(numbers[rows_N[index]])),
-            }
-            for index in (worst if is_main_process() else ())
-        ],
-    }
-
-
-def _picture(run: Run, row: int) -> str | None:
-    if run.data.validation is None or len(run.data.input_shape) not in (2, 3):
-        return None
-    found: Any = run.data.validation[row]
-    picture = thumbnail(np.asarray(found["inputs"]))
-    return None if picture is None else base64.b64encode(picture).decode("ascii")

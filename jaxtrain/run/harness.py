@@ -7,28 +7,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError, DataError, UserError
-from jaxtrain.inference.harness.results import result_rows
-from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.run.served import open_writer
+from jaxtrain.inference.harness import result_rows, task_tokens
+from jaxtrain.run.open_model import open_model
+from jaxtrain.run.predict import tokenizer_of, writer_of
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
 _BOOTSTRAP = 1000
-# The seed by which the harness chooses examples.
-_SEED = 1234
-
-
-@dataclass(frozen=True)
-class TaskScores:
-    """The step of a run's checkpoint, and one row for each metric of each task, as `result_rows` makes them."""
-
-    step: int | None
-    rows: list[dict[str, Any]]
+_SEED = 1234  # by which the harness chooses examples
 
 
 def evaluate_tasks(
@@ -39,15 +29,13 @@ def evaluate_tasks(
     shots: int | None = None,
     chat: bool = False,
     batch_size: int | None = None,
-    overrides: Sequence[str] = (),
-    step: int | None = None,
-    quantize: str | None = None,
     report: Callable[[str], None] = print,
-) -> TaskScores:
-    """Scores a model on tasks of lm-eval-harness.
+    **how: Any,
+) -> tuple[int | None, list[dict[str, Any]]]:
+    """Score a model on tasks of lm-eval-harness.
 
     Args:
-        path, overrides, step, quantize: see `open_served`.
+        path: of the model; `how` are further arguments of `open_model`.
         tasks: paths of task files (`.yaml`), or names of tasks, groups and tags of the harness.
         limit: documents of each task, at most; None: all.
         shots: examples before each question; None: as the task says.
@@ -55,48 +43,40 @@ def evaluate_tasks(
         batch_size: rows of a batch, at most; None: chosen from their lengths.
         report: receives lines on what is being computed.
 
+    Returns:
+        The step of a run's checkpoint, and one row for each metric of each task, as `result_rows` makes them.
+
     Raises:
         ConfigError: lm-eval is not installed, there is no such model or task, or the model cannot be asked.
         DataError: the data of a task cannot be had, or the task fails.
         CheckpointError: the files of the model are missing or damaged.
-
-    Example:
-        >>> evaluate_tasks("runs/first", ["colours.yaml"], limit=100).rows[0]["metric"]
-        'acc'
     """
-    check_installed()
-    with _beside_jax():
-        opened = _opened(tasks, shots=shots)  # mistakes in tasks are found before parameters are read
-        served = open_writer(path, answers=chat, step=step, overrides=overrides, quantize=quantize)
-        from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
-
-        from jaxtrain.inference.harness.model import HarnessModel
-
-        form = served.chat if chat else None
-        tokens = task_tokens(served.tokenizer, served.special, form)
-        held = served.sharded_model, served.params, served.model_state
-        model = HarnessModel(*held, tokens, form=form, rows=batch_size, report=report)
-        with _task_errors(", ".join(tasks)):
-            found = evaluate(
-                lm=model,
-                task_dict=opened,
-                limit=limit,
-                bootstrap_iters=_BOOTSTRAP,
-                log_samples=False,
-                apply_chat_template=chat,
-                fewshot_as_multiturn=chat,
-            )
-    assert found is not None  # only on further ranks of the harness, which there are none of
-    return TaskScores(served.step, result_rows(found))
-
-
-def check_installed() -> None:
-    """Raise a ConfigError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'")
+    # Nothing is printed among results, nothing is forked, and remarks on defaults and retries are left out.
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    for name in ("lm_eval", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(sys.stderr):
+        found_tasks = _tasks(tasks, shots=shots)  # mistakes in tasks are found before parameters are read
+        opened = writer_of(open_model(path, **how), answers=chat)
+        from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
+
+        from jaxtrain.inference.harness_model import HarnessModel
+
+        form = opened.chat if chat else None
+        tokens = task_tokens(tokenizer_of(opened), opened.special, form)
+        held = opened.sharded_model, opened.params, opened.model_state
+        model = HarnessModel(*held, tokens, form=form, rows=batch_size, report=report)
+        options: dict[str, Any] = {"limit": limit, "bootstrap_iters": _BOOTSTRAP, "log_samples": False}
+        options |= {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
+        with _task_errors(", ".join(tasks)):
+            found = evaluate(lm=model, task_dict=found_tasks, **options)
+    assert found is not None  # only on further ranks of the harness, which there are none of
+    return opened.step, result_rows(found)
 
 
-def _opened(tasks: Sequence[str], *, shots: int | None) -> dict[str, Any]:
+def _tasks(tasks: Sequence[str], *, shots: int | None) -> dict[str, Any]:
     """The tasks and groups with their data, as `TaskManager.load` gives them."""
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
@@ -132,16 +112,6 @@ def _task_errors(tasks: str) -> Iterator[None]:
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"--tasks {tasks}: {type(error).__name__}: {said[:300]}; tasks whose data is on this machine need no "
-            "network (docs/evaluation_tasks.md), and --debug shows the traceback"
+            f"--tasks {tasks}: {type(error).__name__}: {said[:300]}; docs/evaluation_tasks.md has tasks that need no "
+            "network, and --debug shows the traceback"
         ) from error
-
-
-@contextlib.contextmanager
-def _beside_jax() -> Iterator[None]:
-    """Keeps the harness from printing among results, from remarks on defaults and retries, and from forking."""
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    for name in ("lm_eval", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(sys.stderr):
-        yield

@@ -23,11 +23,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-from jaxtrain.config.schema import NoticesConfig
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.runtime.cluster import watch_metadata
-from jaxtrain.runtime.host import drop_in_children, end_at_signal
-from jaxtrain.runtime.terminal import in_notebook, print_remark
+from jaxtrain.runtime.host import drop_in_children, end_at_signal, exit_at_once
+from jaxtrain.runtime.terminal import drop_unwritten, in_notebook, print_remark
 
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # Slurm warns by USR1 or USR2 (--signal), and a terminal that is lost by HUP. A program may use them for something else,
@@ -36,7 +35,6 @@ _ONLY_WHERE_DEADLY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _STOPPED_AT_ONCE = 130
 # Where nothing would be lost, or the user insists, the main thread gets this long to leave in order.
 _LEAVING_SECONDS = 2.0
-_HEARING_SECONDS = 0.3
 _TICK_SECONDS = 0.1
 # In the pipe of signals, where no signal has the number 0.
 _END = b"\0"
@@ -54,23 +52,18 @@ class Interrupt:
     """Watches for signals and notices while it is entered; enter it in the main thread, after `jax.distributed`.
 
     Outside the main thread no handler can be set, and a single process is stopped by the metadata server alone.
-
-    Args:
-        settings: group `notices` of the config; None: signals alone.
     """
 
-    def __init__(self, settings: NoticesConfig | None = None) -> None:
-        self._settings = settings or NoticesConfig(metadata=False)
+    def __init__(self) -> None:
         self._several = self._wanted = self._raises = False
         self._presses = self._points = 0
         self._previous: dict[int, Any] = {}
         # Closes the run on another thread, in a block that may be left, and the lock of whoever does so.
         self._close: Callable[[], object] | None = None
         self._closing = threading.Lock()
-        self._notice = self._reason = ""
+        self._reason = ""
         self._since: float | None = None
         self._ends = contextlib.ExitStack()
-        self._threads = threading.enumerate()
 
     def __enter__(self) -> Self:
         import jax
@@ -79,17 +72,11 @@ class Interrupt:
         self._several = jax.distributed.is_initialized() and jax.process_count() > 1
         if threading.current_thread() is threading.main_thread():
             self._listen()
-        self._ends.callback(watch_metadata(self._settings.metadata, self._announce))
+        self._ends.callback(watch_metadata(self._announce))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._ends.close()
-        if self._wanted and not _is_interactive():
-            left = [thread for thread in threading.enumerate() if thread not in self._threads]
-            ending = threading.Event()
-            threading.Thread(target=self._end_if_stuck, args=(ending, left), name="jaxtrain-end", daemon=True).start()
-            # As the interpreter begins to end, before it waits for threads; only there does it have a hook.
-            threading._register_atexit(ending.set)  # pyright: ignore[reportAttributeAccessIssue]
         if kind is StopNow:  # raised as a block that it may leave was just over
             raise self._left() from None
 
@@ -109,13 +96,9 @@ class Interrupt:
 
     @contextlib.contextmanager
     def free_to_leave(self, close: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A block in which nothing is lost by leaving: a signal raises at once, also out of a compilation.
+        """A block in which nothing is lost by leaving: a signal raises a PreemptedError at once, also in a compilation.
 
-        Args:
-            close: closes the files of the run; called on another thread where the main thread does not come back.
-
-        Raises:
-            PreemptedError: the run is to stop.
+        `close` closes the files of the run; it is called on another thread where the main thread does not come back.
         """
         try:
             with self._raising(close):
@@ -125,11 +108,7 @@ class Interrupt:
             raise self._left() from None
 
     def until_asked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, until the run is to stop; a signal also ends the wait for one that does not come.
-
-        Raises:
-            StoppedWaiting: instead of a batch.
-        """
+        """The batches, until the run is to stop: StoppedWaiting comes then, also in place of a batch that does not."""
         while True:
             try:
                 self.check()
@@ -165,9 +144,9 @@ class Interrupt:
     def _listen(self) -> None:
         """Set the handlers, and start the thread that hears signals whatever the main thread does."""
         for number in _HEARD:
-            handler = signal.getsignal(number)
             is_jax = self._several and number == signal.SIGTERM
-            if not is_jax and (number not in _ONLY_WHERE_DEADLY or handler in (signal.SIG_DFL, end_at_signal)):
+            is_free = number not in _ONLY_WHERE_DEADLY or signal.getsignal(number) in (signal.SIG_DFL, end_at_signal)
+            if is_free and not is_jax:
                 self._previous[number] = signal.signal(number, self._handle)
         read, write = os.pipe()
         os.set_blocking(write, False)
@@ -204,13 +183,6 @@ class Interrupt:
         self._ends.callback(drop_in_children(forget))
         self._ends.callback(end)
 
-    def _end_if_stuck(self, ending: threading.Event, left: list[threading.Thread]) -> None:
-        """End a program that was asked to stop, whose interpreter waits for threads whose data does not come."""
-        ending.wait()
-        time.sleep(_LEAVING_SECONDS)
-        if any(thread.is_alive() for thread in left):
-            _end(_STOPPED_AT_ONCE if self._presses > 1 else PreemptedError.exit_code)
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, once it is in Python again."""
         if number == signal.SIGINT:
@@ -227,13 +199,13 @@ class Interrupt:
 
     def _announce(self, text: str) -> None:
         """Take a notice for a signal; called on another thread."""
-        self._notice = text
+        self._reason, self._since = self._reason or text, self._since or time.monotonic()
+        if signal.SIGTERM not in self._previous:
+            self._say(signal.SIGTERM)
         if self._several or self._previous:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             self._wanted = True
-        if signal.SIGTERM not in self._previous:
-            self._say(signal.SIGTERM)
 
     def _watch(self, descriptor: int) -> None:
         presses, is_told, insisted = 0, False, None
@@ -249,15 +221,14 @@ class Interrupt:
                     self._say(number)
             if _END in heard:
                 return
-            if presses > 1:
-                insisted = insisted or time.monotonic()
-            if not _is_interactive():  # where somebody goes on typing, the process is not ours
+            insisted = insisted or (time.monotonic() if presses > 1 else None)
+            if not (in_notebook() or hasattr(sys, "ps1")):  # where somebody goes on typing, the process is not ours
                 self._lose_patience(insisted)
 
     def _note_reason(self, number: int) -> None:
         if self._since is None:  # the main thread may be quicker than the one that watches
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            self._reason, self._since = self._notice or name, time.monotonic()
+            self._reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self._since = time.monotonic()
 
     def _say(self, number: int) -> None:
         self._note_reason(number)
@@ -269,40 +240,24 @@ class Interrupt:
 
     def _lose_patience(self, insisted: float | None) -> None:
         """End the process where the main thread does not come back to do so."""
-        if insisted is not None:
-            # Where the main thread heard it, it is closing the run; elsewhere it is stuck and hears nothing.
-            if time.monotonic() - insisted > (_LEAVING_SECONDS if self._presses > 1 else _HEARING_SECONDS):
-                _end(_STOPPED_AT_ONCE)
-            return
-        if self._several or self._since is None or time.monotonic() - self._since < _LEAVING_SECONDS:
+        now = time.monotonic()
+        if insisted is not None and now - insisted > _LEAVING_SECONDS:
+            exit_at_once(_STOPPED_AT_ONCE)
+        if insisted is not None or self._several or self._since is None or now - self._since < _LEAVING_SECONDS:
             return
         with self._closing:
             if self._close is not None:
                 with contextlib.suppress(Exception):  # nothing is unsaved, and the process ends
                     self._close()
                 print_remark(f"jaxtrain: {self._left()}")
-                _end(PreemptedError.exit_code)
-
-
-def _is_interactive() -> bool:
-    return in_notebook() or hasattr(sys, "ps1")
-
-
-def _end(code: int) -> None:
-    """End this process at once: the main thread cannot be left in order."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
+                exit_at_once(PreemptedError.exit_code)
 
 
 def _forget_lost_terminal() -> None:
     """Send what is printed nowhere, where the terminal is gone: writing to it would end the run with an error."""
-    for descriptor in (1, 2):
+    for stream in (sys.__stdout__, sys.__stderr__):
         try:
-            termios.tcgetattr(descriptor)
+            termios.tcgetattr(stream.fileno() if stream else -1)
         except termios.error as error:
-            if error.args[0] == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+            if stream and error.args[0] == errno.EIO:
+                drop_unwritten(stream)

@@ -1,6 +1,6 @@
 """Opening a finished (or running) run: each part of it is read when it is first used.
 
-Curves need no checkpoint and no jax, predictions need no training data.
+Curves need no checkpoint and no jax, predictions no training data.
 """
 
 import contextlib
@@ -17,15 +17,16 @@ from jaxtrain.config.model import published_from
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.metrics.history import last_evaluation, read_history
 from jaxtrain.metrics.runinfo import run_text
-from jaxtrain.run.directory import mend_run, tokenizer_file
+from jaxtrain.run.directory import tokenizer_file
 from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
-    import grain
     import numpy as np
     from jax.sharding import Mesh
 
     from jaxtrain.data import Data, Tokenizer
+    from jaxtrain.data.chat.templates import ChatFormat
+    from jaxtrain.inference.prompts import SpecialTokens
     from jaxtrain.metrics.figure import CurveFigure
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.sharded import ShardedModel
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 # Keys of a config that were for the hardware of the run, or for a published folder that may be gone.
 _NOT_KEPT = {"model": ("attention", "from"), "loss": ("logits", "block")}
-_READ_AS_THE_RUN = 'write jaxtrain.open_data({...}, reading=run.info["data"]["reading"])'
 
 
 def open_run(
@@ -57,8 +57,7 @@ def open_run(
         step: which checkpoint; None: the newest intact one.
         model: of a run whose model came from Python: the same model again.
         task: of a run whose task came from Python, which `evaluate` needs.
-        overrides: settings on top of the run's config, as `key=value` strings or as a mapping
-            ({"parallel.fsdp": 4, "evaluation.max_batches": None}).
+        overrides: settings on top of the run's config, as `key=value` strings or as a mapping ({"parallel.fsdp": 4}).
         mesh: from `make_mesh`; None: all devices on the `data` axis, unless overrides say otherwise.
         quantize: a format of `quantize` for the linear layers ("int8"); None: as they were trained.
         report: receives one line for each damaged checkpoint that is passed over, and the like.
@@ -96,15 +95,13 @@ def saved_config(
     overrides: Iterable[str] | Mapping[str, Any] = (),
     report: Callable[[str], None] = print_remark,
 ) -> Loaded:
-    """The config of a run for this machine.
+    """The config of a run for this machine: `data` takes all devices, unless an override says otherwise.
 
-    The saved degrees (and kernels) say how the run was trained, not what is here, so `data` takes all devices unless an
-    override says otherwise. Text is read with the tokenizer that was saved with the run.
+    Text is read with the tokenizer that was saved with the run.
 
     Raises:
         ConfigError: not a run, or a wrong key or value.
     """
-    mend_run(run_dir, report)
     info, changed = read_run(run_dir), _keys(overrides)
     saved = dict(info["config"])
     for group, keys in _NOT_KEPT.items():
@@ -114,31 +111,23 @@ def saved_config(
     saved["parallel"] = {key: parallel[key] for key in {"max_replicated_fraction"} & set(parallel)}
     held_out = data.get("validation_path")
     if held_out is not None and "data.path" in changed and "data.validation_path" not in changed:
-        raise ConfigError(
-            f"data.path would not be evaluated: the held-out rows of the run are those of data.validation_path="
-            f"{held_out} (run.json); give data.validation_path in place of data.path"
-        )
+        raise ConfigError(f"the run evaluates data.validation_path={held_out}; give that key in place of data.path")
     if "tokenizer" in data and not any(key.startswith("data.tokenizer") for key in changed):
         with contextlib.suppress(DataError):  # who needs the tokenizer hears of it
             if (file := tokenizer_file(Path(run_dir), info)) is not None:
-                data["tokenizer"] = {**(data["tokenizer"] or {}), "kind": "file", "path": str(file)}
-                saved["data"] = data
+                saved["data"] = {**data, "tokenizer": {**(data["tokenizer"] or {}), "kind": "file", "path": str(file)}}
     given: dict[str, Any] = {"keywords" if isinstance(overrides, Mapping) else "overrides": overrides}
     return load_config(saved, **given, origin="run.json")
 
 
-def _check_evaluable(record: Mapping[str, Any], run_dir: Path, *, needed: tuple[str, ...]) -> None:
-    """Raise where a command would take a part from the config that came from Python in the run."""
-    parts = recorded_parts(record)
-    own = [part for part in needed if parts[part] is not None]
-    if own:
-        shown = " and ".join(f"{part} ({parts[part]})" for part in own)
-        given = "".join(f", {part}=..." for part in own if part != "data")
-        how = f"jt.open_run({str(run_dir)!r}{given})" + (".evaluate(data)" if "data" in own else "")
-        other = ", or give other data with data.kind=... data.path=..." if "data" in own else ""
+def _check_evaluable(record: Mapping[str, Any], run_dir: Path, part: str) -> None:
+    """Raise where a part would be taken from the config that came from Python in the run."""
+    name = recorded_parts(record)[part]
+    if name is not None:
+        how = "evaluate(data), or give other data with data.kind=... data.path=..."
+        how = f"jt.open_run({str(run_dir)!r}).{how}" if part == "data" else f"jt.open_run({str(run_dir)!r}, {part}=...)"
         raise ConfigError(
-            f"{run_dir} was trained with {shown} from Python, which its config does not describe: write {how} in "
-            f"Python{other}"
+            f"{run_dir} was trained with {part} ({name}) from Python, which its config does not describe: write {how}"
         )
 
 
@@ -152,12 +141,7 @@ def _keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class OpenedRun:
-    """A run, opened by `open_run`.
-
-    Attributes:
-        run_dir: its directory.
-        config: of the run, with its parallel degrees replaced by those of this machine.
-    """
+    """A run, opened by `open_run`: its directory, and its config with the parallel degrees of this machine."""
 
     run_dir: Path
     config: Config
@@ -197,10 +181,7 @@ class OpenedRun:
 
     @property
     def history(self) -> "dict[str, np.ndarray]":
-        """The metrics of the run as columns of one length: `step`, int64 [N] ascending, then each metric, float64 [N].
-
-        NaN stands at the steps that do not have a metric. `pandas.DataFrame(run.history)` is a table of it.
-        """
+        """Columns of one length: `step`, int64 [N] ascending, then each metric, float64 [N], NaN where it is not."""
         return read_history(self.run_dir / "metrics.jsonl")
 
     @property
@@ -244,30 +225,42 @@ class OpenedRun:
 
         return read_tokenizer(self.run_dir, self.info)
 
+    @property
+    def chat(self) -> "ChatFormat | None":
+        """The chat template that the run was trained with, or that of its published model; None: neither."""
+        return self._texts[0]
+
+    @property
+    def special(self) -> "SpecialTokens":
+        """What is known of the special tokens of its texts."""
+        return self._texts[1]
+
+    @functools.cached_property
+    def _texts(self) -> "tuple[ChatFormat | None, SpecialTokens]":
+        from jaxtrain.data.chat.templates import files_beside, format_of_reading
+        from jaxtrain.run.published import read_texts
+
+        own, files = format_of_reading(self._trained_on.get("reading")), files_beside(self.run_dir / "tokenizer.json")
+        # Rows of plain text have no beginning of text, so that a model that was trained on them gets none either.
+        added = own is not None or self.status == "imported"
+        chat, special = read_texts(files, self.tokenizer, where=str(self.run_dir), added=added)
+        return own or chat, special
+
     @functools.cached_property
     def data(self) -> "Data":
-        """The run's data, its values turned into numbers as in training.
-
-        Raises:
-            ConfigError: it came from Python, so that no config describes it.
-            DataError: it is not there.
-        """
+        """The run's data, its values turned into numbers as in training; a ConfigError where it came from Python."""
         from jaxtrain.data import open_data
 
         if not self._has_other_data:
-            _check_evaluable(self.info, self.run_dir, needed=("data",))
+            _check_evaluable(self.info, self.run_dir, "data")
         config, group, saved = self.config, self.config.data, self._trained_on
         held_out_alone = getattr(group, "validation_fraction", None) == 1  # nothing is trained on here
         if held_out_alone:
             plain = {"validation_fraction": 0.0} | ({"augment": False} if hasattr(group, "augment") else {})
             group = group.model_copy(update=plain)
-        data = open_data(
-            group,
-            sequence_length=getattr(config.model, "max_sequence_length", None),
-            seed=config.seed,
-            task=config.task if isinstance(config.task, str) else None,
-            reading=saved.get("reading"),
-        )
+        length = getattr(config.model, "max_sequence_length", None)
+        task = config.task if isinstance(config.task, str) else None
+        data = open_data(group, sequence_length=length, seed=config.seed, task=task, reading=saved.get("reading"))
         if held_out_alone and data.validation is None:
             data = dataclasses.replace(data, validation=data.train)
         before, after = saved.get("fingerprint"), json.loads(json.dumps(data.fingerprint))
@@ -278,15 +271,11 @@ class OpenedRun:
 
     @functools.cached_property
     def sharded_model(self) -> "ShardedModel":
-        """The run's model on this machine's mesh.
-
-        Raises:
-            ConfigError: the model came from Python and was not given.
-        """
+        """The run's model on this machine's mesh; a ConfigError where it came from Python and was not given."""
         from jaxtrain.runtime import distributed
 
         if self._own_model is None:
-            _check_evaluable(self.info, self.run_dir, needed=("model",))
+            _check_evaluable(self.info, self.run_dir, "model")
         distributed.start(compilation_cache=self.config.compilation_cache)
         from jaxtrain.train.assemble import build_sharded_model, with_output_scale
 
@@ -313,18 +302,14 @@ class OpenedRun:
 
     @functools.cached_property
     def task(self) -> "Task":
-        """What outputs are compared with.
-
-        Raises:
-            ConfigError: it came from Python, is no shipped one, and was not given.
-        """
+        """What outputs are compared with; a ConfigError where it came from Python and was not given."""
         from jaxtrain.models.tasks import build_task
 
         info = self.info
         # A shipped task that came from Python is the one that the config names.
         is_shipped = info.get("task_is_shipped") is True and info.get("task") == self.config.task
         if self._own_task is None and not is_shipped:
-            _check_evaluable(info, self.run_dir, needed=("task",))
+            _check_evaluable(info, self.run_dir, "task")
         return self._own_task or build_task(self.config)
 
     @functools.cached_property
@@ -342,68 +327,48 @@ class OpenedRun:
         from jaxtrain.run.predict import Predictor
 
         axes = (self._own_task or build_task(self.config)).batch_axes
-        return Predictor(self.sharded_model, batch_axes=axes, compiler_options=self.config.compiler_options)
+        return Predictor(self.sharded_model, axes, self.config.compiler_options)
 
-    def predict(self, inputs: Any, *, batch_size: int | None = None, scaled: bool = False) -> Any:
+    def predict(self, inputs: Any, *, batch_size: int | None = None) -> Any:
         """What the model gives for any number of rows, in evaluation mode; no training data is needed.
 
         Args:
             inputs: an array [rows, ...], a nested dict of them, or rows with an index (`data.validation`), whose entry
-                `inputs` is read. Arrays hold what the model takes, with two exceptions: columns of a table in their own
-                units, scaled as the run scaled its table, and uint8 pixels [rows, size, size, 3] for a run on an image
-                folder. Rows with an index are taken as they are.
+                `inputs` is read as it is. Arrays hold what the model takes, with two exceptions: columns of a table
+                are in their own units, and pixels for a run on images may be uint8.
             batch_size: the largest batch; None: a microbatch of the run. It is rounded up to divide by the mesh.
-            scaled: whether an array for a run on a table already has the run's scale.
 
         Returns:
             NumPy arrays [rows, ...] in the structure of the model's outputs (logits of a classifier); floats are
-            float32. Entries without a value per row are left out.
+            float32. Of several outputs, `logits` alone.
 
         Raises:
-            ConfigError: a model from Python was not given, or it cannot be applied to such inputs.
+            ConfigError: a model from Python was not given.
             CheckpointError: there is no intact checkpoint.
             DataError: rows that the model does not take.
-
-        Example:
-            >>> run = jaxtrain.open_run("runs/digits_mlp")
-            >>> classes = run.predict(images).argmax(-1)
         """
         from jaxtrain.run.predict import input_rows
 
         train, saved = self.config.train, self._trained_on
         size = batch_size or max(1, train.global_batch_size // train.accumulation_steps)
-        check_read_alike(inputs, saved)
-        rows = input_rows(inputs, saved, self.sharded_model.model, scaled=scaled)
+        _check_read_alike(inputs, saved)
+        rows = input_rows(inputs, saved, self.sharded_model.model)
         return self._predictor(self.params, self.model_state, rows, batch_size=size)
 
     def predict_file(
         self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
     ) -> list[dict[str, Any]]:
-        """One dict per row of a file or folder, in its order, as `jaxtrain predict` writes them.
+        """One dict per row of a file or folder, in its order, as `jaxtrain predict` writes them (docs/predict.md)."""
+        from jaxtrain.run.predict import predict_file
 
-        Args:
-            path: read as the run read its own data; docs/predict.md lists the forms.
-            batch_size: see `predict`.
-            probabilities: whether classes come with the probability of each.
-
-        Raises:
-            ConfigError, CheckpointError, DataError: see `predict`; a wrong row is named with its file.
-        """
-        from jaxtrain.run.predict import predicted_rows, run_reader
-
-        reader = run_reader(self.run_dir, self.config, self.info, self.tokenizer)
-        outputs = functools.partial(self.predict, batch_size=batch_size)
-        return predicted_rows(reader, outputs, path, probabilities=probabilities)
+        return predict_file(self, path, batch_size=batch_size, probabilities=probabilities)
 
     def evaluate(self, data: Any = None) -> dict[str, Any]:
-        """The metrics of the run's task.
+        """The metrics of the run's task: `eval_loss` and the others as `eval_*`.
 
         Args:
             data: a `Data`, whose held-out rows are used, or rows in another form of `fit`, such as a dict of arrays, of
                 which all count. None: the run's held-out rows, as many as `evaluation.max_batches` says.
-
-        Returns:
-            `eval_loss` and the task's metrics as `eval_*`.
 
         Raises:
             ConfigError: a part from Python was not given, or it does not fit the data.
@@ -413,84 +378,64 @@ class OpenedRun:
 
         held_out, evaluator = self.held_out(data), self.evaluator
         evaluator.feed.shardings(held_out.batches.spec())  # a mistake in the data is found before a checkpoint is read
-        for remark in held_out.remarks:
-            self._report(remark)
         return evaluate_rows(evaluator, self.state, held_out)
 
     def held_out(self, data: Any = None) -> "HeldOutRows":
-        """The rows that `evaluate` takes, in batches that divide by the mesh; see there. It says nothing of them."""
+        """The rows that `evaluate` takes, in batches that divide by the mesh."""
+        from grain import MapDataset
+
         from jaxtrain.data import Data
+        from jaxtrain.data.sources.given import rows_of
         from jaxtrain.run.evaluation import check_data_fits, held_out_rows
         from jaxtrain.run.reference import evaluated_rows
 
-        given = self.data if data is None else _given_rows(data, self._trained_on)
-        rows = evaluated_rows(given, self.task, self.run_dir)
         limit = self.config.evaluation.max_batches if data is None else None
+        own = data is None and not self._has_other_data
+        given = self.data if data is None else data
+        _check_read_alike(given, self._trained_on)
+        if not isinstance(given, Data | MapDataset):
+            if "mean" in (self._trained_on.get("reading") or {}):
+                raise DataError(
+                    "a run on a table is evaluated on jaxtrain.open_data({...}, reading=...), not on arrays"
+                )
+            given = rows_of(given)
+        rows = evaluated_rows(given, self.task, self.run_dir, own=own)
         found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit)
         if isinstance(rows, Data) and self._own_model is None:
             check_data_fits(self.config, rows, self.sharded_model, own_task=self._own_task is not None)
         return found
 
     def sample(
-        self,
-        prompts: str | Sequence[str],
-        *,
-        new_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        beams: int | None = None,
-        seed: int = 0,
-        skip_special_tokens: bool = True,
-        **sampling: Any,
+        self, prompts: str | Sequence[str], *, new_tokens: int | None = None, seed: int = 0, **sampling: Any
     ) -> Any:
-        """Continues texts.
+        """Continue a text, or a list of texts in one batch.
 
         Args:
-            prompts: a text, or a list of texts, which are continued in one batch.
+            prompts: a text, or a list of texts.
             new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
-            stop: texts at which a continuation ends.
-            beams: beginnings that are followed for the most likely text, in place of random choices; None: no search.
             seed: of the random choices.
-            skip_special_tokens: whether special tokens that the model writes are left out.
             sampling: of `Sampling`: temperature, top_k, top_p and the like.
 
         Returns:
             The prompt with its continuation, or a list of them.
 
         Raises:
-            ConfigError: the run has no tokenizer, or an option is out of range.
+            ConfigError: the run writes no text, or an option is out of range.
         """
-        from jaxtrain.inference.continued import continue_texts
         from jaxtrain.inference.sampling import Sampling
-        from jaxtrain.run.texts import special_of_run
+        from jaxtrain.run.predict import Writing, write, writer_of
 
-        model, tokenizer = self.sharded_model, self.tokenizer
-        if model.model.decoder is None or tokenizer is None:
-            raise ConfigError(
-                f"{self.run_dir} (model {model.model.name}) does not write text, or has no tokenizer.json"
-            )
-        found = continue_texts(
-            model,
-            self.params,
-            tokenizer,
-            [prompts] if isinstance(prompts, str) else list(prompts),
-            new_tokens=new_tokens,
-            sampling=Sampling(**sampling),
-            seed=seed,
-            stop=stop,
-            beams=beams,
-            special=special_of_run(self.info, self.run_dir, tokenizer),
-            skip_special_tokens=skip_special_tokens,
-        )
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        found = [""] * len(texts)
+        for piece in write(writer_of(self), texts, Writing(new_tokens, Sampling(**sampling), seed, piece=None)):
+            found[piece.row] += piece.text
         return found[0] if isinstance(prompts, str) else found
 
     def plot(self, *names: str) -> "CurveFigure":
-        """Curves of the run's metrics over steps, training and evaluation in one picture.
+        """A matplotlib figure of the run's metrics over steps, training and evaluation in one picture.
 
         Args:
             names: metrics such as "loss" or "accuracy", which "eval_loss" is drawn with; none: those of the task.
-
-        Returns:
-            A matplotlib figure, which a notebook shows; `figure.savefig("curves.png")` writes it.
 
         Raises:
             ConfigError: the run did not log such a metric.
@@ -500,26 +445,14 @@ class OpenedRun:
         return draw_history(self.history, names, title=self.run_dir.name)
 
 
-def check_read_alike(data: Any, trained_on: Mapping[str, Any]) -> None:
+def _check_read_alike(data: Any, trained_on: Mapping[str, Any]) -> None:
     """Raise a DataError where a `Data` has scales or class numbers of its own, and not those of the run."""
     saved, own = trained_on.get("reading"), json.loads(json.dumps(getattr(data, "reading", None)))
     if saved is None or own is None or saved["kind"] != own["kind"]:
         return
-    for key, what in (("classes", "numbers its classes"), ("mean", "scales its columns"), ("deviation", "scales them")):
-        if saved.get(key) != own.get(key):
-            raise DataError(f"this data {what} by itself, otherwise than the run's; {_READ_AS_THE_RUN}")
-
-
-def _given_rows(data: Any, trained_on: Mapping[str, Any]) -> "Data | grain.MapDataset":
-    """What `OpenedRun.evaluate` is given, as data or rows with an index."""
-    import grain
-
-    from jaxtrain.data import Data
-    from jaxtrain.data.sources.given import rows_of
-
-    check_read_alike(data, trained_on)
-    if isinstance(data, Data | grain.MapDataset):
-        return data
-    if "mean" in (trained_on.get("reading") or {}):
-        raise DataError(f"arrays do not say whether they are scaled as the table of the run; {_READ_AS_THE_RUN}")
-    return rows_of(data)
+    other = [key for key in ("classes", "mean", "deviation") if saved.get(key) != own.get(key)]
+    if other:
+        raise DataError(
+            f"this data has other {', '.join(other)} than the run's; write jaxtrain.open_data({{...}}, "
+            'reading=run.info["data"]["reading"])'
+        )

@@ -1,9 +1,7 @@
 """What a run writes of itself: rows of metrics, run.json from its start to its end, the sample, the report."""
 
 import contextlib
-import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,177 +11,85 @@ import jax
 from jaxtrain.config import Loaded
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import ConfigError, StorageError
-from jaxtrain.layout.rules import entry_axes
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
-from jaxtrain.metrics.time_spent import TimeSpent, save_entry, with_save
+from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
-from jaxtrain.metrics.writers import LastingWriter, MultiWriter, Scalars, flat_scalars, open_writers
+from jaxtrain.metrics.writers import MultiWriter, Scalars, flat_scalars, open_writers
 from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.models.tasks import is_shipped
 from jaxtrain.optim.optimizers import trainable_predicate
-from jaxtrain.run.callbacks import EARLY_STOPPED
-from jaxtrain.run.directory import KEPT, TOKENIZER_DIGEST, TOKENIZER_FILE, seconds_before
+from jaxtrain.run.directory import TOKENIZER_DIGEST
 from jaxtrain.run.published import keep_published, keep_tokenizer
-from jaxtrain.run.resume import RECORD
 from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.runtime.distributed import is_main_process
-from jaxtrain.runtime.files import identity, strict_json, write_json_atomic, write_text_atomic
+from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
-from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import Run
 
 
 class RunRecord:
-    """The files of a run that grow with it. Only the main process writes; elsewhere every method does nothing.
+    """The files of a run that grow with it. Only the main process writes; elsewhere every method does nothing."""
 
-    A run that was done before this process stays as it is on disk: neither its rows nor its run.json change.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        spent: TimeSpent,
-        *,
-        report: Callable[[str], None] = print_remark,
-    ) -> None:
+    def __init__(self, run_dir: Path, spent: TimeSpent, *, report: Callable[[str], None] = print_remark) -> None:
         self._run_dir, self.spent, self._report = run_dir, spent, report
-        self._identity = identity(run_dir)
-        self._info: dict[str, Any] | None = None
-        self._writes = False  # the main process, unless the run was done before
-        self._unwritten = False
+        self._info: dict[str, Any] | None = None  # None: this process writes nothing
         self._writers, self._trackers = MultiWriter(()), Trackers(run_dir)
-        self._metrics: LastingWriter | None = None
-        self._saved: dict[int, Mapping[str, float]] = {}  # step -> where the time had gone when it was saved
 
-    def open(
-        self, loaded: Loaded, run: Run, metadata: Mapping[str, Any], *, start: int = 0, has_ended: bool = False
-    ) -> None:
+    def open(self, loaded: Loaded, run: Run, metadata: Mapping[str, Any], *, start: int = 0) -> None:
         """Open the writers and say what run.json will hold; rows after the resumed step are dropped."""
-        self._run = run
+        self._run, config = run, run.config
         if not is_main_process():
             return
-        check_trackers(run.config.logging)
-        info = _described(loaded, run, metadata)
-        before = read_run_info(self._run_dir) if start else {}
-        # Before the rows of lost steps are dropped, which changes when the file was last written.
-        earlier = seconds_before(self._run_dir, before, start=start, began_at=self.spent.began_at)
-        self._open_writers(start)
-        is_base = run.config.finetune.lora is not None
-        info["published"] = keep_published(self._run_dir, run.config.model, is_resumed=start > 0, is_base=is_base)
+        check_trackers(config.logging)
+        info, before = _described(loaded, run, metadata), read_run_info(self._run_dir) if start else {}
+        self.spent.after(before.get("seconds") or {})
+        self._writers = open_writers(self._run_dir, config.logging, resumed_step=start, report=self._report)
+        adapter = config.finetune.adapter
+        info["published"] = keep_published(self._run_dir, config.model, adapter=adapter, is_resumed=start > 0)
         info["created"] = before.get("created") or info["created"]
         resumes = [step for step in before.get("resumed_after") or [] if step < start]
         info["resumed_after"] = [*resumes, start] if start else []
-        info["seconds"] = earlier
-        info["saves"] = [save_entry(start, earlier, at=self.spent.began_at)]
-        self._saved = {start: earlier}
-        self.spent.after(earlier)
         self._info = info
-        self._writes = not (has_ended and before.get("status") in ("done", EARLY_STOPPED))
-        if self._writes:
-            self._trackers = open_trackers(
-                self._run_dir, run.config.logging, info=info, is_resumed=start > 0, report=self._report
-            )
-
-    def _open_writers(self, step: int) -> None:
-        logging = self._run.config.logging
-        self._writers = open_writers(self._run_dir, logging, resumed_step=step, report=self._report)
-        metrics = self._writers.writers[0]
-        assert isinstance(metrics, LastingWriter)
-        self._metrics = metrics
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps of run.json."""
-        info = self._info or {}
-        return {key: info[key] for key in KEPT if key in info}
+        self._trackers = open_trackers(
+            self._run_dir, config.logging, info=info, is_resumed=start > 0, report=self._report
+        )
 
     def begin(self) -> None:
         """Write run.json with the status `running`, and the tokenizer of the run's data."""
         if self._info is None:
             return
         try:
-            self._keep_tokenizer()
-            if self._writes:
-                self._write_info()
+            if self._run.data.tokenizer is not None:
+                self._info[TOKENIZER_DIGEST] = keep_tokenizer(self._run_dir, self._run.data.tokenizer)
+            self._write_info()
         except OSError as error:
             raise StorageError(
                 f"{self._run_dir} cannot be written: {error.strerror or error}; free space, or use another --run-dir"
             ) from None
-
-    def _keep_tokenizer(self) -> None:
-        if self._info is not None and self._run.data.tokenizer is not None:
-            self._info[TOKENIZER_DIGEST] = keep_tokenizer(self._run_dir, self._run.data.tokenizer)
 
     def _write_info(self, **changes: Any) -> None:
         info = {**(self._info or {}), "seconds": self.spent.seconds(), **changes}
         if skipped := self._run.data.skipped:  # records that the data leaves out
             named = [text for source in skipped for text in source.named]
             info["skipped_records"] = {"count": sum(source.count for source in skipped), "first": named}
+        self._run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)  # which may have been deleted
         write_json_atomic(self._run_dir / "run.json", info)
 
-    def _try_to_write(self, write: Callable[[], object], what: str) -> None:
-        """Write, or say once that it fails: what is there is older, and no worse, and the next save tries again."""
-        try:
-            write()
-            self._unwritten = False
-        except OSError as error:
-            if not self._unwritten:
-                self._report(f"{what} of {self._run_dir} cannot be written: {error.strerror}; training goes on")
-            self._unwritten = True
-
-    def keep_time(self, step: int) -> None:
-        """Write into run.json where the time went until this save: a run that is killed goes on counting from it."""
-        self.look()
+    def update(self, **changes: Any) -> None:
+        """Write run.json again, with the time so far: a run that is killed goes on counting from it."""
         if self._info is not None:
-            entry = save_entry(step, self.spent.seconds(), at=time.time())
-            self._saved[step] = entry["seconds"]
-            self._info["saves"] = with_save(self._info.get("saves"), entry)
-            if self._writes:
-                self._try_to_write(self._write_info, "run.json")
-
-    def look(self) -> None:
-        """Write again what is gone of the run directory, which may be deleted, moved or unmounted, and say so."""
-        metrics = self._metrics
-        if not self._writes or metrics is None:
-            return
-        is_gone = identity(self._run_dir) != self._identity
-        names = ["run.json", *([TOKENIZER_FILE] if self._run.data.tokenizer is not None else [])]
-        missing = [name for name in names if not (self._run_dir / name).is_file()]
-        if not (is_gone or missing) and metrics.is_in_place():
-            return
-
-        def write() -> None:
-            self._run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-            self._identity = identity(self._run_dir)
-            found = [] if metrics.is_in_place() else [metrics.write_again()]
-            self._keep_tokenizer()
-            self._write_info()
-            found += [f"{name} is written again" for name in missing]
-            self._report(f"{what} while the run goes on: {', '.join(found)}")
-
-        what = f"{self._run_dir} was deleted, moved or unmounted" if is_gone else f"files of {self._run_dir} are gone"
-        self._try_to_write(write, "what is gone")
-
-    def go_back(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Drop the rows after a step, which the run goes on from, and write the roll backs into run.json."""
-        if step in self._saved:
-            self.spent.lose_steps(self._saved[step])
-        if self._info is not None:
-            self._writers.close()
-            self._open_writers(step)
-            self._info[RECORD] = metadata[RECORD]
-            self._try_to_write(self._write_info, "run.json")
+            self._info |= changes
+            with contextlib.suppress(OSError):  # what is there is older, and no worse
+                self._write_info()
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Add a row of metrics."""
-        if self._writes:
-            self.look()
-            self._writers.scalars(step, values)
-            self._trackers.scalars(step, values)
+        self._writers.scalars(step, values)
+        self._trackers.scalars(step, values)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Add what a callback logs; see `Moment.log`."""
@@ -194,9 +100,8 @@ class RunRecord:
             self._text(step, name, value)
 
     def _text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
-        if self._writes:
-            self._writers.text(step, name, text)
-            self._trackers.text(step, name, text)
+        self._writers.text(step, name, text)
+        self._trackers.text(step, name, text)
 
     def sample(self, step: int, text: str) -> None:
         """Write a generated text to sample.txt, metrics.jsonl and the trackers."""
@@ -205,28 +110,19 @@ class RunRecord:
                 write_text_atomic(self._run_dir / "sample.txt", text)
             self._text(step, "sample", text)
 
-    def held_out(self, found: Mapping[str, Any] | None) -> None:
-        """Write what the report shows of single held-out rows to held_out.json; None: there is nothing to show."""
-        if self._info is not None and found is not None:
-            # On one line: indented, a matrix would have four lines per count.
-            content = json.dumps(strict_json(found), ensure_ascii=False, allow_nan=False)
-            with contextlib.suppress(OSError):  # no run is lost over its report
-                write_text_atomic(self._run_dir / "held_out.json", f"{content}\n")
-
     def close(
         self, status: str, final: Scalars, progress: Progress, *, is_asked: Callable[[], bool] = lambda: False
     ) -> None:
         """Close the writers, write the end into run.json, draw the report; a second call does nothing."""
+        writers, self._writers = self._writers, MultiWriter(())
+        info, self._info = self._info, None
         try:
-            self.look()
-            writes, self._writes = self._writes, False
-            writers, self._writers = self._writers, MultiWriter(())
             try:
                 writers.close()
             finally:
-                if writes:
-                    self._write_end(status, final)
-            if writes and self._run.config.logging.report:
+                if info is not None:
+                    self._write_end(info, status, final)
+            if info is not None and self._run.config.logging.report:
                 from jaxtrain.metrics.report.page import write_report
 
                 with progress.phase("drawing the report") as phase:
@@ -237,11 +133,10 @@ class RunRecord:
         finally:
             self._trackers.end(status, is_asked=is_asked)
 
-    def _write_end(self, status: str, final: Scalars) -> None:
-        seconds = self.spent.seconds()
-        final = {**final, "wall_seconds": round(sum(seconds.values()), 2)}
+    def _write_end(self, info: Mapping[str, Any], status: str, final: Scalars) -> None:
+        final = {**final, "wall_seconds": round(sum(self.spent.seconds().values()), 2)}
         try:
-            self._write_info(**finished_info({"seconds": seconds}, status=status, final=final))
+            self._write_info(**finished_info(info, status=status, final=final))
         except OSError as error:
             raise StorageError(
                 f"the end of the run ({status}) cannot be written to {self._run_dir / 'run.json'}: "
@@ -251,17 +146,14 @@ class RunRecord:
 
 def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The content of run.json at the start of a run."""
-    data, spec = run.data, run.batches.spec()
+    data, spec, step = run.data, run.batches.spec(), run.step
     inputs = spec.get("inputs")
+    num_outputs = step.feed.num_classes(spec)
     info = run_info(
         run.config,
         name=loaded.name,
-        mesh_shape=dict(run.step.mesh.shape),
-        model={
-            "name": run.step.model.name,
-            "num_parameters": run.num_parameters,
-            "num_outputs": run.step.feed.num_classes(spec),
-        },
+        mesh_shape=dict(step.mesh.shape),
+        model={"name": step.model.name, "num_parameters": run.num_parameters, "num_outputs": num_outputs},
         data={
             "description": list(data.description),
             "fingerprint": data.fingerprint,
@@ -277,42 +169,24 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
     )
     return {
         **info,
-        "task": run.step.task.name,
-        "task_is_shipped": is_shipped(run.step.task),
-        "parameters": _parameters(run),
+        "task": step.task.name,
+        "task_is_shipped": is_shipped(step.task),
         **{key: metadata.get(key) for key in ("from_python", "base")},
-        **{key: metadata[key] for key in (RECORD,) if key in metadata},
-        "choices": list(run.step.choices),
-        "compiler_options": dict(run.step.compiled_with),
+        "choices": list(step.choices),
+        "compiler_options": dict(step.compiler_options.used),
     }
-
-
-def _parameters(run: Run) -> dict[str, str]:
-    """Parameter path -> `float32[160,448] fsdp,-`: dtype, shape, mesh axes of each dimension; `frozen` at the end."""
-    trainable = run.step.program.settings.trainable
-    sizes, found = run.step.mesh.shape, {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(run.step.sharded_model.abstract_params):
-        name = path_name(path)
-        axes = ["+".join(axis for axis in entry_axes(entry) if sizes[axis] > 1) or "-" for entry in leaf.sharding.spec]
-        sharding = ",".join(axes) if any(axis != "-" for axis in axes) else ""
-        parts = [f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]", sharding]
-        parts.append("" if trainable is None or trainable(name) else "frozen")
-        found[name] = " ".join(part for part in parts if part)
-    return found
 
 
 class StepLog:
     """Measures every step and logs some of them."""
 
-    def __init__(
-        self, run: Run, *, meter: Meter, record: "RunRecord", progress: Progress, start: int, row: Scalars
-    ) -> None:
+    def __init__(self, run: Run, *, meter: Meter, record: RunRecord, progress: Progress, start: int) -> None:
         self._meter, self._record, self._progress = meter, record, progress
         self._every = run.config.logging.every
         self._always = (start + 1, run.config.train.steps)
         self._skipped = run.data.skipped
         self._unlogged: tuple[int, Mapping[str, jax.Array]] | None = None
-        self.row: Scalars = row
+        self.row: Scalars = {}
 
     def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
         """Take note of a step that is done."""
@@ -327,15 +201,10 @@ class StepLog:
 
     def end(self) -> None:
         """Log the last step where it was not: a run that stops early did not know before that it was the last."""
-        unlogged, self._unlogged = self._unlogged, None
-        if unlogged is not None:
+        if self._unlogged is not None:
             # A device that failed gives nothing, a full disk takes nothing, and what ends the run says that it did.
             with contextlib.suppress(jax.errors.JaxRuntimeError, StorageError):
-                self._log(*unlogged)
-
-    def go_back(self) -> None:
-        """Forget the last step, which the run went back before."""
-        self._unlogged = None
+                self._log(*self._unlogged)
 
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         self._unlogged = None

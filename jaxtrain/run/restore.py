@@ -11,18 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, live_steps, read_info
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, read_info
 from jaxtrain.checkpoint.kept_weights import read_kept_weights
-from jaxtrain.checkpoint.mirror import mirror_folder
-from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import checkpoint_folder, find_checkpoint
 from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.config.arguments import is_store_address
-from jaxtrain.config.files import is_run, read_run
 from jaxtrain.config.model import published_from
 from jaxtrain.errors import CheckpointError
-from jaxtrain.interop.fresh import fresh_parts
-from jaxtrain.interop.weights import is_published
+from jaxtrain.interop.formats.hub import is_published
+from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.models.model import Params
 from jaxtrain.models.quantize import quantize, quantized_bytes
@@ -101,41 +98,41 @@ def keep_base(record: BaseRecord | None, run: Run, state: TrainState, run_dir: P
             checkpointer.save(0, {"params": frozen}, metadata={})
 
 
-def saved_form(step: TrainStep, checkpointer: Checkpointer, at: int | None = None) -> TrainState:
-    """The state that a checkpoint of a run holds, as shapes with shardings.
+def saved_form(step: TrainStep, checkpointer: Checkpointer) -> TrainState:
+    """The state that the newest intact checkpoint of a run holds, as shapes with shardings.
 
     Its history of losses and its loss scale have the form of the checkpoint: spikes and fp16 may come and go.
     """
-    target = without_base(step.abstract_state, trained_leaves(step))
-    leaves, everywhere = {}, target.step.sharding
-    for candidate in reversed(checkpointer.steps()) if at is None else [at]:
+    target, leaves = without_base(step.abstract_state, trained_leaves(step)), {}
+    for candidate in reversed(checkpointer.steps()):
         with contextlib.suppress(DamagedError):
             leaves = checkpointer.info(candidate).leaves
             break
     for name in ("spikes", "loss_scale"):
         saved = {key.removeprefix(f"{name}."): leaf for key, leaf in leaves.items() if is_inside(key, name)}
         kept = getattr(target, name)
-        wanted = {} if kept is None else vars(kept)
-        if saved != {key: (leaf.shape, leaf.dtype.name) for key, leaf in wanted.items()}:
-            other: Any = {key: jax.ShapeDtypeStruct(*leaf, sharding=everywhere) for key, leaf in saved.items()}
-            target = dataclasses.replace(target, **{name: other})
+        if saved != {key: (leaf.shape, leaf.dtype.name) for key, leaf in ({} if kept is None else vars(kept)).items()}:
+            form: Any = {key: jax.ShapeDtypeStruct(*leaf, sharding=target.step.sharding) for key, leaf in saved.items()}
+            target = dataclasses.replace(target, **{name: form})
     return target
 
 
-def restored_state(step: TrainStep, checkpointer: Checkpointer, at: int | None = None) -> TrainState:
-    """The state of a checkpoint, the newest intact one where none is named; frozen parameters of adapters are None.
+def _restored_state(step: TrainStep, checkpointer: Checkpointer) -> TrainState:
+    """The state of the newest intact checkpoint; frozen parameters of adapters are None.
 
     A history of losses or a loss scale of another form begins anew.
     """
-    state = checkpointer.restore(saved_form(step, checkpointer, at), step=at)
-    wanted, settings, everywhere = step.abstract_state, step.program.settings, step.state_shardings.step
-    if jax.tree.structure(state.spikes) != jax.tree.structure(wanted.spikes):
-        rule = settings.spikes
-        history = None if rule is None else jax.jit(lambda: first_history(rule), out_shardings=everywhere)()
-        state = dataclasses.replace(state, spikes=history)
-    if jax.tree.structure(state.loss_scale) != jax.tree.structure(wanted.loss_scale):
-        create = jax.jit(lambda: LossScale.create(settings.loss_scaling), out_shardings=everywhere)
-        state = dataclasses.replace(state, loss_scale=None if wanted.loss_scale is None else create())
+    state = checkpointer.restore(saved_form(step, checkpointer))
+    wanted, settings = step.abstract_state, step.program.settings
+    rule, scaling = settings.spikes, settings.loss_scaling
+    begun: dict[str, Callable[[], Any]] = {
+        "spikes": lambda: rule and first_history(rule),
+        "loss_scale": lambda: wanted.loss_scale and LossScale.create(scaling),
+    }
+    for name, create in begun.items():
+        if jax.tree.structure(getattr(state, name)) != jax.tree.structure(getattr(wanted, name)):
+            new = jax.jit(create, out_shardings=step.state_shardings.step)()
+            state = dataclasses.replace(state, **{name: new})
     return state
 
 
@@ -143,23 +140,13 @@ def resumed_state(
     run: Run, run_dir: Path, own_step: OwnStep, checkpointer: Checkpointer
 ) -> tuple[TrainState, BaseRecord | None]:
     """The newest intact state of a run, whole, and its base where checkpoints do not hold it."""
-    state, trains = restored_state(run.step, checkpointer), trained_leaves(run.step)
+    state, trains, path = _restored_state(run.step, checkpointer), trained_leaves(run.step), own_step.params
     record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
     if record is None or trains is None:
         return state, None
-    moved_to = published_from(run.config.model) if own_step.params is None else None
-    if isinstance(own_step.params, str | Path):
-        moved_to = str(own_step.params)
+    moved_to = published_from(run.config.model) if path is None else str(path) if isinstance(path, str | Path) else None
     only, model = (lambda path: not trains(path)), run.step.sharded_model
     return with_base(state, restore_base(model, record, run_dir=run_dir, only=only, moved_to=moved_to)), record
-
-
-def frozen_params(step: TrainStep) -> Params | None:
-    """The parameters that checkpoints of a run do not hold, from its last state; None: they hold all."""
-    trains, state = trained_leaves(step), step.last_state()
-    if trains is None or state is None:
-        return None
-    return select_leaves(state.params, lambda path: not trains(path))
 
 
 def restore_for_evaluation(
@@ -182,40 +169,23 @@ def restore_for_evaluation(
         moved_to: where the base of an adapter run is; None: where it was.
 
     Raises:
-        CheckpointError: there is no such checkpoint, none is intact, it is of another model, or its base is gone or
-            another.
+        CheckpointError: there is none, none is intact, it is of another model, or its base is gone or another.
     """
-    checkpoints = Checkpointer(_folder(run_dir, report), read_only=True)
-    steps = checkpoints.steps()
-    if not steps:
-        raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
-    if step is not None and step not in steps:
-        listed = ", ".join(map(str, steps[-10:]))
-        raise CheckpointError(f"no checkpoint of step {step} in {checkpoints.directory}; there are {listed}")
     damaged: dict[int, str] = {}
-    with checkpoints:
+    with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpoints:
+        if step is not None:
+            return _restore(checkpoints, sharded_model, step, run_dir, moved_to)
         # Both parts must be of one step, so a damaged one is passed over here and not in the checkpointer.
-        while candidates := [one for one in checkpoints.steps() if one not in damaged and step in (None, one)]:
-            candidate = candidates[-1]
+        while candidates := [one for one in checkpoints.steps() if one not in damaged]:
             try:
-                return _restore(checkpoints, sharded_model, candidate, run_dir, moved_to)
+                return _restore(checkpoints, sharded_model, candidates[-1], run_dir, moved_to)
             except DamagedError as error:
-                damaged[candidate] = str(error)
-                if step is None and candidate in checkpoints.steps():
+                damaged[candidates[-1]] = str(error)
+                if candidates[-1] in checkpoints.steps():
                     report(f"{error}; an older one is used")
-    first = next(iter(damaged.values()), f"step {step} was deleted while it was read")
-    raise CheckpointError(first if step is not None else f"no intact checkpoint is left in {run_dir}: {first}")
-
-
-def _folder(run_dir: Path, report: Callable[[str], None]) -> Place:
-    """The checkpoints of a run, or their second copies where there are none."""
-    folder = checkpoint_folder(run_dir)
-    settings = read_run(run_dir)["config"].get("checkpoint") if is_run(run_dir) else None
-    copies = mirror_folder((settings or {}).get("mirror"), run_dir)
-    if copies is None or live_steps(folder) or not list_steps(copies):
-        return folder
-    report(f"no checkpoint is left in {folder}: the copies in {copies} are used")
-    return copies
+    if damaged:
+        raise CheckpointError(f"no intact checkpoint is left in {run_dir}: {next(iter(damaged.values()))}")
+    raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
 
 
 def _restore(
@@ -261,12 +231,7 @@ def _read_params(checkpoints: Checkpointer, wanted: Params, info: CheckpointInfo
     if base_of(info.metadata) is not None:
         return found
 
-    def cast(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if leaf.dtype == like.dtype:
-            return leaf
-        return jax.jit(lambda leaf: leaf.astype(like.dtype), out_shardings=like.sharding)(leaf)
-
-    return jax.tree.map(cast, found, wanted)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), found, wanted)
 
 
 def quantized_params(params: Params, sharded_model: ShardedModel, format: str) -> tuple[Params, str]:

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.schema import EarlyStoppingConfig, NoticesConfig, limits
+from jaxtrain.config.schema import EarlyStoppingConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.history import flat
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import package_versions, run_text
 from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.run.callbacks import Callback, EarlyStopping, Given, sorted_callbacks
-from jaxtrain.run.directory import RunLock, folder_of, mend_run, wait_for_holder
+from jaxtrain.run.directory import RunLock, folder_of
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.agreement import Facts, check_devices, said_by_main, together
+from jaxtrain.runtime.agreement import Facts, check_devices, together
 
 if TYPE_CHECKING:
     import optax
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 # writes. Whether data at another path is the same data is told by its content.
 MAY_DIFFER = (
     *("compilation_cache", "data.path", "data.validation_path", "data.tokenizer.path", "train.prefetch"),
-    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.trackio", "logging.mlflow"),
+    *("train.workers", "logging.every", "logging.tensorboard", "logging.wandb", "logging.mlflow"),
     *("logging.project", "logging.tags"),
 )
 
@@ -115,7 +116,6 @@ def run_config(
         >>> result.step
         4
     """
-    mend_run(config if isinstance(config, str | Path) else None)
     loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
     given = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[part for part, value in given.items() if value is not None])
@@ -134,8 +134,8 @@ def run_config(
         )
     own_step = OwnStep(optimizer=optimizer, learning_rate=learning_rate)
     if loaded.config.parallel.auto:
-        from jaxtrain.plan.search.auto import choose_layout
-        from jaxtrain.plan.workload.describe import RowSizes
+        from jaxtrain.plan.search import choose_layout
+        from jaxtrain.plan.workload import RowSizes
 
         sizes = None
         if data is not None:
@@ -160,32 +160,21 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
         check_trackers(loaded.config.logging)
     main = distributed.is_main_process()
     shown = given.progress or Progress(process_index=0 if main else 1)
-    with Interrupt(loaded.config.notices or NoticesConfig()) as interrupt:
-
-        def waits_on(is_held: bool) -> bool:
-            is_held = said_by_main(is_held)
-            if is_held:
-                interrupt.check()
-            return is_held
+    with (
+        Interrupt() as interrupt,
+        shown,
+        distributed.on_main_process(RunLock(folder)),
+        watched(limits(loaded.config.watchdog), folder) as activity,
+    ):
+        from jaxtrain.run.loop import train
+        from jaxtrain.run.prepare import closing_on_failure, prepare_session
+        from jaxtrain.run.session import close_session, final_metrics
 
         with interrupt.free_to_leave():
-            wait_for_holder(folder, looks=main, goes_on=waits_on)
-        with (
-            shown,
-            distributed.on_main_process(RunLock(folder)),
-            watched(limits(loaded.config.watchdog), folder) as activity,
-        ):
-            from jaxtrain.run.loop import train
-            from jaxtrain.run.prepare import closing_on_failure, prepare_session
-            from jaxtrain.run.session import close_session, final_metrics
-
-            with interrupt.free_to_leave():
-                if main:
-                    mend_run(folder, shown.message)
-                session = prepare_session(loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity)
-            with closing_on_failure(lambda status: close_session(session, status)), activity.noting_failure():
-                state, done = train(session)
-                return Result(folder, state, final_metrics(session), done)
+            session = prepare_session(loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity)
+        with closing_on_failure(lambda status: close_session(session, status)):
+            state, done = train(session)
+            return Result(folder, state, final_metrics(session), done)
 
 
 def _with_early_stopping(loaded: Loaded, stopping: EarlyStopping | None) -> Loaded:
@@ -204,14 +193,14 @@ def _with_early_stopping(loaded: Loaded, stopping: EarlyStopping | None) -> Load
 
 def _facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
     """What all processes must have alike before they compile: config, versions, directory."""
-    from jaxtrain.run.resume import flat
+    from jaxtrain.run.resume import is_within
 
     # Both values of what differs are shown, and a secret that differs between hosts trains the same.
     config = flat(redacted(loaded.config.model_dump(mode="json")))
     facts = {
         key: (str(value), loaded.origins.get(key, ""))
         for key, value in config.items()
-        if not any(key == one or key.startswith(f"{one}.") for one in MAY_DIFFER)
+        if not is_within(key, MAY_DIFFER)
     }
     versions = {f"version of {package}": (str(version), "") for package, version in package_versions().items()}
     return {**facts, **versions, "directory of the run": (str(run_dir), ""), "--resume": (str(resume), "")}

@@ -5,25 +5,19 @@ verifies the checkpoint, and goes on from an older one where the newest is damag
 """
 
 import contextlib
-import json
-import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxtrain.checkpoint.directory import live_steps
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
-from jaxtrain.metrics.time_spent import RESTARTS_FILE
+from jaxtrain.metrics.history import read_rows
 from jaxtrain.runtime.terminal import print_remark
 
 _LONGEST_WAIT_SECONDS = 60
-# What is read of the end of metrics.jsonl: many rows.
-_TAIL_BYTES = 1 << 16
 # An end that would come again (a mistake in the config, data that is wrong, the same numbers from the same batches), or
 # that somebody asked for: saved on a signal, Ctrl-C, a reader that left.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
@@ -33,14 +27,8 @@ _NEVER = {
 }
 
 
-@dataclass(frozen=True)
-class Position:
-    """How far a run is, by its files.
-
-    Attributes:
-        step: the last step that left a trace, a row of metrics or a checkpoint; 0: none.
-        saved: the step of the newest checkpoint; 0: none.
-    """
+class Position(NamedTuple):
+    """How far a run is: the last step that left a row or a checkpoint, and the newest checkpoint; 0: none."""
 
     step: int = 0
     saved: int = 0
@@ -50,90 +38,64 @@ def read_position(run_dir: Path | None) -> Position:
     """How far the run of a directory is; damaged or missing files count as nothing done."""
     if run_dir is None:
         return Position()
-    saved, row = 0, 0
+    saved, rows = 0, read_rows(run_dir / "metrics.jsonl")
     with contextlib.suppress(CheckpointError):
         saved = max(live_steps(checkpoint_folder(run_dir)), default=0)
-    with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        row = _last_step(file.read().splitlines())
-    return Position(max(row, saved), saved)
-
-
-def _last_step(lines: Sequence[bytes]) -> int:
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line may be half of one
-            return int(json.loads(line)["step"])
-    return 0
+    return Position(max([saved, *(row["step"] for row in rows)]), saved)
 
 
 def is_restarted(code: int, *, has_trained: bool) -> bool:
-    """Whether an end with an exit code is a fault that another start may get over.
-
-    A failure of checkpoints (4) is one while the run trained, where storage failed; at its start no checkpoint can be
-    used, and none could be used the next time.
-    """
+    """Whether another start may get over an end: of checkpoints (4) where the run trained, and storage failed."""
     return has_trained if code == CheckpointError.exit_code else code not in _NEVER
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What a supervisor was told.
-
-    Attributes:
-        restarts: the largest number of restarts.
-        run_dir: directory of the run; None: not known, since the processes are of a program.
-        asked: set once the end was asked for by a signal.
-        how_ended: exit code -> words.
-        with_less: tries to go on with fewer processes; gives the words for it, or None where it may not.
-    """
-
-    restarts: int
-    run_dir: Path | None
-    asked: threading.Event
-    how_ended: Callable[[int], str]
-    with_less: Callable[[], str | None]
-
-
-def supervise(start: Callable[[int, bool], int], policy: Policy) -> int:
-    """Start a run, and start it again after each failure that another start may get over.
-
-    It waits 1, 2, 4 ... 60 s, and 1 s again after a new checkpoint.
+def supervise(
+    start: Callable[[int, bool], int],
+    run_dir: Path | None,
+    *,
+    restarts: int,
+    asked: threading.Event,
+    how_ended: Callable[[int], str],
+    with_less: Callable[[], str | None] = lambda: None,
+) -> int:
+    """Start a run, and again after each failure that another start may get over, after 1, 2, 4 ... 60 s.
 
     Args:
         start: runs the processes until they have ended; receives the number of restarts before, and whether one of
             these starts left a trace, so that what the directory held before is not gone on with; gives the exit code.
-        policy: when to go on.
+        run_dir: directory of the run; None: not known, since the processes are of a program.
+        restarts: the largest number of restarts.
+        asked: set once the end was asked for by a signal.
+        how_ended: exit code -> words.
+        with_less: tries to go on with fewer processes; gives the words for it, or None where it may not.
 
     Returns:
         The exit code of the last end; 75 where a signal came while nothing ran.
     """
-    number, in_a_row, last_failure, run_dir = 0, 0, None, policy.run_dir
+    number, in_a_row, last_failure = 0, 0, None
     first = reached = read_position(run_dir)
     while True:
-        before, began = reached, time.time()
-        code = start(number, reached != first)
-        ended, reached = time.time(), read_position(run_dir)
+        before, code = reached, start(number, reached != first)
+        reached = read_position(run_dir)
         trained = reached.step > before.step or reached.saved > before.saved
-        if policy.asked.is_set() or not is_restarted(code, has_trained=trained):
+        if asked.is_set() or not is_restarted(code, has_trained=trained):
             return code
         in_a_row = 1 if reached.saved > before.saved else in_a_row + 1
         failure, less = (code, reached.step), None
-        what = f"jaxtrain: the run {policy.how_ended(code)}" + (f" at step {reached.step}" if run_dir else "")
+        what = f"jaxtrain: the run {how_ended(code)}" + (f" at step {reached.step}" if run_dir else "")
         if run_dir is not None and failure == last_failure:
-            less = policy.with_less()
+            less = with_less()
             if less is None:
                 print_remark(f"{what}, twice in a row: it would fail there again, so it is not restarted")
                 return code
-        if number == policy.restarts:
+        if number == restarts:
             print_remark(f"{what} after {number} restart{'s' * (number != 1)}, which is what --restarts allows")
             return code
         number, last_failure = number + 1, None if less else failure
         wait = min(2 ** min(in_a_row - 1, 10), _LONGEST_WAIT_SECONDS)
         again = f" from step {reached.saved} (of {reached.step})" if run_dir else ""
-        print_remark(f"{what}; restart {number} of {policy.restarts} in {wait} s{again}{f', {less}' if less else ''}")
-        if run_dir is not None:
-            _record(run_dir, code=code, began=began, ended=ended, reached=reached, number=number)
-        if policy.asked.wait(wait):
+        print_remark(f"{what}; restart {number} of {restarts} in {wait} s{again}{f', {less}' if less else ''}")
+        if asked.wait(wait):
             return PreemptedError.exit_code
 
 
@@ -142,24 +104,3 @@ def resumed_words(words: Sequence[str]) -> list[str]:
     pairs = zip(["", *words], words, strict=False)
     after = ["auto" if (before, word) == ("--resume", "never") else word for before, word in pairs]
     return ["--resume=auto" if word == "--resume=never" else word for word in after]
-
-
-def _record(run_dir: Path, *, code: int, began: float, ended: float, reached: Position, number: int) -> None:
-    """Append a restart to the run's file; a disk that takes no line does not keep the run from going on."""
-    row = {
-        "time": datetime.fromtimestamp(ended, UTC).isoformat(timespec="seconds"),
-        "restart": number,
-        "exit_code": code,
-        "signal": signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else None,
-        "step": reached.step,
-        "saved_step": reached.saved,
-        "lost_steps": reached.step - reached.saved,
-        "seconds": round(ended - began, 3),
-        "began": round(began, 3),
-        "ended": round(ended, 3),
-    }
-    with contextlib.suppress(OSError):
-        run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-        descriptor = os.open(run_dir / RESTARTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")

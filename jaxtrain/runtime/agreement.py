@@ -23,51 +23,28 @@ Facts = Mapping[str, tuple[str, str]]
 
 # A process that died ends the others within the heartbeat timeout, so this limits only what all are waiting for.
 _LONGEST_WAIT_MILLISECONDS = 7 * 24 * 3600 * 1000
-_MOST_NAMED = 8
-_LONGEST_VALUE = 80
+_MOST_NAMED, _LONGEST_VALUE = 8, 80
 _ERRORS = {error.exit_code: error for error in (ConfigError, DataError, CheckpointError, DivergedError, StorageError)}
 # Every process asks for the same barriers in the same order, and none of them twice.
 _numbers = itertools.count()
 
 
 def meet() -> None:
-    """Wait until every process is here; nothing happens where there is only one.
-
-    Call it before the first collective after work that takes one process longer than another, such as compiling.
-    Every process calls it, in the main thread, at the same places.
-    """
+    """Wait until every process is here, before the first collective after work that takes some longer than others."""
     import jax
 
-    if jax.process_count() == 1:
-        return
-    # The public door to the coordination service: jax itself has none.
-    from orbax.checkpoint import multihost
+    if jax.process_count() > 1:
+        # The public door to the coordination service: jax itself has none.
+        from orbax.checkpoint import multihost
 
-    # A process that tells of an error meets the others wherever they are, so that the place is not in the key.
-    multihost.get_barrier_sync_fn()(key=f"jaxtrain {next(_numbers)}", timeout_ms=_LONGEST_WAIT_MILLISECONDS)
-
-
-def said_by_main(verdict: bool) -> bool:
-    """Give every process the verdict of process 0; that of the others is dropped."""
-    import jax
-
-    if jax.process_count() == 1:
-        return verdict
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    meet()
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(verdict)))
+        multihost.get_barrier_sync_fn()(key=f"jaxtrain {next(_numbers)}", timeout_ms=_LONGEST_WAIT_MILLISECONDS)
 
 
 def compiled_by_all(mesh: "Mesh", compile_program: Callable[[], object]) -> None:
     """Compile a program in every process before one of them runs it, and waits in its first collective for the others.
 
-    Where not every process takes part nothing is done, since the call of the program compiles it.
-
-    Args:
-        mesh: the devices that run the program.
-        compile_program: compiles; what it gives is dropped, because jax keeps it for the call.
+    Where not every process has devices of the mesh nothing is done, since the call of the program compiles it; what
+    `compile_program` gives is dropped, because jax keeps it for the call.
     """
     import jax
 
@@ -78,14 +55,9 @@ def compiled_by_all(mesh: "Mesh", compile_program: Callable[[], object]) -> None
 
 
 def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda work: {}) -> Work:
-    """Do the same work in every process, and go on only if all did it and say the same of it.
+    """Do the same work in every process, and go on only if all did it and say the same of it; returns what it gave.
 
-    Args:
-        work: is called. It may contain no collective, since a process that fails would be missing in it.
-        says: gives facts of its result that must be the same in all processes.
-
-    Returns:
-        What the work gave.
+    The work may contain no collective, since a process that fails would be missing in it.
 
     Raises:
         UserError: the error of the work; where it failed in another process only, one of the same exit code that names
@@ -96,13 +68,16 @@ def together(work: Callable[[], Work], *, says: Callable[[Work], Facts] = lambda
 
     if jax.process_count() == 1:
         return work()
-    result, failure, said = None, None, {}
+    result, failure = None, None
     try:
         result = work()
         said = {"facts": {name: list(fact) for name, fact in says(result).items()}}
     except Exception as error:
-        failure, said = error, _described(error)
-    everyone = [json.loads(text) for text in exchange(json.dumps(said, sort_keys=True))]
+        failure, line = error, " ".join(str(error).split())
+        is_line = isinstance(error, UserError)
+        code = error.exit_code if isinstance(error, UserError) else 1
+        said = {"failed": line if is_line else f"{type(error).__name__}: {line[:300]}", "code": code}
+    everyone = [json.loads(text) for text in _exchange(json.dumps(said, sort_keys=True))]
     verdict = verdict_of(everyone)
     if verdict is None:
         return result  # pyright: ignore[reportReturnType] nobody failed, so it is what the work gave
@@ -132,7 +107,7 @@ def check_devices() -> None:
         )
 
 
-def exchange(text: str) -> list[str]:
+def _exchange(text: str) -> list[str]:
     """Give every process the texts of all, in the order of the processes."""
     import numpy as np
     from jax.experimental import multihost_utils
@@ -145,13 +120,6 @@ def exchange(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def _described(error: Exception) -> dict[str, Any]:
-    line = " ".join(str(error).split())
-    if isinstance(error, UserError):
-        return {"failed": line, "code": error.exit_code}
-    return {"failed": f"internal error: {type(error).__name__}: {line[:300]}", "code": 1}
-
-
 def verdict_of(everyone: Sequence[Mapping[str, Any]]) -> UserError | None:
     """The error of all processes, by what each says; None where all did the work and say the same."""
     for index, said in enumerate(everyone):
@@ -159,26 +127,14 @@ def verdict_of(everyone: Sequence[Mapping[str, Any]]) -> UserError | None:
             error = _ERRORS.get(said["code"], UserError)(f"process {index} cannot go on: {said['failed']}")
             error.exit_code = said["code"]
             return error
-    differing = differences([said["facts"] for said in everyone])
-    if not differing:
-        return None
-    more = f"; and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
-    return ConfigError(f"the processes disagree: {'; '.join(differing[:_MOST_NAMED])}{more}")
-
-
-def differences(everyone: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
-    """What each process says otherwise than process 0, as `seed: process 0 has 1 (command line), process 1 has 2`.
-
-    Args:
-        everyone: fact -> value and where it was set, of each process.
-    """
     found = []
-    for name in sorted({name for facts in everyone for name in facts}):
-        values = [facts.get(name, ("none", "")) for facts in everyone]
+    for name in sorted({name for said in everyone for name in said["facts"]}):
+        values = [said["facts"].get(name, ("none", "")) for said in everyone]
         index = next((index for index, (value, _) in enumerate(values) if value != values[0][0]), None)
         if index is not None:
             found.append(f"{name}: process 0 has {_shown(*values[0])}, process {index} has {_shown(*values[index])}")
-    return found
+    more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return ConfigError(f"the processes disagree: {'; '.join(found[:_MOST_NAMED])}{more}") if found else None
 
 
 def _shown(value: str, where: str) -> str:

@@ -45,13 +45,34 @@ def call_function(
         UserError: of the type `error`: the module cannot be imported, or the function raised. An error of ours keeps
             its type.
     """
-    where = f"{group}.call={call}"
+    where, name = f"{group}.call={call}", call.partition(":")[2]
     module, function = _find(where, call, error)
-    given = _bound(group, call, function, arguments, offered or {}, must_take)
+    parameters = inspect.signature(function).parameters.values()
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes = f"it takes {', '.join(named) or 'no arguments'}"
+    offered, given = offered or {}, dict(arguments)
+    for key in given:
+        if key not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ConfigError(
+                f"{group}.args.{key}: {name} of {where} has no such parameter, {takes}{_near(key, named)}"
+            )
+    for key in must_take:
+        if key in given:
+            raise ConfigError(f"{group}.{key} and {group}.args.{key} are both set; leave one of them out")
+        if key not in named:
+            raise ConfigError(
+                f"{group}.{key} is set, but {name} of {where} has no parameter {key}, {takes}; set {group}.{key}=null"
+            )
+    for key, parameter in named.items():
+        needs = parameter.default is parameter.empty
+        if key not in given and key in offered and (offered[key] is not None or needs):
+            given[key] = offered[key]
+        elif key not in given and needs:
+            raise ConfigError(f"{where}: {name} needs {key}; set {group}.args.{key}")
     try:
         return function(**given)
     except Exception as raised:
-        _raise(f"{where}: {call.partition(':')[2]} raised", raised, module, error)
+        _raise(f"{where}: {name} raised", raised, module, error)
 
 
 def _find(where: str, call: str, error: type[UserError]) -> tuple[ModuleType, Callable[..., Any]]:
@@ -64,17 +85,14 @@ def _find(where: str, call: str, error: type[UserError]) -> tuple[ModuleType, Ca
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
-            _raise(f"{where}: importing {name} raised", missing, None, error)
-        parent, _, last = missing.name.rpartition(".")
+    except (Exception, SystemExit) as raised:
+        missing = raised.name if isinstance(raised, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            _raise(f"{where}: importing {name} raised", raised, None, error)
+        parent, _, last = missing.rpartition(".")
         folder = Path(next(iter(getattr(sys.modules.get(parent), "__path__", [])), here))
         hint = _near(last, (path.stem for path in folder.iterdir())) or "; run the command where it is"
-        raise ConfigError(
-            f"{where}: there is no module {missing.name!r} in {folder} or on Python's path{hint}"
-        ) from missing
-    except (Exception, SystemExit) as raised:
-        _raise(f"{where}: importing {name} raised", raised, None, error)
+        raise ConfigError(f"{where}: there is no module {missing!r} in {folder} or on Python's path{hint}") from raised
     function = getattr(module, attribute, None)
     if callable(function):
         return module, function
@@ -88,50 +106,9 @@ def _near(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _bound(
-    group: str,
-    call: str,
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    offered: Mapping[str, Any],
-    must_take: Sequence[str],
-) -> dict[str, Any]:
-    """The arguments of the call, compared with the signature."""
-    name = call.partition(":")[2]
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C: the call itself says what is wrong
-        return dict(arguments)
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    takes = f"it takes {', '.join(named)}" if named else "it takes no arguments"
-    for key in arguments:
-        if key not in named and not takes_any:
-            raise ConfigError(
-                f"{group}.args.{key}: {name} of {group}.call={call} has no such parameter, {takes}{_near(key, named)}"
-            )
-    for key in must_take:
-        if key in arguments:
-            raise ConfigError(f"{group}.{key} and {group}.args.{key} are both set; leave one of them out")
-        if key not in named:
-            raise ConfigError(
-                f"{group}.{key} is set, but {name} of {group}.call={call} has no parameter {key}, {takes}; "
-                f"set {group}.{key}=null, or let it take {key}"
-            )
-    given = dict(arguments)
-    for key, parameter in named.items():
-        if key in given:
-            continue
-        if key in offered and (offered[key] is not None or parameter.default is parameter.empty):
-            given[key] = offered[key]
-        elif parameter.default is parameter.empty:
-            raise ConfigError(f"{group}.call={call}: {name} needs {key}; set {group}.args.{key}")
-    return given
-
-
 def _raise(what: str, raised: BaseException, module: ModuleType | None, error: type[UserError]) -> NoReturn:
     """Raise an error of ours in place of one that the user's code raised, with the line of that code."""
-    place = user_place(raised, file=None if module is None else getattr(module, "__file__", None))
+    place = user_place(raised, file=getattr(module, "__file__", None))
     line = " ".join(str(raised).split())[:300]
     if isinstance(raised, UserError):
         kind, said = type(raised), f"{what.removesuffix(' raised')}: {line}"

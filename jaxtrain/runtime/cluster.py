@@ -3,6 +3,7 @@
 The only reader of cluster environment. Nothing is joined here.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -10,7 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.devices import has_tpu_chips
@@ -22,10 +22,7 @@ _PRODUCT = Path("/sys/class/dmi/id/product_name")
 # What ends a VM (https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice and
 # https://cloud.google.com/compute/docs/instances/create-use-preemptible). A VM that migrates while it runs loses
 # nothing and goes on.
-_ENDS = {
-    "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "its host is about to be maintained"),
-    "preempted": ("TRUE", "it is taken back"),
-}
+_ENDS = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
 _ASK_AGAIN_SECONDS = 1.0
 # The variables with which the runtimes of NVIDIA and AMD, and Slurm through them, list the GPUs of a process.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -70,12 +67,6 @@ def detect_cluster() -> Cluster | None:
         return _at_address(address)
     # Before Slurm, inside whose jobs mpirun works too.
     if (environment_number("OMPI_COMM_WORLD_SIZE") or 1) > 1:
-        if "OMPI_MCA_orte_hnp_uri" not in os.environ:
-            raise ConfigError(
-                "this Open MPI does not say where its first process is (OMPI_MCA_orte_hnp_uri; version 5 dropped it); "
-                "set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE and "
-                "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK in each process, or use Slurm's srun"
-            )
         return Cluster("Open MPI")
     # A batch job that asks for nodes only has no count of tasks; srun starts one per node.
     tasks = environment_number("SLURM_NTASKS") or environment_number("SLURM_JOB_NUM_NODES") or 1
@@ -121,25 +112,24 @@ def _tpu_vm_workers() -> str:
 
 
 def local_device_ids() -> list[int] | None:
-    """The argument `local_device_ids` of `jax.distributed.initialize` for a process of Slurm or Open MPI.
+    """The numbers of this process's GPUs among those that it sees; []: all of them; None: those that jax chooses.
 
-    By itself jax gives every such process one GPU, by the number of the process on the node: correct with one process
-    per GPU, but with one process per node it hides all GPUs except the first.
-
-    Returns:
-        The numbers of this process's GPUs among those that it sees; an empty list: all that it sees; None: those of
-        JAX_LOCAL_DEVICE_IDS or, where the number of processes on the node is not known, those that jax chooses.
+    By itself jax gives every process of Slurm or Open MPI one GPU, by the number of the process on the node: correct
+    with one process per GPU, but with one process per node it hides all GPUs except the first.
     """
     # Open MPI comes first, as in jax: under Slurm each of its daemons is a task that starts several processes.
-    index, processes = _whole("OMPI_COMM_WORLD_LOCAL_RANK"), _whole("OMPI_COMM_WORLD_LOCAL_SIZE")
+    index, processes = (
+        environment_number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        environment_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
     if index is None or processes is None:
-        index, processes = _whole("SLURM_LOCALID"), _slurm_tasks_on_node()
+        index, processes = environment_number("SLURM_LOCALID"), _slurm_tasks_on_node()
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or index is None or processes is None:
         return None
     if processes == 1:
         return []
     shown = next((os.environ[name] for name in _VISIBLE if os.environ.get(name)), None)
-    visible, on_node = None if shown is None else len(shown.split(",")), _whole("SLURM_GPUS_ON_NODE")
+    visible, on_node = None if shown is None else len(shown.split(",")), environment_number("SLURM_GPUS_ON_NODE")
     is_bound = bool(os.environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     if visible is not None and (visible < processes or visible < (on_node or 0) or is_bound):
         return []  # each process sees only its own GPUs, numbered from 0
@@ -148,63 +138,39 @@ def local_device_ids() -> list[int] | None:
 
 
 def _slurm_tasks_on_node() -> int | None:
-    """This node's entry in a Slurm step's counts: "2(x3),1" is 2 tasks on three nodes and 1 on a fourth."""
-    counts: list[int] = []
-    for entry in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
-        if found is None:
-            return None
-        counts += [int(found[1])] * int(found[2] or 1)
-    node = _whole("SLURM_NODEID")
-    if len(set(counts)) == 1:
-        return counts[0]
-    return None if node is None or node >= len(counts) else counts[node]
+    """The tasks of a Slurm step on each node, where all have as many: "2(x4)" is 2 tasks on each of four nodes."""
+    found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip())
+    return None if found is None else int(found[1])
 
 
-def _whole(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else None
-
-
-def watch_metadata(wanted: Literal["auto"] | bool, announce: Callable[[str], None]) -> Callable[[], None]:
+def watch_metadata(announce: Callable[[str], None]) -> Callable[[], None]:
     """Ask Google's metadata server every second, in the background, and announce the end of this VM once.
 
-    A notice that stands when the watching begins is not announced: a process that was started again on the same VM
-    within the hour of a notice would otherwise never get to work. The VM still sends SIGTERM at its end.
+    Nobody is asked where neither GCE_METADATA_HOST is set nor the hardware says Google. A notice that stands when the
+    watching begins is not announced: a process that was started again on the same VM within the hour of a notice would
+    never get to work. The VM still sends SIGTERM at its end.
 
-    Args:
-        wanted: True; False; or auto, which asks only where GCE_METADATA_HOST is set or the hardware says Google.
-        announce: called on a background thread with the text of the notice.
-
-    Returns:
-        A function that ends the watching; it does not wait.
+    `announce` is called on a background thread. Returns a function that ends the watching, and does not wait.
     """
-    stopped = threading.Event()
-    host = os.environ.get("GCE_METADATA_HOST")
+    stopped, address = threading.Event(), os.environ.get("GCE_METADATA_HOST")
+
+    def asked() -> set[str]:
+        return {name for name, fatal in _ENDS.items() if _ask_metadata(address or _METADATA_HOST, name) == fatal}
 
     def watch() -> None:
-        address = host or _METADATA_HOST
-        standing = {name for name, (fatal, _) in _ENDS.items() if _ask_metadata(address, name) == fatal}
+        standing = asked()
         while not stopped.wait(_ASK_AGAIN_SECONDS):
-            for name, (fatal, why) in _ENDS.items():
-                is_fatal = _ask_metadata(address, name) == fatal
-                if is_fatal and name not in standing and not stopped.is_set():
-                    announce(f"metadata server: {name} is {fatal}, {why}")
-                    return
-                if not is_fatal:
-                    standing.discard(name)
+            found = asked()
+            if (new := found - standing) and not stopped.is_set():
+                announce(f"metadata server: {(name := new.pop())} is {_ENDS[name]}")
+                return
+            standing = found
 
-    if wanted is True or (wanted == "auto" and (host or _is_google())):
-        # A daemon: a request must not keep the process alive.
-        threading.Thread(target=watch, name="jaxtrain-notices", daemon=True).start()
+    with contextlib.suppress(OSError):
+        if address or "Google" in _PRODUCT.read_text(encoding="utf-8", errors="replace"):
+            # A daemon: a request must not keep the process alive.
+            threading.Thread(target=watch, name="jaxtrain-notices", daemon=True).start()
     return stopped.set
-
-
-def _is_google() -> bool:
-    try:
-        return "Google" in _PRODUCT.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
 
 
 def _ask_metadata(host: str, name: str) -> str | None:

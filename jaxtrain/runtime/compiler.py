@@ -9,88 +9,47 @@ import contextvars
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.terminal import print_remark
 
-if TYPE_CHECKING:
-    import jax
-
 Value = bool | int | float | str
 _UNKNOWN = "No such compile option"
-_LONGEST_REASON = 120
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of the compiler of a backend.
-
-    Attributes:
-        backend: The backend, as in `device.platform`.
-        name: Name of the option in XLA.
-        value: Value of the option.
-        several_devices: Whether the option is for programs of several devices only.
-        updates: Whether the option is only for train steps on one device, and for those of models of convolutions.
-        older: Name of the option in older compilers, whose value is True; None: the same name and value.
-        device_kinds: As in `device.device_kind`, the kinds that the option is for; empty: all of the backend.
-        axes: The only mesh axes that may have several devices where the option is used; empty: all may.
-        may_fail: Whether the compiler may give up on a program because of the option. Only steps that are compiled
-            ahead of their first call get it, and go without it where that happens.
-    """
-
-    backend: str
-    name: str
-    value: Value
-    several_devices: bool = True
-    updates: bool = False
-    older: str | None = None
-    device_kinds: tuple[str, ...] = ()
-    axes: tuple[str, ...] = ()
-    may_fail: bool = False
-
-
-OPTIONS = (
+# Backend, as in `device.platform` -> name -> value; what a compiler does not know is left out. Of every program:
+OPTIONS: dict[str, dict[str, Value]] = {
     # With it, batched products (attention) run on one thread; without it, Eigen's products run on all. jax 0.10.2 and
     # 0.12.0.1, 2 cores: 96 products of 256 x 64 x 256 take 10 ms with it and 6 ms without, a step of bench_cpu 2.25 and
     # 2.13 s (medians of 8 interleaved runs, busy machine).
-    Option("cpu", "xla_cpu_experimental_ynn_fusion_type", "", several_devices=False),
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
+}
+# Of train steps on one device, and of those of models of convolutions:
+OF_UPDATES: dict[str, dict[str, Value]] = {
     # Without it, the momentum of every parameter is copied before it is replaced, because the new parameters read it
     # too. jax 0.10.2, 29 MB of parameters, SGD with momentum: 5 copies and 23 ms of processor time without it, none and
     # 11 ms with it (medians of nine); AdamW and 53 M parameters of experts: 160 MB of temporaries less.
-    Option("cpu", "xla_cpu_copy_insertion_use_region_analysis", True, several_devices=False, updates=True),
-    # Gathers the next layer's weights and reduces the last layer's gradients during this layer. jax 0.10.2 (by older
-    # names), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 per GPU: 0 of 15 collectives of the layer
-    # loops have no matmul beside them, 3 (128 MiB) without; temporaries take 9.71 GiB instead of 8.92. From jax 0.12 on
-    # the older name is accepted and means the default. Never run on a GPU.
-    *(
-        Option(
-            "gpu",
-            f"xla_gpu_pipeline_{kind}",
-            "COLLECTIVE_PIPELINING_MODE_ON",
-            older=f"xla_gpu_enable_pipelined_{kind}",
-        )
-        for kind in ("all_gather", "reduce_scatter", "all_reduce")
-    ),
-    # Puts the steps of a reduce-scatter of gradients into the fusions of the matmuls beside it. libtpu 0.0.42.1,
-    # compiled for v5e:2x4, Llama-3 8B of 8 layers, fsdp=8, one sequence of 4,096 per chip (docs/benchmarks.md): 65 % of
-    # the bytes with both options, 43 % without. On a model of width 1,024 and rows of 128 tokens the compiler runs out
-    # of vmem with them. Only programs of data and fsdp were looked at. Never run on a TPU.
-    *(
-        Option("tpu", name, True, device_kinds=("TPU v5 lite", "TPU v5e"), axes=("data", "fsdp"), may_fail=True)
-        for name in (
-            "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter",
-            "xla_enable_async_reduce_scatter_fusion",
-        )
-    ),
-)
-# On v5p fused all-gathers and all-reduces take fsdp=8 from 0 to 52 %, and are left out: libtpu 0.0.51 refused fused
-# all-gathers there ("incorrect results, hang, SDC"), and that 0.0.42.1 compiles them without a word does not make them
-# safe. What else was tried is in docs/benchmarks.md.
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
+}
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+# Of programs of several devices:
+OF_SEVERAL: dict[str, dict[str, Value]] = {
+    # Gathers the next layer's weights and reduces the last layer's gradients during this layer. jax 0.10.2 (by the
+    # second names), compiled for 8 x H100, Llama-3 8B, fsdp=8, one sequence of 8,192 per GPU: 0 of 15 collectives of
+    # the layer loops have no matmul beside them, 3 (128 MiB) without; temporaries take 9.71 GiB instead of 8.92. From
+    # jax 0.12 on the first names are known, and the second are accepted and mean nothing. Never run on a GPU.
+    "gpu": {
+        **{f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _COLLECTIVES},
+        **{f"xla_gpu_enable_pipelined_{kind}": True for kind in _COLLECTIVES},
+    },
+}
+# TPUs have none: options that fuse collectives make the compiler for v5e run out of vmem on narrow models, and libtpu
+# refused those for v5p ("incorrect results, hang, SDC"); docs/benchmarks.md has what they would give.
 
 # For programs that feed a model one token of each row: they read every weight, and little else. Figures: jax 0.10.2,
 # compiled for 8 x H100, one decode step of a Llama-3 8B of two layers, tensor=8, 8 rows of 2,048 positions; never run.
@@ -108,78 +67,43 @@ _DECODING: dict[str, dict[str, Value]] = {
 
 @dataclass(frozen=True)
 class CompilerOptions:
-    """The options for programs on some devices.
-
-    Attributes:
-        used: Name -> value of each option that the compiler knows.
-        dropped: One line per option of the user that the compiler does not know.
-        tried: Name -> value of options that `compile_lowered` adds, and leaves out where the compiler gives up.
-    """
+    """Name -> value of each option that the compiler knows; a line per option of the user that it does not know."""
 
     used: Mapping[str, Value]
     dropped: tuple[str, ...] = ()
-    tried: Mapping[str, Value] = field(default_factory=dict)
 
 
 def choose_options(
-    device: Any,
-    num_devices: int,
-    more: Mapping[str, Value] | None = None,
-    *,
-    updates: bool = False,
-    axes: Collection[str] | None = None,
+    device: Any, num_devices: int, more: Mapping[str, Value] | None = None, *, updates: bool = False
 ) -> CompilerOptions:
-    """The compiler options for a program on devices like this one.
+    """The compiler options for a program of several devices like this one, real or compile-only.
 
     Args:
-        device: a `jax.Device`, real or compile-only.
-        num_devices: Number of devices of the program.
-        more: Options of the user, which replace those of the table.
+        more: Options of the user, which replace those of the tables.
         updates: Whether the program is a train step on one device, or one of a model of convolutions.
-        axes: Mesh axes of several devices; None: unknown, so that options for some axes are left out.
 
     Raises:
         ConfigError: The compiler knows an option of the user but refuses its value.
     """
     asked = dict(more or {})
-    table = {
-        option.name: option
-        for option in OPTIONS
-        if option.backend == device.platform
-        and (num_devices > 1 or not option.several_devices)
-        and (updates or not option.updates)
-        and (not option.device_kinds or device.device_kind in option.device_kinds)
-        and (not option.axes or (axes is not None and set(axes) <= set(option.axes)))
-        and option.name not in asked
-    }
-    wanted = {name: option.value for name, option in table.items()} | asked
+    table = OPTIONS.get(device.platform, {})
+    table = table | (OF_UPDATES.get(device.platform, {}) if updates else {})
+    table = table | (OF_SEVERAL.get(device.platform, {}) if num_devices > 1 else {})
+    wanted = table | asked
     refused = refused_options(device, tuple(sorted(wanted.items())))
     for name, why in refused.items():
         if name in asked and _UNKNOWN not in why:
             raise ConfigError(f"compiler_options.{name}={asked[name]}: {why}; use another value, or leave it out")
-    older = {option.older: True for name, option in table.items() if option.older and name in refused}
-    wanted = older | wanted
-    refused |= refused_options(device, tuple(sorted(older.items())))
-    known = {name: value for name, value in wanted.items() if name not in refused}
-    tried = {name for name, option in table.items() if option.may_fail}
-    return CompilerOptions(
-        {name: value for name, value in known.items() if name not in tried},
-        tuple(
-            f"the compiler for {device.platform} does not know {name}, so programs go without it"
-            for name in refused
-            if name in asked
-        ),
-        {name: value for name, value in known.items() if name in tried},
+    dropped = (
+        f"the compiler for {device.platform} does not know {name}, so programs go without it"
+        for name in refused
+        if name in asked
     )
+    return CompilerOptions({name: value for name, value in wanted.items() if name not in refused}, tuple(dropped))
 
 
 def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]:
-    """Lines for the banner: the user's options, and those that the compiler does not accept.
-
-    Args:
-        options: all options of a program.
-        asked: names of the user's options.
-    """
+    """Lines for the banner: the user's options (`asked`), and those that the compiler does not accept."""
     shown = {name: options.used[name] for name in asked if name in options.used}
     used = ", ".join(f"{name}={value if value != '' else 'none'}" for name, value in shown.items())
     return [*([f"compiler options: {used}"] if used else []), *options.dropped]
@@ -187,17 +111,10 @@ def option_notes(options: CompilerOptions, *, asked: Iterable[str]) -> list[str]
 
 @functools.lru_cache
 def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict[str, str]:
-    """The options that the compiler of a device refuses, found by compiling a program of one addition.
+    """The options, (name, value), that the compiler of a device refuses: name -> first line of its error.
 
-    Args:
-        device: a `jax.Device`, real or compile-only.
-        options: (name, value) pairs.
-
-    Returns:
-        Name -> first line of the compiler's error.
+    Found by compiling a program of one addition.
     """
-    if not options:
-        return {}
     import jax
     import jax.numpy as jnp
 
@@ -212,7 +129,7 @@ def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict
             return (str(error).splitlines() or [type(error).__name__])[0]
         return None
 
-    if refusal(dict(options)) is None:
+    if not options or refusal(dict(options)) is None:
         return {}
     # One by one, because an error names at most one option.
     alone = {name: refusal({name: value}) for name, value in options}
@@ -238,64 +155,10 @@ def out_of_cache() -> Iterator[None]:
 
 @functools.lru_cache
 def decoding_options(device: Any) -> dict[str, Value]:
-    """The options that the compiler of a device accepts, as `jax.jit(compiler_options=...)` takes them.
-
-    Args:
-        device: a `jax.Device`, real or compile-only.
-    """
+    """The options of decoding programs that the compiler of a device accepts."""
     wanted = _DECODING.get(device.platform, {})
     refused = refused_options(device, tuple(sorted(wanted.items())))
     return {name: value for name, value in wanted.items() if name not in refused}
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A compiled program, and what became of the options that were tried.
-
-    Attributes:
-        compiled: the program.
-        tried: name -> value of the options that it was compiled with beside those that it has in any case.
-        gave_up: why the compiler gave up with them; empty where it did not.
-    """
-
-    compiled: "jax.stages.Compiled"
-    tried: Mapping[str, Value] = field(default_factory=dict)
-    gave_up: str = ""
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """A line that says which options it took or goes without; none where none was tried."""
-        if self.gave_up:
-            return (f"compiler: goes without options with which it gave up: {self.gave_up}",)
-        return (f"compiler: with {', '.join(self.tried)}",) if self.tried else ()
-
-
-def compile_trying(
-    compile_with: "Callable[[Mapping[str, Value]], jax.stages.Compiled]", tried: Mapping[str, Value]
-) -> Taken:
-    """Compile a program with some more options, or without where the compiler gives up.
-
-    Args:
-        compile_with: compiles with the options that it is given, beside those that the program has in any case.
-        tried: the options to add; those of a user are not among them.
-
-    Raises:
-        jax.errors.JaxRuntimeError: the compiler gives up without them too.
-    """
-    if tried:
-        try:
-            return Taken(compile_with(tried), tried)
-        except RuntimeError as error:
-            # What libtpu runs out of with such options (vmem) has a message of many lines; its first says which memory.
-            why = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-        return Taken(compile_with({}), gave_up=f"{', '.join(tried)}: {why}")
-    return Taken(compile_with({}))
-
-
-def compile_lowered(lowered: "jax.stages.Lowered", tried: Mapping[str, Value]) -> Taken:
-    """Compile a lowered program as `compile_trying` does."""
-    # jax declares fewer types of values than it takes.
-    return compile_trying(lambda more: lowered.compile(compiler_options=dict[str, Any](more) or None), tried)
 
 
 _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtrain_choices", default=None)
@@ -303,11 +166,7 @@ _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxtr
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[str]]:
-    """Collect the lines of `note_choice` inside the context, each line once; a context around it gets them too.
-
-    Yields:
-        The list of lines, which grows while the context is open.
-    """
+    """Collect the lines of `note_choice` inside the context, each line once; a context around it gets them too."""
     notes: list[str] = []
     token = _notes.set(notes)
     try:
@@ -320,12 +179,9 @@ def record_choices() -> Iterator[list[str]]:
 
 
 def note_choice(operation: str, chosen: str, refused: list[tuple[str, str]]) -> None:
-    """Record which implementation an operation uses while a step is traced.
+    """Record which implementation an operation (such as "attention") uses while a step is traced.
 
-    Args:
-        operation: name of the operation, such as "attention".
-        chosen: name of the implementation.
-        refused: name of each implementation that comes before it in the table, and why it was not chosen.
+    `refused` has each implementation that comes before it in the table, and why it was not chosen.
     """
     notes = _notes.get()
     line = f"{operation}: {chosen}" + "".join(f", not {name} ({why})" for name, why in refused)
@@ -342,18 +198,13 @@ def cache_folder(setting: str | None) -> Path | None:
         return None
     if setting != "auto":
         return local_path(setting, what="compilation_cache").expanduser()
-    root = os.environ.get("JAXTRAIN_CACHE_DIR")
-    if root:
-        return local_path(root, what="JAXTRAIN_CACHE_DIR").expanduser() / "compiled"
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home).expanduser() / "jaxtrain" / "compiled"
+    root = os.environ.get("JAXTRAIN_CACHE_DIR") or Path(home) / "jaxtrain"
+    return local_path(root, what="JAXTRAIN_CACHE_DIR").expanduser() / "compiled"
 
 
 def use_cache(setting: str | None) -> None:
-    """Let jax keep compiled programs in the folder of `compilation_cache`, which is made if need be.
-
-    Args:
-        setting: see `cache_folder`.
+    """Let jax keep compiled programs in the folder of `compilation_cache` (see `cache_folder`), made if need be.
 
     Raises:
         ConfigError: a folder that was asked for cannot be used; where it is that of auto, one line says so.
@@ -363,17 +214,15 @@ def use_cache(setting: str | None) -> None:
     folder = cache_folder(setting)
     if folder is None:
         return
-    reason = None
     try:
         # Compiled programs are run as they are read: nobody else may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         reason = f"the compilation cache {folder} cannot be used: {error.strerror}"
-    if reason is None:
+        if setting != "auto" or os.environ.get("JAXTRAIN_CACHE_DIR"):
+            raise ConfigError(f"{reason}; set compilation_cache=null or another folder") from None
+        print_remark(f"{reason}; programs are compiled, but not kept")
+    else:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    elif setting != "auto" or os.environ.get("JAXTRAIN_CACHE_DIR"):
-        raise ConfigError(f"{reason}; set compilation_cache=null or another folder")
-    else:
-        print_remark(f"{reason}; programs are compiled, but not kept")

@@ -145,10 +145,7 @@ _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus() -> list[str] | None:
-    """The GPUs that a process started here would see, as CUDA_VISIBLE_DEVICES writes them.
-
-    None where the environment keeps jax from using them, or says itself which ones this process uses.
-    """
+    """The GPUs that a process started here would see; None where the environment says which ones jax uses, or none."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or (platforms and not re.search("cuda|gpu", platforms)):
         return None
@@ -165,18 +162,9 @@ def visible_gpus() -> list[str] | None:
 
 
 def gpu_shares(gpus: list[str], num_processes: int, *, must_divide: bool = True) -> list[dict[str, str]]:
-    """The environment that gives each of several processes its GPUs.
+    """The environment (CUDA_VISIBLE_DEVICES) that gives each process its share of the GPUs, in their order.
 
-    Args:
-        gpus: what `visible_gpus` found.
-        num_processes: number of processes.
-        must_divide: whether every GPU is to be used; else some may be left over.
-
-    Returns:
-        For each process the variable CUDA_VISIBLE_DEVICES, with GPUs in their order; nothing where there are none.
-
-    Raises:
-        ConfigError: the GPUs cannot be shared out.
+    Raises a ConfigError where they cannot be shared out equally, though some may be left over unless `must_divide`.
     """
     if not gpus:
         return [{} for _ in range(num_processes)]
@@ -193,28 +181,24 @@ def gpu_shares(gpus: list[str], num_processes: int, *, must_divide: bool = True)
 
 # Side of the matrices: large enough that a product takes longer than its dispatch, which takes about 0.1 ms.
 _SIZES = {"cpu": 768, "gpu": 8192, "tpu": 8192}
-_REPEATS = 5
-_BUDGET_SECONDS = 1.0
+_REPEATS, _BUDGET_SECONDS = 5, 1.0
 
 
 def matmul_flops_per_second(dtype: str, *, device: Any = None) -> float:
     """Measure the rate of a square matrix product in FLOP/s, at full precision (no TF32, no bf16 passes of float32).
 
-    Args:
-        dtype: "float32" or "bfloat16".
-        device: a `jax.Device`; None: the first device of this process.
+    `dtype` is "float32" or "bfloat16", `device` a `jax.Device`; None: the first of this process.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    device = jax.local_devices()[0] if device is None else device
+    device = device or jax.local_devices()[0]
     size = _SIZES.get(device.platform, 2048)
     # Not zeros or ones: accelerators draw less power on those and clock higher.
     values = np.random.default_rng(0).standard_normal((size, size), np.float32)
     matrix = jax.device_put(jnp.asarray(values, dtype), device)
     multiply = jax.jit(lambda a: jnp.matmul(a, a, precision=jax.lax.Precision.HIGHEST))
-    multiply(matrix).block_until_ready()
     return 2 * size**3 / _median_seconds(lambda: multiply(matrix).block_until_ready())
 
 
@@ -223,19 +207,14 @@ def memory_bytes_per_second(*, device: Any = None) -> float:
     import jax
     import numpy as np
 
-    device = jax.local_devices()[0] if device is None else device
-    values = [jax.device_put(np.ones(2**26, np.float32), device)]
+    values = [jax.device_put(np.ones(2**26, np.float32), device or jax.local_devices()[0])]
     # In place, because with a new buffer the time to allocate pages would be measured too.
     scale = jax.jit(lambda x: x * np.float32(1.0000001), donate_argnums=0)
-
-    def run() -> None:
-        values.append(scale(values.pop()).block_until_ready())
-
-    run()
-    return 2 * 4 * 2**26 / _median_seconds(run)
+    return 2 * 4 * 2**26 / _median_seconds(lambda: values.append(scale(values.pop()).block_until_ready()))
 
 
 def _median_seconds(run: Callable[[], object]) -> float:
+    run()  # compiles
     seconds: list[float] = []
     while len(seconds) < _REPEATS and sum(seconds) < _BUDGET_SECONDS:
         started = time.perf_counter()

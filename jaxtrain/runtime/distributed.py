@@ -79,12 +79,6 @@ def start_alone(*, emulate: int | None = None, compilation_cache: str | None = "
 
     A process that helps one of several inherits the environment in which that one joined. If it joined as well, jax
     would take it for a second incarnation, and abort all of them.
-
-    Args:
-        emulate, compilation_cache: see `start`.
-
-    Raises:
-        ConfigError: emulation is asked for after jax has started, or the cache folder cannot be made.
     """
     # jax reads it when it first uses a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
@@ -113,39 +107,24 @@ def _emulate(num_devices: int) -> None:
 
 
 def _join(cluster: Cluster, lost_seconds: float | None) -> None:
+    """Join a cluster, or end with one line where the others do not come in time: jax would abort with a stack trace."""
+    import jax
+
     timeout = environment_number(JOIN_TIMEOUT) or _JOIN_SECONDS
     # There the code of a mistake ends the job for good, and a node that comes late is none.
-    started_again = cluster.coordinator is None and in_pod()
+    is_started_again = cluster.coordinator is None and in_pod()
 
     def failure(reason: str) -> str:
-        where = f"the cluster found through {cluster.source}"
         rights = " and that their service account may read pods and jobs" if cluster.source == "Kubernetes" else ""
-        return f"could not join {where}: {reason}; check the address and that all processes started{rights}"
+        return (
+            f"could not join the cluster found through {cluster.source}: {reason}; check the address and that all "
+            f"processes started{rights}"
+        )
 
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""
         print_remark(f"jaxtrain: {failure(f'its processes did not meet{where} within {timeout} s')}")
-        os._exit(LOST if started_again else ConfigError.exit_code)
-
-    timer = threading.Timer(timeout, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        _initialize(cluster, timeout, lost_seconds)
-    except Exception as error:
-        if _USED_BEFORE in str(error):
-            raise ConfigError(
-                f"the cluster found through {cluster.source} can be joined only before jax is first used in a process, "
-                "and it was: call start() first, at the top of the program"
-            ) from error
-        line = failure((str(error).splitlines() or [type(error).__name__])[0][:200])
-        raise (NotMetError if started_again else ConfigError)(line) from error
-    finally:
-        timer.cancel()
-
-
-def _initialize(cluster: Cluster, timeout: int, lost_seconds: float | None) -> None:
-    import jax
+        os._exit(LOST if is_started_again else ConfigError.exit_code)
 
     silence = _HEARTBEAT_SECONDS if lost_seconds is None else max(_HEARTBEAT_SECONDS, int(_TIMES_LOST * lost_seconds))
     limits: dict[str, Any] = {
@@ -153,22 +132,34 @@ def _initialize(cluster: Cluster, timeout: int, lost_seconds: float | None) -> N
         "heartbeat_timeout_seconds": silence,
         "local_device_ids": local_device_ids(),
     }
-    address = cluster.coordinator
-    if address is None:
+    timer = threading.Timer(timeout, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        address = cluster.coordinator
+        if address is not None:
+            if lost_seconds is not None and cluster.process_id != 0:
+                address = relayed(address, timeout=limits["initialization_timeout"], lost=_coordinator_lost)
+            limits |= {
+                "coordinator_address": address,
+                "num_processes": cluster.num_processes,
+                "process_id": cluster.process_id,
+                # All is known, and jax's detection inside a Slurm job would hide GPUs.
+                "cluster_detection_method": "deactivate",
+                # The coordinator has no authentication, so it listens on its own address only.
+                "coordinator_bind_address": cluster.coordinator if cluster.process_id == 0 else None,
+            }
         jax.distributed.initialize(**limits)
-        return
-    if lost_seconds is not None and cluster.process_id != 0:
-        address = relayed(address, timeout=limits["initialization_timeout"], lost=_coordinator_lost)
-    jax.distributed.initialize(
-        address,
-        cluster.num_processes,
-        cluster.process_id,
-        # All is known, and jax's detection inside a Slurm job would hide GPUs.
-        cluster_detection_method="deactivate",
-        # The coordinator has no authentication, so it listens on its own address only.
-        coordinator_bind_address=cluster.coordinator if cluster.process_id == 0 else None,
-        **limits,
-    )
+    except Exception as error:
+        if _USED_BEFORE in str(error):
+            raise ConfigError(
+                f"the cluster found through {cluster.source} can be joined only before jax is first used in a process, "
+                "and it was: call start() first, at the top of the program"
+            ) from error
+        line = failure((str(error).splitlines() or [type(error).__name__])[0][:200])
+        raise (NotMetError if is_started_again else ConfigError)(line) from error
+    finally:
+        timer.cancel()
 
 
 def _coordinator_lost() -> None:
@@ -179,12 +170,8 @@ def _coordinator_lost() -> None:
 
 @contextlib.contextmanager
 def on_main_process(resource: contextlib.AbstractContextManager[Any], *, does: str = "start the run") -> Iterator[None]:
-    """Enter a context on process 0 on behalf of all; if that fails, it raises its UserError, the others a ConfigError.
-
-    Args:
-        resource: the context.
-        does: what entering it does, for the message of the other processes.
-    """
+    """Enter a context on process 0 on behalf of all; if that fails, it raises its UserError, the others a ConfigError
+    that it could not do what the context `does`."""
     import jax
 
     if jax.process_count() == 1:
@@ -196,11 +183,11 @@ def on_main_process(resource: contextlib.AbstractContextManager[Any], *, does: s
 
     with contextlib.ExitStack() as stack:
         failure: UserError | None = None
-        if is_main_process():
-            try:
+        try:
+            if is_main_process():
                 stack.enter_context(resource)
-            except UserError as error:
-                failure = error
+        except UserError as error:
+            failure = error
         if not multihost_utils.broadcast_one_to_all(np.int32(failure is None)):
             raise failure or ConfigError(f"process 0 could not {does}; its message says why")
         yield
@@ -211,9 +198,6 @@ def leave(code: int) -> None:
 
     An ordinary exit waits for the other processes, and those wait in a collective for the failed one. When it has
     ended, they notice within the heartbeat timeout and end too.
-
-    Args:
-        code: exit code.
     """
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
 
 
 def _write_atomic(path: Path, parts: Iterable[bytes]) -> None:
-    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -42,24 +40,6 @@ def write_text_atomic(path: Path, text: str) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write a value atomically, as indented strict JSON (NaN and infinities become null)."""
     write_text_atomic(path, json.dumps(strict_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def put_aside(path: Path) -> Path | None:
-    """Rename a folder that stands where a file of ours belongs; returns its new path, None where there is none."""
-    if path.is_symlink() or not path.is_dir():
-        return None
-    target = path.with_name(f"{path.name}.foreign-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}")
-    path.rename(target)
-    return target
-
-
-def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file or folder from another one that comes to its path, device and inode; None: there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def strict_json(value: Any) -> Any:
@@ -80,8 +60,6 @@ def strict_json(value: Any) -> Any:
 
 def plain_number(value: Any) -> float | int | None:
     """A number of any library as a Python int or float, and None for NaN, infinities and other objects."""
-    if isinstance(value, int):
-        return int(value)
     if not is_number(value):
         return None
     try:
@@ -93,10 +71,8 @@ def plain_number(value: Any) -> float | int | None:
 
 def is_number(value: Any) -> bool:
     """Whether a value is one number of any library that Python's `float` takes; NaN and infinities are."""
-    if isinstance(value, (str, bytes)):
-        return False
     try:
         float(value)
     except (TypeError, ValueError):
         return False
-    return True
+    return not isinstance(value, str | bytes)

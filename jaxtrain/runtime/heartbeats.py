@@ -36,14 +36,7 @@ Status = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """What is known of a process.
-
-    Attributes:
-        process: its index.
-        host: its host's name.
-        status: what it said last, see `Activity.status`.
-        heard: `time.monotonic()` when it said so.
-    """
+    """What is known of a process: what it said last (see `Activity.status`), and when, by `time.monotonic()`."""
 
     process: int
     host: str
@@ -53,15 +46,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class News:
-    """Something that ends a run, or may.
-
-    Attributes:
-        kind: `lost` (the connection closed without a farewell, or the process is silent), `left` (it ended with an
-            error) or `end` (a process found a reason to end them all).
-        process: index of the process.
-        text: the reason.
-        code: exit code, of `left`.
-    """
+    """Something that ends a run: a process is lost (silent, or its connection closed without a farewell), left with an
+    error and its exit code, or found a reason to end them all."""
 
     kind: Literal["lost", "left", "end"]
     process: int
@@ -104,31 +90,53 @@ class _Connection:
 
 
 class Exchange:
-    """How a process hears of the others; a single process hears of nobody. One thread calls all but `wake`.
+    """How a process hears of the others: process 0 listens, and hands on what each says; one alone hears of nobody.
+
+    One thread calls all but `wake`.
 
     Args:
         process: index of this process.
+        num_processes: of those that tell each other; process 0 of several listens.
+        token: what a process must show.
+        hosts: names and addresses of process 0, of which the first that answers is used. Process 0 itself listens on
+            the first, or on every address of this machine where it is none of this machine's.
+        port: that process 0 listens on. Where no host answers, the run goes on without heartbeats, and a line says so.
     """
 
-    def __init__(self, process: int = 0) -> None:
-        self._process, self._status = process, {}
+    def __init__(
+        self, process: int = 0, num_processes: int = 1, *, token: str = "", hosts: Sequence[str] = (), port: int = 0
+    ) -> None:
+        self.process, self.num_processes = process, num_processes
+        self._token, self._hosts, self.port = token, hosts, port
+        self._status: Status = {}
         self._known: dict[int, Peer] = {}
         self._open: dict[_Connection, int] = {}
         self._left: set[int] = set()
+        self._has_heard_end = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._is_main, self._give_up_at = process == 0 and num_processes > 1, 0.0
+        if self._is_main:
+            self._listener = _listening(hosts[0] if hosts else None)
+            self._listener.setblocking(False)
+            self.port = self._listener.getsockname()[1]
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        elif hosts:
+            self._give_up_at = time.monotonic() + _GIVE_UP_SECONDS
 
     def round(self, status: Status, seconds: float, patience: Callable[[Status], float]) -> list[News]:
-        """Tell the others the status, listen to them for up to some seconds, and return what happened.
+        """Tell the others the status, listen for up to some seconds, and return what happened.
 
-        Args:
-            status: of this process.
-            seconds: how long to listen; less where something happens.
-            patience: how long a process with some status may be silent.
+        `patience` gives the seconds that a process with some status may be silent.
         """
         self._status = status
-        self._speak()
+        if self._is_main:
+            self._tell({"peers": self._told(_MOST_TOLD)})
+        else:
+            if self._give_up_at:
+                self._connect()
+            self._tell({"status": status})
         news = self._listen(time.monotonic() + seconds)
         now = time.monotonic()
         silent = {process: now - self._known[process].heard for process in self._open.values()}
@@ -143,7 +151,15 @@ class Exchange:
         return sorted(self._known.values(), key=lambda peer: peer.process)
 
     def end(self, text: str) -> None:
-        """Tell the others that all end, and why; returns when they have ended, or after 3 seconds."""
+        """Tell the others that all end, and why; returns when they have ended or know it, or after 3 seconds."""
+        until = time.monotonic() + _TELL_SECONDS
+        if self._is_main:
+            self._tell({"end": text, "peers": self._told(self.num_processes)})
+            while self._open and time.monotonic() < until:  # jax aborts them once this process has ended
+                self._listen(until)
+        elif self._open and not self._has_heard_end:
+            self._tell({"end": text})
+            self._listen(until)
 
     def leave(self, code: int, text: str) -> None:
         """Say farewell: this process ends by itself, with an exit code and, for an error, its line."""
@@ -167,9 +183,6 @@ class Exchange:
         self._selector.close()
         self._waker.close()
 
-    def _speak(self) -> None:
-        """Tell the others what this process does."""
-
     def _listen(self, until: float) -> list[News]:
         news: list[News] = []
         while not news and (left := until - time.monotonic()) > 0:
@@ -184,6 +197,33 @@ class Exchange:
         line = json.dumps(message).encode() + b"\n"
         for connection in self._open:
             connection.send(line)
+
+    def _told(self, most: int) -> list[list[Any]]:
+        """What process 0 tells of itself and of those that are furthest behind."""
+        now = time.monotonic()
+        known = [[peer.process, peer.host, peer.status, now - peer.heard] for peer in self._known.values()]
+        known.append([0, socket.gethostname(), self._status, 0.0])
+        return sorted(known, key=lambda one: one[2].get("step", 0))[:most]
+
+    def _connect(self) -> None:
+        for host in self._hosts:
+            with contextlib.suppress(OSError):
+                connection = self._add(socket.create_connection((host, self.port), timeout=_CONNECT_SECONDS))
+                self._open[connection], self._known[0] = 0, Peer(0, host, {}, time.monotonic())
+                self._tell({"token": self._token, "process": self.process, "host": socket.gethostname()})
+                self._give_up_at = 0.0
+                return
+        if time.monotonic() > self._give_up_at:
+            self._give_up_at = 0.0
+            print_remark(
+                f"jaxtrain: process {self.process} cannot reach the heartbeats of process 0 at "
+                f"{', '.join(self._hosts)} port {self.port}: open the port between the hosts"
+            )
+
+    def _accept(self) -> list[News]:
+        with contextlib.suppress(OSError):
+            self._add(self._listener.accept()[0])
+        return []
 
     def _add(self, opened: socket.socket) -> _Connection:
         connection = _Connection(opened)
@@ -209,118 +249,27 @@ class Exchange:
 
     def _welcome(self, connection: _Connection, message: Mapping[str, Any]) -> bool:
         """Whether a first message shows that its sender is of this run."""
-        return False
-
-    def _hear(self, process: int, message: Mapping[str, Any]) -> list[News]:
-        now, known = time.monotonic(), self._known[process]
-        self._known[process] = Peer(process, known.host, message.get("status", known.status), now)
-        for other, host, status, age in message.get("peers", ()):
-            if other != self._process:
-                self._known[other] = Peer(other, host, status, now - age)
-        if "end" in message:
-            return [News("end", process, str(message["end"]))]
-        if "leave" in message:
-            self._left.add(process)
-            return [News("left", process, str(message["text"]), message["leave"])] if message["leave"] else []
-        return []
-
-
-class Hub(Exchange):
-    """Process 0's side: it listens, and hands on what each process says.
-
-    Args:
-        num_processes: of the run.
-        token: what a process must show.
-        host: the address to listen on; None: every address of this machine.
-
-    Attributes:
-        port: that it listens on.
-    """
-
-    def __init__(self, num_processes: int, token: str, *, host: str | None) -> None:
-        super().__init__()
-        self._num_processes, self._token = num_processes, token
-        self._listener = _listening(host)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-
-    def end(self, text: str) -> None:
-        """Tell all, and wait until they have ended: jax aborts them once this process has."""
-        self._tell({"end": text, "peers": self._told(self._num_processes)})
-        until = time.monotonic() + _TELL_SECONDS
-        while self._open and time.monotonic() < until:
-            self._listen(until)
-
-    def _speak(self) -> None:
-        self._tell({"peers": self._told(_MOST_TOLD)})
-
-    def _told(self, most: int) -> list[list[Any]]:
-        now = time.monotonic()
-        known = [[peer.process, peer.host, peer.status, now - peer.heard] for peer in self._known.values()]
-        known.append([0, socket.gethostname(), self._status, 0.0])
-        return sorted(known, key=lambda one: one[2].get("step", 0))[:most]
-
-    def _accept(self) -> list[News]:
-        with contextlib.suppress(OSError):
-            self._add(self._listener.accept()[0])
-        return []
-
-    def _welcome(self, connection: _Connection, message: Mapping[str, Any]) -> bool:
         process: Any = message.get("process")
         is_ours = hmac.compare_digest(str(message.get("token")).encode(), self._token.encode())
-        if not is_ours or process in self._known or process not in range(1, self._num_processes):
+        if not is_ours or process in self._known or process not in range(1, self.num_processes):
             return False
         self._known[process] = Peer(process, str(message.get("host")), {}, time.monotonic())
         self._open[connection] = process
         return True
 
-
-class Spoke(Exchange):
-    """The side of every process but process 0: it tells that one what it does, and hears of the others from it.
-
-    Args:
-        process: index of this process.
-        token: that shows whose it is.
-        hosts: names and addresses of process 0, of which the first that answers is used.
-        port: that it listens on. Where none of them answers the run goes on without heartbeats, and one line says so.
-    """
-
-    def __init__(self, process: int, token: str, *, hosts: Sequence[str], port: int) -> None:
-        super().__init__(process)
-        self._token, self._hosts, self._port = token, hosts, port
-        self._give_up_at: float | None = time.monotonic() + _GIVE_UP_SECONDS
-        self._has_heard_end = False
-
-    def end(self, text: str) -> None:
-        """Have process 0 tell all, and wait for its answer."""
-        if self._open and not self._has_heard_end:
-            self._tell({"end": text})
-            self._listen(time.monotonic() + _TELL_SECONDS)
-
-    def _speak(self) -> None:
-        if self._give_up_at is not None:
-            self._connect(self._give_up_at)
-        self._tell({"status": self._status})
-
     def _hear(self, process: int, message: Mapping[str, Any]) -> list[News]:
-        self._has_heard_end = self._has_heard_end or "end" in message
-        return super()._hear(process, message)
-
-    def _connect(self, give_up_at: float) -> None:
-        for host in self._hosts:
-            with contextlib.suppress(OSError):
-                connection = self._add(socket.create_connection((host, self._port), timeout=_CONNECT_SECONDS))
-                self._open[connection], self._known[0] = 0, Peer(0, host, {}, time.monotonic())
-                self._tell({"token": self._token, "process": self._process, "host": socket.gethostname()})
-                self._give_up_at = None
-                return
-        if time.monotonic() > give_up_at:
-            self._give_up_at = None
-            print_remark(
-                f"jaxtrain: process {self._process} cannot reach the heartbeats of process 0 at "
-                f"{', '.join(self._hosts)} port {self._port}: open the port between the hosts"
-            )
+        now, known = time.monotonic(), self._known[process]
+        self._known[process] = Peer(process, known.host, message.get("status", known.status), now)
+        for other, host, status, age in message.get("peers", ()):
+            if other != self.process:
+                self._known[other] = Peer(other, host, status, now - age)
+        if "end" in message:
+            self._has_heard_end = True
+            return [News("end", process, str(message["end"]))]
+        if "leave" in message:
+            self._left.add(process)
+            return [News("left", process, str(message["text"]), message["leave"])] if message["leave"] else []
+        return []
 
 
 def _listening(host: str | None) -> socket.socket:
@@ -346,18 +295,16 @@ def open_exchange(*, wanted: bool) -> Exchange:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    hub, message = None, b""
-    if jax.process_index() == 0 and wanted:
+    process, count, main, message = jax.process_index(), jax.process_count(), None, b""
+    if process == 0 and wanted:
         cluster = detect_cluster()
         coordinator = None if cluster is None else cluster.coordinator
-        host = None if coordinator is None else coordinator.rpartition(":")[0].strip("[]")
+        listens_on = [] if coordinator is None else [coordinator.rpartition(":")[0].strip("[]")]
         token = secrets.token_hex(16)
-        hub = Hub(jax.process_count(), token, host=host)
-        hosts = [name for name in (host, socket.gethostname()) if name]
-        message = json.dumps({"token": token, "hosts": list(dict.fromkeys(hosts)), "port": hub.port}).encode()
+        main = Exchange(0, count, token=token, hosts=listens_on)
+        hosts = list(dict.fromkeys([*listens_on, socket.gethostname()]))
+        message = json.dumps({"token": token, "hosts": hosts, "port": main.port}).encode()
     padded = np.frombuffer(message.ljust(_ADDRESS_BYTES), np.uint8)
     # Over jax's own collectives, so that no address has to be known before and no secret is on a command line.
     told = np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes().strip()
-    if hub is not None:
-        return hub
-    return Spoke(jax.process_index(), **json.loads(told)) if told else Exchange(jax.process_index())
+    return main or (Exchange(process, count, **json.loads(told)) if told else Exchange(process))

@@ -29,8 +29,6 @@ SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "268435456",
 }
-# Set by the supervisor of a run: 0 at its first start, then the number of the restart.
-ATTEMPT = "JAXTRAIN_ATTEMPT"
 # Ctrl-C is Python's own, and ends the process at once as well.
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _is_paused = False
@@ -38,11 +36,7 @@ _dropped: list[Callable[[], object]] = []
 
 
 def restart(*, accelerator: bool) -> None:
-    """Start this command again with `SETTINGS`, in this process; returns where that would change nothing.
-
-    Args:
-        accelerator: whether steps run on a GPU or TPU, whose memory malloc does not manage.
-    """
+    """Start this command again with `SETTINGS`, in this process, unless steps run on an accelerator or they are set."""
     own = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
     if own or accelerator or platform.libc_ver()[0] != "glibc" or not (sys.executable and sys.orig_argv):
         return
@@ -83,20 +77,11 @@ def resume_collector() -> None:
         _is_paused = False
 
 
-def attempt() -> int | None:
-    """The number of restarts before this process; None: no supervisor started it."""
-    text = os.environ.get(ATTEMPT, "")
-    return int(text) if text.isdigit() else None
-
-
 def drop_in_children(drop: Callable[[], object]) -> Callable[[], None]:
     """Have something dropped in every child that is forked from here on, as by `multiprocessing.Pool` of data code.
 
     A child has copies of every descriptor and handler: a lock that outlives its holder, a signal that ends the worker
-    alone and is taken for one to the run.
-
-    Args:
-        drop: called in the child, on its only thread, before any other code of it.
+    alone and is taken for one to the run. `drop` is called in the child, on its only thread, before any other code.
 
     Returns:
         A function that takes it back.
@@ -105,12 +90,7 @@ def drop_in_children(drop: Callable[[], object]) -> Callable[[], None]:
         _dropped.append(lambda: None)  # registered once, because Python has no way to take it back
         os.register_at_fork(after_in_child=lambda: [each() for each in reversed(_dropped)])
     _dropped.append(drop)
-
-    def take_back() -> None:
-        with contextlib.suppress(ValueError):
-            _dropped.remove(drop)
-
-    return take_back
+    return lambda: _dropped.remove(drop) if drop in _dropped else None
 
 
 def end_at_signals() -> None:
@@ -143,8 +123,13 @@ def end_process(code: int) -> NoReturn:
     """
     if threading.active_count() > 1:
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+        exit_at_once(code)
     sys.exit(code)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End this process with what it printed, and nothing else: its main thread, or another one, is stuck."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

@@ -29,15 +29,10 @@ _LOST_SECONDS = 5.0
 
 
 def relayed(coordinator: str, *, timeout: float, lost: Callable[[], object]) -> str:
-    """Start a relay to the coordinator, on a Unix socket in a folder of this user.
+    """Start a relay to a coordinator (`host:port`), and return the address that jax's client is given in its place.
 
-    Args:
-        coordinator: `host:port` of process 0.
-        timeout: seconds for which the coordinator is tried; it starts when process 0 does.
-        lost: called where the coordinator has closed its connection for 5 seconds and the client has not.
-
-    Returns:
-        The address that jax's client is given in place of the coordinator's.
+    The coordinator is tried for `timeout` seconds; it starts when process 0 does. `lost` is called where it has closed
+    its connection for 5 seconds and the client has not.
     """
     host, _, port = coordinator.rpartition(":")
     folder = tempfile.mkdtemp(prefix="jaxtrain-")

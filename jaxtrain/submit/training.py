@@ -12,7 +12,7 @@ from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, reda
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import config_degrees, resolve_degrees
 from jaxtrain.parallel.division import check_rows, step_microbatches
-from jaxtrain.plan.cost.spot import young_interval
+from jaxtrain.plan.cost import young_interval
 from jaxtrain.run.directory import folder_of, run_folder
 
 # Where the pods find the file of a config.
@@ -133,7 +133,7 @@ def save_interval(
         folder = folder_of(load_config(config, overrides=overrides, weights=False), run_dir)
         save_seconds, source = _measured_save_seconds(folder), f"measured in {folder}"
         if save_seconds is None:
-            raise ConfigError(f"{folder} holds no run with two saves or more; add --save-seconds, as in 30")
+            raise ConfigError(f"{folder} holds no run with a save; add --save-seconds, as in 30")
     if not 0 < save_seconds < mtbf_hours * 3600:
         raise ConfigError(f"saves of {save_seconds:g} s do not fit between failures every {mtbf_hours:g} h")
     minutes = young_interval(save_seconds, mtbf_hours * 3600) / 60
@@ -142,8 +142,5 @@ def save_interval(
 
 
 def _measured_save_seconds(run_dir: Path) -> float | None:
-    """The mean time that a save kept the devices from computing, over the newest saves that `run.json` lists."""
-    saves = read_run(run_dir).get("saves", []) if is_run(run_dir) else []
-    if len(saves) < 2:
-        return None
-    return (saves[-1]["seconds"]["saving"] - saves[0]["seconds"]["saving"]) / (len(saves) - 1)
+    """The time that the last save kept the devices from computing, as `run.json` has it."""
+    return read_run(run_dir).get("save_seconds") if is_run(run_dir) else None

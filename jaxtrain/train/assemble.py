@@ -15,7 +15,7 @@ from jaxtrain.config.kinds import check_freeze, check_kinds, check_sizes
 from jaxtrain.config.model import CalledModel, MLPConfig, OutputScale
 from jaxtrain.config.schema import Config, FinetuneConfig, RematConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.fresh import fresh_parts
+from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import AXES, config_degrees, stage_over_data
 from jaxtrain.models.adapters import adapt, adapt_as_folder
@@ -130,7 +130,7 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     Raises:
         ConfigError: names the settings that contradict one another.
     """
-    check_kinds(config, own_task=own_task, unit=data.unit)
+    check_kinds(config, own_task=own_task, own_data=True)
     own_task = own_task or isinstance(config.task, Call)
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:

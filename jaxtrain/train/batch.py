@@ -54,7 +54,7 @@ class BatchFeed:
             raise ConfigError(f"a batch is a dict of arrays such as {{'inputs': x, 'targets': y}}, not {shown(batch)}")
         if not self.task.calls_model and "inputs" not in batch:
             raise ConfigError(
-                f"the batch has no entry 'inputs', which the model takes, but {', '.join(batch)}; {RENAME}"
+                f"the batch has no entry 'inputs', which the model takes; it holds {', '.join(batch)}; {RENAME}"
             )
 
     def shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:

@@ -1,5 +1,6 @@
 """What users hand to a train step, checked before it is used."""
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.config.arguments import check_kind, check_whole
+from jaxtrain.config.arguments import check_kind
 from jaxtrain.data.batches import check_bits
 from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
@@ -50,10 +51,12 @@ def random_key(seed: Any, like: Any) -> jax.Array:
         if (seed.shape, seed.dtype) != (like.shape, like.dtype):
             raise ConfigError(f"the key is {seed.dtype}{list(seed.shape)}, but the step carries {like.dtype}")
         return seed
-    number = check_whole(seed, what="seed", least=-(2**31), most=2**32 - 1, write="a number of 32 bits, or a typed key")
+    seed = operator.index(seed)  # a TypeError where it is no whole number
+    if not -(2**31) <= seed < 2**32:
+        raise ConfigError(f"seed {seed} has more than 32 bits, of which jax would drop some; use a smaller one")
     # A seed is one number, which a user's guard need not ask about.
     with jax.transfer_guard("allow"):
-        return jax.random.key(number)
+        return jax.random.key(seed)
 
 
 def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str) -> None:

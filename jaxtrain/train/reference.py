@@ -78,7 +78,7 @@ def with_reference(data: "Data", train: np.ndarray, validation: np.ndarray | Non
         train: float32 [N, ...] of the training rows.
         validation: of the held-out rows; None where there are none.
     """
-    from jaxtrain.data.entries import with_entry
+    from jaxtrain.data.rows import with_entry
 
     held_out = data.validation
     if held_out is not None and validation is not None:
@@ -116,7 +116,7 @@ def reference_rows(
         (2,)
     """
     from jaxtrain.data.batches import check_rows
-    from jaxtrain.data.entries import with_entry
+    from jaxtrain.data.rows import with_entry
 
     check_rows(rows, what="reference_rows", write="reference_rows(step, state, jaxtrain.ArrayRows({...}))")
     batch_size = check_whole(batch_size, what="reference_rows: batch_size", least=1, write="batch_size=32")

@@ -20,12 +20,12 @@ from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.config.arguments import is_store_address
+from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.load import read_places
+from jaxtrain.interop.formats.hub import is_published
+from jaxtrain.interop.load import read_kernel, read_places
 from jaxtrain.interop.peft import open_adapter
-from jaxtrain.interop.quantize import read_kernel
-from jaxtrain.interop.settings import settings_in
-from jaxtrain.interop.weights import Place, PublishedModel, find_places, is_published, open_published
+from jaxtrain.interop.weights import Place, PublishedModel, find_places, open_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel

@@ -25,7 +25,7 @@ from jaxtrain.optim.optimizers import rate_of
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import LossScaling, Policy, get_policy
 from jaxtrain.precision.sums import check_sums
-from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, compile_lowered, record_choices
+from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
 from jaxtrain.runtime.host import give_back_free_memory
 from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.batch import BatchFeed, BatchSource
@@ -55,9 +55,7 @@ class TrainStep:
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_shardings: those shardings.
         state_on_host: a `TrainState` that says of each array whether it is kept in the host's memory.
-        compiler_options: what every program of the step is compiled with, however it comes about; and what is tried
-            for the step itself, where `compile` or a run compiles it.
-        compiled_with: name -> value of each option that the program that runs was compiled with.
+        compiler_options: what every program of the step is compiled with.
         last_state: gives the state that the last step returned, or None once that is gone.
         choices: what was chosen when the program that runs was traced, and why, one line per operation ("attention:
             cudnn"); empty before `compile`, `use` or the first step.
@@ -79,7 +77,6 @@ class TrainStep:
         divided = microbatches(program.pipeline, program.settings.accumulation_steps)
         self.feed = BatchFeed(self.sharded_model, self.task, divided)
         self.compiler_options = compiler_options
-        self.compiled_with: Mapping[str, Value] = {**compiler_options.used}
 
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
             return create_state(program, key, params=params, model_state=model_state)
@@ -231,22 +228,14 @@ class TrainStep:
         """
         with record_choices() as choices:
             lowered = self.lower(batch)
-        taken = compile_lowered(lowered, self.compiler_options.tried)
-        return self.use(taken.compiled, choices=[*choices, *taken.lines], tried=taken.tried)
+        return self.use(lowered.compile(), choices=choices)
 
-    def use(
-        self,
-        compiled: jax.stages.Compiled,
-        *,
-        choices: Sequence[str] | None = None,
-        tried: Mapping[str, Value] | None = None,
-    ) -> jax.stages.Compiled:
+    def use(self, compiled: jax.stages.Compiled, *, choices: Sequence[str] | None = None) -> jax.stages.Compiled:
         """Make later calls run this compiled program (the result of `lower(batch).compile(...)`).
 
         Args:
             compiled: takes a state and a batch.
             choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
-            tried: options of `compiler_options.tried` that it was compiled with; None: none.
 
         Raises:
             ConfigError: a pipeline stage would wait for other stages for ever.
@@ -254,7 +243,6 @@ class TrainStep:
         if self.pipeline is not None:
             check_branches(compiled.as_text() or "", self.layout)
         self._compiled = compiled
-        self.compiled_with = {**self.compiler_options.used, **(tried or {})}
         give_back_free_memory()
         self.choices = self.choices if choices is None else tuple(choices)
         return compiled
@@ -452,13 +440,7 @@ def make_train_step(
     )
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
     updates = mesh.size == 1 or model.convolutional
-    compiled_with = choose_options(
-        mesh.devices.flat[0],
-        mesh.size,
-        compiler_options,
-        updates=updates,
-        axes=[axis for axis, size in mesh.shape.items() if size > 1],
-    )
+    options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, updates=updates)
     sharded_model = place_model(
         model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
     )
@@ -466,7 +448,7 @@ def make_train_step(
         raise ConfigError(f"trainable selects no parameter of {model.name}; leave one to train")
     if pipeline is not None:
         pipeline = replace(pipeline, layout=sharded_model.layout)
-    return TrainStep(StepProgram(sharded_model, task, optimizer, settings, pipeline), compiled_with)
+    return TrainStep(StepProgram(sharded_model, task, optimizer, settings, pipeline), options)
 
 
 def check_not_donated(state: Any) -> None:

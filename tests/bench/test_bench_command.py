@@ -18,7 +18,7 @@ from jaxtrain.bench.measure import measure
 from jaxtrain.bench.step import WholeStep
 from jaxtrain.cli import main
 from jaxtrain.config import load_config
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.workload import describe_workload
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_gpu.py"
 TINY = ["model.num_layers=2", "model.embed_dim=32", "model.num_heads=2", "model.max_sequence_length=32"]

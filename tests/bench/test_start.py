@@ -10,10 +10,9 @@ import pytest
 from jaxtrain.bench import measure
 from jaxtrain.bench.measure import NoStepError, start_seconds
 from jaxtrain.config import load_config
-from jaxtrain.config.kinds import check_roll_back
 from jaxtrain.config.schema import LoggingConfig
-from jaxtrain.plan.compilers.exact import batch_shapes
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.compile import batch_shapes
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.train.assemble import build_step
 
 TINY = ["model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.max_sequence_length=16"]
@@ -35,7 +34,7 @@ def test_a_warm_start_reads_what_the_cold_one_compiled(tmp_path):
 LOUD = [
     *(f"logging.{name}=true" for name, field in LoggingConfig.model_fields.items() if field.annotation is bool),
     *("checkpoint.directory=gs://b/c", "checkpoint.mirror=gs://b/d", "checkpoint.every_minutes=0.01"),
-    *("profile.start_step=1", "notices.metadata=true", "spikes.action=roll_back", "compilation_cache=/mine"),
+    *("profile.start_step=1", "compilation_cache=/mine"),
 ]
 
 
@@ -63,13 +62,10 @@ def test_a_timed_start_leaves_nothing_but_its_folder(tmp_path, monkeypatch):
         start_seconds("digits_mlp", LOUD, tmp_path / "a cache")
     words = commands[0][commands[0].index("digits_mlp") + 1 : commands[0].index("--run-dir")]
     config = load_config("digits_mlp", overrides=words).config
-    check_roll_back(config.spikes, config.checkpoint)
     assert [name for name, value in config.logging if value is True] == []
     assert (config.checkpoint.directory, config.checkpoint.mirror, config.checkpoint.every) == (None, None, None)
-    assert config.checkpoint.every_minutes == measure._NEVER_MINUTES
+    assert config.checkpoint.every_minutes is None
     assert config.profile.start_step is None
-    assert config.notices is not None
-    assert config.notices.metadata is False
     assert config.compilation_cache == str(tmp_path / "a cache")
 
 

@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.run_folder import (
 )
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.saving import take_folder
+from jaxtrain.run.session import take_folder
 
 
 def test_an_address_has_one_form():

@@ -2,13 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.inference import chat
 
 CHAT = ["data.kind=chat", "data.path=rows.jsonl", "data.tokenizer.kind=byte", "data.sequence_length=96"]
 SIZES = [
@@ -78,14 +74,3 @@ def test_a_run_keeps_its_template(cli, chat_run):
     alone = cli("sample", str(chat_run), "--chat", "Why?", *greedy)
     assert alone.out == found[1]["text"] + "\n"
     assert (chat_run / "sample.txt").read_text().startswith("What is 1?\n\n")
-
-
-def test_stop_tokens_end_an_answer():
-    form = ChatFormat("{{ messages[0].content }}", "x", {}, (256, 257))
-    made = np.array([[97, 98, 257, 99], [97, 256, 257, 99], [97, 98, 99, 100]])
-    assert chat.until_stop(made, form, ByteTokenizer(("<a>", "<b>"))) == ["ab", "a", "abcd"]
-    # As the server does it: what follows the end of text is another document.
-    tokenizer = ByteTokenizer(("<a>", "<b>", "<end>"))
-    tokenizer.end_of_text = 258
-    assert chat.until_stop(np.array([[97, 258, 98, 257]]), form, tokenizer) == ["a"]
-    assert chat.answer_ends(form, tokenizer) == {256, 257, 258}

@@ -12,10 +12,8 @@ import math
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.inference.harness.asked import AskedModel
-from jaxtrain.inference.harness.scored import scored_windows
-from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.harness import AskedModel, scored_windows, task_tokens
+from jaxtrain.inference.prompts import SpecialTokens
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 

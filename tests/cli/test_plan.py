@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.search.analyse import with_degrees
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.plan.step import with_degrees
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.train.assemble import build_step
 
 PLAN = ("plan", "quickstart", "--analytic", "--on")
@@ -69,7 +69,6 @@ def test_cost_follows_what_is_asked(cli, tmp_path):
 
     plain = cost()
     assert plain["steps"] == 800
-    assert cost("--epochs", "2", "--rows-per-epoch", "1000")["steps"] == 250
     assert cost("--checkpoint-minutes", "7")["spot"]["checkpoint_interval_seconds"] == 420
     own = cost("--hardware", str(path))
     assert own["on_demand_usd"] == pytest.approx(1.5 * own["device_hours"])
@@ -160,7 +159,7 @@ def test_writes_a_page(cli, tmp_path):
     content = page.read_text()
     assert content.startswith("<!doctype html>")
     assert "rtx4090" in content
-    assert "<svg" in content
+    assert "data-memory" in content
 
 
 @pytest.mark.parametrize(

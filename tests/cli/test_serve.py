@@ -15,13 +15,12 @@ import openai
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.chat.formats import BUILT_IN
+from jaxtrain.data.chat.templates import BUILT_IN
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.inference.generate import generate_ids
+from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.server.app import build_app
-from jaxtrain.inference.server.embedder import Embedder
-from jaxtrain.inference.server.service import start_service
-from jaxtrain.run.served import open_served
+from jaxtrain.inference.server.serve import Embedder, start_service
+from jaxtrain.run.open_model import open_served
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
@@ -60,8 +59,6 @@ def test_answers_are_those_of_the_model(opened):
             found = client.post("/v1/completions", json=body).json()
             chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi" * 8}]}
             refused = client.post("/v1/chat/completions", json=chat).json()
-            scoring = {"model": "tiny", "prompt": "Hello", "max_tokens": 0, "echo": True, "logprobs": 0}
-            scored = client.post("/v1/completions", json=scoring).json()
     finally:
         started.close()
     encoded = [np.array(list(text.encode()), np.int32) for text in body["prompt"]]
@@ -73,15 +70,7 @@ def test_answers_are_those_of_the_model(opened):
         kept = expected_T[: ended[0] if len(ended) else None]
         assert choice["text"] == TOKENIZER.decode(kept.tolist())
         assert [max(top, key=top.get) for top in choice["logprobs"]["top_logprobs"]] == choice["logprobs"]["tokens"]
-    assert "messages has 35 tokens and no room is left" in refused["error"]["message"]
-    model = opened.sharded_model
-    logits_BLV, _ = jax.jit(lambda params, tokens: model.apply(params, {}, tokens, key=None, train=False))(
-        opened.params, encoded[0][None]
-    )
-    logits_LV = np.asarray(jax.nn.log_softmax(logits_BLV[0]))
-    expected_L = logits_LV[np.arange(4), encoded[0][1:]]
-    # The prompt is read in chunks of another length, whose sums round otherwise.
-    np.testing.assert_allclose(scored["choices"][0]["logprobs"]["token_logprobs"][1:], expected_L, atol=1e-5)
+    assert "a prompt has 35 tokens, and 1 or more are to follow" in refused["error"]["message"]
     assert started.service.engine is not None
     assert started.service.engine.counters().compiled == 0
 

@@ -39,7 +39,7 @@ WRONG = {
     "--output logs/%j.out": "--output {work}/logs/%j.out: there is no folder {work}/logs, and Slurm makes none",
     "--run": "no sbatch on PATH, so nothing was submitted; use -o FILE",
     "data.call=my:rows data.args.api_key=abc": "data.args.api_key holds a secret, which would be shown",
-    "--mtbf-hours 24": "runs/quickstart holds no run with two saves or more; add --save-seconds",
+    "--mtbf-hours 24": "runs/quickstart holds no run with a save; add --save-seconds",
     "--sbatch=--signal=USR1@60": "--sbatch=--signal=USR1@60: the script sets --signal itself",
     "--sbatch=--array=0-3": "--sbatch=--array=0-3: the script sets --array itself, or starts one job per run directory",
 }
@@ -185,10 +185,7 @@ def test_run_hands_the_script_to_sbatch(cli, commands, monkeypatch, tmp_path):
 def test_the_interval_from_what_a_run_measured(cli, commands, tmp_path):
     run = tmp_path / "work" / "runs" / "quickstart"
     run.mkdir(parents=True)
-    saves = [
-        {"step": step, "seconds": {"saving": spent}, "at": 0.0} for step, spent in ((0, 0.0), (10, 3.0), (20, 5.0))
-    ]
-    (run / "run.json").write_text(json.dumps({"config": {}, "saves": saves}))
+    (run / "run.json").write_text(json.dumps({"config": {}, "save_seconds": 2.5}))
     answer = cli("submit", "slurm", "quickstart", "--mtbf-hours", "24")
     # sqrt(2 x 2.5 s x 24 h) = 657 s.
     assert " checkpoint.every_minutes=11 " in answer.out

@@ -8,7 +8,6 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError, UserError
-from jaxtrain.published.json_text import parse_json
 from jaxtrain.run.directory import run_folder
 
 WRONG_FILES = {
@@ -57,21 +56,6 @@ def test_missing_config(tmp_path):
         load_config("quickstrat")
     with pytest.raises(ConfigError, match="neither a shipped name nor a file nor a run"):
         load_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('{"a": 1, "a": 2}', "key 'a' is there twice"),
-        ('{"a": NaN}', "it holds NaN, which JSON does not have"),
-        ('{"a": ' * 5000 + "1" + "}" * 5000, "it is nested more than 64 deep"),
-    ],
-    ids=["twice", "NaN", "5,000 objects"],
-)
-def test_json_of_others(text, reason):
-    with pytest.raises(ValueError, match=reason):
-        parse_json(text)
-    assert parse_json('{"a": [[{"b": 1e3}]]}') == {"a": [[{"b": 1000.0}]]}
 
 
 @pytest.mark.parametrize("name", ["a/../../x", "/tmp/x", "a//b", "\x1b[31mred", "a\\b"])

@@ -4,10 +4,7 @@ import json
 from pathlib import Path
 
 from jaxtrain.data.chat.conversations import Conversation
-from jaxtrain.data.chat.encoding import chat_encoder
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.chat.masks import masked_tokens
-from jaxtrain.data.chat.templates import compile_template
+from jaxtrain.data.chat.templates import ChatFormat, chat_encoder, compile_template, masked_tokens
 from jaxtrain.data.tokenizer import load_tokenizer
 
 FOLDER = Path(__file__).resolve().parent / "chats"

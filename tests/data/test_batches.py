@@ -126,7 +126,7 @@ def test_numbers_that_32_bits_cannot_hold_are_refused(numbers, said):
 
 def test_rows_that_a_filter_leaves_out_are_named():
     batches = Batches(numbered(8).filter(lambda row: int(row["targets"]) < 2), 4, seed=0, shuffle=False)
-    with pytest.raises(DataError, match="a row is None, as those that a filter of grain leaves out are"):
+    with pytest.raises(DataError, match="those that a filter of grain leaves out are None"):
         batches.load(0, on_one_device(batches))
 
 

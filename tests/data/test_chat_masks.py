@@ -13,10 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from jaxtrain.config.data import ChatData, TokenizerConfig
 from jaxtrain.data import open_data
 from jaxtrain.data.chat.conversations import Conversation, read_conversations
-from jaxtrain.data.chat.encoding import chat_encoder
-from jaxtrain.data.chat.formats import chat_format
-from jaxtrain.data.chat.masks import masked_tokens
-from jaxtrain.data.chat.templates import compile_template, render
+from jaxtrain.data.chat.templates import chat_encoder, chat_format, compile_template, masked_tokens, render
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError, DataError
 
@@ -122,7 +119,7 @@ REFUSED = {
         "\n\n{{ raise_exception('roles\nmust alternate') }}",
         messages("a", "b"),
         DataError,
-        r"rows.jsonl:1: line 3 of the chat template x.jinja refuses the conversation: roles",
+        r"rows.jsonl:1: the chat template x.jinja refuses the conversation: roles",
     ),
     "never stops": (
         "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",

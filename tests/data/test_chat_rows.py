@@ -8,9 +8,9 @@ import pytest
 from chat_files import ENCODER, FOLDER, TOKENIZER, messages, write_rows
 
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.python_docs import documented
+from jaxtrain.data.chat.conversations import documented
 from jaxtrain.data.chat.rows import packed
-from jaxtrain.data.shown import shown_row
+from jaxtrain.data.rows import shown_rows
 from jaxtrain.errors import ConfigError, DataError
 
 PAIR = {"prompt": "Who?", "chosen": "A model.", "rejected": "A man."}
@@ -49,8 +49,8 @@ def opened(folder, rows, *, length=64, task=None, name="rows.jsonl", published=N
 
 def said(data, index=0):
     """The text of a row, with trained tokens between marks."""
-    parts = shown_row(data.train[index], index, data.tokenizer).parts
-    return ["".join(f"[[{one.text}]]" if one.trained else one.text for one in part.spans) for part in parts]
+    parts = list(shown_rows(data.train, index + 1, data.tokenizer))[index]["parts"]
+    return ["".join(f"[[{one['text']}]]" if one["trained"] else one["text"] for one in part["spans"]) for part in parts]
 
 
 TEXT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n[[A model.<|im_end|>]]"
@@ -227,19 +227,18 @@ def test_a_pair_is_left_out_as_a_whole(tmp_path):
 def test_equal_prompts_are_on_one_side(tmp_path):
     rows = [{"prompt": f"question {i % 10}", "completion": f"answer {i}"} for i in range(40)]
     data = opened(tmp_path, rows, validation_fraction=0.3)
-    sides = [{said_of(one, data) for one in rows} for rows in (data.train, data.validation)]
+    sides = [
+        {"".join(span["text"] for span in one["parts"][0]["spans"]) for one in shown_rows(rows, 99, data.tokenizer)}
+        for rows in (data.train, data.validation)
+    ]
     questions = [{text.partition("answer")[0] for text in side} for side in sides]
     assert [len(one) for one in questions] == [7, 3]
     assert not questions[0] & questions[1]
 
 
-def said_of(row, data):
-    return "".join(span.text for span in shown_row(row, 0, data.tokenizer).parts[0].spans)
-
-
 def answers_of(rows, data):
-    parts = [part for i in range(len(rows)) for part in shown_row(rows[i], i, data.tokenizer).parts]
-    return {"".join(span.text for span in part.spans if span.trained) for part in parts}
+    parts = [part for row in shown_rows(rows, len(rows), data.tokenizer) for part in row["parts"]]
+    return {"".join(span["text"] for span in part["spans"] if span["trained"]) for part in parts}
 
 
 def test_built_in_answers_are_on_one_side():
@@ -255,9 +254,8 @@ WRONG = {
     "no JSON": ("{", {}, DataError, r"rows.jsonl:2 is not JSON"),
     "no form": ({"text": "x"}, {}, DataError, r"rows.jsonl:2 is no conversation \(it has text\); write messages"),
     "no role": ({"messages": [{"content": "x"}]}, {}, DataError, r"rows.jsonl:2 messages\[0\] has no role"),
-    "from": ({"messages": [{"from": "human", "value": "x"}]}, {}, DataError, r"from and value are role and content"),
-    "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "chats are text alone"),
-    "no answer": ({"messages": messages("x")}, {}, DataError, r"rows.jsonl:2 has no answer \(roles: user\)"),
+    "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "a content that is no text"),
+    "no answer": ({"messages": messages("x")}, {}, DataError, r"rows.jsonl:2 has no answer to train \(roles: user\)"),
     "an empty answer": ({"messages": messages("x", " ")}, {}, DataError, r"rows.jsonl:2 has an empty answer"),
     "too long": (
         {"messages": messages("x", "y" * 99)},

@@ -87,53 +87,6 @@ def test_an_answer_without_weight_is_not_trained(train_on, mark, tmp_path):
     assert trained_text({"messages": said}, tmp_path, train_on=train_on) == ("two" if train_on == "last" else "onetwo")
 
 
-@pytest.mark.parametrize(
-    ("row", "config", "said"),
-    [
-        ({"messages": [ASK, answer("a", weight=0), ASK, answer("b")]}, {"train_on": "all"}, "set it to answers"),
-        ({"messages": [ASK, answer("a", weight=0.5)]}, {}, "weight: 0.5; write 0"),
-        ({"prompt": "q", "completion": "a", "label": False}, {}, "label: false"),
-    ],
-)
-def test_rows_that_would_train_what_is_not_meant_are_refused(row, config, said, tmp_path):
-    with pytest.raises(DataError, match=said):
-        trained_text(row, tmp_path, **config)
-
-
-@pytest.mark.parametrize("task", ["language_modeling", "dpo"])
-def test_bad_chats_and_pairs_are_left_out_where_the_config_says_so(task, tmp_path):
-    good = {"messages": [ASK, answer("a")]}
-    bad = [{"messages": [ASK, answer(" ")]}, {"text": "no chat"}, {"prompt": "q", "completion": "a", "label": False}]
-    if task == "dpo":
-        good = {"prompt": "q", "chosen": "a", "rejected": "b"}
-        bad = [good | {"rejected": "a"}, good | {"chosen": ""}, {"prompt": "q"}]
-    path = write_rows(tmp_path / "a.jsonl", [good, bad[0], good, *bad[1:], good])
-    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{ no JSON\n")
-    group = {"kind": "chat", "path": path, "tokenizer": BYTES, "packing": False, "validation_fraction": 0.0}
-    skipping = group | {"on_bad_record": "skip", "max_bad_fraction": 0.6}
-    data = open_data(skipping, sequence_length=64, task=task)
-    assert (len(data.train), data.skipped[0].count) == (3, 4)
-    for wrong in (group, skipping | {"max_bad_fraction": 0.1}):
-        with pytest.raises(DataError, match=r"a.jsonl"):
-            open_data(wrong, sequence_length=64, task=task)
-
-
-def labelled(tmp_path, labels, name="a.jsonl"):
-    return write_rows(tmp_path / name, [{"text": f"text {i}", "label": label} for i, label in enumerate(labels)])
-
-
-def test_rows_without_a_class_are_evaluated_by_nobody_and_trained_on_by_nobody(tmp_path):
-    group = {"kind": "labelled_text", "path": labelled(tmp_path, [0, 1] * 4), "tokenizer": BYTES}
-    held_out = labelled(tmp_path, [0, -1, 1, -1, -100], "b.jsonl")
-    data = open_data(group | {"validation_path": held_out}, sequence_length=16)
-    assert data.reading["classes"] == ["0", "1"]
-    assert [int(data.validation[i]["targets"]) for i in range(len(data.validation))] == [0, 1]
-    with pytest.raises(DataError, match=r"b.jsonl:2 column 'label' is -1"):
-        open_data(group | {"path": held_out}, sequence_length=16)
-    again = open_data(group | {"path": held_out, "validation_fraction": 0.0}, sequence_length=16, reading=data.reading)
-    assert len(again.train) == 2
-
-
 @pytest.mark.parametrize(("suffix", "separator"), [("csv", ";"), ("csv", "\t"), ("tsv", ",")])
 def test_tables_with_other_separators_and_truth_values(suffix, separator, tmp_path):
     lines = [["open", "size, in m", "kind"], *([["TRUE", "false"][i % 2], str(i), "ab"[i % 2]] for i in range(20))]

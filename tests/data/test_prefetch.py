@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import prefetch
-from jaxtrain.data.prefetch import queue_depth
+from jaxtrain.data.batches import queue_depth
 
 
 def threads() -> list[str]:

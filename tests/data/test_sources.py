@@ -1,12 +1,10 @@
 """Every source gives the rows, shapes and description it promises."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.config.data import (
     Component,
@@ -21,9 +19,7 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.documents import open_documents
-from jaxtrain.data.row_names import row_name
-from jaxtrain.data.rows import ConcatenatedRows, MappedRows, SelectedRows, selected_rows
+from jaxtrain.data.sources.texts import documents_of
 from jaxtrain.data.tokens import token_dtype
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.train.assemble import assemble, open_run_data
@@ -92,7 +88,6 @@ SOURCES = {
     "breast_cancer": lambda folder: TableData(path="builtin:breast_cancer"),
     "synthetic tokens": lambda folder: SyntheticData(num_rows=40),
     "synthetic images": lambda folder: SyntheticData(task="images", num_rows=40, image_size=8),
-    "synthetic table": lambda folder: SyntheticData(task="table", num_rows=40),
     "mixture": mixture,
 }
 
@@ -237,7 +232,9 @@ def test_the_task_of_the_run_decides_what_whole_numbers_are(tmp_path):
     run = assemble(config, open_run_data(config))
     assert (run.data.num_outputs, run.batches.spec()["targets"].dtype) == (1, np.float32)
     config = load_config("tabular_mlp", keywords={**words, "data.task": "regression"}).config
-    with pytest.raises(ConfigError, match=r"^task=classification, but data.task=regression; set both to regression"):
+    with pytest.raises(
+        ConfigError, match="targets of the data are numbers; set task=regression"
+    ):
         assemble(config, open_run_data(config))
 
 
@@ -271,20 +268,6 @@ def test_train_and_val_folders_are_the_splits(tmp_path):
     assert (len(data.train), len(data.validation), data.num_outputs) == (12, 11, 2)
 
 
-def test_a_folder_beside_train_is_named_and_classes_may_have_any_name(tmp_path):
-    write_images(tmp_path / "parts" / "train")
-    write_images(tmp_path / "parts" / "validation")
-    data = open_data(ImageFolderData(path=str(tmp_path / "parts"), image_size=8, validation_fraction=0.25))
-    assert (len(data.train), len(data.validation)) == (9, 3)
-    assert any(line.startswith("not read: validation/ beside train/") for line in data.description)
-    # Folders that hold images themselves are classes, whatever they are called.
-    classes = write_images(tmp_path / "classes")
-    (classes / "cat").rename(classes / "test")
-    (classes / "dog").rename(classes / "training")
-    data = open_data(ImageFolderData(path=str(classes), image_size=8, validation_fraction=0.25))
-    assert data.reading["classes"] == ["test", "training"]
-
-
 def test_a_mixture_of_texts_trains_one_tokenizer(tmp_path):
     config = MixtureData(
         components=(
@@ -302,8 +285,8 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text("some words", encoding="utf-8-sig")
     lines.write_text('{"text": "some words"}\n', encoding="utf-8-sig")
-    assert list(open_documents(TextData(path=str(text))).read()) == ["some words"]
-    assert list(open_documents(JsonlData(path=str(lines))).read()) == ["some words"]
+    assert list(documents_of(TextData(path=str(text))).read()) == ["some words"]
+    assert list(documents_of(JsonlData(path=str(lines))).read()) == ["some words"]
 
 
 def test_other_images_keep_the_class_numbers(tmp_path):
@@ -312,31 +295,5 @@ def test_other_images_keep_the_class_numbers(tmp_path):
     data = open_data(config, reading=reading)
     assert {int(data.train[i]["targets"]) for i in range(len(data.train))} == {1, 2}
     assert data.num_outputs == 3
-    with pytest.raises(DataError, match="dog is a class that the run does not have"):
+    with pytest.raises(DataError, match="dog is a class that training does not have"):
         open_data(config, reading={**reading, "classes": ["bird", "cat"]})
-
-
-def test_rows_of_a_table_are_those_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    path.write_text("x,y\n" + "".join(f"{i},{2 * i}\n" for i in range(20)))
-    data = jt.open_data(
-        {"kind": "table", "path": str(path), "target": "y", "standardize": False, "validation_fraction": 0.2},
-        task="regression",
-    )
-    for number in range(len(data.train)):
-        value = int(data.train[number]["inputs"][0])
-        assert row_name(data.train, number) == f"row {value + 1} of {path}"
-
-
-def test_names_go_through_what_rows_are_made_into(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("0123456789" * 20)
-    data = jt.open_data({"kind": "text", "path": str(text), "tokenizer": {"kind": "byte"}}, sequence_length=8)
-    rows = data.train
-    assert row_name(rows, 3) == "tokens 24 to 32 of its source"
-    assert row_name(SelectedRows(rows, np.array([5, 3])), 1) == "tokens 24 to 32 of its source"
-    assert row_name(MappedRows(rows, lambda row, _: row), 3) == "tokens 24 to 32 of its source"
-    assert row_name(ConcatenatedRows([selected_rows(rows, np.arange(4)), rows]), 7) == "tokens 24 to 32 of its source"
-    assert row_name(rows.map(lambda row: row), 3) == "tokens 24 to 32 of its source"
-    assert row_name(jt.ArrayRows({"x": np.ones(3)}), 1) is None
-    assert row_name(rows.shuffle(seed=0), 3) is None

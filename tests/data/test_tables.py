@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data import open_data
-from jaxtrain.data.sources.table_rows import read_input_columns
+from jaxtrain.data.sources.tables import read_input_columns
 from jaxtrain.errors import DataError
 
 
@@ -22,19 +22,15 @@ def lines(*rows):
 
 STRAY = lines("a,y", *(f"{i},cat" for i in range(9)), '9,"dog', *(f"{i},cat" for i in range(10, 30)))
 
-# Content of a.csv, more keys, what is said; {0} is the path.
+# Content of a.csv, more keys, what is said.
 QUOTES = {
-    "never closed": (
-        STRAY,
-        {},
-        '{0}:11 opens a quote (") that is never closed, so that it runs to the end of the file',
-    ),
+    "never closed": (STRAY, {}, "close the quote that runs to line 31"),
     "closed by the next one": (
         lines("a,y", '1,"cat', "2,dog", '3,"cat', "4,dog"),
         {"on_bad_record": "skip"},
-        '{0}:2 opens a quote (") that runs to line 4',
+        "close the quote that runs to line 4",
     ),
-    "text after it": (lines("a,y", "1,cat", '2,"do"g'), {}, '{0}:3 has text after the quote (") that closes a field'),
+    "text after it": (lines("a,y", "1,cat", '2,"do"g'), {}, "a.csv:3 is not CSV"),
 }
 
 
@@ -44,7 +40,7 @@ def test_a_stray_quote_takes_no_rows_with_it(name, tmp_path):
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path / "a.csv", **more)
-    assert str(caught.value).startswith(said.format(tmp_path / "a.csv"))
+    assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -71,27 +67,6 @@ def test_large_class_ids_stay_apart(name, form, tmp_path):
     data = rows_of(path, validation_fraction=0.0)
     assert data.reading["classes"] == [str(target) for target in BIG[name]]
     assert np.bincount([data.train[i]["targets"] for i in range(20)]).tolist() == [5] * 4
-
-
-# Targets, whether float32 tells them apart.
-STEPS = {
-    "times of minutes": (1_700_000_000.0 + np.arange(200), False),
-    "times of years": (1_700_000_000.0 + 1e5 * np.arange(200), True),
-    "prices": (100_000.5 + np.arange(200), True),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_targets_that_float32_merges_are_refused(name, tmp_path):
-    targets, is_fine = STEPS[name]
-    np.savez(tmp_path / "a.npz", inputs=np.arange(2.0 * len(targets)).reshape(-1, 2), targets=targets)
-    if is_fine:
-        assert len(rows_of(tmp_path / "a.npz", task="regression").train)
-        return
-    with pytest.raises(
-        DataError, match=r"targets up to 1700000199 .*steps of 128 there; subtract a constant .*1700000000"
-    ):
-        rows_of(tmp_path / "a.npz", task="regression")
 
 
 def test_truth_values_and_texts_of_numbers_are_read_alike_in_training_and_prediction(tmp_path):
@@ -137,11 +112,11 @@ MIXED = {
 @pytest.mark.parametrize("name", MIXED)
 def test_a_text_among_numbers_makes_no_classes_of_them(name, form, tmp_path):
     numbers, classes = MIXED[name]
-    path, where = with_gap(form, tmp_path, numbers)
+    path, _ = with_gap(form, tmp_path, numbers)
     if classes is None:
         with pytest.raises(DataError) as caught:
             rows_of(path)
-        assert str(caught.value).startswith(f"{where} column 'y' is 'NA', and 40 of 41 targets are numbers")
+        assert "has 40 numbers among 41 targets, beside 'NA'" in str(caught.value)
         assert len(rows_of(path, task="classification").reading["classes"]) == 41
     else:
         assert rows_of(path).reading["classes"] == classes
@@ -152,7 +127,7 @@ def test_the_row_numbers_of_pandas_are_no_input(tmp_path, capsys):
     path.write_text(lines(",a,b,species", *(f"{i},{i % 3},{i % 5},{'xy'[i % 2]}" for i in range(20))))
     data = rows_of(path)
     assert data.reading["columns"] == ["a", "b"]
-    assert "the first column has no name" in capsys.readouterr().err
+    assert "a column without a name" in capsys.readouterr().err
     named = rows_of(path, columns=["", "a"])
     assert named.reading["columns"] == ["", "a"]
 

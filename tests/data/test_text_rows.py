@@ -8,9 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxtrain.data import open_data
-from jaxtrain.data.text.frame import Frame, fill_frame
-from jaxtrain.data.text.framed import framed_texts, framed_tokens, framed_words
-from jaxtrain.data.text.ragged import take
+from jaxtrain.data.text.frame import Frame, fill_frame, framed_texts, framed_tokens, framed_words
 from jaxtrain.data.tokenizer import BpeTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 
@@ -113,7 +111,7 @@ def test_pairs_are_truncated_as_the_tokenizers_library_does(tmp_path):
     for length in (9, 10):
         model.enable_truncation(length, strategy="longest_first")
         column = framed_texts(tokens, pairs, sequence_length=length)[0]["tokens"]
-        rows = take(column, np.arange(len(pairs)))
+        rows = column.take(np.arange(len(pairs)))
         for pair, row in zip(pairs, rows.tolist(), strict=True):
             expected = model.encode(*pair).ids
             assert row == [*expected, *[PAD] * (length - len(expected))], pair
@@ -262,7 +260,7 @@ WRONG = {
     "no label": ("a.csv", "text,label\nx,\n", {}, r"a.csv:2 column 'label' has no value"),
     "a short line": ("a.csv", "text,label\nx\n", {}, r"a.csv:2 has 1 fields, the header has 2"),
     "no rows": ("a.csv", "text,label\n", {}, r"a.csv has no rows"),
-    "another format": ("a.txt", "x\n", {}, r"is no .csv, .jsonl or .parquet file"),
+    "another format": ("a.txt", "x\n", {}, r"a.txt has no column 'label'"),
     "no number": ("a.csv", "text,label\nx,abc\n", {"task": "regression"}, r"column 'label' is 'abc', not a number"),
     "no room": ("a.csv", "text,label\nx,1\n", {"sequence_length": 2}, r"has no room beside 2 special tokens"),
 }

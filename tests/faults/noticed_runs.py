@@ -23,6 +23,7 @@ import optax
 
 import jaxtrain as jt
 from jaxtrain.metrics.progress import Phase, Progress
+from jaxtrain.runtime.host import end_process
 
 STEPS = 6
 _RNG = np.random.default_rng(0)
@@ -103,14 +104,12 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     with jt.Checkpointer(run_dir / "checkpoints", read_only=True) as checkpointer:
         saved = {step: checkpointer.verify(step) for step in checkpointer.steps()}
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    held_out = run_dir / "held_out.json"
     return {
         "checkpoint": saved[STEPS].digests,
         "eval_loss": saved[STEPS].eval_loss,
         "losses": [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row],
         "evaluations": [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row],
         "status": json.loads((run_dir / "run.json").read_text())["status"],
-        "held_out": json.loads(held_out.read_text()) if held_out.exists() else None,
         "report": (run_dir / "report.html").exists(),
     }
 
@@ -164,4 +163,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())  # as the command line does

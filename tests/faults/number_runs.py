@@ -107,22 +107,6 @@ def corrupt(setattr: Callable[..., None], *, call: int, device: int | None) -> N
     setattr(jt.TrainStep, "__call__", step)
 
 
-class Killed(BaseException):
-    """Ends a run as a signal that cannot be caught does: nothing is saved."""
-
-
-def killed_at(step: int, *, visit: int) -> jt.Callback:
-    """A callback that ends the run when it comes to a step for that many times."""
-    seen: list[int] = []
-
-    def on_step(moment: jt.Moment) -> None:
-        seen.append(moment.step)
-        if seen.count(step) == visit:
-            raise Killed
-
-    return jt.Callback(on_step=on_step, every=1)
-
-
 def main(run_dir: Path) -> None:
     """One rank of a run whose second one has a bad device, and whose batch 2 has a row that is not a number."""
     jt.start(emulate=2)

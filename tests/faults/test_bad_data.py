@@ -1,25 +1,18 @@
 """Data that is bad, that lies about its size, or that changes while it is read: one line, or skipped and counted."""
 
 import json
-import os
-import struct
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenData, TokenizerConfig
-from jaxtrain.data import Batches, open_data, prefetch
-from jaxtrain.data import files as data_files
-from jaxtrain.data.documents import open_documents
-from jaxtrain.data.files import find_files
-from jaxtrain.data.row_names import row_name
+from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenizerConfig
+from jaxtrain.data import open_data
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.sources.prepare import prepare_tokens
+from jaxtrain.data.sources.texts import documents_of
 from jaxtrain.errors import DataError
 
 PIL = pytest.importorskip("PIL.Image")
@@ -42,9 +35,10 @@ def images(folder: Path, **keys: Any) -> ImageFolderData:
     return ImageFolderData(path=str(folder), **keys)
 
 
-def place(rows: Any, name: str) -> int:
-    """The row of an image; the split into training and evaluation has shuffled them."""
-    return next(i for i in range(len(rows)) if (row_name(rows, i) or "").endswith(name))
+def shuffled(folder: Path) -> list[Path]:
+    """The images of the training rows; the split into training and evaluation has shuffled them."""
+    files = sorted(folder.rglob("*.png"))
+    return [files[i] for i in split_examples(len(files), validation_fraction=0.0, label="images")[0]]
 
 
 @pytest.mark.parametrize("augment", [False, True])
@@ -60,7 +54,7 @@ def test_the_next_good_image_takes_the_place_of_a_bad_one_in_any_order_of_readin
     for i in reversed(range(24)):  # as a resumed run, or another process, which has not seen the rows before
         np.testing.assert_array_equal(backwards.train[i]["inputs"], read[i]["inputs"])
         assert backwards.train[i]["targets"] == read[i]["targets"]
-    numbers = [int(Path(row_name(forwards.train, i) or "").stem) for i in range(12)]
+    numbers = [int(path.stem) for path in shuffled(folder)]
     for i in range(len(numbers)):
         following = [*numbers[i:], *numbers]
         taken = next(other for other in following if other not in bad)
@@ -84,7 +78,7 @@ LINES = ['{"text": "one"}', '{"text": 3}', '{"text": "two"}', "not JSON", "[1]",
 def test_bad_lines_of_json_are_left_out_and_counted(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_bytes("\n".join(LINES).encode() + b'\n{"text": "\xff"}\n')
-    found = open_documents(JsonlData(path=str(path), **SKIP))
+    found = documents_of(JsonlData(path=str(path), **SKIP))
     for _ in range(2):  # a pass for the tokenizer, and one for the ids
         assert list(found.read()) == ["one", "two", "three"] + ["more"] * 10
         assert found.skipped is not None
@@ -98,7 +92,7 @@ def test_bad_lines_of_json_are_left_out_and_counted(tmp_path, capsys):
         str(path),
     ]
     with pytest.raises(DataError, match="at least 4 bad records of 17, more than"):
-        list(open_documents(JsonlData(path=str(path), on_bad_record="skip")).read())
+        list(documents_of(JsonlData(path=str(path), on_bad_record="skip")).read())
 
 
 @pytest.mark.long
@@ -109,9 +103,6 @@ def test_bad_lines_of_a_table_are_left_out_and_keep_the_names_of_the_others(tmp_
     data = open_data(TableData(path=str(path), validation_fraction=0.0, standardize=False, **SKIP))
     assert data.skipped[0].count == 3
     assert len(data.train) == 10
-    places = {float(data.train[i]["inputs"][0]): data.train.name_of(i).split(" of ")[0] for i in range(10)}  # pyright: ignore
-    assert places[2.0] == "row 3"
-    assert places[3.0] == "row 6"
 
 
 def test_a_run_records_what_it_skipped(tmp_path, capsys):
@@ -129,127 +120,6 @@ def test_a_run_records_what_it_skipped(tmp_path, capsys):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["skipped_records"] for row in rows if "loss" in row][-1] == 1
     assert capsys.readouterr().err.count("skipped bad record") == 1
-
-
-def png_of(width: int, height: int) -> bytes:
-    """A PNG whose header claims a size, with a few bytes of content."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 9)) + chunk(b"IEND", b"")
-    )
-
-
-@pytest.mark.long
-def test_an_image_that_claims_gigapixels_is_not_decoded(tmp_path, monkeypatch):
-    image_folder(tmp_path)
-    (tmp_path / "0" / "00.png").write_bytes(png_of(60_000, 60_000))
-    monkeypatch.setattr(PIL, "MAX_IMAGE_PIXELS", None)
-    with pytest.raises(DataError, match=r"00\.png has 60,000 x 60,000 pixels, above 268,435,456"):
-        _ = [*open_data(images(tmp_path, augment=False)).train]
-
-
-def npz_of(path: Path, shape: tuple[int, ...]) -> None:
-    """An archive whose arrays claim a shape and hold nothing."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in ("inputs", "targets"):
-            with archive.open(f"{name}.npy", "w") as file:
-                header = {"descr": "<f8", "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(file, header)
-
-
-@pytest.mark.long
-def test_archives_that_unpack_to_too_much_are_not_unpacked(tmp_path, monkeypatch):
-    npz_of(tmp_path / "a.npz", (10**12, 4))
-    with pytest.raises(DataError, match=r"array 'inputs' claims 32,000,000,000,000 bytes"):
-        open_data(TableData(path=str(tmp_path / "a.npz")))
-    np.savez_compressed(tmp_path / "b.npz", inputs=np.zeros((100_000, 4)), targets=np.zeros(100_000))
-    monkeypatch.setattr("jaxtrain.data.archives._memory_bytes", lambda: 2**20)
-    with pytest.raises(DataError, match=r"b\.npz of [\d,]+ bytes unpacks to 4,000,"):
-        open_data(TableData(path=str(tmp_path / "b.npz")))
-
-
-@pytest.mark.long
-def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_files, "MAX_LINE_BYTES", 1000)
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + "x" * 5000)
-    with pytest.raises(DataError, match=r"a\.jsonl:2 is a line of more than 1,000 bytes"):
-        open_data(JsonlData(path=str(tmp_path / "a.jsonl"), sequence_length=4, **SKIP))
-
-
-@pytest.mark.long
-def test_pipes_and_devices_are_refused_and_links_in_circles_end(tmp_path):
-    os.mkfifo(tmp_path / "a.txt")
-    for path in (str(tmp_path / "a.txt"), "/dev/zero"):
-        with pytest.raises(DataError, match="is a pipe or a device"):
-            open_data(TextData(path=path, sequence_length=4))
-    folder = image_folder(tmp_path / "images")
-    os.mkfifo(folder / "0" / "pipe.png")
-    assert len(open_data(images(folder)).train) == 12
-    (tmp_path / "texts" / "deep").mkdir(parents=True)
-    (tmp_path / "texts" / "one.txt").write_text("words")
-    for name in ("x", "y"):
-        (tmp_path / "texts" / "deep" / name).symlink_to(tmp_path / "texts")
-    with pytest.raises(DataError, match=r"texts/deep/. links to .*, which it lies in"):
-        find_files(str(tmp_path / "texts" / "**" / "*.txt"), suffix=".txt")
-    assert len(find_files(str(tmp_path / "texts"), suffix=".txt")) == 1
-    (folder / "2").symlink_to(folder)
-    with pytest.raises(DataError, match="images/2 links to a folder that it lies in"):
-        open_data(images(folder))
-
-
-def test_a_file_that_changes_while_it_is_read_is_one_line(tmp_path):
-    folder = image_folder(tmp_path / "images")
-    rows = open_data(images(folder, **SKIP)).train
-    number = place(rows, "02.png")
-    (folder / "0" / "02.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"02\.png of \d+ bytes changed to 0 while it was being read"):
-        rows[number]
-    (folder / "0" / "02.png").unlink()
-    with pytest.raises(DataError, match=r"02\.png cannot be read any more \(No such file or directory\)"):
-        rows[number]
-
-    (tmp_path / "a.txt").write_text("some words of a text " * 2000)
-    prepare_tokens(TextData(path=str(tmp_path / "a.txt")), tmp_path / "tokens", tokens_per_shard=20_000)
-    data = open_data(TokenData(path=str(tmp_path / "tokens"), sequence_length=16))
-    batches = Batches(data.train, 4, seed=0, shuffle=False)
-    shardings = dict.fromkeys(batches.spec(), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    shard = tmp_path / "tokens" / "shard-00001.bin"
-    os.truncate(shard, 0)  # reading on would end the process with SIGBUS
-    assert data.train[0]["inputs"].shape == (16,)
-    with pytest.raises(DataError, match=r"shard-00001\.bin of 40,000 bytes changed to 0"):
-        batches.load(len(batches) - 1, shardings)
-
-    lines = tmp_path / "a.jsonl"
-    lines.write_text('{"text": "fine"}\n' * 5)
-    reading = open_documents(JsonlData(path=str(lines))).read()
-    next(reading)
-    with lines.open("a") as file:
-        file.write('{"text": "grown"}\n')
-    with pytest.raises(DataError, match="changed to"):
-        list(reading)
-
-
-@pytest.mark.parametrize(
-    ("raised", "wanted", "match"),
-    [
-        (SystemExit(0), DataError, r"reading batch 2 raised SystemExit\(0\)"),
-        (MemoryError(), DataError, "batch 2 does not fit into the memory"),
-        (KeyError(), KeyError, "^$"),
-    ],
-    ids=["exit", "memory", "its own error"],
-)
-def test_what_a_function_of_the_data_may_raise(raised, wanted, match):
-    def load(k: int) -> dict[str, Any]:
-        if k == 2:
-            raise raised
-        return {"k": k}
-
-    with pytest.raises(wanted, match=match):
-        list(prefetch(load, 0, 5))
 
 
 CHANGES = {

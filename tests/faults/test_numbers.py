@@ -5,18 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from number_runs import Killed, Lines, bits, corrupt, killed_at, metrics, rows_of, table, train
+from number_runs import Lines, bits, corrupt, metrics, rows_of, table, train
 
 import jaxtrain as jt
-from jaxtrain.checkpoint.storage import Storage
 
 
-@pytest.mark.long
 def test_a_spike_is_skipped_and_the_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     data = table(spikes=(40,))
     keys: dict[str, Any] = {"spikes__window": 32}
@@ -37,55 +34,11 @@ def test_a_step_that_is_not_finite_names_its_row(tmp_path: Path) -> None:
         found = json.loads((tmp_path / "nonfinite" / f"step_{step}.json").read_text())
         assert found["batch_rows"] == rows_of(step - 1).tolist()
         assert [(one["row"], one["not_finite"]) for one in found["rows"]] == rows
-        assert found["parameters"] == []
-        assert {one["path"] for one in found["gradients"]} >= (set() if step == 31 else {"output/kernel"})
     said = [line for line in lines if "is not finite and skipped" in line]
-    assert f"batch 20, row {row} (inputs not finite); not finite in gradients: layers/0/kernel (16 of" in said[0]
+    assert f"batch 20, row {row} (inputs not finite); " in said[0]
     assert "batch 30; " in said[1]
     assert len(said) == 2
     assert metrics(tmp_path)[33]["skipped_steps"] == 2
-
-
-@pytest.mark.long
-def test_a_roll_back_goes_past_the_data_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """The run is killed in the steps after the roll back; resumed, it ends with the bits of one that was not."""
-    data = table(spikes=(40,))
-    keys: dict[str, Any] = {"spikes__action": "roll_back", "spikes__window": 32, "spikes__roll_back_steps": 15}
-    keys |= {"spikes__skip_batches": 25, "train__steps": 50}
-    whole, lines = train(tmp_path / "whole", data, **keys)
-    assert any("going back to step 20" in line for line in lines)
-    for name, killed in (("after its first save", 34), ("before it", 25)):
-        with pytest.raises(Killed):
-            train(tmp_path / name, data, **keys, callbacks=[killed_at(killed, visit=2)])
-        resumed, lines = train(tmp_path / name, data, **keys)
-        # Without a checkpoint of the new line, the old one is resumed, meets the same spike and goes back again.
-        assert any("going back to step 20" in line for line in lines) == (killed == 25), name
-        assert bits(resumed.state) == bits(whole.state), name
-    for folder in tmp_path.iterdir():
-        (found,) = json.loads((folder / "run.json").read_text())["rolled_back"]
-        assert (found["from_step"], found["to_step"], found["first_batch"], found["num_batches"]) == (41, 20, 20, 25)
-        assert sorted(metrics(folder)) == list(range(1, 51))
-
-
-def test_a_run_goes_back_to_a_step_that_is_still_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk so slow that a save is complete only once somebody waits for it."""
-    write, wait = Storage.write, Storage.wait
-    late: list[tuple[Any, ...]] = []
-
-    def begin(self: Storage, path: Path, arrays: Any, record: Any) -> None:
-        late.append((path, jax.tree.map(np.array, arrays), record))
-
-    def finish(self: Storage) -> None:
-        while late:
-            write(self, *late.pop())
-        wait(self)
-
-    monkeypatch.setattr(Storage, "write", begin)
-    monkeypatch.setattr(Storage, "wait", finish)
-    keys: dict[str, Any] = {"spikes__action": "roll_back", "spikes__window": 4, "spikes__sigmas": 50.0}
-    keys |= {"spikes__roll_back_steps": 1, "checkpoint__keep_last": 1, "train__steps": 14}
-    _, lines = train(tmp_path, table(spikes=(11,)), **keys)
-    assert any("step 12 is a spike" in line and "going back to step 10" in line for line in lines), lines
 
 
 def test_a_flipped_bit_in_one_copy_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,14 +60,12 @@ def fit_batches(run_dir: Path, batches: list[Any], overrides: dict[str, Any]) ->
 
 
 @pytest.mark.long
-def test_an_iterable_skips_such_a_step_and_cannot_go_back(tmp_path: Path) -> None:
+def test_an_iterable_skips_such_a_step(tmp_path: Path) -> None:
     values = np.ones((3, 8, 8), np.float32)
     values[1, 6, 0] = np.inf
     batches = [{"inputs": one, "targets": np.ones((8, 1), np.float32)} for one in values]
     lines = fit_batches(tmp_path / "run", batches, {})
     assert any("step 2 is not finite and skipped" in line and "batch 1; " in line for line in lines)
-    with pytest.raises(jt.ConfigError, match="roll_back reads batches by their number, and an iterable has none"):
-        fit_batches(tmp_path / "other", batches, {"spikes.action": "roll_back"})
 
 
 @pytest.mark.long
@@ -136,30 +87,3 @@ def test_spikes_in_a_row_end_the_run(tmp_path: Path) -> None:
         jt.DivergedError, match=r"were spikes .* 3 steps in a row, up to step 23; parameters are as before"
     ):
         train(tmp_path, table(spikes=(20, 21, 22, 23)), **keys)
-
-
-@pytest.mark.long
-def test_a_parameter_that_is_not_finite_is_named_with_its_layer(tmp_path: Path) -> None:
-    """The batch is innocent: no row is named."""
-    size = {"num_layers": 3, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 8, "vocab_size": 32}
-    model = jt.build_model({"kind": "transformer", **size}, input_shape=(8,))
-    params, _ = jax.jit(model.init)(jax.random.key(0))
-    kernel = params["blocks"]["mlp"]["up"]["kernel"]
-    params["blocks"]["mlp"]["up"]["kernel"] = kernel.at[1, 3, 5].set(jnp.nan)
-    tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
-    progress = Lines()
-    jt.fit(
-        model,
-        jt.language_modeling(),
-        optax.sgd(0.1),
-        data={"inputs": tokens[:, :-1], "targets": tokens[:, 1:]},
-        batch_size=8,
-        steps=2,
-        params=params,
-        run_dir=tmp_path,
-        logging={"tensorboard": False, "report": False},
-        progress=progress,
-    )
-    line = next(line for line in progress.lines if "step 1 is not finite" in line)
-    assert "batch 0; not finite in parameters: blocks/mlp/up/kernel[1] (1 of " in line
-    assert " row" not in line.split(";")[0]

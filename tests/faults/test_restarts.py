@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.commands.launch import how_ended
-from jaxtrain.run.supervise import Policy, is_restarted, read_position, resumed_words, supervise
+from jaxtrain.run.supervise import is_restarted, read_position, resumed_words, supervise
 
 KILLED = 128 + signal.SIGKILL
 # All at which a run saves.
@@ -85,17 +86,13 @@ def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, wai
         return found
 
     events = Waits(None)
-    policy = Policy(restarts, tmp_path, events, how_ended, lambda: None)  # pyright: ignore[reportArgumentType]
-    assert supervise(start, policy) == code
+    asked: Any = events
+    assert supervise(start, tmp_path, restarts=restarts, asked=asked, how_ended=how_ended) == code
     began = [any(steps) for _, *steps in [(0, 0, 0), *ends[:-1]]]
     assert (starts, events.found) == (list(enumerate(began)), waits)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == len(waits) + ("allows" in line or "twice" in line)
     assert line in (said or [""])[-1]
-    rows = [json.loads(text) for text in (tmp_path / "restarts.jsonl").read_text().splitlines()] if waits else []
-    assert [(row["restart"], row["exit_code"], row["step"], row["saved_step"]) for row in rows] == [
-        (number + 1, *end) for number, end in enumerate(ends[: len(waits)])
-    ]
 
 
 def test_a_run_with_restarts_passes_on_every_signal_at_which_a_run_saves(monkeypatch, tmp_path):
@@ -130,7 +127,9 @@ def test_a_run_that_began_is_resumed_whatever_its_words_say():
 # where PYTHONUNBUFFERED is set, print writes the line end apart, and the other process writes between the two.
 CHILD = """
 import os, signal, sys, time
-number = int(os.environ["JAXTRAIN_ATTEMPT"])
+started = f"started-{os.environ['JAX_PROCESS_ID']}"
+number = int(os.path.exists(started))
+open(started, "w").close()
 sys.stderr.write(f"start {number} of process {os.environ['JAX_PROCESS_ID']}\\n")
 sys.stderr.flush()
 if os.environ["JAX_PROCESS_ID"] == "0":
@@ -276,15 +275,6 @@ def test_a_rank_that_is_killed_changes_no_bit_of_the_losses(tmp_path):
     assert "process 1 of 2 was ended by SIGKILL; stopping the others" in err
     assert list(rows(tmp_path / "killed")) == list(range(1, 25))
     assert rows(tmp_path / "killed") == rows(tmp_path / "undisturbed")
-    info = json.loads((tmp_path / "killed" / "run.json").read_text())
-    [row] = [json.loads(line) for line in (tmp_path / "killed" / "restarts.jsonl").read_text().splitlines()]
-    assert row["lost_steps"] == row["step"] - row["saved_step"] > 0
-    seconds = info["seconds"]
-    assert seconds["lost steps"] > 0
-    assert seconds["restarting"] >= 1, "the wait is in it"
-    # From the first start to the last line of run.json; the launcher's processes begin a little after it starts them.
-    wall = Path(tmp_path / "killed" / "run.json").stat().st_mtime - row["began"]
-    assert 0.6 * wall < sum(seconds.values()) <= wall + 0.1
 
 
 @pytest.mark.long

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
+from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineFull, Request
-from jaxtrain.inference.engine.ticket import OnEvent, Ticket
-from jaxtrain.inference.server.address import address_of, bind, listen
+from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineFull, OnEvent, Request, Ticket
 from jaxtrain.inference.server.app import Service, build_app
-from jaxtrain.inference.server.incoming import Limits
-from jaxtrain.inference.server.prompts import PromptReader
+from jaxtrain.inference.server.bodies import PromptReader
+from jaxtrain.inference.server.serve import address_of, bind, listen
 
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
 START, END = 256, 257
@@ -60,9 +58,6 @@ class ScriptedEngine:
 
     def _run(self, ticket: Ticket) -> None:
         request = ticket.request
-        if request.prompt_log_probabilities:
-            scores = [Emitted(token, -1.0, ((token, -1.0),)[: request.top]) for token in request.tokens[1:]]
-            ticket.prompt_log_probabilities = [None, *scores]
         for token in self.says(request)[: request.new_tokens]:
             time.sleep(self.seconds)
             if ticket.cancelled:
@@ -75,13 +70,13 @@ class ScriptedEngine:
         return ticket.finish("length")
 
     def counters(self) -> EngineCounters:
-        return EngineCounters(requests=len(self.tickets), slots=8, slots_in_use=self.running)
+        return EngineCounters(requests=len(self.tickets), slots_in_use=self.running)
 
 
 def service(engine: Any, **changed: Any) -> Service:
     """A service over bytes, whose bodies may have 20,000 bytes."""
     settings = {"name": "tiny", "created": 1, "reader": READER, "engine": engine, "embed": None, "length": LENGTH}
-    return Service(**{**settings, "most": 16, "limits": Limits(20_000, 1.0), **changed})
+    return Service(**{**settings, "most": 16, "body_bytes": 20_000, "body_seconds": 1.0, **changed})
 
 
 def embed(texts: list[list[int]]) -> np.ndarray:

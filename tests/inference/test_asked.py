@@ -1,6 +1,5 @@
 """What benchmarks ask of a model, without lm-eval: against log-softmax and argmax of logits, row by row in NumPy."""
 
-import dataclasses
 import string
 
 import jax
@@ -8,15 +7,19 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
+from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.inference.harness.asked import AskedModel
-from jaxtrain.inference.harness.generation import fitted, read_generation
-from jaxtrain.inference.harness.log_likelihood import LogLikelihood
-from jaxtrain.inference.harness.scored import Scored, batches_of, scored_pair
-from jaxtrain.inference.harness.tokens import task_tokens
-from jaxtrain.inference.special import SpecialTokens
+from jaxtrain.inference.harness import (
+    AskedModel,
+    LogLikelihood,
+    Scored,
+    batches_of,
+    read_generation,
+    scored_pair,
+    task_tokens,
+)
+from jaxtrain.inference.prompts import SpecialTokens
 
 LENGTH = 24
 NEWLINE = 10
@@ -113,7 +116,7 @@ def test_a_text_is_the_sum_of_its_windows(asked, log_softmax):
 def test_a_chunk_of_logits_at_a_time_gives_the_same(sharded, params, monkeypatch):
     rows = [scored_pair([1, 2, 3], list(range(9, 25)), max_length=LENGTH), scored_pair([7], [8], max_length=LENGTH)]
     whole = LogLikelihood(sharded, params, {})(rows)
-    monkeypatch.setattr("jaxtrain.inference.harness.log_likelihood._LOGITS_BYTES", 4 * 8 * 256)
+    monkeypatch.setattr("jaxtrain.inference.harness._LOGITS_BYTES", 4 * 8 * 256)
     chunked = LogLikelihood(sharded, params, {})(rows)
     assert [greedy for _, greedy in chunked] == [greedy for _, greedy in whole]
     # The same products, summed by other instructions.
@@ -148,17 +151,15 @@ def test_answers_end_before_the_first_stop_and_batches_do_not_matter(asked):
 
 def test_settings_of_tasks():
     asked = read_generation({"until": "\n", "max_tokens": 3}, task="t")
-    assert (asked.until, asked.new_tokens, asked.temperature) == (("\n",), 3, 0.0)
+    assert (asked.until, asked.new_tokens, asked.sampling) == (("\n",), 3, jt.Sampling(0.0))
     assert read_generation({}, task="t").new_tokens == 256
-    assert read_generation({"do_sample": True}, task="t").temperature == 1.0
-    assert read_generation({"do_sample": False, "temperature": 0.7}, task="t").temperature == 0.0
-    assert read_generation({"temperature": 0.7, "top_k": 0, "top_p": 0.9}, task="t") == dataclasses.replace(
-        read_generation({}, task="t"), temperature=0.7, top_p=0.9
+    assert read_generation({"do_sample": True}, task="t").sampling == jt.Sampling(1.0)
+    assert read_generation({"do_sample": False, "temperature": 0.7}, task="t").sampling == jt.Sampling(0.0)
+    assert read_generation({"temperature": 0.7, "top_k": 0, "top_p": 0.9}, task="t").sampling == jt.Sampling(
+        0.7, None, 0.9
     )
     with pytest.raises(ConfigError, match=r"^generation_kwargs of the task t: [^\n]*num_beams is not known[^\n]*$"):
         read_generation({"num_beams": 4}, task="t")
-    assert fitted(range(10), new_tokens=3, max_length=8) == ([5, 6, 7, 8, 9], 3)
-    assert fitted(range(10), new_tokens=30, max_length=8) == ([9], 7)
 
 
 def test_what_has_no_log_likelihood_is_one_line(asked):

@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.choose import bias_rows, choose_rows, log_probabilities_of, row_sampling
+from jaxtrain.inference.sampling import bias_rows, choose_rows, log_probabilities_of, row_sampling
 
 TIES = [1.0, 3.0, 3.0, 3.0, -2.0]
 RISING = [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -112,5 +112,5 @@ def test_log_probabilities_are_of_the_raw_logits():
 
 
 def test_a_bias_of_a_token_that_is_not_there_is_one_line():
-    with pytest.raises(ConfigError, match=r"^logit_bias names token 9, [^\n]*use ids from 0 to 4$"):
+    with pytest.raises(ConfigError, match=r"^logit_bias names token 9; the vocabulary has 0 to 4$"):
         bias_rows([jt.Sampling(logit_bias={9: 1.0})], 5)

@@ -5,26 +5,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from scripted import TOKENIZER
 
 import jaxtrain as jt
-from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine import engine as engine_module
-from jaxtrain.inference.engine.drafts import Drafts, accepted
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.programs import Chosen
-from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request
-from jaxtrain.inference.engine.scheduler import Scheduler, Waiting
-from jaxtrain.inference.engine.slots import Slot, slot_for
-from jaxtrain.inference.engine.ticket import Ticket
+from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request, Ticket
+from jaxtrain.inference.engine.scheduler import Scheduler
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.server.served import Served
-from jaxtrain.inference.server.service import embedded_length
 from jaxtrain.models.decoder import NOWHERE, Decoder
 
 VOCABULARY = 1000
@@ -52,13 +46,12 @@ class CountingPrograms:
         nothing = np.zeros((*tokens.shape, 0))
         return Chosen(tokens + 1, np.zeros(tokens.shape), nothing, nothing)
 
-    def decode(self, tokens_SW: Any, positions_S: Any, writes_S: Any, rows: Any, *, wants_top: bool) -> Chosen:
+    def decode(self, tokens_S: Any, positions_S: Any, rows: Any, *, wants_top: bool) -> Chosen:
         self.positions.append(positions_S.tolist())
-        return self._chosen(tokens_SW, "decode")
+        return self._chosen(tokens_S, "decode")
 
-    def prefill(self, slot: int, tokens: list[int], *_: Any, **__: Any) -> tuple[Chosen, Chosen]:
-        chosen = self._chosen(np.array(tokens[-1:]), f"prefill {slot}")
-        return chosen, chosen
+    def prefill(self, slot: int, tokens: list[int], *_: Any, **__: Any) -> Chosen:
+        return self._chosen(np.array(tokens[-1:]), f"prefill {slot}")
 
     def copy(self, source: int, target: int) -> None:
         self.runs.append(f"copy {source} to {target}")
@@ -121,12 +114,12 @@ def test_a_ticket_gives_tokens_and_events_in_order(engine):
 
 def test_answers_go_on_while_a_long_prompt_is_read():
     programs: Any = CountingPrograms(slots=2, chunk=4)
-    waiting = Waiting()
-    scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
-    waiting.add(Ticket(request(1, new_tokens=20)))
+    waiting: deque[Ticket] = deque()
+    scheduler = Scheduler(programs, waiting)
+    waiting.append(Ticket(request(1, new_tokens=20)))
     scheduler.step()
     programs.runs.clear()
-    waiting.add(Ticket(request(100, length=12)))
+    waiting.append(Ticket(request(100, length=12)))
     for _ in range(3):
         scheduler.step()
     assert programs.runs == ["prefill 1", "decode"] * 3
@@ -135,11 +128,11 @@ def test_answers_go_on_while_a_long_prompt_is_read():
 def test_a_prompt_that_another_slot_has_read_is_copied():
     """Of requests that come together too, as the several answers to one prompt do."""
     programs: Any = CountingPrograms(slots=3, chunk=40)
-    waiting = Waiting()
-    scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
+    waiting: deque[Ticket] = deque()
+    scheduler = Scheduler(programs, waiting)
     tickets = [Ticket(one) for one in (request(length=30), request(length=30), request(length=10))]
     for ticket in tickets:
-        waiting.add(ticket)
+        waiting.append(ticket)
     while not scheduler.is_idle:
         scheduler.step()
     assert [run for run in programs.runs if run != "decode"] == ["prefill 0", "copy 0 to 1", "prefill 1", "prefill 2"]
@@ -149,10 +142,10 @@ def test_a_prompt_that_another_slot_has_read_is_copied():
 
 def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_old_text():
     programs: Any = CountingPrograms(slots=2, chunk=40)
-    waiting = Waiting()
-    scheduler = Scheduler(programs, waiting, length=64, speculate=0, reuse=True)
+    waiting: deque[Ticket] = deque()
+    scheduler = Scheduler(programs, waiting)
     for one in (request(length=30, new_tokens=1), request(100, new_tokens=3)):
-        waiting.add(Ticket(one))
+        waiting.append(Ticket(one))
     while not scheduler.is_idle:
         scheduler.step()
     assert programs.positions == [[NOWHERE, 1], [NOWHERE, 2]]
@@ -220,48 +213,6 @@ def test_an_error_of_a_caller_ends_its_own_request(engine):
         list(bad)
     assert bad.finish_reason == "failed"
     assert [one.token for one in engine.submit(request(30))] == [31, 32, 33]
-
-
-def test_the_slot_is_the_one_that_has_most_of_the_prompt():
-    slots = [Slot(index) for index in range(4)]
-    prompt = list(range(50))
-    for slot, cached, order in zip(slots, ([0], prompt[:20], prompt[:40], prompt), (5, 1, 2, 3), strict=True):
-        slot.cached, slot.order = cached, order
-    slots[3].ticket = Ticket(request())
-    assert slot_for(slots, prompt) is slots[2]
-    assert slot_for(slots, [0, 99]) is slots[1]  # one token in common is nothing: the one that was free for longest
-    for slot in slots:
-        slot.ticket = Ticket(request())
-    assert slot_for(slots, prompt) is None
-
-
-DRAFTS = {
-    "a pair seen before": ([1, 2, 3, 4, 9, 1, 2], 3, [3, 4, 9]),
-    "the last of several": ([1, 2, 3, 1, 2, 4, 1, 2], 1, [4]),
-    "a period that goes on": ([5, 6, 5, 6], 5, [5, 6, 5, 6, 5]),
-    "nothing twice": ([1, 2, 3, 4], 3, []),
-}
-
-
-@pytest.mark.parametrize(("text", "count", "wanted"), DRAFTS.values(), ids=DRAFTS)
-def test_a_draft_is_what_followed_before(text, count, wanted):
-    drafts = Drafts(text[:1])
-    drafts.extend(text[1:])
-    assert drafts.propose(count) == wanted
-
-
-def test_a_draft_is_accepted_up_to_the_first_wrong_token():
-    assert [accepted([4, 5, 6], chosen) for chosen in ([4, 5, 6, 7], [4, 5, 0, 7], [0, 5, 6, 7])] == [3, 2, 0]
-    assert accepted([], [3]) == 0
-
-
-def test_texts_to_embed_are_as_long_as_the_model_has_positions_at_most(sharded_model):
-    def length(positions, asked):
-        return embedded_length(Served("x", sharded_model, {}, {}, TOKENIZER, None, True, 0, positions), asked)
-
-    assert [length(512, None), length(131_072, None), length(512, 40)] == [512, 4096, 40]
-    with pytest.raises(ConfigError, match="--length 513 exceeds the 512 positions of x"):
-        length(512, 513)
 
 
 LEFT_OPEN = """

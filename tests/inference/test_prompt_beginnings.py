@@ -8,18 +8,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import jaxtrain as jt
+from jaxtrain.data.chat.templates import files_beside
 from jaxtrain.data.tokenizer import BpeTokenizer
 from jaxtrain.inference import generate
-from jaxtrain.inference.engine.request import Emitted
-from jaxtrain.inference.harness.tokens import task_tokens
+from jaxtrain.inference.harness import task_tokens
 from jaxtrain.inference.prompts import encode_prompts
-from jaxtrain.inference.server.bodies import completion_call
-from jaxtrain.inference.server.choices import Choice
-from jaxtrain.inference.server.prompts import PromptReader
-from jaxtrain.inference.server.tokens import tokenizer_info
-from jaxtrain.inference.special import SpecialTokens
-from jaxtrain.inference.text_stream import TokenTexts
-from jaxtrain.run.texts import special_of_folder, special_of_run
+from jaxtrain.inference.server.bodies import PromptReader
+from jaxtrain.run.published import read_texts
 
 GROUP = {
     "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16,
@@ -57,62 +52,30 @@ def read_everywhere(model, tokenizer, special) -> list[list[int]]:
     assert encoded.given == [tokenizer.encode("hi").tolist()]  # the text does not show what was added
     served = PromptReader(tokenizer, None, vocab_size=258, special=special)
     asked = task_tokens(tokenizer, special, None)
-    return [encoded.tokens[0].tolist(), list(served.of_text("hi").tokens), asked.contexts(["hi"])[0]]
+    return [encoded.tokens[0].tolist(), list(served.of_text("hi")), asked.contexts(["hi"])[0]]
 
 
 @pytest.mark.parametrize(("info", "added"), RUNS.values(), ids=RUNS)
 def test_of_a_run(model, tokenizer, tmp_path, info, added):
     plain = tokenizer.encode("hi").tolist()
-    for found in read_everywhere(model, tokenizer, special_of_run(info, tmp_path, tokenizer)):
+    (tmp_path / "run.json").write_text(json.dumps({"config": {}, **info}))
+    run = jt.open_run(tmp_path)
+    run.tokenizer = tokenizer
+    for found in read_everywhere(model, tokenizer, run.special):
         assert found == ([256, *plain] if added else plain)
 
 
-@pytest.fixture(scope="module")
-def words():
-    """Words as SentencePiece writes them, with their space before them, also at the beginning of a text."""
-    made = Tokenizer(models.WordLevel(vocab={"▁the": 0, "▁cat": 1, "<unk>": 2}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue] a setter
-    made.decoder = decoders.Metaspace()  # pyright: ignore[reportAttributeAccessIssue] a setter
-    made.add_special_tokens(["<s>"])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])  # pyright: ignore[reportAttributeAccessIssue] a setter
-    return BpeTokenizer(made)
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "expected"),
-    [
-        ("tokenizer", "hi", [0, 0, 1]),  # <s> h i
-        ("words", "the cat", [0, 0, 3]),
-        ("words", [3, 0, 1], [0, 3, 7]),  # the text of ids has the <s>
-    ],
-    ids=str,
-)
-def test_places_of_a_prompt_are_those_in_its_text(request, name, prompt, expected):
-    tokenizer = request.getfixturevalue(name)
-    reader = PromptReader(tokenizer, None, vocab_size=tokenizer.vocab_size, special=SpecialTokens(added=True))
-    body = {"model": "x", "prompt": prompt, "echo": True, "logprobs": 0}
-    call = completion_call(body, reader, served="x")
-    tokens = call.prompts[0].tokens
-    choice = Choice(call, call.prompts[0], tokenizer, TokenTexts(tokenizer))
-    piece = choice.begin([None, *(Emitted(token, -0.5, ()) for token in tokens[1:])])
-    assert [one.offset for one in piece.scored] == expected
-    after = (choice.feed(Emitted(tokens[-1], -0.5, ())), choice.finish("length"))
-    assert [one.offset for part in after for one in part.scored] == [len(piece.text)]
-
-
 def test_of_a_published_folder(model, tokenizer, tmp_path):
-    """Its files name the tokens, which /tokenizer_info repeats, and the ids at which it stops."""
+    """Its files name the tokens, and the ids at which it stops."""
     tokenizer.save(tmp_path / "tokenizer.json")
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<none such>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 10]}))
-    special = special_of_folder(tmp_path / "tokenizer.json", tokenizer)
+    _, special = read_texts(files_beside(tmp_path / "tokenizer.json"), tokenizer, where="", added=True)
     assert read_everywhere(model, tokenizer, special) == [[256, *tokenizer.encode("hi").tolist()]] * 3
     reader = PromptReader(tokenizer, None, vocab_size=258, special=special)
-    info = tokenizer_info(reader)
-    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
     assert reader.stop_tokens == {257, 10}
-    assert reader.of_text("hi", add_special_tokens=False).tokens == tuple(tokenizer.encode("hi"))
+    assert reader.of_text("hi", add_special_tokens=False) == tuple(tokenizer.encode("hi"))
 
 
 def test_special_tokens_that_a_model_writes_are_hidden(model, tokenizer, monkeypatch):

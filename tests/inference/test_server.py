@@ -6,11 +6,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import END, LENGTH, ScriptedEngine, embed, service, serving
+from scripted import END, ScriptedEngine, embed, service, serving
 from starlette.testclient import TestClient
 
 from jaxtrain.inference.server.app import build_app
-from jaxtrain.inference.server.incoming import Limits
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 JSON = {"content-type": "application/json"}
@@ -35,9 +34,8 @@ def client(address):
 
 def test_models_are_listed(client):
     assert [one.id for one in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").owned_by == "jaxtrain"
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
-        client.models.retrieve("other")
+        client.completions.create(model="other", prompt="a")
 
 
 def test_completions_of_several_prompts(client):
@@ -50,19 +48,12 @@ def test_completions_of_several_prompts(client):
     assert found.choices[0].logprobs is None
 
 
-def test_harnesses_get_the_scores_of_a_prompt(client):
-    """As lm-eval-harness asks: ids, one more token that it drops, and the scores of all of them."""
-    found = client.completions.create(
-        model="tiny", prompt=[[97, 98], [97, END]], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
-    )
-    first, second = (one.logprobs for one in found.choices)
-    assert first.token_logprobs == [None, -1.0, -0.5]
-    assert first.top_logprobs == [None, {"b": -1.0}, {"a": -0.5}]
-    assert (first.tokens, first.text_offset) == (["a", "b", "a"], [0, 1, 2])
-    assert second.tokens == ["a", "<|im_end|>", "a"]
-    alone = client.completions.create(model="tiny", prompt=[97, 98], max_tokens=0, logprobs=0, echo=True)
-    assert (alone.choices[0].text, alone.choices[0].logprobs.token_logprobs) == ("ab", [None, -1.0])
-    assert alone.usage.completion_tokens == 0
+def test_completions_with_scores(client):
+    found = client.completions.create(model="tiny", prompt=[97, END], max_tokens=2, logprobs=1)
+    scores = found.choices[0].logprobs
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("a", "stop")
+    assert (scores.tokens, scores.token_logprobs, scores.text_offset) == (["a", "<|im_end|>"], [-0.5, -0.5], [0, 1])
+    assert scores.top_logprobs == [{"a": -0.5}, {"<|im_end|>": -0.5}]
 
 
 def test_chat_answers_with_scores(client):
@@ -115,8 +106,6 @@ STATUSES = {
     "an unknown path": ("GET", "/v2/models", b"", 404),
     "another method": ("GET", "/v1/completions", b"", 405),
 }
-# What the header Allow of an answer with status 405 says.
-ALLOWED = {"/v1/completions": {"POST"}}
 
 
 @pytest.mark.parametrize(("method", "path", "body", "status"), STATUSES.values(), ids=STATUSES)
@@ -125,31 +114,15 @@ def test_what_is_wrong_has_its_status_and_an_error_object(address, method, path,
     error = answer.json()["error"]
     assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"})
     assert "\n" not in error["message"]
-    assert {one for one in answer.headers.get("allow", "").split(", ") if one} == (
-        ALLOWED[path] if status == 405 else set()
-    )
+    assert ("POST" in answer.headers.get("allow", "")) == (status == 405)
 
 
 def test_a_body_that_never_ends_is_given_up(engine):
-    with serving(service(engine, limits=Limits(20_000, 0.1))) as address:
+    with serving(service(engine, body_seconds=0.1)) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as half:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert half.recv(100).startswith(b"HTTP/1.1 408")
-
-
-def test_tokens_over_http(address):
-    def asked(path: str, body: Any) -> Any:
-        return httpx.post(address + path, json=body).json()
-
-    assert asked("/tokenize", {"prompt": "a<|im_end|>", "add_special_tokens": False}) == {
-        "tokens": [97, END], "count": 2, "max_model_len": LENGTH,
-    }  # fmt: skip
-    assert asked("/detokenize", {"tokens": [97, END]}) == {"prompt": "a<|im_end|>"}
-    assert "no token id" in asked("/detokenize", {"tokens": [999]})["error"]["message"]
-    info = httpx.get(f"{address}/tokenizer_info").json()
-    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", None)
-    assert "im_start" in info["chat_template"]
 
 
 def test_health_and_metrics(address, client):
@@ -159,8 +132,7 @@ def test_health_and_metrics(address, client):
     values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
     assert values['jaxtrain_http_answers_total{path="/v1/completions",status="200"}'] >= 1
     assert values["jaxtrain_compiled_total"] == 0
-    assert values["jaxtrain_slots"] == 8
-    assert values['jaxtrain_first_token_seconds_bucket{le="+Inf"}'] == values["jaxtrain_first_token_seconds_count"]
+    assert values["jaxtrain_requests_total"] >= 1
 
 
 def test_the_page_is_one_file(address):
@@ -203,7 +175,6 @@ def test_a_client_that_leaves_frees_its_slots(stream):
                 httpx.post(f"{address}/v1/completions", json=body, timeout=0.3)
         assert all(ticket.wait(10) for ticket in slow.tickets)
         assert [ticket.finish_reason for ticket in slow.tickets] == ["cancelled"] * 3
-        assert "jaxtrain_http_clients_left_total 1" in httpx.get(f"{address}/metrics").text
 
 
 def test_an_engine_that_fails_is_said_in_the_stream_and_by_a_status():
@@ -223,7 +194,7 @@ def test_an_engine_that_fails_is_said_in_the_stream_and_by_a_status():
 def test_a_key_guards_all_but_health_and_the_page():
     with serving(service(ScriptedEngine(), api_key="s3cret")) as address:
         assert [httpx.get(address + path).status_code for path in ("/", "/health")] == [200, 200]
-        for path in ("/v1/models", "/metrics", "/tokenizer_info"):
+        for path in ("/v1/models", "/metrics"):
             answer = httpx.get(address + path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         with openai.OpenAI(base_url=f"{address}/v1", api_key="other", max_retries=0) as one:

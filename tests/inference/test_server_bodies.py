@@ -8,65 +8,77 @@ from scripted import CHAT, END, LENGTH, READER, TOKENIZER
 
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.server.bodies import chat_call, completion_call
-from jaxtrain.inference.server.call import Call, Prompt, engine_requests
-from jaxtrain.inference.server.choices import Choice, TokenTexts
-from jaxtrain.inference.server.fields import parse_body
-from jaxtrain.inference.server.prompts import PromptReader
-from jaxtrain.inference.server.refused import RefusedError
+from jaxtrain.inference.server.answers import Choice
+from jaxtrain.inference.server.bodies import (
+    Call,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    PromptReader,
+    RefusedError,
+    chat_call,
+    completion_call,
+    embedding_texts,
+    read_body,
+)
+from jaxtrain.inference.text_stream import TokenTexts
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
+def read(kind: Any, fields: dict[str, Any]) -> Any:
+    return read_body(kind, json.dumps({"model": "tiny", **fields}).encode(), served="tiny")
+
+
 def completion(**fields: Any) -> Call:
-    return completion_call({"model": "tiny", "prompt": "Hi", **fields}, READER, served="tiny")
+    return completion_call(read(CompletionBody, {"prompt": "Hi", **fields}), READER, length=LENGTH, most=16)
 
 
 def chat(**fields: Any) -> Call:
-    return chat_call({"model": "tiny", "messages": HI, **fields}, READER, served="tiny")
+    return chat_call(read(ChatBody, {"messages": HI, **fields}), READER, length=LENGTH, most=16)
+
+
+def embedding(given: Any) -> Any:
+    return embedding_texts(read(EmbeddingBody, {"input": given}), READER, length=LENGTH)
 
 
 NOT_JSON = {
-    "half": (b'{"model": ', "line 1 column"),
-    "a number of 5,000 digits": (b'{"seed": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
-    "100,000 lists in each other": (b'{"a": ' + b"[" * 100_000, "recursion depth"),
+    "half": b'{"model": ',
+    "a number of 5,000 digits": b'{"seed": ' + b"9" * 5000 + b"}",
+    "100,000 lists in each other": b'{"a": ' + b"[" * 100_000,
+    "no UTF-8": b'{"model": "tiny", "prompt": "\xff\xfe"}',
+    "half of a surrogate pair": b'{"model": "tiny", "prompt": "\\ud800"}',
+    "a list": b"[]",
 }
 
 
-@pytest.mark.parametrize(("raw", "said"), NOT_JSON.values(), ids=NOT_JSON)
-def test_what_is_no_json_object_is_one_line(raw, said):
+@pytest.mark.parametrize("raw", NOT_JSON.values(), ids=NOT_JSON)
+def test_what_is_no_json_object_is_one_line(raw):
     with pytest.raises(RefusedError) as caught:
-        parse_body(raw)
+        read_body(CompletionBody, raw, served="tiny")
     assert (caught.value.status, "\n" in caught.value.message) == (400, False)
-    assert said in caught.value.message
 
 
 # Fields of a body, the field that is named, and a part of the line.
 WRONG_COMPLETIONS = {
-    "no prompt": ({"prompt": None}, "prompt", "'prompt' is missing"),
-    "an unknown field": ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
-    "a prompt without a token": ({"prompt": [[]]}, "prompt", "at least one"),
-    "an id outside of the vocabulary": ({"prompt": [258]}, "prompt", "use 0 to 257"),
-    "half of a surrogate pair": ({"prompt": "a\ud800"}, "prompt", "surrogate"),
-    "temperature below 0": ({"temperature": -1}, "temperature", "from 0 to 2"),
-    "temperature NaN": ({"temperature": float("nan")}, "temperature", "from 0 to 2"),
+    "no prompt": ({"prompt": None}, "prompt", "required"),
+    "an unknown field": ({"temprature": 1}, "temprature", "not supported"),
+    "a prompt without a token": ({"prompt": [[]]}, "prompt", "empty"),
+    "a number as prompt": ({"prompt": 1.5}, "prompt", "array"),
+    "an id outside of the vocabulary": ({"prompt": [258]}, "prompt", "use ids from 0 to 257"),
+    "temperature below 0": ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+    "temperature NaN": ({"temperature": float("nan")}, "temperature", "finite"),
     "a bias outside of the vocabulary": ({"logit_bias": {"258": 1}}, "logit_bias", "0 to 257"),
-    "n of a thousand": ({"n": 1000}, "n", "from 1 to 128"),
-    "nothing at all": ({"max_tokens": 0}, "max_tokens", "set echo"),
-    "too many log-probabilities": ({"logprobs": 21}, "logprobs", "from 0 to 20"),
-    "stream as a text": ({"stream": "yes"}, "stream", "true or false"),
-    "the best of several": ({"best_of": 3}, "best_of", "not supported"),
+    "n of a thousand": ({"n": 1000}, "n", "less than or equal to 128"),
+    "nothing at all": ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "stream as a text": ({"stream": "yes"}, "stream", "boolean"),
+    "the best of several": ({"best_of": 3}, "best_of", "should be 1"),
 }
 WRONG_CHATS = {
-    "no messages": ({"messages": None}, "messages", "missing"),
-    "an unknown role": ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "one of system"),
-    "a picture": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0]",
-        "text",
-    ),
-    "tools": ({"tools": [{"type": "function"}]}, "tools", "calls no tools"),
-    "alternatives without log-probabilities": ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+    "no messages": ({"messages": None}, "messages", "required"),
+    "an unknown role": ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages", "'system'"),
+    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "string"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools", "not supported"),
 }
 
 
@@ -87,17 +99,23 @@ def test_a_wrong_field_is_one_line_that_names_it(call, fields, param, said):
 
 
 def test_every_form_of_a_prompt():
-    assert [prompt.tokens for prompt in completion(prompt=[[72], [72, END]]).prompts] == [(72,), (72, END)]
-    assert [prompt.tokens for prompt in completion(prompt=["Hi", "<|im_end|>"]).prompts] == [(72, 105), (END,)]
-    assert completion(prompt="").prompts[0].tokens == (0,)  # an empty text begins with the first id
+    assert [one.tokens for one in completion(prompt=[[72], [72, END]]).requests] == [(72,), (72, END)]
+    assert [one.tokens for one in completion(prompt=["Hi", "<|im_end|>"]).requests] == [(72, 105), (END,)]
+    assert completion(prompt="").requests[0].tokens == (0,)  # an empty text begins with the first id
+    assert (embedding("a"), embedding([[1, 2]])) == ([[97]], [[1, 2]])
+    for given in ([999], [""], "a" * (LENGTH + 1)):
+        with pytest.raises(RefusedError):
+            embedding(given)
 
 
 def test_a_conversation_is_written_by_the_template():
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    messages = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts, "name": "Ann"}]
-    prompt = chat(messages=messages).prompts[0]
-    turns = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt == Prompt(turns, tuple(READER.encode(turns, add_special_tokens=False)))
+    messages = [{"role": "developer", "content": "Be"}, {"role": "user", "content": parts, "name": "Ann"}]
+    turns = "<|im_start|>system\nBe<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert READER.of_messages([{"role": "system", "content": "Be"}, *HI]) == tuple(
+        READER.encode(turns, add_special_tokens=False)
+    )
+    assert chat(messages=messages).requests[0].tokens == tuple(READER.encode(turns, add_special_tokens=False))
     with pytest.raises(RefusedError, match="no chat template"):
         PromptReader(TOKENIZER, None, vocab_size=258).of_messages(HI)
 
@@ -105,45 +123,43 @@ def test_a_conversation_is_written_by_the_template():
 def test_fields_become_requests_of_the_engine():
     sampled = completion(
         prompt=["Hi", "Ho"], n=2, seed=7, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1,
-        presence_penalty=-1, frequency_penalty=2, logit_bias={"5": -100}, max_tokens=4, logprobs=3, echo=True,
+        presence_penalty=-1, frequency_penalty=2, logit_bias={"5": -100}, max_tokens=4, logprobs=3,
     )  # fmt: skip
-    requests = engine_requests(sampled, length=LENGTH, most=16)
-    assert [(one.tokens, one.seed) for one in requests] == [
+    assert [(one.tokens, one.seed) for one in sampled.requests] == [
         ((72, 105), 7), ((72, 105), 8), ((72, 111), 7), ((72, 111), 8),
     ]  # fmt: skip
     expected = Sampling(
         0.5, 3, 0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1.0, frequency_penalty=2.0,
         logit_bias=((5, -100.0),),
     )  # fmt: skip
-    one = requests[0]
-    assert (one.sampling, one.new_tokens, one.top, one.prompt_log_probabilities) == (expected, 4, 3, True)
+    one = sampled.requests[0]
+    assert (one.sampling, one.new_tokens, one.top) == (expected, 4, 3)
     assert one.stop_tokens == frozenset(CHAT.stop) == {END}
 
 
 def test_defaults_are_those_of_openai():
     given = completion()
-    assert (given.sampling, given.new_tokens, given.num_choices) == (Sampling(1.0), 16, 1)
-    assert completion().seed != completion().seed  # 32 random bits
-    assert completion(seed=-1).seed == 2**32 - 1
-    assert chat().new_tokens is None
-    requests = engine_requests(chat(), length=LENGTH, most=16)
-    assert requests[0].new_tokens == LENGTH - len(requests[0].tokens)  # all the room there is
+    assert (given.requests[0].sampling, given.requests[0].new_tokens, given.num_choices) == (Sampling(1.0), 16, 1)
+    assert completion().requests[0].seed != completion().requests[0].seed  # 32 random bits
+    assert completion(seed=-1).requests[0].seed == 2**32 - 1
+    request = chat(tools=[], metadata=None, response_format={"type": "text"}).requests[0]
+    assert request.new_tokens == LENGTH - len(request.tokens)  # all the room there is
 
 
 def test_what_does_not_fit_is_refused():
     at_most = "a" * (LENGTH - 16)
-    assert engine_requests(completion(prompt=at_most), length=LENGTH, most=16)
-    for call in (completion(prompt=at_most + "a"), chat(messages=[{"role": "user", "content": "a" * LENGTH}])):
+    assert completion(prompt=at_most).requests
+    for call in (lambda: completion(prompt=at_most + "a"), lambda: chat(messages=[{**HI[0], "content": "a" * LENGTH}])):
         with pytest.raises(RefusedError, match="prompt and answer together have 64") as caught:
-            engine_requests(call, length=LENGTH, most=16)
+            call()
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     with pytest.raises(RefusedError, match="34 answers at a time; this server takes 16"):
-        engine_requests(completion(prompt=["a", "b"], n=17), length=LENGTH, most=16)
+        completion(prompt=["a", "b"], n=17)
 
 
 def grown(call: Call, tokens: list[int], reason: str = "length") -> tuple[list[str], str | None, list[Any]]:
     """Texts of the pieces of an answer, why it ended, and its scored tokens."""
-    choice = Choice(call, call.prompts[0], TOKENIZER, TokenTexts(TOKENIZER))
+    choice = Choice(call, TOKENIZER, TokenTexts(TOKENIZER))
     pieces = []
     for token in tokens:
         pieces.append(choice.feed(Emitted(token, -0.5, ((token, -0.5),)[: call.top or 0])))
@@ -159,18 +175,13 @@ GROWN = {
     "characters are whole": ({}, "aé", (["a", "é"], "length", [])),
     "a stop ends it": ({"stop": ["END"]}, "abENDcd", (["a", "b"], "stop", [])),
     "what may be a stop is held back": ({"stop": "END"}, "aENx", (["a", "ENx"], "length", [])),
-    "tokens of a stop are not scored": ({"stop": "END", "logprobs": 0}, "aEND", (["a"], "stop", [("a", 0)])),
-    "a token after bytes that are no character": (
-        {"logprobs": 0}, b"a\xe2bc",
-        (["a", "\ufffdb", "c"], "length", [("a", 0), ("\ufffd", 1), ("b", 2), ("c", 3)]),
+    "every token is scored": (
+        {"stop": "EN", "logprobs": 0}, "aEN", (["a"], "stop", [("a", 0), ("E", 1), ("N", 2)]),
     ),
-    "bytes that begin nothing": (
-        {"logprobs": 0}, b"\xff" * 5,
-        (["\ufffd", "\ufffd", "\ufffd" * 3], "length", [("\ufffd", place) for place in range(5)]),
+    "parts of a character": (
+        {"logprobs": 0}, "éa", (["é", "a"], "length", [("\ufffd", 0), ("\ufffd", 0), ("a", 1)]),
     ),
-    "a stop token after bytes that are no character": (
-        {"logprobs": 0}, [97, 0xE2, END], (["a", "\ufffd"], "stop", [("a", 0), ("\ufffd", 1), ("<|im_end|>", 2)]),
-    ),
+    "a stop that is a special token": ({"stop": "<|im_start|>"}, [97, 256, 98], (["a"], "stop", [])),
 }  # fmt: skip
 
 
@@ -179,23 +190,12 @@ def test_tokens_become_pieces_of_text(fields, written, expected):
     assert grown(completion(**fields), list(written.encode() if isinstance(written, str) else written)) == expected
 
 
-def test_a_prompt_that_is_given_back_has_the_places_of_its_tokens():
-    tokens = [97, 0xE2, 98, *"é".encode(), 0xE2]
-    call = completion(prompt=tokens, echo=True, logprobs=0)
-    piece = Choice(call, call.prompts[0], TOKENIZER, TokenTexts(TOKENIZER)).begin(
-        [None, *(Emitted(token, -0.5, ()) for token in tokens[1:])]
-    )
-    assert piece.text == "a\ufffdbé\ufffd"
-    assert [one.offset for one in piece.scored] == [0, 1, 2, 3, 3, 4]
-
-
 def test_the_token_that_ends_is_scored_in_completions_alone():
-    """Harnesses drop the last token of a completion, whatever it is."""
     assert grown(completion(logprobs=0), [97, END, 98]) == (["a"], "stop", [("a", 0), ("<|im_end|>", 1)])
     assert grown(chat(logprobs=True), [97, END, 98]) == (["a"], "stop", [("a", 0)])
 
 
 def test_no_probability_is_infinite_or_none():
-    choice = Choice(completion(logprobs=1), Prompt("a", (97,)), TOKENIZER, TokenTexts(TOKENIZER))
+    choice = Choice(completion(logprobs=1), TOKENIZER, TokenTexts(TOKENIZER))
     found = choice.feed(Emitted(98, float("-inf"), ((99, 0.0), (98, float("-inf")))))
     assert [(one.log_probability, one.top) for one in found.scored] == [(-9999.0, (("c", 0.0), ("b", -9999.0)))]

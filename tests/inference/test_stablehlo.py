@@ -10,9 +10,8 @@ import pytest
 from jax import export
 
 import jaxtrain as jt
-from jaxtrain.inference.stablehlo.folder import FILES, write_program
-from jaxtrain.inference.stablehlo.program import make_program
-from jaxtrain.inference.stablehlo.read import read_weights
+from jaxtrain.inference.read_program import read_weights
+from jaxtrain.inference.stablehlo import FILES, make_program, write_program
 
 SMALL = {"num_layers": 2, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32}
 DECODER = {"kind": "transformer", **SMALL, "max_sequence_length": 16}
@@ -152,7 +151,7 @@ def test_a_run_is_exported_by_the_command(run_dir, tmp_path, cli):
     answer = cli("export", str(run_dir), "-o", str(tmp_path / "out"), "--to", "stablehlo")
     assert (answer.code, answer.out, answer.err) == (0, f"{tmp_path / 'out'}\n", "")
     said = json.loads((tmp_path / "out" / "program.json").read_text())
-    assert (said["model"], said["step"], said["outputs_are"]) == ("mlp", 1, "logits of the classes")
+    assert (said["model"], said["step"], said["outputs"]["outputs"]["shape"]) == ("mlp", 1, ["batch", 3])
     assert said["weights"]["tensors"] == len(read_weights(tmp_path / "out" / "weights.safetensors"))
     run = jt.open_run(run_dir, mesh=jt.make_mesh(devices=jax.devices()[:1]))
     program = export.deserialize(bytearray((tmp_path / "out" / "forward.bin").read_bytes()))
@@ -179,6 +178,7 @@ def test_runs_on_texts_say_their_inputs(tmp_path, cli):
         name: array.shape[1] for name, array in given.items()
     }
     assert said.get("classes") == ["no", "yes"]
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
     program = export.deserialize(bytearray((tmp_path / "out" / "forward.bin").read_bytes()))
     found = np.asarray(program.call(read_weights(tmp_path / "out" / "weights.safetensors"), given)["outputs"])
     # The same operations in another program.

@@ -10,10 +10,11 @@ from PIL import Image
 
 import jaxtrain as jt
 from jaxtrain.config.load import load_config
+from jaxtrain.config.published import settings_of
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.save import Origin, saved_dtypes, write_published
-from jaxtrain.interop.settings import settings_of
-from jaxtrain.run.import_run import check_class_order, import_run
+from jaxtrain.run.import_run import import_run
+from jaxtrain.run.published import check_class_order
 from jaxtrain.run.run import run_config
 
 PUBLISHED = Path(__file__).resolve().parent / "published" / "vit_classification"

@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop import gather, save
-from jaxtrain.published.folder import SINGLE, open_folder
-from jaxtrain.published.safetensors import write_safetensors
+from jaxtrain.interop import save, tensors
+from jaxtrain.interop.formats.safetensors import SINGLE, open_folder, write_safetensors
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 
@@ -38,9 +37,9 @@ def test_a_position_is_gathered_however_it_is_sharded(spec):
     array = np.arange(4 * 2 * 8, dtype=np.float32).reshape(4, 2, 8)
     sharded = jax.device_put(array, NamedSharding(mesh, spec))
     # What a host of GPUs and what several processes do, beside what stands in the host's memory.
-    collective = gather._gather(NamedSharding(mesh, PartitionSpec()))
+    collective = tensors._gather(NamedSharding(mesh, PartitionSpec()))
     for position in ((), (3,), (2, 1)):
-        np.testing.assert_array_equal(gather.on_main_host(sharded, position), array[position])
+        np.testing.assert_array_equal(tensors.on_main_host(sharded, position), array[position])
         np.testing.assert_array_equal(collective(sharded, *position).addressable_data(0), array[position])
 
 

@@ -8,16 +8,14 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.data import TokenizerConfig
-from jaxtrain.data.chat.formats import BUILT_IN, ChatFormat
-from jaxtrain.data.chat.templates import compile_template, render
+from jaxtrain.config.published import settings_of
+from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.inference.chat import answer_ends
-from jaxtrain.interop.companions import Texts, companions
-from jaxtrain.interop.save import Origin, write_published
-from jaxtrain.interop.settings import settings_of
+from jaxtrain.interop.save import Origin, Texts, companions, write_published
 from jaxtrain.run.import_run import import_run
-from jaxtrain.run.served import open_served
-from jaxtrain.run.texts import exported_texts, format_of_run
+from jaxtrain.run.open_model import open_served
+from jaxtrain.run.published import exported_texts
 
 GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "vocab_size": 288}
 BEGINS, ENDS = "<|im_start|>", "<|im_end|>"
@@ -40,24 +38,22 @@ def reading(template="chatml", *, stop=(258,), tokens=NAMED):
     return {"data": {"reading": ChatFormat(BUILT_IN[template], f"{template} (built in)", tokens, stop).to_reading()}}
 
 
-CHOSE = {"config": {"data": {"tokenizer": {"kind": "file", "end": "<|endoftext|>"}}}}
 # id: (run.json, origin, template, tokens, ids)
-ALL = {"bos_token_id": 257, "eos_token_id": [258, 0], "pad_token_id": None}
+ALL = {"eos_token_id": [258, 0]}
 ENDED = {"eos_token": "<|endoftext|>"}
 FOUND = {
-    "text": ({}, None, None, ENDED, {**dict.fromkeys(ALL), "eos_token_id": 0}),
-    "the end of text that the run chose": (CHOSE, origin(), None, ENDED, {"eos_token_id": 0}),
+    "text": ({}, None, None, ENDED, {"eos_token_id": 0}),
     "chats": (reading(), None, BUILT_IN["chatml"], NAMED, ALL),
     "as the published model": (reading(), origin(), None, {}, {}),
     "another template": (reading("plain"), origin(), BUILT_IN["plain"], {}, {}),
-    "another stop token": (reading(stop=(0,)), origin(), None, ENDED, {"eos_token_id": 0}),
+    "another stop token": (reading(stop=(0,)), origin(), None, {}, {"eos_token_id": 0}),
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_the_folder_says_is_what_the_run_was_trained_with(name):
     info, start, template, tokens, ids = FOUND[name]
-    assert exported_texts(info, BPE, start, model=MODEL) == Texts(template, tokens, ids)
+    assert exported_texts(info, BPE, start, MODEL) == Texts(template, tokens, ids)
 
 
 @pytest.mark.parametrize("file", [False, True], ids=["in tokenizer_config.json", "a file of its own"])
@@ -79,11 +75,12 @@ def test_every_family_says_where_a_text_ends(tmp_path):
     family = {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}  # of GPT-2
     model = jt.load_config({"model": {**GROUP, **family}}).config.model
     params, _ = jax.jit(jt.build_model(model, input_shape=(8,)).init)(jax.random.key(0))
-    texts = exported_texts({}, BPE, None, model=MODEL)
+    texts = exported_texts({}, BPE, None, MODEL)
     write_published(tmp_path / "out", settings_of(model), params, {}, tokenizer=BPE.to_json(), texts=texts)
     said = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
     config = said["config.json"]
-    assert [config[key] for key in ("model_type", *ALL)] == ["gpt2", None, 0, None]
+    keys = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id")
+    assert [config[key] for key in keys] == ["gpt2", None, 0, None]
     assert said["generation_config.json"] == {"eos_token_id": 0}
     assert said["tokenizer_config.json"]["eos_token"] == "<|endoftext|>"
 
@@ -97,7 +94,7 @@ def asked(form, tokenizer):
 
 def of_run(path):
     run = jt.open_run(path)
-    return asked(format_of_run(run.info, run.run_dir, run.tokenizer), run.tokenizer)
+    return asked(run.chat, run.tokenizer)
 
 
 def of_folder(path):

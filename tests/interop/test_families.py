@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain import load_pretrained, save_pretrained
-from jaxtrain.inference.generate import Sampling, make_generator
+from jaxtrain.config.published import settings_of
+from jaxtrain.inference.decoding import generate_ids
+from jaxtrain.inference.sampling import Sampling
+from jaxtrain.interop.formats.safetensors import open_folder
 from jaxtrain.interop.load import by_path
-from jaxtrain.interop.settings import settings_of
-from jaxtrain.interop.written import assemble_tensor
-from jaxtrain.published.folder import open_folder
+from jaxtrain.interop.tensors import floats_of, gathered, plan_tensors
 
 PUBLISHED = Path(__file__).parent / "published"
 # float32 here and there; sums of a few dozen products in another order.
@@ -108,7 +110,10 @@ def test_logits_and_gradient(name):
     family, settings = pretrained.published.family, settings_of(pretrained.config)
     held = {False: by_path(gradient), True: {}}
     for key in [key for key in wanted if key.startswith("grad:")]:
-        found = assemble_tensor(family.tensors(settings), key.removeprefix("grad:"), held)
+        name = key.removeprefix("grad:")
+        tensors = plan_tensors(family.tensors(settings), {"": "float32"})
+        ((_, tensor, parts),) = gathered({name: tensors[name]}, held)
+        found = floats_of(tensor, parts)
         np.testing.assert_allclose(found, wanted[key], rtol=0, atol=TOLERANCE * np.ptp(wanted[key]), err_msg=key)
 
 
@@ -127,8 +132,9 @@ def test_answers_token_for_token(name):
         prompt, lengths = wanted["tokens"], wanted["attention_mask"].sum(1).astype(np.int32)
         generated = generated[:, 1:]
     new = generated.shape[1]
-    generate = make_generator(pretrained.model, new_tokens=new, sampling=Sampling(temperature=0))
-    found = generate(pretrained.params, prompt.astype(np.int32), lengths, jax.random.key(0))
+    sharded = jt.shard_model(pretrained.model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    prompts = [row[:length].astype(np.int32) for row, length in zip(prompt, lengths, strict=True)]
+    found = generate_ids(sharded, pretrained.params, prompts, new_tokens=new, sampling=Sampling(temperature=0))
     np.testing.assert_array_equal(found, generated)
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import CheckpointError
-from jaxtrain.published.gguf_tokenizer import tokenizer_files
+from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 
 PATH = Path("some.gguf")
 PIECES = json.loads(Path(__file__).with_name("gguf_pieces.json").read_text(encoding="utf-8"))
@@ -125,11 +125,10 @@ def test_scored_pieces_give_the_ids_of_sentencepiece(prefix):
 WRONG = {
     "a rule": (
         dict(pre="tekken"),
-        "tokenizer.ggml.pre is 'tekken'; the ways to divide text into words that are known are",
+        "tokenizer.ggml.pre is tekken; the ways to divide text into words are",
     ),
-    "no tokens": (dict(tokens=None), "tokenizer.ggml.tokens is not a list of tokens"),
-    "a merge of strangers": (dict(merges=["a z"]), "the merge 'a z' is not of tokens"),
-    "an id": (dict(eos_token_id=999), f"tokenizer.ggml.eos_token_id is 999, but there are {len(TOKENS)} tokens"),
+    "no tokens": (dict(tokens=None), "its tokenizer is not read"),
+    "an id": (dict(eos_token_id=999), "its tokenizer is not read"),
 }
 
 

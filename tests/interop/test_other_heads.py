@@ -1,7 +1,6 @@
-"""A published encoder with another head: what is read, what is drawn, and what is said of it; names of torchvision."""
+"""A published encoder with another head: what is read, what is drawn, and what is said of it."""
 
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -11,11 +10,11 @@ import pytest
 
 from jaxtrain import load_pretrained, make_train_step
 from jaxtrain.config import load_config
-from jaxtrain.interop.fresh import check_fits, fresh_notes, fresh_parts
+from jaxtrain.interop.families.bert import BERT as FAMILY
 from jaxtrain.interop.load import by_path
+from jaxtrain.interop.settings import check_fits, fresh_notes, fresh_parts
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import TASKS
-from jaxtrain.published.families.bert import FAMILY
 
 PUBLISHED = Path(__file__).parent / "published"
 
@@ -87,31 +86,3 @@ def test_the_architecture_decides_the_head(architecture, keys, kind):
     config = json.loads((PUBLISHED / "bert_base/config.json").read_text())
     given = {**config, **keys, "architectures": None if architecture is None else [architecture]}
     assert FAMILY.from_published(given)["head"]["kind"] == kind
-
-
-def torchvision_name(name):
-    """The name that torchvision gives a tensor of transformers' ResNet."""
-    block = re.fullmatch(
-        r"resnet\.encoder\.stages\.(\d+)\.layers\.(\d+)\.(.*)\.(convolution|normalization)\.(\w+)", name
-    )
-    if block is None:
-        stem = name.replace("resnet.embedder.embedder.convolution", "conv1").replace("classifier.1", "fc")
-        return stem.replace("resnet.embedder.embedder.normalization", "bn1")
-    stage, layer, part, kind, word = block.groups()
-    if part == "shortcut":
-        inner = f"downsample.{int(kind == 'normalization')}"
-    else:
-        inner = f"{'conv' if kind == 'convolution' else 'bn'}{int(part.removeprefix('layer.')) + 1}"
-    return f"layer{int(stage) + 1}.{layer}.{inner}.{word}"
-
-
-def test_names_of_torchvision_need_no_config(tmp_path):
-    name = "resnet_bottleneck"
-    content = (PUBLISHED / name / "model.safetensors").read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    renamed = json.dumps({torchvision_name(key): value for key, value in header.items()}).encode()
-    (tmp_path / "resnet.safetensors").write_bytes(len(renamed).to_bytes(8, "little") + renamed + content[8 + size :])
-    found, wanted = load_pretrained(tmp_path), load_pretrained(PUBLISHED / name)
-    for one, other in ((found.params, wanted.params), (found.model_state, wanted.model_state)):
-        jax.tree.map(np.testing.assert_array_equal, one, other)

@@ -13,15 +13,21 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.settings import settings_in
+from jaxtrain.interop.formats import peft_reading
+from jaxtrain.interop.formats.entries import Entry, positions
+from jaxtrain.interop.formats.peft_reading import (
+    PREFIX,
+    AdapterConfig,
+    module_names,
+    open_adapter_folder,
+    read_adapter_arrays,
+    targets_module,
+)
+from jaxtrain.interop.formats.peft_writing import written_adapter
+from jaxtrain.interop.formats.safetensors import map_tensor, read_header, write_safetensors
 from jaxtrain.interop.weights import open_published
-from jaxtrain.published import peft_tensors
-from jaxtrain.published.entries import Entry, positions
-from jaxtrain.published.peft import PREFIX, AdapterConfig, open_adapter_folder, targets_module
-from jaxtrain.published.peft_tensors import module_names, read_adapter_arrays
-from jaxtrain.published.peft_writing import written_adapter
-from jaxtrain.published.safetensors import map_tensor, read_header, write_safetensors
 
 HERE = Path(__file__).parent
 ADAPTERS = sorted(folder.name for folder in (HERE / "adapters").iterdir())
@@ -131,8 +137,8 @@ def _with(folder, config, stored):
 @pytest.fixture(autouse=True)
 def _map_arrays(monkeypatch):
     """Arrays stand in for tensors of a file."""
-    real = peft_tensors.map_tensor
-    monkeypatch.setattr(peft_tensors, "map_tensor", lambda one: one.array if isinstance(one, _Stored) else real(one))
+    real = peft_reading.map_tensor
+    monkeypatch.setattr(peft_reading, "map_tensor", lambda one: one.array if isinstance(one, _Stored) else real(one))
 
 
 def edited(tmp_path, name="llama", config=None, tensors=None):
@@ -157,14 +163,15 @@ ZEROS = np.zeros((4, 16), np.float32)
     [
         (ConfigError, "peft_type: IA3", dict(config={"peft_type": "IA3"})),
         (ConfigError, "use_dora: True", dict(config={"use_dora": True})),
-        (ConfigError, "the key use_other (true)", dict(config={"use_other": True})),
-        (ConfigError, "experts", dict(config={"target_parameters": ["mlp.experts.gate_up_proj"]})),
-        (CheckpointError, "rank 8", dict(config={"r": 8})),
-        (CheckpointError, "names that module", dict(config={"target_modules": ["q_proj", "v_proj", "o_proj"]})),
-        (CheckpointError, "without lora_B", dict(tensors={f"{Q}.lora_B.weight": None})),
+        (ConfigError, "use_other: True", dict(config={"use_other": True})),
+        (ConfigError, "target_parameters", dict(config={"target_parameters": ["mlp.experts.gate_up_proj"]})),
+        (ConfigError, "above 0", dict(config={"r": 0})),
+        (CheckpointError, "ask for floats [8, 16]", dict(config={"r": 8})),
+        (CheckpointError, "lacks factors of", dict(config={"target_modules": ["q_proj", "v_proj", "o_proj"]})),
+        (CheckpointError, "not whole", dict(tensors={f"{Q}.lora_B.weight": None})),
         (CheckpointError, "another base", dict(tensors={f"{Q}.lora_A.weight": np.zeros((4, 32), np.float32)})),
-        (ConfigError, "DoRA", dict(tensors={f"{Q}.lora_magnitude_vector": ZEROS[0]})),
-        (CheckpointError, "vocabulary", dict(tensors={"model.embed_tokens.weight": ZEROS})),
+        (CheckpointError, "DoRA", dict(tensors={f"{Q}.lora_magnitude_vector": ZEROS[0]})),
+        (CheckpointError, "another base", dict(tensors={"model.embed_tokens.weight": ZEROS})),
     ],
     ids=lambda one: one.replace(" ", "_") if isinstance(one, str) else "",
 )
@@ -177,22 +184,6 @@ def test_what_is_not_supported_is_refused_in_one_line(error, said, change, tmp_p
 def test_an_adapter_of_another_family_is_refused():
     with pytest.raises(CheckpointError, match="another base"):
         jt.load_adapter(HERE / "adapters" / "gpt2", base=base_of("llama"))
-
-
-def test_another_base_of_the_same_shapes_is_refused(tmp_path):
-    base = jt.load_pretrained(base_of("llama"))
-    model, params = jt.load_adapter(HERE / "adapters" / "llama", base=base)
-    folder = jt.save_adapter(tmp_path / "adapter", params, model=model, base=base)
-    # The same weights in other files are the same base.
-    again = jt.save_pretrained(tmp_path / "again", base.params, model=base, max_shard_size="20KB")
-    assert len(list(again.glob("*.safetensors"))) > 1
-    jt.load_adapter(folder, base=again)
-    changed = {**base.params, "output_norm": {"scale": base.params["output_norm"]["scale"] * 1.01}}
-    other = jt.save_pretrained(tmp_path / "other", changed, model=base)
-    with pytest.raises(
-        CheckpointError, match=r"an adapter of another base than .*other: output_norm/scale differs from"
-    ):
-        jt.load_adapter(folder, base=other)
 
 
 TIED = dict(
@@ -224,5 +215,5 @@ def test_a_tied_embedding_is_written_for_both_of_its_modules(tmp_path: Path) -> 
     del stored[head]
     shapes = {name: (one.shape, one.dtype) for name, one in stored.items()}
     write_safetensors(folder / "adapter_model.safetensors", shapes, stored.items())
-    with pytest.raises(ConfigError, match=r"embed_tokens\.weight apart from lm_head\.weight, which the base ties"):
+    with pytest.raises(ConfigError, match=r"embedding apart from lm_head\.weight, which the base ties"):
         jt.load_adapter(folder, base=base)

@@ -7,22 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.config.published import parse_settings, settings_of
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.settings import parse_settings, settings_of
-from jaxtrain.interop.weights import find_places, open_published
-from jaxtrain.published.folder import INDEX, SINGLE, open_folder
-from jaxtrain.published.parts import part_of
-from jaxtrain.published.safetensors import DTYPES, map_tensor, read_header, write_safetensors
-from jaxtrain.published.transforms import (
-    block,
-    conv1d,
-    convolution,
-    interleaved,
-    linear,
-    patches,
-    reshaped,
-    vector,
+from jaxtrain.interop.formats.safetensors import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    map_tensor,
+    open_folder,
+    read_header,
+    write_safetensors,
 )
+from jaxtrain.interop.weights import find_places, open_published
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 
@@ -38,14 +34,13 @@ def entry(begin, end, shape=(2,), dtype="F32"):
 
 # What the file holds -> what its line says.
 DAMAGED = {
-    "header longer than the file": ((b"{}", b"", 100), "no whole safetensors file"),
-    "no JSON": ((b"\xff{", b""), "no JSON"),
-    "a name twice": ((b'{"a":1,"a":2}', b""), "'a' is there twice"),
-    "unknown dtype": (({"a": entry(0, 8, dtype="F4")}, bytes(8)), "dtype 'F4'"),
-    "offsets of another size": (({"a": entry(0, 4)}, bytes(4)), "takes 8 bytes"),
-    "overlap": (({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "b overlaps a"),
-    "hole": (({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "4 bytes between a and b"),
-    "cut off": (({"a": entry(0, 8)}, bytes(4)), "is cut off"),
+    "header longer than the file": ((b"{}", b"", 100), "its header is to have 100 of 10 bytes"),
+    "no JSON": ((b"\xff{", b""), "no whole safetensors file"),
+    "unknown dtype": (({"a": entry(0, 8, dtype="F4")}, bytes(8)), "no whole safetensors file"),
+    "offsets of another size": (({"a": entry(0, 4)}, bytes(4)), "not what lies at bytes 0 to 4"),
+    "overlap": (({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "not what lies at bytes 4 to 12"),
+    "hole": (({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "not what lies at bytes 12 to 20"),
+    "cut off": (({"a": entry(0, 8)}, bytes(4)), "its tensors end at byte"),
 }
 
 
@@ -96,9 +91,8 @@ def test_shards_are_read_as_one(tmp_path):
 NAME = "model.norm.weight"
 # What the index says of one tensor -> what the line says.
 INDICES = {
-    "parent": ("../a.safetensors", "must lie in the folder"),
-    "a pickle": ("pytorch_model.bin", "no safetensors file"),
-    "missing": ("c.safetensors", "lacks c.safetensors"),
+    "parent": ("../a.safetensors", "names ../a.safetensors"),
+    "missing": ("c.safetensors", "names c.safetensors; a shard must lie"),
 }
 
 
@@ -114,17 +108,13 @@ def test_index_and_shards_must_agree(tmp_path):
     names = sharded(tmp_path)
     other = {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}[names[NAME]]
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**names, NAME: other}}))
-    with pytest.raises(CheckpointError, match=rf"holds no {NAME}"):
-        open_folder(tmp_path)
-    del names[NAME]
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(CheckpointError, match=rf"holds {NAME}, which .* does not place there"):
+    with pytest.raises(CheckpointError, match="places tensors elsewhere"):
         open_folder(tmp_path)
 
 
 def test_what_holds_the_weights_is_said(tmp_path):
     shutil.copy(LLAMA / "config.json", tmp_path / "config.json")
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="holds 0 safetensors files; it needs"):
         open_folder(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, a pickle.*save_pretrained"):
@@ -153,7 +143,7 @@ Q, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 TENSORS = {
     "missing": ({Q: None, NORM: None}, rf"lacks \(2\): {NORM}, {Q}|lacks \(2\): {Q}, {NORM}"),
     "too many": ({"model.other.weight": np.ones(3, np.float32)}, r"has too many \(1\): model\.other\.weight"),
-    "another shape": ({NORM: np.ones(17, np.float32)}, rf"other shapes \(1\): {NORM} is \[17\], not \[16\]"),
+    "another shape": ({NORM: np.ones(17, np.float32)}, rf"dtypes \(1\): {NORM} is float32\[17\], not floats \[16\]"),
 }
 
 
@@ -201,35 +191,3 @@ def test_a_key_left_out_has_the_default_of_the_family(tmp_path):
     settings = open_published(tmp_path).settings
     keys = ("num_kv_heads", "norm_epsilon", "head_dim", "rope_theta", "tie_embeddings")
     assert [settings[key] for key in keys] == [4, 1e-6, 4, 10000.0, False]
-
-
-# Transform, and how much of theirs a middle slice of ours needs: all of what it does not need is left unread.
-TRANSFORMS = {
-    "vector": (vector(4, 6), 0.6),
-    "linear to heads": (linear((12,), (4, 6)), 0.3),
-    "linear from heads": (linear((4, 6), (12,)), 0.3),
-    "conv1d": (conv1d((12,), (4, 6)), 0.5),
-    "reshaped": (reshaped((1, 1, 12), (12,)), 0.6),
-    "convolution": (convolution(8, 6, 3, 3), 0.3),
-    "patches": (patches(8, 3, 4), 0.6),
-    "one of q|k|v": (block(linear((12,), (4, 6)), dim=0, start=24, of=60), 0.2),
-    "of each head": (interleaved((4, 3, 6), 1, (12,)), 0.3),
-}
-
-
-@pytest.mark.parametrize(("transform", "share"), TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_part_of_a_tensor_answers_as_the_whole(transform, share):
-    theirs = np.random.default_rng(0).normal(size=transform.theirs)
-    for cut in ("middle", "whole", "nothing"):
-        bounds = {
-            "middle": [(size // 3, size - size // 4) for size in transform.ours],
-            "whole": [(0, size) for size in transform.ours],
-            "nothing": [(0, 0) for _ in transform.ours],
-        }[cut]
-        part = part_of(transform, bounds)
-        box = theirs[part.box]
-        inside = [slice(start - at, stop - at) for (start, stop), at in zip(bounds, part.origin, strict=True)]
-        expected = transform.read(theirs, [slice(*one) for one in bounds])
-        np.testing.assert_array_equal(part.transform.read(box, inside), expected)
-        if cut == "middle":
-            assert box.size <= share * theirs.size

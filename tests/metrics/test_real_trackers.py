@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -18,12 +17,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("mlflow", "sqlalchemy", "wandb", "trackio")
+PACKAGES = ("mlflow", "sqlalchemy", "wandb")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
         not all(importlib.util.find_spec(package) for package in PACKAGES),
-        reason="trackers are not installed: pip install 'jaxtrain[mlflow,wandb,trackio]'",
+        reason="trackers are not installed: pip install 'jaxtrain[mlflow,wandb]'",
     ),
 ]
 CONFIG = """
@@ -34,7 +33,7 @@ optimizer: {schedule: {kind: constant}}
 train: {steps: 40, global_batch_size: 8}
 evaluation: {max_batches: 2, every: 20, sample_prompt: "a", sample_tokens: 4}
 checkpoint: {every: 20}
-logging: {every: 5, tensorboard: false, mlflow: true, wandb: true, trackio: true, project: p, tags: {team: vision}}
+logging: {every: 5, tensorboard: false, mlflow: true, wandb: true, project: p, tags: {team: vision}}
 """
 
 
@@ -47,9 +46,7 @@ def folder(tmp_path_factory):
     deadline = time.monotonic() + 240
     # Killed in the middle, once every tracker has rows of it.
     while killed.poll() is None and time.monotonic() < deadline:
-        if all(
-            record(folder, name).get("last_steps", {}).get("loss", 0) >= 20 for name in ("mlflow", "wandb", "trackio")
-        ):
+        if all(record(folder, name).get("last_steps", {}).get("loss", 0) >= 20 for name in ("mlflow", "wandb")):
             break
         time.sleep(0.05)
     killed.kill()
@@ -63,7 +60,7 @@ def folder(tmp_path_factory):
 def process(folder, *words):
     environment = {
         **os.environ,
-        **{"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")},
+        **{"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"},
         **{"MLFLOW_TRACKING_URI": address(folder), "MLFLOW_DISABLE_TELEMETRY": "true"},
     }
     command = [sys.executable, "-m", "jaxtrain", "train", "tiny.yaml", *words, "--run-dir", "run"]
@@ -126,21 +123,6 @@ def test_mlflow_has_every_step_once(folder):
     assert (status, tags["jaxtrain.status"], tags["team"]) == ("FINISHED", "done", "vision")
     assert (parameters["train.steps"], parameters["model.embed_dim"]) == ("100000", "32")
     assert {"run.json", "report.html", "sample"} <= set(files)
-
-
-def test_trackio_has_no_step_twice_in_one_run(folder):
-    [database] = (folder / "trackio").glob("*.db")
-    with sqlite3.connect(database) as connection:
-        rows = connection.execute("select run_name, run_id, step, metrics from metrics order by id").fetchall()
-    connection.close()
-    assert {row[0] for row in rows} == {record(folder, "trackio")["id"]}
-    assert len({row[1] for row in rows}) == 1
-    found = [(step, json.loads(metrics)) for _, _, step, metrics in rows]
-    for name in ("loss", "eval_loss"):
-        check_steps(
-            [(step, metrics[name]) for step, metrics in found if name in metrics], logged(folder, name), with_gap=True
-        )
-    assert found[-1][1] == {"status": "done"}
 
 
 def test_wandb_has_no_step_twice_under_one_id(folder):

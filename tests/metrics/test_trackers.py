@@ -248,30 +248,3 @@ def test_wandb_resumes_its_own_run(tmp_path, monkeypatch):
     assert {"team=a", "git_commit=abc", "api_key=(redacted)"} <= set(settings[0]["tags"])
     first, second = {"step": 1, "loss": 0.5}, {"step": 5, "loss": 0.5}
     assert calls == [first, "preempting", ("finish", 75, "preempted"), second, ("finish", 0, "done")]
-
-
-def test_trackio_gets_numbers_with_their_step_in_a_run_of_its_own(tmp_path, monkeypatch, capsys):
-    calls, names = [], []
-
-    def init(**given):
-        print("* Created new run")
-        names.append((given["name"], given["resume"]))
-        return types.SimpleNamespace(
-            log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
-        )
-
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init, __spec__="t"))
-    for step in (1, 5):
-        trackers = open_trackers(
-            tmp_path, LoggingConfig(trackio=True), info=INFO, is_resumed=step > 1, report=lambda line: None
-        )
-        trackers.scalars(step, {"loss": float("nan"), "tokens": 8})
-        trackers.end("done")
-    assert calls == [
-        *((1, {"tokens": 8}), (1, {"status": "done"}), "finish"),
-        *((5, {"tokens": 8}), (5, {"status": "done"}), "finish"),
-    ]
-    [(first, begun), (second, resumed)] = names
-    assert (begun, resumed, first) == ("never", "allow", second)
-    assert first.startswith("r-")
-    assert capsys.readouterr().out == ""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.inference.generate import Sampling, generate_ids, make_generator
+from jaxtrain.inference.decoding import DecodingForm, generate_ids, row_rules, start_function
+from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.shipped import block, cache
 from jaxtrain.models.shipped.build import build_model
 
@@ -57,21 +58,25 @@ def test_the_cache_changes_nothing(name):
     np.testing.assert_allclose(np.concatenate(found, 1), wanted, rtol=0, atol=1e-4 * np.ptp(wanted))
 
     prompts = np.where(np.arange(PROMPT) < LENGTHS[:, None], text[:, :PROMPT], 0)
-    generate = make_generator(model, new_tokens=NEW, sampling=Sampling(temperature=0))
+    sharded = jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    rows = [row[:length] for row, length in zip(prompts, LENGTHS, strict=True)]
+    found = generate_ids(sharded, params, rows, new_tokens=NEW, sampling=Sampling(temperature=0))
     written, greedy = text * 0, []
     written[:, :PROMPT] = prompts
     for step in range(NEW):  # what stands behind a position changes nothing at it
         last = np.asarray(whole(written))[[0, 1], LENGTHS + step - 1]
         greedy.append(last.argmax(-1))
         written[[0, 1], LENGTHS + step] = greedy[-1]
-    np.testing.assert_array_equal(generate(params, prompts, LENGTHS, jax.random.key(0)), np.stack(greedy, 1))
+    np.testing.assert_array_equal(found, np.stack(greedy, 1))
 
 
 def test_a_prompt_has_logits_at_its_last_position_alone():
     model, params = drawn("relative")
     shape = f"f32[2,{PROMPT},{SMALL['vocab_size']}]"
-    generate = make_generator(model, new_tokens=2, sampling=Sampling(temperature=0))
-    program = str(jax.make_jaxpr(generate)(params, tokens()[:, :PROMPT], LENGTHS, jax.random.key(0)))
+    sharded = jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    start = start_function(model, DecodingForm(2), sharded.policy, sharded.mesh)
+    rules = row_rules([Sampling(temperature=0)] * 2, [0, 1], (), model)
+    program = str(jax.make_jaxpr(start)(params, tokens()[:, :PROMPT], LENGTHS, rules))
     assert shape not in program
     assert f"f32[2,1,{SMALL['vocab_size']}]" in program or f"f32[2,{SMALL['vocab_size']}]" in program
 

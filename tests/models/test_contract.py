@@ -12,7 +12,8 @@ import pytest
 from flax import linen, nnx
 
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.inference.generate import Sampling, make_generator
+from jaxtrain.inference.decoding import DecodingForm, advance_function, row_rules, start_function
+from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import table_row
 from jaxtrain.layout.sharding import path_name
@@ -215,11 +216,17 @@ def test_ranks_of_a_step_and_of_generation_are_written_out():
     model = transformer_of(**LLAMA)
     mesh = make_mesh(devices=jax.devices()[:1])
     step = make_train_step(model, language_modeling(), optax.adamw(1e-3), mesh=mesh, clip_norm=1.0, ema_decay=0.9)
-    generate = make_generator(model, new_tokens=2, sampling=Sampling())
+    parts = (model, DecodingForm(2), step.sharded_model.policy, mesh)
+    rules = row_rules([Sampling()] * 2, [0, 1], (), model)
+
+    def generate(params, prompts, lengths):
+        texts = start_function(*parts)(params, prompts, lengths, rules)
+        return advance_function(*parts)(params, texts, rules, jnp.int32(2)).tokens_BT
+
     params = jax.eval_shape(lambda: model.init(jax.random.key(0))[0])
     with jax.numpy_rank_promotion("raise"):
         step.lower({"inputs": TOKENS, "targets": TOKENS})
-        found = jax.eval_shape(generate, params, TOKENS[:, :2], np.array([2, 2], np.int32), jax.random.key(0))
+        found = jax.eval_shape(generate, params, TOKENS[:, :2], np.array([2, 2], np.int32))
     assert found.shape == (2, 2)
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.generate import Sampling, generate_text, make_generator
+from jaxtrain.inference.decoding import generate_ids
+from jaxtrain.inference.generate import generate_text
 from jaxtrain.inference.prompts import encoder_prompts
+from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
@@ -105,7 +107,9 @@ def test_the_cache_gives_the_logits_of_training():
 def test_greedy_outputs_are_those_of_the_likeliest_next_token():
     model, params = _model()
     tokens, lengths = _tokens(3, 2, 10), np.array([10, 5], np.int32)
-    new = make_generator(model, new_tokens=4, sampling=Sampling(0))(params, tokens, lengths, jax.random.key(0))
+    sharded = shard_model(model, mesh=make_mesh(devices=jax.devices()[:1]))
+    prompts = [row[:length] for row, length in zip(np.asarray(tokens), lengths, strict=True)]
+    new = generate_ids(sharded, params, prompts, new_tokens=4, sampling=Sampling(0))
     seen = (np.arange(10)[None] < lengths[:, None]).astype(np.int32)
     output = np.zeros((2, 5), np.int32)  # the start token is 0
     for place in range(4):

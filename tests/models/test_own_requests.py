@@ -133,8 +133,7 @@ REFUSED = {
         {},
         "Dense_0/kernel has shape .* names 1 axes",
     ),
-    "no parameter trained": (PLAIN, dict(trainable=lambda path: "lora" in path), "selects no parameter; .*Dense_0/"),
-    "every parameter trained": (PLAIN, dict(trainable=lambda path: "haed" not in path), "selects every parameter; lea"),
+    "no parameter trained": (PLAIN, dict(trainable=lambda path: "lora" in path), "selects no parameter"),
     "unknown name in the metadata": (
         from_nnx(lambda rngs: NNXNet(rngs, names=("embed", "width"))),
         {},
@@ -142,11 +141,6 @@ REFUSED = {
     ),
     "rule to an unknown mesh axis": (PLAIN, dict(rules={"mlp": ("model",)}), "'mlp' goes to mesh axis 'model'"),
     "fp8 without our linear layers": (PLAIN, dict(policy="fp8"), "nothing would run in it"),
-    "bf16 on layers in float32": (
-        from_linen(LinenNet(jnp.float32, jnp.float32), ROWS),
-        dict(policy="bf16"),
-        "^precision.policy=bf16, but every matmul of the model LinenNet runs in float32",
-    ),
 }
 
 
@@ -154,13 +148,6 @@ REFUSED = {
 def test_what_would_do_nothing_is_refused(model: Model, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         step_of(model, **options).lower(BATCH)
-
-
-def test_layers_in_float32_beside_others_are_noted() -> None:
-    step = step_of(from_linen(LinenNet(None, jnp.float32), ROWS), policy="bf16")
-    step.compile(BATCH)
-    # 16 x 4 of 8 x 16 + 16 x 4 multiply-adds of a row.
-    assert step.choices == ("matmuls: 33% of the multiply-adds in float32, as layers of LinenNet ask",)
 
 
 LINEN_SPECS = {"Dense_0/kernel": ("fsdp", "tensor"), "Dense_1/kernel": ("tensor", "fsdp")}

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from program_text import Program, array_bytes, read_program
+
 from jaxtrain.parallel.programs import KINDS
-from jaxtrain.plan.compilers.program_text import Program, array_bytes, read_program
 
 
 class Transfer(NamedTuple):

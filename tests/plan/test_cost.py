@@ -8,41 +8,40 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.cost.spot import INTERRUPTIONS_PER_NODE_HOUR, spot_efficiency, young_interval
-from jaxtrain.plan.cost.training import steps_for, training_cost, unplanned_downtime
-from jaxtrain.plan.report.show import table
-from jaxtrain.plan.search.analyse import Terms, analyse
-from jaxtrain.plan.search.layouts import search
-from jaxtrain.plan.search.run_length import with_steps
+from jaxtrain.plan.cost import (
+    INTERRUPTIONS_PER_NODE_HOUR,
+    Terms,
+    run_cost,
+    spot_efficiency,
+    unplanned_downtime,
+    with_steps,
+    young_interval,
+)
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.hardware import find
+from jaxtrain.plan.show import table
+from jaxtrain.plan.targets import target_of
 
 MINUTE, HOUR = 60.0, 3600.0
 
-# A job of 100 hours on two nodes of eight devices.
-JOB = dict(
-    step_seconds=0.5,
-    steps=720_000,
-    num_devices=16,
-    num_nodes=2,
-    watts=700.0,
-    on_demand_usd_hour=3.0,
-    spot_usd_hour=1.0,
-    purchase_usd=30_000.0,
-    save_seconds=30.0,
-    restart_seconds=300.0,
-    usd_per_kwh=0.10,
+# A job of 100 hours on two nodes of eight devices, whose saves take 30 seconds.
+STEPS = 720_000
+TERMS = Terms(downtime=0.0)
+H100 = dataclasses.replace(
+    find("h100"), board_watts=700.0, on_demand_usd_hour=3.0, spot_usd_hour=1.0, purchase_usd=30_000.0
 )
 
 
-def cost_of(**changes):
-    return training_cost(**{**JOB, **changes})
+def cost_of(*, devices=16, steps=STEPS, save_seconds=30.0, terms=TERMS, **prices):
+    target = target_of(dataclasses.replace(H100, **prices), devices)
+    return run_cost(steps, 0.5, target, round(save_seconds * 1e9 * target.num_hosts), terms)
 
 
 def test_break_even_of_a_2000_dollar_card_is_near_654_hours():
     # Rent of $3.06 an hour (a V100 on demand at AWS, p3.2xlarge), electricity of the owned card not counted.
-    card = cost_of(num_devices=1, purchase_usd=2000.0, on_demand_usd_hour=3.06)
+    card = cost_of(devices=1, purchase_usd=2000.0, on_demand_usd_hour=3.06)
     assert card.break_even_hours == pytest.approx(653.6, abs=0.05)
-    assert cost_of(num_devices=1, purchase_usd=2000.0, on_demand_usd_hour=0.0).break_even_hours is None
+    assert cost_of(devices=1, purchase_usd=2000.0, on_demand_usd_hour=0.0).break_even_hours is None
 
 
 # (mean time between interruptions, interval that Daly 2006 gives as the best for saves of 5 minutes: figures 3 to 5).
@@ -103,7 +102,7 @@ def test_cost_without_interruptions():
     assert cost.device_hours == pytest.approx(1600)
     assert cost.on_demand_usd == pytest.approx(4800)
     assert cost.energy_kwh == pytest.approx(1120)
-    assert cost.energy_usd == pytest.approx(112)
+    assert cost.energy_usd == pytest.approx(1120 * 0.12)
     assert cost.purchase_usd == pytest.approx(480_000)
     assert cost.break_even_hours == pytest.approx(10_000)
 
@@ -122,24 +121,8 @@ def test_cost_of_spot():
     assert spot.interruptions == pytest.approx(spot.hours / 12)
 
 
-def test_a_given_interval_is_used_and_costs_more_than_the_recommended():
-    given = cost_of(checkpoint_interval_seconds=6 * HOUR).spot
-    assert given.checkpoint_interval_seconds == 6 * HOUR
-    assert given.recommended_interval_seconds == cost_of().spot.recommended_interval_seconds
-    assert given.usd > cost_of().spot.usd
-
-
-def test_more_nodes_are_interrupted_more_often():
-    hours = [cost_of(num_nodes=nodes).spot.hours for nodes in (1, 2, 4, 16)]
-    assert hours == sorted(hours)
-    # Only the rate of the whole job counts.
-    assert cost_of(num_nodes=4, interruptions_per_node_hour=0.01).spot == (
-        cost_of(num_nodes=1, interruptions_per_node_hour=0.04).spot
-    )
-
-
 def test_a_run_shorter_than_the_interval_saves_at_its_end():
-    spot = cost_of(steps=120, checkpoint_interval_seconds=HOUR).spot
+    spot = cost_of(steps=120, terms=Terms(checkpoint_interval_seconds=HOUR)).spot
     assert spot.checkpoint_interval_seconds == HOUR
     assert spot.efficiency == pytest.approx(spot_efficiency(60, 30, 300, 12 * HOUR))
 
@@ -150,28 +133,13 @@ def test_unknown_prices_leave_out_what_depends_on_them():
     assert unknown == dataclasses.replace(cost_of(), **left_out)
 
 
-# id: (goal, steps)
-GOALS = {
-    "tokens": (dict(tokens=300e9, tokens_per_step=1536 * 2048, rows_per_step=1536), 95_368),
-    "tokens, rounded up": (dict(tokens=4097, tokens_per_step=1024, rows_per_step=8), 5),
-    "epochs": (dict(epochs=90, rows_per_epoch=1_281_167, rows_per_step=256), 450_411),
-    # As floats, 0.1 x 30 / 1 is a little more than 3.
-    "part of an epoch": (dict(epochs=0.1, rows_per_epoch=30, rows_per_step=1), 3),
-    "at least one": (dict(epochs=1e-5, rows_per_epoch=10, rows_per_step=8), 1),
-}
-
-
-def test_steps_for():
-    assert {name: steps_for(**goal) for name, (goal, _) in GOALS.items()} == {
-        name: steps for name, (_, steps) in GOALS.items()
-    }
-
-
 MISTAKES = {
-    "no interruptions": (lambda: Terms(interruptions_per_node_hour=0.0), "interruptions_per_node_hour is 0.0;"),
-    "nothing but downtime": (lambda: Terms(downtime=1.0), "downtime is 1.0; give a share of the time, as in 0.1"),
-    "tokens and epochs": (lambda: steps_for(tokens=1, epochs=2, rows_per_step=1), "give one of the two"),
-    "epochs alone": (lambda: steps_for(epochs=5, rows_per_step=1), "epochs 5 take the number of rows"),
+    "no interruptions": (lambda: Terms(interruptions_per_node_hour=0.0), "interruptions_per_node_hour is 0.0; give"),
+    "nothing but downtime": (lambda: Terms(downtime=1.0), "downtime is 1.0; give a share, as in 0.1"),
+    "tokens of images": (
+        lambda: analyse(load_config("resnet50_imagenet").config, target_of(find("h100"), 8), Terms(tokens=1e9)),
+        "tokens 1e\\+09, but data.kind=image_folder has none; set train.steps instead",
+    ),
 }
 
 
@@ -184,17 +152,10 @@ def test_mistakes_are_said_in_one_line(mistake, says):
 def test_unplanned_downtime_is_that_of_llama_3_and_less_of_fewer_devices():
     assert unplanned_downtime(16_384) == pytest.approx(0.1)
     assert unplanned_downtime(8) < 1e-4
-    stopped = cost_of(downtime=0.1)
+    stopped = cost_of(terms=Terms(downtime=0.1))
     assert stopped.hours == pytest.approx(cost_of().hours / 0.9)
     assert stopped.on_demand_usd == pytest.approx(cost_of().on_demand_usd / 0.9)
     assert stopped.spot == cost_of().spot  # which has interruptions of its own
-
-
-def test_saves_are_not_recommended_every_other_minute():
-    for nodes, least, most in ((128, 300, 300), (1, 600, 3600)):
-        spot = cost_of(num_devices=8 * nodes, num_nodes=nodes, save_seconds=5.0).spot
-        assert least <= spot.recommended_interval_seconds <= most
-    assert cost_of(interruptions_per_node_hour=1e-9).spot.recommended_interval_seconds == 6 * HOUR
 
 
 @pytest.mark.parametrize(
@@ -226,28 +187,21 @@ def test_a_save_of_adapters_is_without_their_base(name, overrides, saved):
     assert (1 / spot.efficiency - 1) * 3600 == pytest.approx(saved / 1e9, rel=1e-3)
 
 
-H100 = target_of(find("h100"), 1)
-# id: (config, terms, steps)
+ONE = target_of(find("h100"), 1)
+# id: (config, tokens, steps)
 LENGTHS = {
-    # 800 rows of 128 tokens, 8 at a time.
-    "tokens": ("quickstart", Terms(tokens=102_400), 100),
-    "epochs": ("quickstart", Terms(epochs=2, rows_per_epoch=400), 100),
-    # A row of this data is a pair, of which a batch has 4; the two answers are 2 rows of 128 tokens.
-    "epochs of pairs": ("smollm2_dpo", Terms(epochs=1, rows_per_epoch=16_000), 4_000),
-    "tokens of pairs": ("smollm2_dpo", Terms(tokens=2 * 4 * 128 * 50), 50),
+    # 8 rows of 128 tokens at a time.
+    "tokens": ("quickstart", 102_400, 100),
+    "rounded up": ("quickstart", 1025, 2),
+    # A batch has 4 pairs, the two answers of which are 2 rows of 128 tokens.
+    "tokens of pairs": ("smollm2_dpo", 2 * 4 * 128 * 50, 50),
 }
 
 
-@pytest.mark.parametrize(("name", "terms", "steps"), LENGTHS.values(), ids=LENGTHS)
-def test_steps_of_a_plan_are_those_of_its_batch(name, terms, steps):
-    estimate = analyse(load_config(name, weights=False).config, H100, terms)
+@pytest.mark.parametrize(("name", "tokens", "steps"), LENGTHS.values(), ids=LENGTHS)
+def test_steps_of_a_plan_are_those_of_its_batch(name, tokens, steps):
+    estimate = analyse(load_config(name, weights=False).config, ONE, Terms(tokens=tokens))
     assert estimate.cost.steps == estimate.config.train.steps == steps
-
-
-def test_a_search_over_batches_gives_each_its_own_steps():
-    ranked = search(load_config("quickstart").config, H100, vary=("batch",), terms=Terms(tokens=1_024_000)).ranked
-    steps = {one.config.train.global_batch_size: one.cost.steps for one in ranked}
-    assert {rows: steps[rows] for rows in (8, 16, 32)} == {8: 1000, 16: 500, 32: 250}
 
 
 # id: (settings of the schedule of a run of 800 steps, its warmup and decay in one of 200)

@@ -3,10 +3,8 @@
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import parse_targets
-from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.search.estimate import Estimate
-from jaxtrain.plan.search.layouts import search
+from jaxtrain.plan.estimate import Estimate, analyse
+from jaxtrain.plan.targets import parse_targets
 
 # Size -> (billions of parameters as published, H100 that it is planned for).
 SIZES = {
@@ -71,20 +69,3 @@ def test_a_published_decoder_is_planned(size: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_planned(kind: str) -> None:
     check(planned(KINDS[kind], 8))
-
-
-def test_layouts_of_an_encoder_decoder_and_a_vision_transformer_are_searched() -> None:
-    """Heads are sharded over `tensor`; an encoder-decoder has no pipeline, and its relative positions no context."""
-    found = {kind: search_of(KINDS[kind]) for kind in ("encoder-decoder", "vision transformer")}
-    for degrees in found.values():
-        assert max(one["tensor"] for one in degrees) > 1
-        assert max(one["context"] for one in degrees) == 1
-    assert max(one["pipe"] for one in found["encoder-decoder"]) == 1
-    assert max(one["pipe"] for one in found["vision transformer"]) > 1
-
-
-def search_of(words: list[str]) -> list[dict[str, int]]:
-    (target,) = parse_targets("h100x8", None)
-    batch = ["train.global_batch_size=64", "precision.policy=bf16"]
-    result = search(load_config("gpt2_124m", overrides=[*batch, *words]).config, target, vary=("mesh",))
-    return [one.degrees for one in (*result.ranked, *result.too_large)]

@@ -10,13 +10,13 @@ from jaxtrain.config import load_config
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.plan.catalogue.hardware import find, target_of
-from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.search.analyse import analyse, with_degrees
-from jaxtrain.plan.search.layouts import search
-from jaxtrain.plan.workload.describe import describe_workload
-from jaxtrain.plan.workload.finetuned import finetuned
-from jaxtrain.plan.workload.parameters import model_tensors
+from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.finetuned import finetuned
+from jaxtrain.plan.hardware import find
+from jaxtrain.plan.step import with_degrees
+from jaxtrain.plan.targets import target_of
+from jaxtrain.plan.workload import describe_workload, model_tensors
 from jaxtrain.train.assemble import build_step
 
 LORA = "finetune.lora={rank: 4}"
@@ -149,20 +149,6 @@ def test_frozen_kernels_have_no_gradient_of_their_own() -> None:
     # Attention has no weights: its two factors are activations, whose gradients both are needed.
     expected = whole - 2 * length * (kernels + vocabulary) + 6 * length * adapters
     assert flops_of(LORA) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.long
-def test_a_search_varies_base_rank_and_batch() -> None:
-    config = load_config("llama3.1_8b_lora", overrides=["train.accumulation_steps=1"], weights=False).config
-    found = search(config, target_of(find("rtx4090"), 1), vary=("base", "rank", "batch"))
-    # 3 formats, 5 ranks, 9 batches with the numbers of microbatches that divide them.
-    assert found.tried == 3 * 5 * 45
-    assert not found.refused
-    trains = [(one.config.finetune.base, one.config.train) for one in found.ranked]
-    fits = [(base, train.global_batch_size // train.accumulation_steps) for base, train in trains]
-    # A smaller base leaves room for more rows at a time.
-    largest = {base: max(batch for base_of, batch in fits if base_of == base) for base in (None, "int8", "nf4")}
-    assert largest[None] < largest["int8"] <= largest["nf4"]
 
 
 # id: (config, overrides, devices, the line)

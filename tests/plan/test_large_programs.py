@@ -41,10 +41,10 @@ def program(on: str, *words: str) -> str:
 def inspect(name: str, *overrides: str) -> dict[str, Any]:
     """The kernels, and the arrays of the size of all scores of a head or all logits of a sequence, of a train step."""
     from jaxtrain.config import load_config
-    from jaxtrain.plan.catalogue.hardware import parse_targets
-    from jaxtrain.plan.compilers.exact import planned_step
-    from jaxtrain.plan.compilers.topology import compile_for, topology_devices
-    from jaxtrain.plan.workload.describe import describe_workload
+    from jaxtrain.plan.compile import planned_step
+    from jaxtrain.plan.targets import parse_targets
+    from jaxtrain.plan.topology import compile_for, topology_devices
+    from jaxtrain.plan.workload import describe_workload
     from jaxtrain.runtime.compiler import record_choices
 
     target = parse_targets(name)[0]

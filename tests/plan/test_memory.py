@@ -1,9 +1,9 @@
 """The analytic memory against what compilers said of the same steps: state within 1 %, the peak within 15 %.
 
 `compiled.json` holds what compilers said on one day; `scripts/compile_memory.py` makes such rows, and `test_exact.py`
-compiles anew. The constants of `plan/memory/` were fitted to its rows under "fitted". Those under "held_out" were
-compiled after the constants were set: they hold the claim for configs that the constants have not seen. No constant is
-to be changed for them; a row that a constant is fitted to moves to the others.
+compiles anew. The constants of `plan/activations.py` were fitted to its rows under "fitted"; those under "held_out"
+were compiled after the constants were set: they hold the claim for configs that the constants have not seen. No
+constant is to be changed for them; a row that a constant is fitted to moves to the others.
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import find, parse_targets, target_of
-from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.search.make import analytic_plan
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.hardware import find
+from jaxtrain.plan.plans import analytic_plan
+from jaxtrain.plan.targets import parse_targets, target_of
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 COMPILED = json.loads((Path(__file__).parent / "compiled.json").read_text())
 ROWS = [
     pytest.param(

@@ -7,8 +7,7 @@ from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, ResNetConfig,
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.build import build_model
-from jaxtrain.plan.workload.parameters import model_tensors
-from jaxtrain.plan.workload.record import Workload
+from jaxtrain.plan.workload import Workload, model_tensors
 
 TOKENS = Workload("tokens", (64,), 512, None, 8, 1.0)
 IMAGES = Workload("examples", (32, 32, 3), None, 10, 8, 1.0)

@@ -10,24 +10,15 @@ import pytest
 import jaxtrain
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.catalogue.hardware import catalogue, find, parse_targets, target_of
-from jaxtrain.plan.catalogue.here import nominal_cpu
-from jaxtrain.plan.compilers.exact import sharded_bytes
-from jaxtrain.plan.report.rows import answer_lines
-from jaxtrain.plan.search.advice import advise
-from jaxtrain.plan.search.analyse import analyse, with_degrees
-from jaxtrain.plan.search.auto import chosen
-from jaxtrain.plan.search.layouts import (
-    ASKED_FOR,
-    VARIED,
-    describe_layout,
-    largest_batch,
-    layouts,
-    search,
-    why_not,
-)
-from jaxtrain.plan.search.make import fitted_plan
-from jaxtrain.plan.workload.describe import describe_workload
+from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.hardware import catalogue, find
+from jaxtrain.plan.plans import advise, fitted_plan
+from jaxtrain.plan.search import VARIED, chosen, describe_layout, largest_batch, layouts, search, why_not
+from jaxtrain.plan.show import answer_lines
+from jaxtrain.plan.step import with_degrees
+from jaxtrain.plan.targets import nominal_cpu, parse_targets, target_of
+from jaxtrain.plan.workload import describe_workload
 from jaxtrain.run.run import run_config
 from jaxtrain.train.assemble import build_step
 
@@ -85,7 +76,7 @@ REFUSALS = {
 @pytest.mark.parametrize(("name", "overrides", "pattern"), REFUSALS.values(), ids=REFUSALS)
 def test_refused_layouts_say_why(name, overrides, pattern):
     found = search(config_of(name, *overrides), H100X8, vary=("mesh",))
-    assert any(re.search(pattern, one.reason) for one in found.refused), {one.reason for one in found.refused}
+    assert any(re.search(pattern, reason) for reason in found.refused), set(found.refused)
 
 
 def test_varies_what_is_asked_for_and_nothing_else():
@@ -159,13 +150,6 @@ def test_largest_batch(overrides, least, most, answer):
     assert len(asked) == len(set(asked)) <= 2 + 2 * max(1, most // least).bit_length()
 
 
-def test_the_largest_batch_stops_where_nothing_limits_it():
-    config = with_degrees(config_of("quickstart", *SMALL, "parallel.data=8"), 8)
-    asked = []
-    assert largest_batch(config, lambda one: not asked.append(one.train.global_batch_size), most=1024) == 1024
-    assert max(asked) == 1024
-
-
 def test_the_largest_batch_of_the_analytic_model_fits_and_the_next_does_not():
     config = with_degrees(config_of("llama3_8b", "train.accumulation_steps=1"), 8)
 
@@ -221,19 +205,6 @@ def test_advice_fits_when_it_is_followed(name, target, overrides, expected):
         assert f": {after.memory.total_bytes / 2**30:.1f} GiB" in line
 
 
-def test_auto_is_read(tmp_path):
-    path = tmp_path / "mine.yaml"
-    for content, overrides, origin in (
-        ("parallel: auto\n", [], "mine.yaml:1"),
-        ("parallel: {auto: true, sequence_parallel: true}\n", [], "mine.yaml:1"),
-        ("", ["parallel=auto"], "command line"),
-    ):
-        path.write_text(content)
-        loaded = load_config(path, overrides=overrides)
-        assert loaded.config.parallel.auto
-        assert (loaded.origins["parallel.auto"], loaded.notes) == (origin, ())
-
-
 def test_auto_takes_the_place_of_the_degrees_of_a_shipped_config():
     loaded = load_config("llama3_8b", overrides=["parallel=auto"])
     assert [re.sub(r":\d+", "", note) for note in loaded.notes] == [
@@ -262,11 +233,6 @@ def test_auto_picks_the_fastest_that_fits_and_says_why():
         f"parallel.auto chose {describe_layout(config)} out of {found.tried} layouts for h100x8"
     )
     assert any("need more memory" in line for line in reasons) == bool(found.too_large)
-
-
-def test_auto_says_what_is_nearest_where_nothing_fits():
-    with pytest.raises(ConfigError, match=r"^parallel\.auto: no layout of rtx4090 fits: .* the smallest [^\n]*$"):
-        chosen(config_of("llama3_8b", "parallel=auto"), parse_targets("rtx4090")[0])
 
 
 @pytest.mark.long
@@ -306,14 +272,6 @@ def test_a_search_tries_the_config_as_it_is(name, on, overrides):
     own, found = analyse(config, target), analyse(tried[0], target)
     # On a mesh that the search chose, stage 3 is its axis `fsdp`.
     assert (found.degrees, found.memory, found.time) == (own.degrees, own.memory, own.time)
-
-
-def test_what_is_asked_for_is_tried_beside_the_config_s_own():
-    overrides = ["precision.policy=fp16", "optimizer.kind=sgd", "train.global_batch_size=12", "finetune.lora.rank=3"]
-    config = config_of("smollm2_lora", *overrides)
-    tried = list(layouts(config, 1, ASKED_FOR))
-    assert tried[0].model_dump(exclude={"parallel"}) == config.model_dump(exclude={"parallel"})
-    assert {one.precision.policy for one in tried} == {"fp16", "bf16", "bf16_pure"}
 
 
 CONFIGS = [path.stem for path in (Path(jaxtrain.__file__).parent / "configs").glob("*")]

@@ -94,10 +94,10 @@ def compile_row(name: str) -> dict[str, Any]:
     from jaxtrain.models.shipped.build import build_model
     from jaxtrain.models.tasks import language_modeling
     from jaxtrain.parallel.programs import collectives, crosses
-    from jaxtrain.plan.compilers.topology import compile_for, topology_devices
+    from jaxtrain.plan.topology import compile_for, topology_devices
     from jaxtrain.remat.policy import Remat
     from jaxtrain.runtime import distributed
-    from jaxtrain.runtime.compiler import compile_trying, record_choices
+    from jaxtrain.runtime.compiler import record_choices
     from jaxtrain.train.parallelism import Parallelism
     from jaxtrain.train.step import make_train_step
 
@@ -119,8 +119,7 @@ def compile_row(name: str) -> dict[str, Any]:
     rows = jax.ShapeDtypeStruct(shape, np.int32)
     with record_choices() as choices:
         lowered = step.lower({"inputs": rows, "targets": rows})
-    tried = step.compiler_options.tried
-    compiled = compile_trying(lambda more: compile_for(devices[0], lowered, options=more), tried).compiled
+    compiled = compile_for(devices[0], lowered)
     memory = compiled.memory_analysis()
     leaves = [leaf for leaf in jax.tree.leaves(step.abstract_state) if leaf.dtype != jax.random.key(0).dtype]
     # What TPUs fuse into `all-reduce-scatter` is the reduce-scatter that it is.

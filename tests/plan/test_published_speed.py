@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from jaxtrain.config import load_config
-from jaxtrain.plan.catalogue.hardware import parse_targets, with_network
-from jaxtrain.plan.search.analyse import analyse
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.targets import parse_targets, with_network
 
 TABLE = yaml.safe_load(Path(__file__).with_name("published_speeds.yaml").read_text(encoding="utf-8"))
 SPEEDS = {f"{row[2]} of {row[3]} on {row[1]}, {row[0]}": row for row in TABLE["speeds"]}

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.compilers.topology import CompilerMissingError, topology_devices
+from jaxtrain.plan.topology import CompilerMissingError, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'jaxtrain[aot-tpu]'"
@@ -28,7 +28,7 @@ DESCRIBE = """
 import json, os, sys
 import jax  # which sets variables itself
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.compilers.topology import topology_devices
+from jaxtrain.plan.topology import topology_devices
 before = dict(os.environ)
 found = {}
 for name in sys.argv[1:]:
@@ -48,7 +48,7 @@ warnings.simplefilter("error")
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.plan.compilers.topology import compile_for, topology_devices
+from jaxtrain.plan.topology import compile_for, topology_devices
 jax.config.update("jax_compilation_cache_dir", sys.argv[2])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -59,22 +59,6 @@ for _ in range(2):
     assert "all-gather" in compiled.as_text()
     jax.clear_caches()
 print(jax.config.jax_persistent_cache_min_compile_time_secs)
-"""
-# How slices are laid out, and that devices which are there can still be used.
-SLICES = """
-import jax, numpy as np
-from jaxtrain.layout.mesh import crossing_axes, make_mesh, mesh_notes
-from jaxtrain.plan.compilers.topology import topology_devices
-devices = topology_devices("v5e:2x4", num_slices=2)
-for degrees in (dict(fsdp=8), dict(data=1, fsdp=16), dict(pipe=2, tensor=8), dict(tensor=16, data=1)):
-    mesh = make_mesh(**degrees, devices=devices)
-    inside = mesh.devices.reshape(2, 8)
-    assert {device.slice_index for device in inside[0]} == {devices[0].slice_index}
-    print(*crossing_axes(mesh), [note.split(":")[0] for note in mesh_notes(mesh)])
-# Three hosts' worth of an odd shape on a torus: no assignment of whole physical axes.
-print(make_mesh(data=8, devices=topology_devices("v5p:2x2x2")).devices.size)
-print(make_mesh(fsdp=16, data=4, devices=topology_devices("v5p:4x4x4")).devices.size)
-print(float(jax.numpy.ones(3).sum()))
 """
 
 
@@ -113,20 +97,6 @@ def test_tpu_slices():
     assert "\n" not in wrong
 
 
-@needs_libtpu
-def test_axes_that_cross_tpu_slices():
-    lines = run(SLICES, JAX_PLATFORMS="cpu").splitlines()
-    assert lines == [
-        "data []",
-        "fsdp []",
-        "pipe []",
-        "tensor ['parallel.tensor=16 crosses slices of 8 devices']",
-        "8",
-        "64",
-        "3.0",
-    ]
-
-
 @needs_cuda
 def test_gpu_hosts():
     assert json.loads(run(DESCRIBE, "h100:1x8", "h100:2x8", "h100:1x1")) == {
@@ -146,16 +116,9 @@ def test_the_cache_is_left_alone(tmp_path, name):
     assert not [path for path in tmp_path.rglob("*") if "lambda" in path.name]
 
 
-WRONG = {
-    "v9:2x2": "no hardware 'v9' in 'v9:2x2', there are v5e, ",
-    "v5e:8": "cannot read",
-    "h100:1x2x8": "is not hosts x GPUs",
-}
-
-
-@pytest.mark.parametrize(("name", "said"), WRONG.items(), ids=WRONG)
-def test_wrong_names(name, said):
-    with pytest.raises(ConfigError, match=f"{said}.*write TYPE:SHAPE, as in v5e:2x4"):
+@pytest.mark.parametrize("name", ["v9:2x2", "v5e:8", "h100:1x2x8"])
+def test_wrong_names(name):
+    with pytest.raises(ConfigError, match=f"no hardware '{name}' of v5e, .*write TYPE:SHAPE, as in v5e:2x4"):
         topology_devices(name)
 
 

@@ -14,10 +14,10 @@ from jaxtrain.layout.rules import AXES
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.ops.attention.context import choose_context
 from jaxtrain.ops.attention.form import AttentionForm
-from jaxtrain.plan.catalogue.hardware import parse_targets
-from jaxtrain.plan.search.analyse import analyse
-from jaxtrain.plan.time.step import crossing
-from jaxtrain.plan.work.attention import attention_work, context_way
+from jaxtrain.plan.attention import attention_work, context_way
+from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.targets import parse_targets
+from jaxtrain.plan.traffic import crossing
 
 SMALL = ["train.global_batch_size=8", "data.sequence_length=8192", "parallel.fsdp=1"]
 # Llama 3 8B: 32 layers of width 4096, 8 key-value heads of 128; activations and gradients in bf16.
@@ -103,40 +103,6 @@ def test_a_pipeline_sends_parameters_too(overrides, streams, parameters):
     assert sent == pytest.approx([streams * STREAM, parameters], rel=1e-3)
 
 
-def test_quantized_kernels_are_gathered_as_they_are_stored():
-    sent = {}
-    for base in ("int8", "bf16"):
-        overrides = [
-            f"finetune.base={'null' if base == 'bf16' else base}",
-            "parallel.fsdp=4",
-            "parallel.data=2",
-            "train.accumulation_steps=2",
-        ]
-        estimate = analyse(
-            load_config("llama3.1_8b_lora", overrides=overrides, weights=False).config, parse_targets("h100x8")[0]
-        )
-        assert estimate.time is not None
-        (sent[base],) = [one.bytes for one in estimate.time.traffic if one.axis == "fsdp"]
-    # Kernels are 6.98e9 of 8.03e9 parameters, and their scales are few.
-    assert sent["int8"] / sent["bf16"] == pytest.approx((6.98 + 2 * 1.05) / (2 * 8.03), rel=0.03)
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_batch_statistics_reduce_the_gradients_of_each_microbatch(zero):
-    sent = []
-    for steps in (2, 8):
-        overrides = [f"train.accumulation_steps={steps}", f"parallel.zero={zero}", "parallel.data=4"]
-        config = load_config("resnet50_imagenet", overrides=["train.global_batch_size=256", *overrides]).config
-        estimate = analyse(config, parse_targets("h100x4")[0])
-        assert estimate.time is not None
-        sent += [one.bytes for one in estimate.time.traffic if one.axis == "data"]
-    parameters = 25_557_032 * 3 / 4
-    if zero == 0:
-        assert sent == pytest.approx([2 * 4 * steps * parameters for steps in (2, 8)], rel=0.01)
-    else:
-        assert sent[1] - sent[0] == pytest.approx(6 * 4 * parameters, rel=0.01)
-
-
 class Device:
     """A GPU of a host of 8."""
 
@@ -186,23 +152,6 @@ def test_the_way_of_attention_over_context_is_that_of_the_step(way, extra):
     assert (compared == 0) == (way == "ring" and extra != "plain"), "a ring knows no window"
 
 
-def test_all_to_all_holds_a_part_of_the_heads_of_the_implementation():
-    (target,) = parse_targets("h100x4", None)
-    given = ["data.sequence_length=8192", "parallel.fsdp=1", "parallel.data=1"]
-
-    def work(*overrides):
-        config = load_config("llama3_8b", overrides=[*given, *overrides]).config
-        found = attention_work(config, config.model, target, 8192)
-        assert found is not None
-        return found.pairs_at_once
-
-    softcap = "model.attention_softcap=50.0"  # not for cuDNN, so that scores are in memory
-    whole = work("parallel.context=1", softcap)
-    assert 0 < work("parallel.context=4", softcap, "parallel.context_attention=all_to_all") == whole / 4
-    assert work("parallel.context=4", "parallel.context_attention=gather") == 8192**2 / 4
-    assert work("parallel.context=4", "parallel.context_attention=ring") == 2048**2
-
-
 REFUSED = {
     "another platform": ("h100x8", ["model.attention=splash"], "splash cannot run on h100x8: the platform is gpu;"),
     "AMD": ("mi300xx8", ["model.attention=cudnn"], "cudnn cannot run on mi300xx8: the platform is rocm;"),
@@ -247,9 +196,3 @@ def test_fp8(target, more, ratios, note):
     assert len(about) == (note is not None)
     assert note is None or note in about[0]
     assert not any("fp8" in line for line in found["bf16"].notes)
-
-
-def test_utilization_is_of_the_fp8_peak():
-    config = load_config("llama3_8b", overrides=[*LLAMA, "precision.policy=fp8"]).config
-    time = analyse(config, parse_targets("h100x8")[0]).time
-    assert time.model_flops_utilization == pytest.approx(time.model_flops / (time.seconds * 8 * 1978.9e12))

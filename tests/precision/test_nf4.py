@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.formats import nf4 as nf4_blocks
 from jaxtrain.ops.int8 import int8_matmul
 from jaxtrain.ops.nf4 import nf4_matmul
 from jaxtrain.precision.nf4 import dequantize, quantize_nf4
 from jaxtrain.precision.quantized import quantize_kernel
-from jaxtrain.published import nf4_blocks
 
 FIXTURE = dict(np.load(Path(__file__).parent / "nf4.npz"))
 NAMES = sorted({name.split("/")[0] for name in FIXTURE if "/" in name})

@@ -13,7 +13,6 @@ import pytest
 from training_runs import losses
 
 import jaxtrain as jt
-from jaxtrain.data.sources.given import data_of
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.run.fit import _num_steps
 
@@ -44,25 +43,6 @@ def test_arrays_that_are_refilled_leave_earlier_batches_alone(num_devices: int) 
     for found in ([step.place(batch) for batch in refilling()], [load(k) for k in range(8)]):
         np.testing.assert_array_equal(np.concatenate([batch["inputs"] for batch in found]), X)
         np.testing.assert_array_equal(np.concatenate([batch["targets"] for batch in found]), Y)
-
-
-# An entry of a list, and whether it looks like a batch.
-ENTRIES = {
-    "a batch": ({"inputs": X[:8], "targets": Y[:8]}, True),
-    "a batch of tokens": ({"inputs": np.ones((8, 5), int), "targets": np.ones((8, 5), int)}, True),
-    "a row": ({"inputs": X[0], "targets": Y[0]}, False),
-    "a row of tokens": ({"inputs": np.ones(5, int), "targets": np.ones(5, int)}, False),
-    "a row of other sizes": ({"inputs": X[:8], "targets": Y[:3]}, False),
-}
-
-
-def test_a_list_is_of_rows() -> None:
-    for entry, is_batch in ENTRIES.values():
-        if not is_batch:
-            assert data_of([entry] * 3).fingerprint["num_rows"] == 3
-            continue
-        with pytest.raises(jt.DataError, match=r"^data is a list of rows, but its entries look like batches of 8 rows"):
-            data_of([entry] * 3)
 
 
 def fit(run_dir: Path, data: object, *, steps: int) -> jt.Result:
@@ -104,18 +84,6 @@ def test_steps_before_batches_end_are_saved(tmp_path: Path, case: str) -> None:
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
     assert list(losses(tmp_path)) == [1, 2]
     assert (tmp_path / "checkpoints" / "2").is_dir()
-
-
-def test_an_iterator_that_was_read_from_is_refused() -> None:
-    """A loader is read from its start again, and may be given again."""
-    iterator, loader = refilling(), [{"inputs": X[:8], "targets": Y[:8]}] * 2
-    data_of(iterator)
-    with pytest.raises(jt.DataError, match=r"read from this iterator \(generator\).*; give a fresh one") as error:
-        data_of(iterator)
-    assert "\n" not in str(error.value)
-    for _ in range(3):
-        BatchStream(loader)
-        data_of(refilling())  # often at the address of the one before
 
 
 def test_numbers_are_not_cut_to_the_dtype_of_the_first_row() -> None:
@@ -171,15 +139,6 @@ def test_what_a_dataset_raises_costs_no_step(tmp_path: Path, where: str) -> None
     result = fit()
     assert result.step == 9
     assert ("eval_loss" in result.metrics) == (where == "evaluation")
-
-
-def grain_rows() -> grain.MapDataset:
-    return grain.MapDataset.source([{"inputs": x, "targets": y} for x, y in zip(X, Y, strict=True)])
-
-
-def test_a_grain_dataset_that_ends_in_batches_is_refused() -> None:
-    with pytest.raises(jt.DataError, match=r"^data is a grain dataset of batches, .* leave \.batch\(8\) out"):
-        data_of(grain_rows().shuffle(seed=1).batch(8))
 
 
 def test_passes_over_the_rows_are_steps() -> None:

@@ -34,7 +34,7 @@ def test_other_rows_are_not_passed_over_for_the_file_for_evaluation(
     if not is_refused:
         assert saved_config(tmp_path, overrides=further).config.data.path == "t.csv"
         return
-    said = r"^data\.path would not be evaluated: .*data\.validation_path=b\.csv \(run\.json\); give"
+    said = r"^the run evaluates data\.validation_path=b\.csv; give that key in place of data\.path"
     with pytest.raises(ConfigError, match=said):
         saved_config(tmp_path, overrides=further)
 

@@ -6,18 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
-import optax
 import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import jaxtrain as jt
 from jaxtrain.config import load_config
-from jaxtrain.data.examples import split_examples
-from jaxtrain.errors import ConfigError
-from jaxtrain.run.predict import RowReader, predicted_rows
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.run.run import run_config
 
 FEW_STEPS = {
@@ -59,13 +55,6 @@ def texts(folder):
     return {"task": "classification", "model": {**ENCODER, "head": {"kind": "sequence"}}, "data": data}
 
 
-def tags(folder):
-    rows = [{"words": ["red", "is", str(i)], "tags": ["color", "none", "digit"]} for i in range(32)]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    data = {"kind": "tagged_text", "path": str(folder / "rows.jsonl"), **BYTES}
-    return {"task": "token_classification", "model": {**ENCODER, "head": {"kind": "token"}}, "data": data}
-
-
 def images(folder):
     random = np.random.default_rng(0)
     for name in ("cat", "dog"):
@@ -78,7 +67,7 @@ def images(folder):
     return {"task": "classification", "model": model, "data": data}
 
 
-KINDS = {"table": table, "numbers": numbers, "texts": texts, "tags": tags, "images": images}
+KINDS = {"table": table, "numbers": numbers, "texts": texts, "images": images}
 SHORT = ("table",)
 
 
@@ -107,7 +96,7 @@ def predicted(run, kind, path):
     config |= {"augment": False} if kind == "images" else {}
     data = jt.open_data(config, sequence_length=16, task=run.config.task, reading=run.info["data"]["reading"])
     order, _ = split_examples(len(data.train), validation_fraction=0, label="")
-    return run.predict(data.train)[np.argsort(order)], [data.train[int(i)] for i in np.argsort(order)]
+    return run.predict(data.train)[np.argsort(order)]
 
 
 def refuse(*_, **__):
@@ -122,25 +111,18 @@ def test_rows_are_read_as_in_training(kind, trained, monkeypatch):
     monkeypatch.setattr("jaxtrain.train.assemble.build_optimizer", refuse)
     run = jt.open_run(folder / "run")
     path = run.config.data.path
-    outputs, rows = predicted(run, kind, path)
+    outputs = predicted(run, kind, path)
     found = run.predict_file(path, probabilities=kind != "numbers", batch_size=8)
     assert [row["row"] for row in found] == list(range(1, 1 + len(outputs)))
     if kind == "numbers":
         assert [row["number"] for row in found] == pytest.approx(outputs[:, 0].tolist(), rel=1e-6)
         return
     shares = np.exp(outputs) / np.exp(outputs).sum(-1, keepdims=True)
-    for row, share, read in zip(found, shares, rows, strict=True):
-        if kind == "tags":
-            places = np.flatnonzero(read["targets"] != -100)
-            given = [list(one.values()) for one in row["probabilities"] if one is not None]
-            assert row["classes"] == [run.classes[i] for i in share[places].argmax(-1)] + [None] * (3 - len(places))
-            # A batch of another size sums in another order.
-            np.testing.assert_allclose(given, share[places], rtol=1e-5)
-        else:
-            assert list(row["probabilities"]) == list(run.classes)
-            assert row["class"] == run.classes[int(share.argmax())]
-            assert row["probability"] == max(row["probabilities"].values())
-            np.testing.assert_allclose(list(row["probabilities"].values()), share, rtol=1e-5)
+    for row, share in zip(found, shares, strict=True):
+        assert list(row["probabilities"]) == list(run.classes)
+        assert row["class"] == run.classes[int(share.argmax())]
+        assert row["probability"] == max(row["probabilities"].values())
+        np.testing.assert_allclose(list(row["probabilities"].values()), share, rtol=1e-5)
     if kind == "images":
         assert [row["file"].rsplit("/", 2)[1] for row in found] == ["cat"] * 8 + ["dog"] * 8
 
@@ -199,7 +181,6 @@ WRONG = [
 WRONG_KINDS = [
     ("texts", "a.jsonl", '{"review": 3}', (), 3, "a.jsonl:1 column 'review' holds a value of type int"),
     ("images", "a.png", "no pixels", (), 3, "a.png cannot be decoded"),
-    ("images", "a.txt", "gone.png\n", (), 3, "a.txt:1 names gone.png, which is no file"),
     ("numbers", "a.csv", "x", ("--probabilities",), 2, "which have no probabilities"),
 ]
 
@@ -225,7 +206,7 @@ def test_a_language_model_has_no_predictions(trained, tmp_path, cli):
     (tmp_path / "run.json").write_text(json.dumps(info))
     answer = cli("predict", str(tmp_path), "texts.txt")
     assert (answer.code, answer.out) == (2, "")
-    assert "gives no class, number or embedding per row; jaxtrain sample continues texts" in answer.err
+    assert "gives no class, number or embedding per row of a file; jaxtrain sample continues texts" in answer.err
 
 
 PUBLISHED = Path(__file__).parent.parent / "interop" / "published"
@@ -252,15 +233,11 @@ def published(tmp_path):
     return copy
 
 
-# Published model -> the columns of the answer.
-HEADS = {
-    "bert_sequence": ["row", "class", "probability"],
-    "bert_token": ["row", "word", "text", "class"],
-    "bert_base": None,
-}
+HEADS = ("bert_sequence", "bert_base")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in HEADS])
+@pytest.mark.long
+@pytest.mark.parametrize("name", HEADS)
 def test_a_published_model_reads_texts(name, published, tmp_path, cli):
     folder = published(name)
     texts = ["one two", "three", "four three two one"]
@@ -269,81 +246,23 @@ def test_a_published_model_reads_texts(name, published, tmp_path, cli):
     assert answer.code == 0, answer.err
     rows = parsed(answer.out)
     pretrained = jt.load_pretrained(folder)
-    for number, text in enumerate(texts):
+    for row, text in zip(rows, texts, strict=True):
         ids = [2, *(WORDS.index(word) for word in text.split()), 3]
         outputs, _ = pretrained.model.apply(pretrained.params, {}, np.array([ids]), key=None, train=False)
-        given = [row for row in rows if int(row["row"]) == number + 1]
         if name == "bert_base":
-            found = [float(value) for key, value in given[0].items() if key != "row"]
+            found = [float(value) for key, value in row.items() if key != "row"]
             # Padding is masked and adds zeros; the sums of float32 are in another order.
             np.testing.assert_allclose(found, outputs[0], rtol=1e-4, atol=1e-5)
-        elif name == "bert_token":
-            assert [row["text"] for row in given] == text.split()
-            assert [row["class"] for row in given] == [f"label {i}" for i in np.argmax(outputs[0, 1:-1], -1)]
         else:
-            assert given[0]["class"] == f"label {int(np.argmax(outputs[0]))}"
-    assert HEADS[name] is None or list(rows[0]) == HEADS[name]
+            assert row["class"] == f"label {int(np.argmax(outputs[0]))}"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["vit_classification"])
-def test_a_published_model_reads_images(name, published, tmp_path, cli):
-    """As its preprocessor_config.json says; without one it takes arrays alone."""
-    folder, photos = published(name), tmp_path / "photos"
-    photos.mkdir()
-    drawn = np.random.default_rng(0).integers(0, 256, (2, 20, 24, 3), dtype=np.uint8)
-    for number, pixels in enumerate(drawn):
-        Image.fromarray(pixels).save(photos / f"{number}.png")
-    answer = cli("predict", str(folder), str(photos))
-    assert (answer.code, answer.out) == (2, "")
-    assert "preprocessor_config.json" in answer.err
-    half = [0.5, 0.5, 0.5]
-    settings = {"image_processor_type": "ViTImageProcessor", "size": 16, "image_mean": half, "image_std": half}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    answer = cli("predict", str(folder), str(photos), "--probabilities")
-    assert answer.code == 0, answer.err
-    pretrained = jt.load_pretrained(folder)
-    squeezed = [Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR) for pixels in drawn]
-    inputs = np.stack([np.asarray(image, np.float32) for image in squeezed]) / 127.5 - 1
-    outputs, _ = pretrained.model.apply(pretrained.params, pretrained.model_state, inputs, key=None, train=False)
-    rows = parsed(answer.out)
-    assert [Path(row["file"]).name for row in rows] == ["0.png", "1.png"]
-    for row, logits in zip(rows, np.asarray(outputs, np.float64), strict=True):
-        shares = np.exp(logits) / np.exp(logits).sum()
-        found = [float(row[f"probability_label {i}"]) for i in range(3)]
-        # Rows fill up a batch, and float32 sums are in another order.
-        np.testing.assert_allclose(found, shares, rtol=1e-4)
-        assert row["class"] == f"label {int(shares.argmax())}"
-
-
-def test_a_reward_model_reads_no_texts_and_gives_scores(tmp_path):
-    """A text without its template would get a score that means nothing, and one class the probability 1."""
-    tree = {
-        "task": "reward",
-        "model": {**ENCODER, "head": {"kind": "sequence", "num_labels": 1}},
-        "data": {"kind": "chat"},
-    }
-    config = load_config(tree).config
-    reader = RowReader("run", config.model, None, data=config.data, task=config.task)
-    with pytest.raises(ConfigError, match="run cannot read texts"):
-        predicted_rows(reader, len, "texts.txt", probabilities=False)
-    np.save(tmp_path / "rows.npy", np.zeros((2, 16), np.int32))
-    scores = predicted_rows(reader, lambda inputs: np.ones((2, 1)), tmp_path / "rows.npy", probabilities=False)
-    assert scores == [{"row": 1, "number": 1.0}, {"row": 2, "number": 1.0}]
-
-
-def test_a_run_from_python_takes_arrays(tmp_path):
-    """Its config holds defaults for the parts that were given: a language model, and another task."""
-    model = jt.from_functions(lambda key: {"w": np.eye(3, dtype=np.float32)}, lambda params, x: x @ params["w"])
-    rows = {"inputs": np.eye(3, dtype=np.float32)[[2, 0, 1, 1]], "targets": np.zeros(4, np.int32)}
-    np.save(tmp_path / "rows.npy", rows["inputs"])
-    mesh = jt.make_mesh(devices=jax.devices()[:1])
-    own = jt.Task.calling("own", lambda apply, batch, key: (apply(batch["inputs"])[:, 0], {}))
-    found = []
-    for task in (jt.classification(), own):
-        options = {"data": rows, "steps": 1, "batch_size": 4, "mesh": mesh, "logging": {"report": False}}
-        jt.fit(model, task, optax.sgd(0.0), run_dir=tmp_path / task.name, **options)
-        found.append(jt.open_run(tmp_path / task.name, model=model))
-    assert [row["class"] for row in found[0].predict_file(tmp_path / "rows.npy")] == ["2", "0", "1", "1"]
-    with pytest.raises(ConfigError, match="gives no class, number or embedding per row"):
-        found[1].predict_file(tmp_path / "rows.npy")
+def test_a_model_from_python_is_given_again_and_its_task_decides(tmp_path):
+    table(tmp_path)
+    config = {**FEW_STEPS, "task": "classification", "data": {"kind": "table", "path": str(tmp_path / "rows.csv")}}
+    model = jt.from_functions(lambda key: {"w": np.eye(2, dtype=np.float32)}, lambda params, x: x @ params["w"])
+    run_config(load_config(config), run_dir=tmp_path / "run", model=model)
+    run = jt.open_run(tmp_path / "run", model=model)
+    outputs = predicted(run, "table", tmp_path / "rows.csv")
+    found = run.predict_file(tmp_path / "rows.csv")
+    assert [row["class"] for row in found] == [run.classes[k] for k in outputs.argmax(-1)]

@@ -200,22 +200,6 @@ def test_two_processes_are_kept_off_a_run_directory_in_use(tmp_path: Path) -> No
     assert "process 0 could not start" in results[1][2]
 
 
-@pytest.mark.long
-def test_processes_that_wait_for_a_run_directory_stop_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAXTRAIN_JOIN_TIMEOUT_SECONDS", "200")
-    config = write_config(tmp_path, train__steps=4)
-    with RunLock(tmp_path / "run"):
-        processes = start_two(config, tmp_path / "run")
-        assert processes[0].stderr is not None
-        assert any("waiting up to" in line for line in iter(processes[0].stderr.readline, ""))
-        began = time.monotonic()
-        processes[1].send_signal(signal.SIGTERM)
-        results = finish(processes)
-    assert [code for code, _, _ in results] == [75, 75], results
-    assert "where nothing was unsaved" in results[0][2]
-    assert time.monotonic() - began < 60
-
-
 def test_float16_is_refused_where_processes_would_add_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo drops numbers from sums of float16: 54,944 - 100 is -100 there."""
     mesh = jt.make_mesh(data=8)

@@ -229,7 +229,6 @@ def test_two_runs_set_aside_within_a_second_both_stay(tmp_path: Path) -> None:
     """With all that is theirs."""
     for content in ("first", "second"):
         (tmp_path / "run.json").write_text(content)
-        (tmp_path / "held_out.json").write_text(content)
         for part in ("checkpoints/1", "nonfinite"):
             (tmp_path / part).mkdir(parents=True)
         folder = set_aside(tmp_path)

@@ -17,7 +17,8 @@ import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.config import load_config
 from jaxtrain.data import prepare_tokens
-from jaxtrain.plan.catalogue.hardware import measured_cpu, target_of
+from jaxtrain.plan.hardware import measured_cpu
+from jaxtrain.plan.targets import target_of
 from jaxtrain.runtime.compiler import choose_options
 
 
@@ -79,7 +80,7 @@ def test_divergence_ends_the_run_with_advice(tmp_path: Path) -> None:
 
 def test_auto_plans_the_rows_of_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = measured_cpu(dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e11), 1e10, 2**34, 8)
-    monkeypatch.setattr("jaxtrain.plan.search.auto.this_machine", lambda: target_of(cpu, 8))
+    monkeypatch.setattr("jaxtrain.plan.search.this_machine", lambda: target_of(cpu, 8))
     data = jt.open_data({"kind": "synthetic", "task": "table", "num_columns": 8, "num_classes": 3})
     # The config's own data is text, which an mlp does not take.
     config = {"task": "classification", "parallel": "auto", "model": {"kind": "mlp", "hidden_dims": [16]}}

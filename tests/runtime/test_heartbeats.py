@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from jaxtrain.runtime.heartbeats import Hub, News, Spoke
+from jaxtrain.runtime.heartbeats import Exchange, News
 from jaxtrain.runtime.relay import relayed
 
 TOKEN = "secret"
@@ -26,9 +26,9 @@ def status(phase, step):
 
 @contextlib.contextmanager
 def star(count):
-    """A hub and spokes that have heard of each other."""
-    hub = Hub(count, TOKEN, host=HOST)
-    spokes = [Spoke(index, TOKEN, hosts=[HOST], port=hub.port) for index in range(1, count)]
+    """Process 0 and others that have heard of each other."""
+    hub = Exchange(0, count, token=TOKEN, hosts=[HOST])
+    spokes = [Exchange(index, count, token=TOKEN, hosts=[HOST], port=hub.port) for index in range(1, count)]
     try:
         for last in (False, False, True):
             for index, spoke in enumerate(spokes, 1):
@@ -78,7 +78,7 @@ def test_silence_counts_by_what_the_process_does():
     ],
 )
 def test_strangers_are_sent_away(said):
-    hub = Hub(2, TOKEN, host=HOST)
+    hub = Exchange(0, 2, token=TOKEN, hosts=[HOST])
     try:
         with socket.create_connection((HOST, hub.port)) as stranger:
             stranger.sendall(json.dumps(said).encode() + b"\n" + b'{"end": "now"}\n')

@@ -74,15 +74,6 @@ def test_a_state_that_was_donated_is_one_line(step: TrainStep) -> None:
     assert int(step(second, BATCH)[0].step) == 2
 
 
-def test_a_batch_that_is_gone_is_one_line(step: TrainStep) -> None:
-    batch = jax.device_put(BATCH, step.batch_shardings(BATCH))
-    state, _ = step(step.init(0), batch)
-    batch["targets"].delete()
-    with pytest.raises(jt.ConfigError, match="targets of the batch is deleted"):
-        step(state, batch)
-    assert int(step(state, BATCH)[0].step) == 2, "the state is not taken over by a call that is refused"
-
-
 def on_one_device(leaf: Any) -> Any:
     return jax.device_put(np.array(leaf), jax.devices()[0])
 
@@ -127,7 +118,7 @@ def test_other_parameters_are_refused_by_the_first_path(step: TrainStep) -> None
     state = step.init(0)
     wrong = {**host(state.params), "second": np.zeros((8, 3), np.float32)}
     words = r"second is float32\[8, 3\], wanted is float32\[8, 8\]"
-    with pytest.raises(jt.ConfigError, match=f"params/{words}"):
+    with pytest.raises(jt.ConfigError, match=r"params/second is \[8, 3\], wanted is \[8, 8\]"):
         step(dataclasses.replace(state, params=wrong), BATCH)
     with pytest.raises(jt.ConfigError, match=words):
         step.init(0, params=wrong)
@@ -172,21 +163,6 @@ def test_loaded_parameters_set_average_and_optimizer_state(optimizer: Any, train
             state, _ = step(state, BATCH)
         assert jt.Evaluator(step)(state, [BATCH])["eval_accuracy"] > 0.9
         assert same(loaded, trained), "the step took over the arrays that were loaded"
-
-
-def test_replacing_parameters_alone_is_refused(step: TrainStep, averaged: TrainStep, trained: Any) -> None:
-    copies = make(optimizer=OPTIMIZERS["copies of the parameters"])
-    for one, words in ((averaged, "moving average"), (copies, "optimizer state holds copies")):
-        stale = dataclasses.replace(one.init(0), params=trained)
-        with pytest.raises(jt.ConfigError, match=rf"{words}.* step\.init\(seed, params=params\)"):
-            one(stale, BATCH)
-    state = averaged.init(0)
-    # Replaced together, and where nothing is copied from the parameters, it is what was asked for.
-    state, _ = averaged(dataclasses.replace(state, params=trained, ema=trained), BATCH)
-    step(dataclasses.replace(step.init(0), params=trained), BATCH)
-    # Clipped after every step, say: the average of what was trained is wanted.
-    clipped = jax.tree.map(lambda leaf: jnp.clip(leaf, -0.1, 0.1), state.params)
-    assert int(averaged(dataclasses.replace(state, params=clipped), BATCH)[0].step) == 2
 
 
 def test_frozen_and_half_precision_parameters_are_loaded(trained: Any) -> None:

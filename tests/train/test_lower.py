@@ -47,7 +47,7 @@ def test_lowering_changes_nothing_of_a_step() -> None:
         lowered.lower(rows(count))
     assert losses(plain, rows(8)) == losses(lowered, rows(8))
     assert plain.choices == lowered.choices == ("rows: 8",)
-    with pytest.raises(jt.ConfigError, match=r"inputs \(16, 8\).*was compiled for inputs \(8, 8\)"):
+    with pytest.raises(TypeError, match=r"compiled.*float32\[8,8\].*float32\[16,8\]"):
         lowered(lowered.init(0), rows(16))
 
 
@@ -69,5 +69,5 @@ def test_a_step_runs_the_program_that_it_was_given() -> None:
     step.use(compiled, choices=choices)
     assert losses(step, rows(8)) == expected
     assert step.choices == ("rows: 8",)
-    with pytest.raises(jt.ConfigError, match="was compiled for"):
+    with pytest.raises(TypeError, match="compiled"):
         step(step.init(0), rows(16))

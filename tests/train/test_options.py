@@ -33,24 +33,22 @@ def test_an_infinite_clip_norm_clips_nothing():
 
 
 def test_an_option_out_of_range_is_one_line():
-    with pytest.raises(ConfigError, match=r"raised TracerBool.* jnp.where"):
-        make(learning_rate=lambda step: 1.0 if step < 10 else 0.1)
-    with pytest.raises(ConfigError, match="gradient_transformation"):
+    with pytest.raises(ConfigError, match="optimizer takes an optax transformation"):
         make(optax.MultiSteps(optax.sgd(0.1), 2))
-    with pytest.raises(ConfigError, match="clip_norm=0; use a number above 0"):
-        make(clip_norm=0)
-    with pytest.raises(ConfigError, match=r"ema_decay=1\.0; use a number from 0"):
-        make(ema_decay=1.0)
+    for option in ({"clip_norm": 0}, {"ema_decay": 1.0}, {"accumulation_steps": 0}):
+        [(name, value)] = option.items()
+        with pytest.raises(ConfigError, match=f"{name}={value}"):
+            make(**option)
 
 
 def test_every_integer_is_a_seed_and_nothing_else():
     step = make()
     for seed in (np.int64(3), np.uint8(3), jnp.int32(3), jax.random.key(3)):
         np.testing.assert_array_equal(step.init(seed).params["w"], step.init(3).params["w"])
-    wrong = {2**32 + 5: "more than 32 bits", 0.5: "give a whole number"}
-    for seed, message in wrong.items():
-        with pytest.raises(ConfigError, match=message):
-            step.init(seed)
+    with pytest.raises(ConfigError, match="more than 32 bits"):
+        step.init(2**32 + 5)
+    with pytest.raises(TypeError):
+        step.init(0.5)
     with pytest.raises(ConfigError, match="the step carries"):
         step.init(jax.random.key(0, impl="rbg"))
 
@@ -100,16 +98,3 @@ def test_an_optimizer_that_reads_the_loss_gets_it(name, offload):
     for _ in range(4):
         params, own = update(params, own)
     np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5)
-
-
-def transformation(update, init=lambda params: ()):
-    return optax.GradientTransformation(init, update)
-
-
-def test_an_optimizer_that_does_something_else_is_one_line():
-    grows = transformation(lambda updates, state, params=None: (updates, jnp.zeros(3)), lambda params: jnp.zeros(()))
-    with pytest.raises(ConfigError, match=r"its state is \[3\], and the state that it was given \[\]"):
-        make(grows).lower(BATCH)
-    sums = transformation(lambda updates, state, params=None: (jax.tree.map(jnp.sum, updates), state))
-    with pytest.raises(ConfigError, match=r"its updates is \[\] at w, and the gradients \[3, 2\]"):
-        make(sums).lower(BATCH)

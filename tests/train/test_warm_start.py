@@ -1,6 +1,5 @@
 """A state that starts from another run: all of it, or with a new head; from arrays, a run, a folder or one step."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -105,9 +104,6 @@ def test_a_run_is_read_into_the_shardings_of_another_mesh(trained: Any, fresh: T
     fresh(state, batch())
     given = fresh.init(0, params=host(last.params), model_state=host(last.model_state))
     assert same(given.model_state, last.model_state)
-    stale = dataclasses.replace(given, model_state=jax.tree.map(np.zeros_like, host(given.model_state)))
-    with pytest.raises(jt.ConfigError, match="ema_model_state"):
-        fresh(stale, batch())
     newest, earlier = (fresh.init(0, params=run / "checkpoints" / step) for step in ("4", "3"))
     assert same(newest.params, last.params)
     assert not same(earlier.params, last.params)

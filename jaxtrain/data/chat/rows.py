@@ -4,16 +4,35 @@ Shapes: B rows of a batch, N conversations, L tokens per row.
 """
 
 import bisect
+import datetime
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.chat.masks import MaskedTokens
-from jaxtrain.data.rows import Row, Rows
-from jaxtrain.data.skipped import BadRecordError, SkippedRecords
-from jaxtrain.errors import DataError
+from jaxtrain.config.data import PYTHON_DOCS, ChatData, added_tokens
+from jaxtrain.data.chat.conversations import Conversation, Pair, read_conversations, read_pairs
+from jaxtrain.data.chat.templates import (
+    MaskedTokens,
+    chat_encoder,
+    chat_format,
+    compile_template,
+    format_of_reading,
+    masked_tokens,
+)
+from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import Examples, Row, Rows, padded
+from jaxtrain.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    build_tokenizer,
+    described,
+    special_ids,
+    tokenizer_sha256,
+)
+from jaxtrain.errors import ConfigError, DataError
 
 # Constant, so that the rows of a run are those of every other.
 _ORDER_SEED = 20240602
@@ -21,14 +40,9 @@ _ORDER_SEED = 20240602
 
 @dataclass(frozen=True)
 class Store:
-    """Conversations as tokens, one after another.
+    """Conversations as tokens, one after another; those of pair k are 2 k and 2 k + 1.
 
-    Attributes:
-        ids: int32 [all tokens].
-        trained: bool [all tokens].
-        starts: int64 [N + 1], where each conversation begins.
-        length: L.
-        padding: Id that fills rows up.
+    `ids` int32 and `trained` bool [all tokens]; `starts` int64 [N + 1]; `padding` fills rows of `length` up.
     """
 
     ids: np.ndarray
@@ -44,15 +58,8 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """Conversations that fit into rows.
-
-    Attributes:
-        kept: int64 [num_kept], which of the conversations are left.
-        tokens: Those conversations, cut where they were too long.
-        cut: How many were.
-        dropped: How many are not left because they are too long.
-    """
+class _Fitted:
+    """Conversations that fit into rows: which (int64), their tokens, and how many were cut, and dropped as too long."""
 
     kept: np.ndarray
     tokens: list[MaskedTokens]
@@ -60,78 +67,146 @@ class Fitted:
     dropped: int
 
 
-def fit(
-    conversations: Iterable[MaskedTokens],
+def open_chat(
+    config: ChatData,
     *,
-    length: int,
-    too_long: str,
-    together: int = 1,
+    sequence_length: int,
+    pairs: bool,
     scored: bool = False,
-    skipped: SkippedRecords | None = None,
-    of: int = 0,
-) -> Fitted:
-    """Cuts or drops what is too long.
+    reading: Mapping[str, Any] | None = None,
+) -> Examples:
+    """Opens conversations, or pairs of answers (`scored`: the last token of each is an input too).
 
     Args:
-        conversations: As tokens.
-        length: L.
-        too_long: As `ChatData.too_long`.
-        together: Neighbours that are left or dropped as one: 2 for pairs.
-        scored: Whether the last token must be an input too, so that a row has room for L tokens and not for L + 1.
-        skipped: Counts pairs whose answers the template makes equal, which are left out; None: an error.
-        of: Number of conversations.
+        config: Which ones.
+        sequence_length: L.
+        pairs: Whether rows are pairs of answers.
+        scored: Whether the last token of each answer is scored, and so must be an input.
+        reading: `Data.reading` of what a model was trained on, whose template is used; None: that of the config.
+
+    Returns:
+        Rows of conversations: `inputs` int32 [L] or, where several are packed into a row, `tokens`, `segments` and
+        `positions` int32 [L] each; `targets` int32 [L]; `weights` float32 [L], 1 for the targets that are trained.
+        Rows of pairs: `inputs`, `targets` and `weights` [2, L], the chosen answer first.
+
+    Raises:
+        DataError: A file or row is wrong; names file and line.
+        ConfigError: The template is wrong or missing; names its line.
+    """
+    if pairs and config.train_on == "all":
+        raise ConfigError("data.train_on=all takes the prompt into preferences; set data.train_on=answers or last")
+    label = config.path if isinstance(config.path, str) else ", ".join(config.path)
+    label = f"built-in {label}" if label == PYTHON_DOCS else label
+    conversations, sides = _read(config, label, pairs=pairs)
+    texts = (str(one.get("content") or "") for chat in conversations for one in chat.messages)
+    tokenizer = build_tokenizer(config.tokenizer, texts, special=added_tokens(config))
+    assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
+    form = format_of_reading(reading) or chat_format(config, tokenizer)
+    template = compile_template(form, today=datetime.date.fromisoformat(config.date))
+    masked = masked_tokens(conversations, template, chat_encoder(tokenizer), train_on=config.train_on)
+    most = sequence_length if scored else sequence_length + 1
+    fitted = _fit(masked, most=most, too_long=config.too_long, together=2 if pairs else 1)
+    # Places in the store of what is left of each side.
+    kept = fitted.kept[::2] // 2 if pairs else fitted.kept
+    sides = [np.flatnonzero(np.isin(kept, side)) for side in sides]
+    if not len(sides[0]):
+        raise DataError(
+            f"{label} has no conversation with an answer within {sequence_length:,} tokens to train on; raise "
+            "data.sequence_length"
+        )
+    padding = special_ids(tokenizer, config.tokenizer).padding
+    store = _make_store(fitted.tokens, length=sequence_length, padding=0 if padding is None else padding)
+    if config.packing and not pairs:
+        layouts = [[side[row].tolist() for row in packed(store.sizes[side], store.length)] for side in sides]
+        made: list[Rows] = [PackedRows(store, layout) for layout in layouts]
+    else:
+        layouts = [side[:, None].tolist() for side in sides]
+        made = [PaddedRows(store, side, together=2 if pairs else 1) for side in sides]
+    counts = _counts(store, fitted, sides, made, pairs=pairs)
+    identity = {
+        "kind": config.kind,
+        "pairs": pairs,
+        "content_sha256": _digest(store, [row for layout in layouts for row in layout]),
+        "template_sha256": hashlib.sha256(form.source.encode()).hexdigest(),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "sequence_length": store.length,
+        "padding": store.padding,
+        "num_rows": len(layouts[0]),
+        "num_validation_rows": len(layouts[1]),
+    }
+    return Examples(
+        train=made[0],
+        validation=made[1] if len(made[1]) else None,
+        tokenizer=tokenizer,
+        identity=identity,
+        description=(*_description(label, counts, form.label), described(tokenizer)),
+        reading=form.to_reading(),
+        counts=counts,
+    )
+
+
+def _read(config: ChatData, label: str, *, pairs: bool) -> tuple[list[Conversation], Sequence[np.ndarray]]:
+    """Returns conversations, of a pair both after one another, and which (or which pairs) are for training, evaluation.
+
+    Those of equal prompts are on one side; the built-in answers are all different, and so are their questions.
+    """
+    read = read_pairs if pairs else read_conversations
+    found: list[Conversation | Pair] = [*read(config.path)]
+    if config.validation_path is not None:
+        more = read(config.validation_path, key="data.validation_path")
+        sides = np.arange(len(found)), len(found) + np.arange(len(more))
+        found += more
+    else:
+        groups = [one.prompt if isinstance(one, Conversation) else one.group for one in found]
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        _, held_out = split_examples(
+            len(numbers), validation_fraction=config.validation_fraction, label=f"{label} (equal prompts as one)"
+        )
+        is_held_out = np.isin([numbers[group] for group in groups], held_out)
+        sides = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+    both = [(one,) if isinstance(one, Conversation) else (one.chosen, one.rejected) for one in found]
+    return [one for group in both for one in group], sides
+
+
+def _fit(conversations: Iterable[MaskedTokens], *, most: int, too_long: str, together: int) -> _Fitted:
+    """Cuts or drops conversations of more than `most` tokens; `together` neighbours (2 for pairs) are left as one.
 
     Raises:
         DataError: A conversation is too long and may be neither cut nor dropped, or both of a pair are equal.
     """
     kept: list[int] = []
     tokens: list[MaskedTokens] = []
-    most = length if scored else length + 1
     cut = dropped = 0
-    group: list[tuple[MaskedTokens, bool]] = []
-    for number, one in enumerate(conversations):
+    found = iter(enumerate(conversations))
+    for group in iter(lambda: [one for _, one in zip(range(together), found, strict=False)], []):
         # What follows the last token with a loss changes nothing: it needs no place in a row.
-        count = int(np.flatnonzero(one.trained)[-1]) + 1 if one.trained.any() else len(one.ids)
-        over = count > most
-        if over and too_long == "error":
+        sizes = [int(np.flatnonzero(one.trained)[-1]) + 1 if one.trained.any() else len(one.ids) for _, one in group]
+        parts = [
+            MaskedTokens(one.where, one.ids[: min(most, size)], one.trained[: min(most, size)])
+            for size, (_, one) in zip(sizes, group, strict=True)
+        ]
+        is_over = max(sizes) > most
+        if is_over and too_long == "error":
             raise DataError(
-                f"{one.where} has {count:,} tokens, but rows have {length:,}; raise data.sequence_length, or set "
-                "data.too_long=cut or data.too_long=drop"
+                f"{parts[0].where} has {max(sizes):,} tokens, but rows have {most - 1:,}; raise data.sequence_length, "
+                "or set data.too_long=cut or data.too_long=drop"
             )
-        end = min(most, count)
-        group.append((MaskedTokens(one.where, one.ids[:end], one.trained[:end]), over))
-        if len(group) == together:
-            same = together == 2 and np.array_equal(group[0][0].ids, group[1][0].ids)
-            is_bad = any(not len(part.ids) for part, _ in group)
-            if same and not is_bad and not _any_over(group):
-                error = BadRecordError(
-                    f"{one.where} has equal answers where the chat template has written them (it may drop spaces); "
-                    "a pair needs two that differ"
-                )
-                if skipped is None:
-                    raise error
-                skipped.add(error, of=of)
-                is_bad = True
-            # The first token is nobody's target; a conversation may lose all of its answers to the cut, and a pair what
-            # tells its answers apart.
-            is_left = all(part.trained[1:].any() for part, _ in group) and not same
-            is_left = is_left and not (too_long == "drop" and _any_over(group))
-            if is_left:
-                kept += range(number + 1 - together, number + 1)
-                tokens += [part for part, _ in group]
-                cut += _any_over(group)
-            else:
-                dropped += not is_bad
-            group = []
-    return Fitted(np.array(kept, np.int64), tokens, cut, dropped)
+        is_same = together == 2 and np.array_equal(parts[0].ids, parts[1].ids)
+        if is_same and not is_over:
+            raise DataError(f"{parts[0].where} has answers that the chat template makes equal; remove the pair")
+        # The first token is nobody's target; a conversation may lose all of its answers to the cut, and a pair what
+        # tells its answers apart.
+        is_left = all(part.trained[1:].any() for part in parts) and not is_same
+        if is_left and not (too_long == "drop" and is_over):
+            kept += [number for number, _ in group]
+            tokens += parts
+            cut += is_over
+        else:
+            dropped += 1
+    return _Fitted(np.array(kept, np.int64), tokens, cut, dropped)
 
 
-def _any_over(group: Sequence[tuple[MaskedTokens, bool]]) -> bool:
-    return any(over for _, over in group)
-
-
-def make_store(tokens: Sequence[MaskedTokens], *, length: int, padding: int) -> Store:
-    """Puts conversations one after another."""
+def _make_store(tokens: Sequence[MaskedTokens], *, length: int, padding: int) -> Store:
     starts = np.concatenate([[0], np.cumsum([len(one.ids) for one in tokens], dtype=np.int64)])
     ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in tokens)])
     trained = np.concatenate([np.zeros(0, bool), *(one.trained for one in tokens)])
@@ -139,14 +214,10 @@ def make_store(tokens: Sequence[MaskedTokens], *, length: int, padding: int) -> 
 
 
 def packed(sizes: np.ndarray, length: int) -> list[list[int]]:
-    """Distributes conversations over few rows: the largest first, each into the fullest row that has room for it.
+    """Distributes conversations of these sizes over few rows of `length` places; returns those of each row.
 
-    Args:
-        sizes: Places that each takes, int [N], at most `length`.
-        length: Places of a row.
-
-    Returns:
-        The conversations of each row; rows are in an order that looks random and is always the same.
+    The largest goes first, each into the fullest row that has room; rows are in an order that looks random and is
+    always the same.
     """
     rows: list[list[int]] = []
     rooms: list[int] = []  # ascending, the rooms that some row has
@@ -173,12 +244,7 @@ def packed(sizes: np.ndarray, length: int) -> list[list[int]]:
 
 
 class PackedRows(Rows):
-    """Rows of several conversations: `tokens`, `segments` (1, 2, ..., and 0 after the last) and `positions` in each.
-
-    Args:
-        store: The conversations.
-        rows: Which of them each row holds.
-    """
+    """Rows of several conversations: `tokens`, `segments` (1, 2, ..., and 0 after the last) and `positions` in each."""
 
     def __init__(self, store: Store, rows: Sequence[Sequence[int]]):
         super().__init__(len(rows))
@@ -209,64 +275,35 @@ class PackedRows(Rows):
 
 
 class PaddedRows(Rows):
-    """Rows of one conversation each, filled up at their end, where a weight of 0 leaves them out.
+    """Rows of one conversation, or of a pair [2, L] (`together` 2), filled up with places of weight 0."""
 
-    Args:
-        store: The conversations.
-        numbers: Which of them, int64.
-    """
-
-    def __init__(self, store: Store, numbers: np.ndarray):
+    def __init__(self, store: Store, numbers: np.ndarray, *, together: int = 1):
         super().__init__(len(numbers))
-        self._store, self._numbers = store, numbers
+        self._store, self._numbers, self._together = store, numbers, together
+
+    def _members(self, indices: np.ndarray) -> np.ndarray:
+        return (self._together * self._numbers[indices][:, None] + np.arange(self._together)).reshape(-1)
 
     def num_tokens(self, numbers: np.ndarray) -> int:
-        return int(self._store.sizes[self._numbers[numbers]].sum())
+        return int(np.minimum(self._store.sizes[self._members(numbers)] + self._together - 1, self._store.length).sum())
 
     def gather(self, indices: np.ndarray) -> Row:
-        return _filled(self._store, self._numbers[indices % len(self)])
+        store, members = self._store, self._members(indices % len(self))
+        starts, sizes, length = store.starts[members], store.sizes[members], store.length
+        # The last token of a pair's answer is an input too where there is room (`scored` ones have it): a reward model
+        # scores the token that ends an answer.
+        read = np.minimum(sizes + self._together - 1, length)
+        found = {
+            "inputs": padded(store.ids, starts, read, length=length, fill=store.padding),
+            "targets": padded(store.ids, starts + 1, sizes, length=length, fill=store.padding),
+            "weights": padded(store.trained, starts + 1, sizes, length=length, fill=0).astype(np.float32),
+        }
+        if self._together == 1:
+            return found
+        return {name: column.reshape(len(indices), self._together, -1) for name, column in found.items()}
 
 
-class PairRows(Rows):
-    """Rows of two conversations, that with the chosen answer first: `inputs`, `targets` and `weights` are [2, L].
-
-    Args:
-        store: The conversations of pair k at 2 k and 2 k + 1.
-        numbers: Which of the pairs, int64.
-    """
-
-    def __init__(self, store: Store, numbers: np.ndarray):
-        super().__init__(len(numbers))
-        self._store, self._numbers = store, numbers
-
-    def num_tokens(self, numbers: np.ndarray) -> int:
-        sizes = self._store.sizes[np.concatenate([2 * self._numbers[numbers], 2 * self._numbers[numbers] + 1])]
-        return int(np.minimum(sizes + 1, self._store.length).sum())
-
-    def gather(self, indices: np.ndarray) -> Row:
-        store = self._store
-        both = (2 * self._numbers[indices % len(self)][:, None] + np.arange(2)).reshape(-1)
-        found = _filled(store, both)
-        # The last token is an input too where there is room (`fit` makes it for `scored` ones): a reward model scores
-        # the token that ends an answer.
-        has_room = np.flatnonzero(store.sizes[both] < store.length)
-        found["inputs"][has_room, store.sizes[both[has_room]]] = store.ids[store.starts[both[has_room] + 1] - 1]
-        return {name: column.reshape(len(indices), 2, -1) for name, column in found.items()}
-
-
-def _filled(store: Store, numbers: np.ndarray) -> Row:
-    places_L = np.arange(store.length)
-    inside_BL = places_L < store.sizes[numbers][:, None]
-    at_BL = np.where(inside_BL, store.starts[numbers][:, None] + places_L, 0)
-    padding = np.int32(store.padding)
-    return {
-        "inputs": np.where(inside_BL, store.ids[at_BL], padding),
-        "targets": np.where(inside_BL, store.ids[at_BL + 1], padding),
-        "weights": (inside_BL & store.trained[at_BL + 1]).astype(np.float32),
-    }
-
-
-def digest(store: Store, layout: Sequence[Sequence[int]]) -> str:
+def _digest(store: Store, layout: Sequence[Sequence[int]]) -> str:
     """Returns a hash of all tokens, of what is trained, and of the rows that hold them."""
     found = hashlib.sha256()
     for array in (store.ids, store.trained, store.starts):
@@ -274,3 +311,37 @@ def digest(store: Store, layout: Sequence[Sequence[int]]) -> str:
     for row in layout:
         found.update(np.array([len(row), *row], np.int64).tobytes())
     return found.hexdigest()
+
+
+def _counts(
+    store: Store, fitted: _Fitted, sides: Sequence[np.ndarray], rows: Sequence[Rows], *, pairs: bool
+) -> dict[str, int]:
+    conversations = len(store.starts) - 1
+    first = np.zeros(len(store.ids), bool)
+    first[store.starts[:-1]] = True  # the first token of a conversation is nobody's target
+    return {
+        "pairs" if pairs else "conversations": conversations // 2 if pairs else conversations,
+        "training_rows": len(rows[0]),
+        "validation_rows": len(rows[1]),
+        "tokens": len(store.ids),
+        "trained_tokens": int((store.trained & ~first).sum()),
+        "cut": fitted.cut,
+        "dropped": fitted.dropped,
+        "held_out": len(sides[1]),
+        "row_length": store.length,
+    }
+
+
+def _description(label: str, counts: Mapping[str, int], template: str) -> list[str]:
+    noun = "pairs" if "pairs" in counts else "conversations"
+    share, length = counts["trained_tokens"] / counts["tokens"], counts["row_length"]
+    lines = [
+        f"{label}: {counts[noun]:,} {noun}, {counts['tokens']:,} tokens, {share:.0%} of them trained",
+        f"template: {template}",
+        f"{counts['training_rows']:,} training rows and {counts['validation_rows']:,} validation rows of {length:,} "
+        "tokens",
+    ]
+    if counts["cut"] or counts["dropped"]:
+        whole, cut = counts[noun] + counts["dropped"], f"{counts['cut']:,} are cut to {length:,} tokens"
+        lines.insert(2, f"of {whole:,} {noun}, {cut} and {counts['dropped']:,} dropped (too long)")
+    return lines

@@ -1,40 +1,165 @@
-"""Chat templates: jinja2 in a sandbox, because a template is code of whoever published the model."""
+"""Chat templates: where they come from, how they write conversations, and which of the tokens are trained.
+
+A template is code of whoever published the model: jinja2 runs it in a sandbox. It may say itself what a model writes
+(`{% generation %}`). Otherwise an answer is what a conversation up to it has more than the conversation before it, the
+beginning of an answer included that a template writes where the model goes on.
+"""
 
 import datetime
+import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jinja2
+import numpy as np
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxtrain.data.chat.conversations import Message
-from jaxtrain.data.chat.formats import ChatFormat
-from jaxtrain.data.skipped import BadRecordError
+from jaxtrain.config.data import TURN_BEGINS, TURN_ENDS, ChatData
+from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data.chat.conversations import ANSWERS, Conversation, Message, is_trained
+from jaxtrain.data.files import require_file
+from jaxtrain.data.tokenizer import (
+    GENERATION_FILE,
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    BpeTokenizer,
+    ByteTokenizer,
+    NamedTokens,
+    json_beside,
+    special_names,
+)
+from jaxtrain.data.tokens import chunks
 from jaxtrain.errors import ConfigError, DataError
+
+# Templates that need no file: turns between two tokens, and the texts one after another.
+BUILT_IN = {
+    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "plain": "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}",
+}
+# Folder of a run, beside its tokenizer, with the small files of the published model that it started from.
+_OF_A_RUN = "published"
+_KIND = "chat"
 
 # Unicode guarantees that these are no characters of any text.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
 _MARKED_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# What jinja2 calls the source of a template that is no file.
-_TEMPLATE_FRAME = "<template>"
+# Characters that are encoded at a time: enough for every core, few enough for their tokens as Python objects.
+_CHUNK_CHARACTERS = 2**20
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How conversations become text.
+
+    `tokens` are name (eos_token) -> text, as the template (`source`) uses them; a model stops at the ids `stop`.
+    """
+
+    source: str
+    label: str
+    tokens: Mapping[str, str]
+    stop: tuple[int, ...]
+
+    def to_reading(self) -> dict[str, Any]:
+        """Returns the format as JSON values, for `Data.reading`."""
+        stop = list(self.stop)
+        return {"kind": _KIND, "template": self.source, "label": self.label, "tokens": dict(self.tokens), "stop": stop}
+
+
+def format_of_reading(reading: Mapping[str, Any] | None) -> ChatFormat | None:
+    """Returns the format that a run kept in its `Data.reading`; None: it is no run on chats."""
+    if reading is None or reading.get("kind") != _KIND:
+        return None
+    return ChatFormat(reading["template"], reading["label"], reading["tokens"], tuple(reading["stop"]))
+
+
+def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
+    """Finds the format of a config: its template, else that beside the tokenizer's file, else chatml.
+
+    Raises:
+        ConfigError: There is no template, or no token at which the model stops.
+        DataError: A file cannot be read.
+    """
+    path = config.tokenizer.path or ""
+    files = {} if config.tokenizer.kind != "file" else files_beside(Path(path))
+    name = config.template or ("chatml" if config.tokenizer.kind != "file" else None)
+    if name is None:
+        source, label = _template_in(files), TEMPLATE_FILE if TEMPLATE_FILE in files else f"of {path}"
+        if source is None:
+            raise ConfigError(
+                f"{path} has no chat template beside it ({TEMPLATE_FILE}, or chat_template in {SETTINGS_FILE}); set "
+                "data.template=chatml, data.template=plain or a file"
+            )
+    elif name in BUILT_IN:
+        source, label = BUILT_IN[name], f"{name} (built in)"
+    else:
+        source, label = require_file(name, what="data.template (a file, chatml or plain)").read_text("utf-8"), name
+    tokens, stop = published_tokens(files, tokenizer)
+    if config.stop is not None:
+        i = tokenizer.token_id(config.stop)
+        if i is None:
+            raise DataError(f"data.stop={config.stop!r} is no token of the tokenizer; give the name of one")
+        stop = (i,)
+    if not stop:
+        raise ConfigError(
+            "the tokenizer's files name no token at which the model stops (eos_token); set data.stop to its name"
+        )
+    return ChatFormat(source, label, tokens, stop)
+
+
+def files_beside(tokenizer: Path) -> dict[str, str]:
+    """Returns name -> text of the files of a published model, or of its copy in a run, that say how it chats."""
+    kept = tokenizer.expanduser().parent / _OF_A_RUN
+    return tokenizers.files_beside(kept / "tokenizer.json" if kept.is_dir() else tokenizer)
+
+
+def published_format(files: Mapping[str, str], where: str, tokenizer: NamedTokens) -> ChatFormat | None:
+    """Returns the format that `files_beside` describe (`where` names them); None: they hold no template."""
+    source = _template_in(files)
+    if source is None:
+        return None
+    return ChatFormat(
+        source, TEMPLATE_FILE if TEMPLATE_FILE in files else f"of {where}", *published_tokens(files, tokenizer)
+    )
+
+
+def _template_in(files: Mapping[str, str]) -> str | None:
+    """Returns the template of the files, or the one named default of a list of templates with names."""
+    if TEMPLATE_FILE in files:
+        return files[TEMPLATE_FILE]
+    found = json_beside(files, SETTINGS_FILE).get("chat_template")
+    if isinstance(found, list):
+        found = {one.get("name"): one.get("template") for one in found}.get("default")
+    return found
+
+
+def published_tokens(files: Mapping[str, str], tokenizer: NamedTokens) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Returns name (bos_token) -> text of the special tokens of `files_beside`, and the ids at which the model stops.
+
+    No files: the tokenizer was made for a run.
+    """
+    if files:
+        tokens = special_names(files)
+    else:
+        known = {"bos_token": TURN_BEGINS, "eos_token": TURN_ENDS}
+        tokens = {name: token for name, token in known.items() if tokenizer.token_id(token) is not None}
+    ends = json_beside(files, GENERATION_FILE).get("eos_token_id")
+    ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.token_id(tokens.get("eos_token", ""))]
+    return tokens, tuple(dict.fromkeys(one for one in ends if one is not None))
 
 
 @dataclass(frozen=True)
 class Template:
-    """A template that is ready to render.
-
-    Attributes:
-        compiled: By jinja2.
-        format: What it was made of.
-        marks_answers: Whether it says itself what a model writes: `{% generation %}`.
-    """
+    """A template that is ready to render; `marks_answers`: it says itself what a model writes, `{% generation %}`."""
 
     compiled: jinja2.Template
     format: ChatFormat
@@ -43,12 +168,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        text: What is encoded.
-        answers: (start, end) in characters of each block that the template marks as written by the model.
-    """
+    """A conversation as text; `answers` are (start, end) in characters of the blocks that the template marks."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
@@ -74,31 +194,21 @@ class _AnswerBlocks(Extension):
 
 
 def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
-    """Compiles a template.
-
-    Args:
-        format: The template, and the tokens that it may name.
-        today: The date for templates that ask for it.
-
-    Raises:
-        ConfigError: The template has an error of syntax; names its line.
-    """
+    """Compiles a template, which may ask for today; a ConfigError names the line of an error of syntax."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _AnswerBlocks]
     )
-    environment.filters["tojson"] = _to_json
+    # Without the escapes for HTML that the filter of jinja2 makes.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.combine(today, datetime.time()).strftime(form)
     try:
         compiled = environment.from_string(format.source)
     except jinja2.TemplateSyntaxError as error:
-        said = str(error.message).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"the chat template {format.label} has an error in line {error.lineno}: {said}; mend it, or set "
-            "data.template to another"
+            f"the chat template {format.label} has an error in line {error.lineno}: {_reason(error)}; mend it, or "
+            "set data.template to another"
         ) from None
-    except RecursionError:
-        raise ConfigError(f"the chat template {format.label} is nested too deeply; set data.template") from None
     return Template(compiled, format, _MARKED_BLOCK.search(format.source) is not None)
 
 
@@ -110,14 +220,7 @@ def render(
     where: str,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Rendered:
-    """Writes messages as text.
-
-    Args:
-        template: How.
-        messages: What was said.
-        prompt: Whether the text ends where the model's answer begins (`add_generation_prompt`).
-        where: File and line of the messages.
-        tools: What the model may call, a list of JSON schemas.
+    """Writes messages of `where` as text; with `prompt` it ends where the answer begins (`add_generation_prompt`).
 
     Raises:
         DataError: The template refuses the messages, such as for the order of their roles; names its line.
@@ -134,59 +237,169 @@ def render(
     try:
         text = template.compiled.render(values)
     except _RefusedError as error:
-        raise BadRecordError(
-            f"{where}: line {_line(error)} of the chat template {label} refuses the conversation: {_first_line(error)}"
-        ) from None
+        raise DataError(f"{where}: the chat template {label} refuses the conversation: {_reason(error)}") from None
     except Exception as error:  # a template is somebody's code, and may fail in any way
         raise ConfigError(
-            f"the chat template {label} fails in line {_line(error)} on {where}: {type(error).__name__}: "
-            f"{_first_line(error)}; mend it, or set data.template to another"
+            f"the chat template {label} fails on {where}: {type(error).__name__}: "
+            f"{_reason(error)}; mend it, or set data.template to another"
         ) from None
-    return _without_marks(text, where) if template.marks_answers else Rendered(text, ())
+    if not template.marks_answers:
+        return Rendered(text, ())
+    # Every other part stands inside of marks.
+    parts = _MARKS.split(text)
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    return Rendered("".join(parts), tuple(zip(ends[:-1:2], ends[1::2], strict=True)))
 
 
-def _without_marks(text: str, where: str) -> Rendered:
-    parts: list[str] = []
-    spans, at, begin = [], 0, None
-    last = 0
-    for mark in _MARKS.finditer(text):
-        parts.append(text[last : mark.start()])
-        at += mark.start() - last
-        last = mark.end()
-        if (mark.group() == _OPEN) != (begin is None):
-            raise DataError(f"{where} holds the character {mark.group()!a}, which is none of any text; remove it")
-        if begin is None:
-            begin = at
-        else:
-            spans.append((begin, at))
-            begin = None
-    return Rendered("".join([*parts, text[last:]]), tuple(spans))
+def prompt_text(template: Template, conversation: Sequence[Message]) -> str:
+    """Returns messages as the text after which the model writes its answer; see `render`."""
+    return render(template, conversation, prompt=True, where="the question").text
 
 
 def _refuse(message: str) -> str:
     raise _RefusedError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Writes a value as JSON without the escapes for HTML that jinja2's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _line(error: BaseException) -> int:
-    """Returns the line of the template where an error was raised; 1 where that is not known."""
-    line, trace = 1, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == _TEMPLATE_FRAME:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "it gives no reason")[:300]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A text as tokens: int32 [num_tokens], and int64 [num_tokens], the character at which each begins."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+
+
+class ChatEncoder:
+    """Encodes rendered chats: special tokens that the template writes are read.
+
+    Elsewhere text that spells a special token is data (`BpeTokenizer`); a template has no other way to write one.
+    """
+
+    def __init__(self, tokenizer: ByteTokenizer | BpeTokenizer):
+        self._bytes = tokenizer if isinstance(tokenizer, ByteTokenizer) else None
+        if isinstance(tokenizer, ByteTokenizer):
+            # The longest name first, where one begins another.
+            names = sorted(tokenizer.special, key=len, reverse=True)
+            self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+            return
+        from tokenizers import Tokenizer
+
+        # A copy: that of the run goes on reading such text as data.
+        self._model: Any = Tokenizer.from_str(tokenizer.to_json())
+        self._model.encode_special_tokens = False
+        # Nothing is added to a template's text, and a post-processor may leave spaces out of where a token begins.
+        self._model.post_processor = None
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
+        """Yields the tokens of each text; none is added at its beginning or end."""
+        if self._bytes is not None:
+            yield from (self._encode_bytes(self._bytes, text) for text in texts)
+            return
+        for found in self._model.encode_batch(list(texts), add_special_tokens=False):
+            starts = np.fromiter((start for start, _ in found.offsets), np.int64, len(found.ids))
+            yield Encoded(np.array(found.ids, np.int32), starts)
+
+    def _encode_bytes(self, tokenizer: ByteTokenizer, text: str) -> Encoded:
+        ids, starts, at = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], 0
+        for part in self._split.split(text) if self._split else [text]:
+            special = tokenizer.token_id(part)
+            found = tokenizer.encode(part) if special is None else np.array([special], np.int32)
+            ids.append(found)
+            # The first byte of a character is no 10xxxxxx.
+            starts.append(at + (np.zeros(1, int) if special else np.cumsum((found & 0xC0) != 0x80) - 1))
+            at += len(part)
+        return Encoded(np.concatenate(ids), np.concatenate(starts))
+
+
+def chat_encoder(tokenizer: ByteTokenizer | BpeTokenizer) -> ChatEncoder:
+    """Returns what encodes the rendered chats of a tokenizer."""
+    return ChatEncoder(tokenizer)
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """A conversation as tokens: int32 [num_tokens], and which are trained, bool [num_tokens]."""
+
+    where: str
+    ids: np.ndarray
+    trained: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A conversation as text, and (start, end) in characters of what is trained."""
+
+    where: str
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+def masked_tokens(
+    conversations: Sequence[Conversation],
+    template: Template,
+    encoder: ChatEncoder,
+    *,
+    train_on: str,
+) -> Iterator[MaskedTokens]:
+    """Encodes conversations and marks what is trained, as `ChatData.train_on` says.
+
+    Raises:
+        DataError: The template refuses a conversation.
+        ConfigError: The template fails, or the tokens of an answer or its stop token cannot be found.
+    """
+
+    marked = (_marked(one, template, train_on=train_on) for one in conversations)
+    for chunk in chunks(marked, lambda one: len(one.text), most=_CHUNK_CHARACTERS):
+        encoded = encoder.encode([one.text for one in chunk])
+        for one, found in zip(chunk, encoded, strict=True):
+            trained = np.zeros(len(found.ids), bool)
+            for start, stop in one.spans:
+                # A token that begins before the answer belongs to the prompt.
+                first, last = np.searchsorted(found.starts, (start, stop))
+                ends = first + np.flatnonzero(np.isin(found.ids[first:last], template.format.stop))
+                if not len(ends):
+                    raise ConfigError(
+                        f"the chat template {template.format.label} writes no stop token (id "
+                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({one.where}), so a "
+                        "model would never learn to stop; set data.stop to the token that it writes there"
+                    )
+                # What a template writes after the stop token (a line end) nobody generates.
+                trained[first : last if template.marks_answers or train_on == "all" else ends[-1] + 1] = True
+            yield MaskedTokens(one.where, found.ids, trained)
+
+
+def _marked(conversation: Conversation, template: Template, *, train_on: str) -> _Marked:
+    where, messages, tools = conversation.where, conversation.messages, conversation.tools
+    label = template.format.label
+    whole = render(template, messages, prompt=False, where=where, tools=tools)
+    if train_on == "all":
+        return _Marked(where, whole.text, ((0, len(whole.text)),))
+    said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
+    answers = [i for i in said if i >= conversation.first and is_trained(messages[i])]
+    answers = answers[-1:] if train_on == "last" else answers
+    if template.marks_answers:
+        if len(whole.answers) != len(said):
+            raise ConfigError(
+                f"the chat template {label} marks {len(whole.answers)} answers by {{% generation %}}, but {where} has "
+                f"{len(said)}; let it mark each message of role {ANSWERS} once"
+            )
+        return _Marked(where, whole.text, tuple(whole.answers[said.index(i)] for i in answers))
+    spans = []
+    for i in answers:
+        before = render(template, messages[:i], prompt=True, where=where, tools=tools).text
+        is_last = i + 1 == len(messages)
+        after = whole if is_last else render(template, messages[: i + 1], prompt=False, where=where, tools=tools)
+        for shorter, longer, how in (
+            (before, after.text, "than it asks the model to begin (add_generation_prompt)"),
+            (after.text, whole.text, "where more messages follow"),
+        ):
+            if not longer.startswith(shorter):
+                raise ConfigError(
+                    f"the chat template {label} writes message {i + 1} of {where} otherwise {how}, so the answer "
+                    "cannot be told apart; mark answers by {% generation %} (data.template), or try data.train_on=last"
+                )
+        spans.append((len(before), len(after.text)))
+    return _Marked(where, whole.text, tuple(spans))

@@ -1,147 +1,140 @@
-"""Arrow files by row, mapped into memory: as Hugging Face's `datasets` writes them, and any other stream or file."""
+"""Parquet and Arrow files by row: a row group is decoded whole and stays in memory, Arrow is mapped and not read."""
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.files import FileState
-from jaxtrain.data.formats.reader import (
-    VALUE_ERRORS,
-    Cells,
-    Column,
-    check_columns,
-    packages_needed,
-    unreadable_value,
-)
+from jaxtrain.data.files import reading
+from jaxtrain.data.formats.reader import Cells, Column, by_part, check_columns
+from jaxtrain.data.skipped import BadRecordError
 from jaxtrain.errors import DataError
 
-# What `save_to_disk` writes into a folder: of one data set, and of several splits.
-STATE, SPLITS = "state.json", "dataset_dict.json"
-
-# How an Arrow file begins, and how an Arrow stream ends.
-_FILE_BEGINS = b"ARROW1"
-_STREAM_ENDS = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+# Decoded row groups that stay in memory, of all Parquet files of a source together.
+_GROUP_BYTES = 256 * 2**20
 
 
-class ArrowReader:
-    """Rows of an Arrow file or stream, which is mapped into memory and not read.
+class _TableReader:
+    """Rows of a file that consists of tables: the batches of Arrow, the row groups of Parquet."""
 
-    Args:
-        state: The file.
-        columns: Those that are read; None: all.
-
-    Raises:
-        DataError: It is no Arrow file, is damaged, truncated or lacks a column, or pyarrow is not installed.
-    """
-
-    def __init__(self, state: FileState, columns: Sequence[Column] | None):
-        try:
-            import pyarrow
-        except ImportError:
-            raise packages_needed(state.path, "pyarrow") from None
-        self.label = str(state.path)
-        self._state = state
-        is_file = _begins_as_file(state)
-        try:
-            # Closing it gives its handle back (thousands of files would need as many); the tables keep what is mapped.
-            with pyarrow.memory_map(self.label) as mapped:
-                opened = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
-                there = opened.schema.names
-                table = opened.read_all()
-        except (pyarrow.ArrowException, OSError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise DataError(f"{state.path} is no Arrow file, or damaged ({reason}); fetch or write it again") from None
-        self.schema = table.schema
-        self._columns = check_columns(there, columns, where=self.label)
-        self._batches = table.select(self._columns).to_batches()
-        self._starts = np.concatenate([[0], np.cumsum([len(batch) for batch in self._batches], dtype=np.int64)])
+    def __init__(self, path: Path, schema: Any, sizes: Sequence[int], columns: Sequence[Column] | None):
+        self.label, self.schema = str(path), schema
+        self.columns = check_columns(schema.names, columns, where=self.label)
+        self._starts = np.cumsum([0, *sizes])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        # Reading past the end of a mapped file that became shorter ends the process.
-        self._state.check()
-        wanted = np.asarray(numbers, np.int64)
-        which = np.searchsorted(self._starts, wanted, side="right") - 1
-        inside = (wanted - self._starts[which]).tolist()
-        found: list[Cells] = []
-        for number, batch, place in zip(wanted.tolist(), which.tolist(), inside, strict=True):
-            columns = self._batches[batch].columns
-            try:
-                values = [column[place].as_py() for column in columns]
-            except VALUE_ERRORS:
-                raise unreadable_value(self._batches[batch], place, where=self.name_of(number)) from None
-            found.append(dict(zip(self._columns, values, strict=True)))
-        return found
+        return by_part(self._starts, numbers, self._rows_of_part)
 
     def name_of(self, number: int) -> str:
         return f"{self.label} row {number + 1}"
 
+    def table(self, part: int) -> Any:
+        raise NotImplementedError
 
-def _begins_as_file(state: FileState) -> bool:
-    """Returns whether a file has the form with an index at its end, and not that of a stream.
+    def _rows_of_part(self, part: int, inside: list[int]) -> list[Cells]:
+        table = self.table(part)
+        columns = {name: table.column(name) for name in self.columns}
+        return [{name: self._value(column, place, name, part) for name, column in columns.items()} for place in inside]
 
-    Raises:
-        DataError: It is a stream without its end.
-    """
-    try:
-        with state.path.open("rb") as file:
-            begins = file.read(len(_FILE_BEGINS))
-            file.seek(max(0, state.num_bytes - len(_STREAM_ENDS)))
-            ends = file.read()
-    except OSError as error:
-        raise DataError(f"{state.path} cannot be read ({error.strerror}); check its permissions") from None
-    if begins == _FILE_BEGINS:
-        return True
-    if begins.startswith(_STREAM_ENDS[:4]) and ends != _STREAM_ENDS:
-        raise DataError(f"{state.path} ends before its data does, it was cut off; fetch or write it again")
-    return False
+    def _value(self, column: Any, place: int, name: str, part: int) -> Any:
+        try:
+            return column[place].as_py()
+        except (ValueError, OverflowError, NotImplementedError) as error:  # no UTF-8, a time beyond those of Python
+            where = self.name_of(int(self._starts[part]) + place)
+            reason = "text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).splitlines()[0]
+            raise BadRecordError(f"{where} column '{name}' cannot be read ({reason}); fix or remove the row") from None
+
+
+class ArrowReader(_TableReader):
+    """Rows of an Arrow file or stream, which is mapped into memory."""
+
+    def __init__(self, path: Path, columns: Sequence[Column] | None):
+        with reading(path):
+            import pyarrow
+
+            # Closing it gives its handle back (thousands of files would need as many); tables keep what is mapped.
+            with pyarrow.memory_map(str(path)) as mapped:
+                is_file = mapped.read(6) == b"ARROW1"
+                mapped.seek(0)
+                table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(mapped).read_all()
+        self._batches = table.to_batches()
+        super().__init__(path, table.schema, [len(batch) for batch in self._batches], columns)
+
+    def table(self, part: int) -> Any:
+        return self._batches[part]
+
+
+class GroupCache:
+    """Decoded row groups of the Parquet files of a source: the last used ones, up to 256 MiB, but at least one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._tables: OrderedDict[tuple[str, int], Any] = OrderedDict()
+
+    def get(self, key: tuple[str, int]) -> Any:
+        """Returns a table, which is then the last used one; None: it is not there."""
+        if key in self._tables:
+            self._tables.move_to_end(key)
+        return self._tables.get(key)
+
+    def add(self, key: tuple[str, int], table: Any) -> None:
+        """Keeps a table, in the place of others where there is no room."""
+        self._tables[key] = table
+        while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _GROUP_BYTES:
+            self._tables.popitem(last=False)
+
+
+class ParquetReader(_TableReader):
+    """Rows of a Parquet file, whose row groups are kept in `cache`."""
+
+    def __init__(self, path: Path, columns: Sequence[Column] | None, cache: GroupCache):
+        with reading(path):
+            from pyarrow import parquet
+
+            with parquet.ParquetFile(path) as opened:
+                self._metadata, schema = opened.metadata, opened.schema_arrow
+        sizes = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
+        super().__init__(path, schema, sizes, columns)
+        self._cache = cache
+
+    def table(self, part: int) -> Any:
+        from pyarrow import parquet
+
+        key = self.label, part
+        with self._cache.lock:  # one thread decodes a group, which the others then find in memory
+            found = self._cache.get(key)
+            if found is None:
+                # Opened for each group: thousands of files would need as many handles, and the metadata is known.
+                with reading(self.label), parquet.ParquetFile(self.label, metadata=self._metadata) as opened:
+                    found = opened.read_row_group(part, columns=self.columns).combine_chunks()
+                self._cache.add(key, found)
+            return found
 
 
 def saved_files(folder: Path, *, what: str) -> list[Path] | None:
-    """Returns the files of a folder that `save_to_disk` of `datasets` wrote; None: it is another folder.
-
-    Args:
-        folder: Any folder.
-        what: Where it was given, for messages.
-
-    Raises:
-        DataError: A file is missing, the description is damaged, or the folder holds several splits.
-    """
-    if (folder / SPLITS).is_file() and not (folder / STATE).is_file():
-        splits = _json(folder / SPLITS).get("splits", [])
-        shown = ", ".join(map(str, splits)) or "none"
-        first = splits[0] if splits else "train"
-        raise DataError(f"{what} {folder} holds splits ({shown}); give one of them: {folder}/{first}")
-    if not (folder / STATE).is_file():
-        return None
-    listed = _json(folder / STATE).get("_data_files")
-    entries = [one.get("filename") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    names = [name for name in entries if isinstance(name, str) and Path(name).name == name]
-    if not names or len(names) < len(entries):
-        raise DataError(f"{folder / STATE} lists no files of rows; save the data set again with save_to_disk")
-    return [folder / name for name in names]
+    """Returns the files of a folder that `save_to_disk` of `datasets` wrote; None: it is another folder."""
+    state, splits = folder / "state.json", folder / "dataset_dict.json"
+    if state.is_file():
+        return [folder / one["filename"] for one in json.loads(state.read_bytes())["_data_files"]]
+    if splits.is_file():
+        names = json.loads(splits.read_bytes())["splits"]
+        raise DataError(f"{what} {folder} holds splits ({', '.join(names)}); give one of them: {folder}/{names[0]}")
+    return None
 
 
 def class_names(schema: Any, column: str) -> list[str] | None:
-    """Returns the names of the classes that `datasets` keeps for a column of numbers; None: it keeps none.
-
-    Args:
-        schema: Of pyarrow.
-        column: Name of the column.
-    """
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        feature = features[column]
-        # Of a list of classes, those of its elements.
-        names = (feature.get("feature") or feature)["names"]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+    """Returns the names of the classes that `datasets` keeps for a column of numbers; None: it keeps none."""
+    described = (schema.metadata or {}).get(b"huggingface")
+    feature = json.loads(described)["info"]["features"].get(column) if described else None
+    # Of a list of classes, those of its elements.
+    return (feature.get("feature") or feature).get("names") if isinstance(feature, dict) else None
 
 
 def with_names(value: Any, names: Sequence[str]) -> Any:
@@ -150,13 +143,3 @@ def with_names(value: Any, names: Sequence[str]) -> Any:
         return [with_names(one, names) for one in value]
     is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names)
     return names[value] if is_number else value
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not JSON ({error}); save the data set again with save_to_disk") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds no object; save the data set again with save_to_disk")
-    return found

@@ -1,9 +1,6 @@
 """The protocol of a format: rows by number, each its columns by name. What a row means is no matter of a format."""
 
-import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,16 +12,8 @@ from jaxtrain.errors import DataError
 Cells = dict[str, Any]
 # (key of the config that names a column, or None where none can; name of the column)
 Column = tuple[str | None, str]
-
-# What the conversion of a value of Arrow raises: bytes that are no UTF-8, times beyond those of Python.
-VALUE_ERRORS = (ValueError, OverflowError, NotImplementedError)
-
 # Rows that are read together in a pass from the first to the last.
 _ROWS_OF_A_PASS = 512
-
-# Blocks of a file that are hashed: enough to tell files apart without reading terabytes at every start.
-_SAMPLED_BLOCKS = 16
-_BLOCK_BYTES = 4096
 
 
 class Reader(Protocol):
@@ -41,11 +30,11 @@ class Reader(Protocol):
         ...
 
     def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        """Returns rows by their numbers, in the order of the numbers: the columns that were asked for.
+        """Returns rows by their numbers, in this order: the columns that were asked for.
 
         Raises:
             BadRecordError: The content of a row is at fault.
-            DataError: The file cannot be read, is damaged, or changed since it was opened.
+            DataError: The file cannot be read, or is damaged.
         """
         ...
 
@@ -55,70 +44,60 @@ class Reader(Protocol):
 
 
 class JoinedReader:
-    """The rows of several files, one file after another.
-
-    Args:
-        readers: One for each file.
-        label: What the user called them.
-    """
+    """The rows of several files, one file after another."""
 
     def __init__(self, readers: Sequence[Reader], *, label: str):
         self.label = label
         self._readers = readers
-        self._starts = np.concatenate([[0], np.cumsum([len(reader) for reader in readers], dtype=np.int64)])
+        self._starts = np.cumsum([0, *map(len, readers)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        wanted = np.asarray(numbers, np.int64)
-        which = np.searchsorted(self._starts, wanted, side="right") - 1
-        found: list[Cells] = [{}] * len(wanted)
-        for file in np.unique(which).tolist():
-            places = np.flatnonzero(which == file)
-            rows = self._readers[file].rows((wanted[places] - self._starts[file]).tolist())
-            for place, row in zip(places.tolist(), rows, strict=True):
-                found[place] = row
-        return found
+        return by_part(self._starts, numbers, lambda part, inside: self._readers[part].rows(inside))
 
     def name_of(self, number: int) -> str:
         file = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self._readers[file].name_of(number - int(self._starts[file]))
 
 
-def pass_over(
-    reader: Reader, start: int = 0, stop: int | None = None, *, bad: Callable[[BadRecordError], None] | None = None
-) -> Iterator[tuple[str, Cells]]:
-    """Reads rows in their order, some at a time.
+def by_part(
+    starts: np.ndarray, numbers: Sequence[int], read: Callable[[int, list[int]], Sequence[Cells]]
+) -> list[Cells]:
+    """Reads rows that lie in parts (files, row groups), each part once.
 
     Args:
-        reader: The rows.
-        start, stop: The first row, and the end of those that are read; None: the last one.
-        bad: Called for each row whose content is at fault, which is left out; None: it is an error.
-
-    Yields:
-        Where the row comes from, and its columns.
+        starts: The first row of each part, and the end of the last one.
+        numbers: Of the rows.
+        read: (part, numbers of rows inside of it) -> these rows.
     """
-    end = len(reader) if stop is None else stop
-    for first in range(start, end, _ROWS_OF_A_PASS):
-        numbers = range(first, min(first + _ROWS_OF_A_PASS, end))
+    wanted = np.asarray(numbers, np.int64)
+    which = np.searchsorted(starts, wanted, side="right") - 1
+    found: list[Cells] = [{}] * len(wanted)
+    for part in np.unique(which).tolist():
+        places = np.flatnonzero(which == part)
+        for place, row in zip(places.tolist(), read(part, (wanted[places] - starts[part]).tolist()), strict=True):
+            found[place] = row
+    return found
+
+
+def pass_over(reader: Reader, bad: Callable[[BadRecordError], None] | None = None) -> Iterator[tuple[str, Cells]]:
+    """Yields where each row comes from, and its columns; see `pass_over_file`."""
+    for first in range(0, len(reader), _ROWS_OF_A_PASS):
+        numbers = range(first, min(first + _ROWS_OF_A_PASS, len(reader)))
         try:
-            rows: list[Cells | None] = [*reader.rows(numbers)]
+            yield from zip(map(reader.name_of, numbers), reader.rows(numbers), strict=True)
         except BadRecordError:
             if bad is None:
                 raise
-            rows = [_row_or_none(reader, number, bad) for number in numbers]
-        for number, row in zip(numbers, rows, strict=True):
-            if row is not None:
-                yield reader.name_of(number), row
-
-
-def _row_or_none(reader: Reader, number: int, bad: Callable[[BadRecordError], None]) -> Cells | None:
-    try:
-        return reader.rows([number])[0]
-    except BadRecordError as error:
-        bad(error)
-        return None
+            for number in numbers:
+                try:
+                    row = reader.rows([number])[0]
+                except BadRecordError as error:
+                    bad(error)
+                else:
+                    yield reader.name_of(number), row
 
 
 def good_value(
@@ -134,9 +113,6 @@ def good_value(
         num_rows: Number of rows.
         skipped: Counts the bad rows; None: the first is an error.
         label: The data, for messages.
-
-    Raises:
-        DataError: Too many rows are bad.
     """
     for offset in range(num_rows):
         try:
@@ -148,74 +124,15 @@ def good_value(
     raise DataError(f"{label} has no row that can be read; repair it")
 
 
-def check_columns(there: Sequence[str], columns: Sequence[Column] | None, *, where: str) -> tuple[str, ...]:
-    """Returns the names of the columns to read.
-
-    Args:
-        there: The columns that the file has.
-        columns: Those that are wanted; None: all.
-        where: The file, or a row of it, for messages.
-
-    Raises:
-        DataError: One is missing, or several have its name; names those that there are.
-    """
+def check_columns(there: Sequence[str], columns: Sequence[Column] | None, *, where: str) -> list[str]:
+    """Returns the names of the wanted columns (None: all); a BadRecordError where a row, or a file, lacks one."""
     for key, name in columns or ():
         if name not in there:
             raise missing_column(where, key, name, there)
-    chosen = tuple(there) if columns is None else tuple(name for _, name in columns)
-    repeated = sorted(name for name, count in Counter(there).items() if count > 1 and name in chosen)
-    if repeated:
-        raise DataError(f"{where} has column '{repeated[0]}' twice; rename one")
-    return chosen
+    return list(there) if columns is None else [name for _, name in columns]
 
 
-def unreadable_value(table: Any, place: int, *, where: str) -> BadRecordError:
-    """Returns the error for a row of Arrow with a value that Python has no form for, and names its column.
-
-    Args:
-        table: A table or batch of pyarrow, whose conversion raised one of `VALUE_ERRORS`.
-        place: Number of the row in it.
-        where: The row, for messages.
-    """
-    for name, column in zip(table.schema.names, table.columns, strict=True):
-        try:
-            column[place].as_py()
-        except VALUE_ERRORS as error:
-            reason = "text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).splitlines()[0]
-            return BadRecordError(f"{where} column '{name}' cannot be read ({reason}); fix or remove the row")
-    return BadRecordError(f"{where} cannot be read; fix or remove the row")
-
-
-def missing_column(where: str, key: str | None, name: str, there: Sequence[str]) -> DataError:
-    """Returns the error for a column that a file does not have."""
-    return DataError(_missing(where, key, name, there))
-
-
-def missing_cell(where: str, key: str | None, name: str, there: Sequence[str]) -> BadRecordError:
-    """Returns the error for a column that a row does not have, while other rows of its file may."""
-    return BadRecordError(_missing(where, key, name, there))
-
-
-def _missing(where: str, key: str | None, name: str, there: Sequence[str]) -> str:
+def missing_column(where: str, key: str | None, name: str, there: Sequence[str]) -> BadRecordError:
+    """Returns the error for a column that a file or a row does not have."""
     advice = "give a file that has it" if key is None else f"set data.{key} to one of them"
-    return f"{where} has no column '{name}' (it has: {', '.join(map(str, there)) or 'none'}); {advice}"
-
-
-def sampled_sha256(path: Path, size: int) -> str:
-    """Returns a hash of blocks of a file, from its beginning to its end, which tells versions of it apart.
-
-    Args:
-        path: The file.
-        size: Its size in bytes.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for offset in np.linspace(0, max(0, size - _BLOCK_BYTES), _SAMPLED_BLOCKS).astype(int).tolist():
-            file.seek(offset)
-            digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()
-
-
-def packages_needed(path: Path, package: str) -> DataError:
-    """Returns the error for a file whose package is not installed."""
-    return DataError(f"{path} needs {package}; run: pip install 'jaxtrain[data]'")
+    return BadRecordError(f"{where} has no column '{name}' (it has: {', '.join(map(str, there)) or 'none'}); {advice}")

@@ -2,18 +2,19 @@
 
 import json
 import os
+import sys
+import tarfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.files import FileState
-from jaxtrain.data.formats.reader import Cells, Column, missing_cell
-from jaxtrain.data.formats.tar_index import tar_index
+from jaxtrain.data.files import is_hidden, reading
+from jaxtrain.data.formats.reader import Cells, Column, missing_column
 from jaxtrain.data.skipped import BadRecordError
-from jaxtrain.errors import DataError
 
 # The column that holds the name of the group.
-KEY = "__key__"
+_KEY = "__key__"
 # Endings of members that are text; others are bytes, and .json is read.
 _TEXTS = ("txt", "text", "cls", "caption", "label")
 
@@ -21,68 +22,77 @@ _TEXTS = ("txt", "text", "cls", "caption", "label")
 class TarReader:
     """Rows of an uncompressed tar file, whose columns are the endings of members ("jpg", "cls") and the keys of .json.
 
-    Args:
-        state: The file.
-        columns: Those that are read, each the first of several (`jpg;png`) that a row has; None: all.
-        index_folder: Where the places of the members are kept; None: they are found each time.
-
-    Raises:
-        DataError: It is no tar file, is damaged or cut off, or its first row lacks a column.
+    A wanted column may be several (`jpg;png`), of which the first that a row has is read, as in WebDataset.
     """
 
-    def __init__(self, state: FileState, columns: Sequence[Column] | None, *, index_folder: Path | None):
-        self.label = str(state.path)
-        self._state, self._wanted = state, columns
-        self._index = tar_index(state, folder=index_folder)
+    def __init__(self, path: Path, columns: Sequence[Column] | None):
+        self.label = str(path)
+        self._path, self._columns = path, columns
+        # Of each row its name and first member, of each member its ending, and where its content lies.
+        self._keys: list[str] = []
+        self._endings: list[str] = []
+        self._firsts, self._offsets, self._sizes = array("q"), array("q"), array("q")
+        with reading(path):
+            self._find_members()
         self.rows([0])
 
+    def _find_members(self) -> None:
+        with tarfile.open(self._path, "r:") as archive:
+            for member in archive:
+                archive.members = []  # pyright: ignore[reportAttributeAccessIssue] it keeps all that it has seen
+                folder, _, name = member.name.rpartition("/")
+                stem, _, ending = name.partition(".")
+                if not member.isfile() or is_hidden(member.name.split("/")):
+                    continue
+                key = f"{folder}/{stem}" if folder else stem
+                if not self._keys or key != self._keys[-1]:
+                    self._keys.append(key)
+                    self._firsts.append(len(self._endings))
+                self._endings.append(sys.intern(ending.lower()))  # as WebDataset does: ImageNet's files end in .JPEG
+                self._offsets.append(member.offset_data)
+                self._sizes.append(member.size)
+            end = archive.offset
+        self._firsts.append(len(self._endings))
+        with self._path.open("rb") as file:
+            file.seek(end)
+            # tarfile takes a damaged header, too, for the end of the file, which is two blocks of zeros.
+            if not self._keys or file.read(1024) != bytes(1024):
+                raise tarfile.TarError(f"empty, damaged or cut off at byte {end}")
+
     def __len__(self) -> int:
-        return len(self._index.keys)
+        return len(self._keys)
 
     def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        self._state.check()
-        try:
-            # Opened for each batch: thousands of shards would need as many handles.
-            with self._state.path.open("rb") as file:
-                return [self._row(file.fileno(), number) for number in numbers]
-        except OSError as error:
-            raise DataError(f"{self.label} cannot be read ({error.strerror}); check the disk") from None
+        # Opened for each batch: thousands of shards would need as many handles.
+        with reading(self._path), self._path.open("rb") as file:
+            return [self._row(file.fileno(), number) for number in numbers]
 
     def name_of(self, number: int) -> str:
-        return f"{self.label} '{self._index.key(number)}'"
+        return f"{self.label} '{self._keys[number]}'"
 
     def _row(self, handle: int, number: int) -> Cells:
-        members, where = self._index.members(number), self.name_of(number)
+        where = self.name_of(number)
+        members = {self._endings[i]: i for i in range(self._firsts[number], self._firsts[number + 1])}
 
         def content(ending: str) -> Any:
-            offset, size = members[ending]
-            return _decoded(ending, os.pread(handle, size, offset), where=where)
+            i = members[ending]
+            return _decoded(ending, os.pread(handle, self._sizes[i], self._offsets[i]), where=where)
 
-        if self._wanted is None:
-            found = {KEY: self._index.key(number)}
-            for ending in members:
-                value = content(ending)
-                found |= value if ending == "json" and isinstance(value, dict) else {ending: value}
-            return found
-        found = {}
-        described: Cells | None = None
-        for key, name in self._wanted:
-            if name == KEY:
-                found[name] = self._index.key(number)
-                continue
-            # As in WebDataset, of a name such as "jpg;png" the first that a row has.
-            names = name.split(";")
-            ending = next((one for each in names for one in (each, each.lower()) if one in members), None)
+        described: Any = None
+        found: Cells = {_KEY: self._keys[number]}
+        for key, name in [(None, ending) for ending in members] if self._columns is None else self._columns:
+            names = [one for each in name.split(";") for one in (each, each.lower())]
+            ending = next((one for one in names if one in members), None)
             if ending is not None:
                 found[name] = content(ending)
-            else:
-                if described is None:
-                    described = content("json") if "json" in members else {}
-                keys = described if isinstance(described, dict) else {}
-                in_json = next((one for one in names if one in keys), None)
+            elif name != _KEY:
+                described = described or (content("json") if "json" in members else {})
+                in_json = next((one for one in names if one in described), None)
                 if in_json is None:
-                    raise missing_cell(where, key, names[0], [*members, *keys])
-                found[name] = keys[in_json]
+                    raise missing_column(where, key, names[0], [*members, *described])
+                found[name] = described[in_json]
+        if self._columns is None and isinstance(found.get("json"), dict):
+            found |= found.pop("json")
         return found
 
 
@@ -92,5 +102,5 @@ def _decoded(ending: str, content: bytes, *, where: str) -> Any:
     try:
         text = content.decode("utf-8")
         return json.loads(text) if ending == "json" else text.strip() if ending == "cls" else text
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadRecordError(f"{where} has a .{ending} that cannot be read ({error}); fix or remove it") from None

@@ -48,7 +48,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
             (inputs, targets), rows with an index (a `grain.MapDataset`, or an object with `__len__` and `__getitem__`
             whose rows are dicts or pairs), a `Data`, or an iterable of batches.
         validation: Rows for evaluation in one of these forms, or the share of the rows that are kept for it, between
-            0 and 1 (refused for a `Data` that has held-out rows); None: those of a `Data`, else none.
+            0 and 1; None: those of a `Data`, else none.
         seed: Decides which rows such a share holds.
         counts_tokens: Whether progress counts the tokens of `inputs` [L] instead of rows.
 
@@ -57,51 +57,82 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
         batches of an iterable by their shapes.
 
     Raises:
-        DataError: The rows are empty, hold something other than numbers, or are batches: a `grain.MapDataset` that ends
-            in `batch`, or a list that looks like one of batches.
+        DataError: The rows are empty, or hold something other than numbers.
         ConfigError: `given` or `validation` is something else.
     """
     if isinstance(given, Data):
-        return given if validation is None else _with_validation(given, validation, seed=seed)
-    stream = _stream(given)
-    if stream is not None:
-        return _with_validation(_stream_data(stream), validation, seed=seed)
-    rows, identity, shown = _rows(given, "data")
-    row = rows[0]
-    inputs = row.get("inputs") if isinstance(row, Mapping) else None
-    shape: tuple[int, ...] = np.shape(inputs) if isinstance(inputs, (np.ndarray, np.generic)) else ()
-    is_tokens = counts_tokens and shape != ()
-    data = Data(
-        train=rows,
-        validation=None,
-        fingerprint=identity,
-        vocab_size=None,
-        num_outputs=None,
-        input_shape=shape,
-        unit="tokens" if is_tokens else "examples",
-        units_per_row=_num_tokens(row) if is_tokens and row is not None else 1,
-        tokenizer=None,
-        description=(shown,),
-    )
-    return _with_validation(data, validation, seed=seed)
+        data = given
+    elif _is_stream(given):
+        data = _stream_data(BatchStream(given))
+    else:
+        rows, identity, shown = _rows(given, "data")
+        row: Any = rows[0]
+        inputs = row.get("inputs")
+        shape: tuple[int, ...] = np.shape(inputs) if isinstance(inputs, (np.ndarray, np.generic)) else ()
+        data = Data(rows, None, identity, input_shape=shape, description=(shown,))
+        if counts_tokens and shape:
+            # All ids, which pairs of answers [2, L] have of two texts, or the length [L, ...].
+            size = inputs.size if np.issubdtype(inputs.dtype, np.integer) else shape[0]
+            data = replace(data, unit="tokens", units_per_row=size)
+    if validation is None:
+        return data if isinstance(given, Data) or isinstance(data.train, BatchStream) else _described(data)
+    if isinstance(validation, float):
+        return _with_share(data, validation, seed=seed)
+    rows, identity, _ = _rows(validation, "validation")
+    wanted = data.train.spec() if isinstance(data.train, BatchStream) else data.train[0]
+    if jax.tree.structure(rows[0]) != jax.tree.structure(wanted):
+        raise DataError(
+            f"validation holds {', '.join(_entries(rows[0]))}, but data holds {', '.join(_entries(wanted))}; give both "
+            "the same entries"
+        )
+    held_out = {"num_validation_rows": len(rows), "validation": identity}
+    return _described(replace(data, validation=rows, fingerprint={**data.fingerprint, **held_out}))
+
+
+def rows_of(given: Any) -> "grain.MapDataset":
+    """Rows to evaluate, in the forms of `data_of` that can be read by index."""
+    return _rows(given, "data")[0]
+
+
+def called_data(made: Any, *, label: str) -> Data:
+    """Makes a `Data` of what the function `label` returned.
+
+    It may be a `Data`, a dict of arrays with the entry `inputs`, rows first, or a dict of two such dicts, `train` and
+    `validation`; a DataError where it is something else.
+    """
+    if isinstance(made, Data):
+        return made
+    parts = made if isinstance(made, Mapping) and "train" in made else {"train": made}
+    if not all(isinstance(part, Mapping) and "inputs" in part for part in parts.values() if part is not None):
+        raise DataError(
+            f"data.call={label} returned {_kind(made)}; return a jaxtrain.Data, {{'inputs': x, 'targets': y}}, "
+            "rows first, or {'train': {...}, 'validation': {...}} of such dicts"
+        )
+    train = host_arrays(parts["train"], where=f"data.call={label}: train")
+    data = data_of(train, validation=parts.get("validation"))
+    sides = [data.train.columns] + ([] if data.validation is None else [data.validation.columns])  # pyright: ignore
+    inputs, targets = sides[0]["inputs"], sides[0].get("targets")
+    classes = [side["targets"] for side in sides if _are_whole(side.get("targets"), ndim=1)]
+    if _are_whole(inputs, ndim=2) and _are_whole(targets, ndim=2) and inputs.shape == targets.shape:
+        data = replace(data, unit="tokens", units_per_row=inputs.shape[1])
+    elif classes and classes[0] is targets:
+        data = replace(data, num_outputs=int(max(side.max() for side in classes)) + 1)
+    shape = jax.tree.leaves(inputs)[0].shape[1:]
+    return replace(data, input_shape=shape, description=(f"{label}: {data.description[0]}", *data.description[1:]))
+
+
+def _are_whole(values: Any, *, ndim: int) -> bool:
+    return isinstance(values, np.ndarray) and values.ndim == ndim and np.issubdtype(values.dtype, np.integer)
 
 
 def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
-    """Returns rows in one of the forms of `data_of`, with the entries that `columns` names and no others.
+    """Returns rows in one of the forms of `data_of` (`name` in messages) with the entries that `columns` names alone.
 
-    Args:
-        given: Rows whose entries have other names; a share, a pair or None is returned as it is.
-        columns: Our name of an entry -> what it is called there.
-        name: Of the argument, in messages.
-
-    Raises:
-        DataError: A row has no such entry.
-        ConfigError: It is an iterable of batches.
+    `columns` are our name of an entry -> what it is called there; a share, a pair or None is returned as it is.
     """
     import grain
 
     from jaxtrain.data.rows import ArrayRows
-    from jaxtrain.data.sources.batched import check_not_batched
 
     def pick(row: Any) -> dict[str, Any]:
         held = named_entries(row)
@@ -118,57 +149,32 @@ def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
     if isinstance(given, ArrayRows):
         return ArrayRows(pick(given.columns))
     if isinstance(given, grain.MapDataset):
-        check_not_batched(given, name)
         return given.map(pick)
-    if isinstance(given, list):
-        return [pick(row) for row in given]
     if isinstance(given, IndexedDataset):
-        return _PickedRows(given, pick)
+        return _Mapped(given, lambda row, _: pick(row))
     raise ConfigError(f"columns are of rows with an index, and {name} is {_kind(given)}; let it give our names")
 
 
-class _PickedRows:
-    """Rows of a dataset, each through a function."""
+class _Mapped:
+    """Rows of a dataset, each through a function of (row, its number)."""
 
-    def __init__(self, dataset: IndexedDataset, pick: Callable[[Any], dict[str, Any]]):
-        self._dataset = dataset
-        self._pick = pick
+    def __init__(self, dataset: IndexedDataset, change: Callable[[Any, int], Batch]):
+        self._dataset, self._change = dataset, change
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._pick(self._dataset[index])
+    def __getitem__(self, index: Any) -> Batch:
+        return self._change(self._dataset[int(index)], int(index))
 
 
-def rows_of(given: Any) -> "grain.MapDataset":
-    """Rows to evaluate, in the forms of `data_of` that can be read by index.
-
-    Raises:
-        DataError: The rows are empty, or hold something other than numbers.
-        ConfigError: `given` is something else.
-    """
-    if _stream(given) is not None:
-        raise ConfigError(
-            f"data is {_kind(given)}, which does not say how many rows it has; give rows with an index (a dict of "
-            "arrays, a dataset)"
-        )
-    return _rows(given, "data")[0]
-
-
-def _num_tokens(row: Mapping[str, Any]) -> int:
-    """The tokens of `inputs`: all ids, which pairs of answers [2, L] have of two texts, or the length [L, ...]."""
-    inputs = row["inputs"]
-    return inputs.size if np.issubdtype(inputs.dtype, np.integer) else next(iter(inputs.shape), 1)
-
-
-def _stream(given: Any) -> BatchStream | None:
-    """The batches of an iterable that has no index; None for the other forms."""
+def _is_stream(given: Any) -> bool:
+    """Returns whether something is an iterable of batches that has no index."""
     import grain
 
     if isinstance(given, (Mapping, tuple, str, np.ndarray, jax.Array, grain.MapDataset, IndexedDataset)):
-        return None
-    return BatchStream(given) if isinstance(given, Iterable) else None
+        return False
+    return isinstance(given, Iterable)
 
 
 def _stream_data(stream: BatchStream) -> Data:
@@ -184,120 +190,52 @@ def _stream_data(stream: BatchStream) -> Data:
         train=stream,
         validation=None,
         fingerprint={"kind": "batches", "entries": _entries(spec)},
-        vocab_size=None,
-        num_outputs=None,
         input_shape=tuple(found.shape[1:]) if isinstance(found, jax.ShapeDtypeStruct) else (),
-        unit="examples",
-        units_per_row=1,
-        tokenizer=None,
-        description=(
-            f"an iterable of batches ({_shown(spec)}), {again}",
-            "no fingerprint: a run that goes on skips the batches of the steps that are done, and equals an "
-            "uninterrupted one if the iterable gives the same batches again",
-        ),
+        description=(f"an iterable of batches ({_shown(spec)}), {again}",),
     )
 
 
 def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str]":
-    """Rows with an index, the JSON values that identify them, and a line about them.
-
-    Args:
-        given: what was passed.
-        name: of the argument, in messages.
-    """
+    """Rows with an index, the JSON values that identify them, and a line about them."""
     import grain
 
     from jaxtrain.data.rows import ArrayRows
-    from jaxtrain.data.sources.batched import check_no_list_of_batches, check_not_batched, looks_like_batches
 
+    kind = type(given).__name__
     given = named_entries(given)
-    if isinstance(given, tuple) and type(given) is tuple:
-        if len(given) != 2:
-            raise ConfigError(f"{name} is a tuple of {len(given)}, not a pair (inputs, targets); give {_FORMS}")
+    if type(given) is tuple and len(given) == 2:
         given = {"inputs": given[0], "targets": given[1]}
     if isinstance(given, Mapping):
-        columns = ArrayRows(host_arrays(given, where=name))
-        return _not_empty(columns, name), _array_identity(columns), _line(columns, "arrays")
-    if isinstance(given, ArrayRows):
-        rows = _not_empty(given, name)
-        return rows, _array_identity(given), _line(rows, "arrays")
-    if isinstance(given, grain.MapDataset):
-        rows = _not_empty(given, name)
-        check_not_batched(rows, name)
-        return rows, _dataset_identity(rows), _line(rows, type(given).__name__) + looks_like_batches(rows, given)
+        given = ArrayRows(host_arrays(given, where=name))
     if hasattr(given, "iloc"):  # a table of pandas, whose [0] is a column
         raise ConfigError(
             f"{name} is {_kind(given)} of pandas, which does not say what is predicted; write "
             f"{name}=(table[['a', 'b']].to_numpy(), table['y'].to_numpy())"
         )
-    if isinstance(given, IndexedDataset) and not isinstance(given, (str, bytes, np.ndarray, jax.Array)):
-        rows = _not_empty(_dataset_rows(given, name), name)
-        if isinstance(given, list):
-            check_no_list_of_batches(rows, name, shown=_shown(rows[0]))
-        identity = _dataset_identity(rows)
-        drawn = (
-            "" if "sha256" in identity else "; rows are drawn anew when they are read, so a resumed run reads others"
-        )
-        return rows, identity, _line(rows, type(given).__name__) + drawn + looks_like_batches(rows, given)
-    shown = f"an array {list(given.shape)}" if isinstance(given, (np.ndarray, jax.Array)) else _kind(given)
-    raise ConfigError(f"{name} is {shown}; give {_FORMS}")
-
-
-def _dataset_rows(dataset: IndexedDataset, name: str) -> "grain.MapDataset":
-    """The rows of a dataset of another library as a `grain.MapDataset`."""
-    import grain
-
-    return grain.MapDataset.source(_HostRows(dataset, name))
-
-
-class _HostRows:
-    """Rows of another library's dataset as dicts of NumPy arrays."""
-
-    def __init__(self, dataset: IndexedDataset, name: str):
-        self._dataset = dataset
-        self._name = name
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: Any) -> Batch:
-        return host_arrays(self._dataset[int(index)], where=f"row {int(index)} of {self._name}")
-
-
-def _with_validation(data: Data, validation: Any, *, seed: int) -> Data:
-    """The data with rows for evaluation; the fingerprint identifies them as it does rows for training."""
-    if validation is None:
-        rows = None
-    elif isinstance(validation, float) and not isinstance(validation, bool):
-        return _with_share(data, validation, seed=seed)
-    elif isinstance(validation, Data):
-        raise ConfigError("validation is a jaxtrain.Data; give its rows, validation=data.validation, or a share: 0.1")
-    elif _stream(validation) is not None:
-        raise ConfigError(
-            f"validation is {_kind(validation)}, which cannot be read again at each evaluation; give rows with an "
-            "index (a dict of arrays, a dataset), or a share of the rows: validation=0.1"
-        )
+    if isinstance(given, grain.MapDataset):
+        rows = given
+    elif isinstance(given, IndexedDataset) and not isinstance(given, (tuple, str, bytes, np.ndarray, jax.Array)):
+        source = _Mapped(given, lambda row, i: host_arrays(row, where=f"row {i} of {name}"))
+        rows = grain.MapDataset.source(source)
     else:
-        rows, identity, _ = _rows(validation, "validation")
-        _check_same_entries(data, rows)
-        held_out = {"num_validation_rows": len(rows), "validation": identity}
-        data = replace(data, validation=rows, fingerprint={**data.fingerprint, **held_out})
-    return data if isinstance(data.train, BatchStream) and rows is None else _described(data)
+        shown = f"an array {list(given.shape)}" if isinstance(given, (np.ndarray, jax.Array)) else _kind(given)
+        raise ConfigError(f"{name} is {shown}; give {_FORMS}")
+    if len(rows) == 0:
+        raise DataError(f"{name} has no rows; give at least one")
+    if not isinstance(rows[0], Mapping):
+        raise DataError(f"a row of {name} is {_kind(rows[0])}, not a dict of entries such as 'inputs' and 'targets'")
+    if isinstance(rows, ArrayRows):
+        return rows, _array_identity(rows), f"arrays: {_shown(rows[0])}"
+    identity = _dataset_identity(rows)
+    drawn = "" if "sha256" in identity else "; rows are drawn anew when they are read, so a resumed run reads others"
+    return rows, identity, f"{kind}: {_shown(rows[0])}{drawn}"
 
 
 def _with_share(data: Data, share: float, *, seed: int) -> Data:
-    if not 0 < share < 1:
-        raise ConfigError(f"validation={share:g}; use a share of the rows between 0 and 1, such as 0.1, or give rows")
-    if data.validation is not None:
+    if not 0 < share < 1 or data.validation is not None or isinstance(data.train, BatchStream):
         raise ConfigError(
-            f"validation={share:g} takes a share of the training rows, and the jaxtrain.Data has "
-            f"{len(data.validation):,} held-out rows: leave validation out to use these, or give data as "
-            "dataclasses.replace(data, validation=None)"
-        )
-    if isinstance(data.train, BatchStream):
-        raise ConfigError(
-            f"validation={share:g} takes a share of rows with an index, and data is an iterable of batches; give the "
-            "rows for validation themselves: validation={'inputs': x, 'targets': y}"
+            f"validation={share:g} takes a share between 0 and 1 of rows with an index, which have no held-out ones; "
+            "give the rows themselves: validation={'inputs': x, 'targets': y}"
         )
     from jaxtrain.data.rows import split_rows
 
@@ -315,32 +253,6 @@ def _described(data: Data) -> Data:
     return replace(data, description=(*data.description, counts))
 
 
-def _check_same_entries(data: Data, rows: "grain.MapDataset") -> None:
-    """Raises a DataError where rows for evaluation have other entries than those for training."""
-    if isinstance(data.train, BatchStream):
-        wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data.train.spec())
-    else:
-        wanted = data.train[0]
-    found = rows[0]
-    if jax.tree.structure(found) != jax.tree.structure(wanted):
-        raise DataError(
-            f"validation holds {', '.join(_entries(found))}, but data holds {', '.join(_entries(wanted))}; give both "
-            "the same entries"
-        )
-
-
-def _not_empty(rows: "grain.MapDataset", name: str) -> "grain.MapDataset":
-    if len(rows) == 0:
-        raise DataError(f"{name} has no rows; give at least one")
-    if not isinstance(rows[0], Mapping):
-        raise DataError(f"a row of {name} is {_kind(rows[0])}, not a dict of entries such as 'inputs' and 'targets'")
-    return rows
-
-
-def _line(rows: "grain.MapDataset", kind: str) -> str:
-    return f"{kind}: {_shown(rows[0])}"
-
-
 def _entries(tree: Any) -> dict[str, str]:
     """Entry -> its dtype and shape, as text."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -354,8 +266,7 @@ def _shown(tree: Any) -> str:
 def _array_identity(rows: "ArrayRows") -> dict[str, Any]:
     """What identifies arrays: all of their numbers, or those of some rows where reading all would take long."""
     columns, num_rows = rows.columns, len(rows)
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(columns))
-    if num_bytes > _DIGESTED_BYTES:
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(columns)) > _DIGESTED_BYTES:
         columns = rows.gather(np.linspace(0, num_rows - 1, min(num_rows, _DIGESTED_ROWS)).astype(np.int64))
     return {"kind": "arrays", "num_rows": num_rows, "sha256": _digest(columns)}
 
@@ -383,8 +294,6 @@ def _digest(tree: Any) -> str:
 def _kind(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if callable(value) and not isinstance(value, type):
+    if callable(value):
         return f"a function ({getattr(value, '__name__', type(value).__name__)}); call it first"
-    if value is None or isinstance(value, (str, int, float)):
-        return repr(value)
-    return f"an instance of {type(value).__name__}"
+    return repr(value) if value is None or isinstance(value, (str, int, float)) else f"a {type(value).__name__}"

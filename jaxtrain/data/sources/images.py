@@ -1,30 +1,36 @@
-"""Image files in one folder per class; an image is decoded when its row is read."""
+"""Images with a class each, in folders or in files of rows; an image is decoded when its row is read."""
 
-import functools
 import hashlib
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
 
-from jaxtrain.config.data import ImageFolderData
-from jaxtrain.data.examples import Examples, matching_reading, split_examples
-from jaxtrain.data.files import FileState, file_state, files_below, require_folder
+from jaxtrain.config.data import ImageFolderData, ImageRecordsData
+from jaxtrain.data.files import files_below, require_folder
+from jaxtrain.data.formats.arrow import with_names
+from jaxtrain.data.formats.open import find_rows, named_classes, open_file, open_rows, pass_over_file
+from jaxtrain.data.formats.reader import Reader, good_value, missing_column
+from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.rows import grain_seed
 from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
+from jaxtrain.data.sources.dataset import Data, example_data
+from jaxtrain.data.text.records import class_name, class_names, numbered, saved_classes
 from jaxtrain.errors import DataError
 
 if TYPE_CHECKING:
     from PIL import Image
 
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-_TRAIN, _VALIDATION = "train", "val"
-# Names, in lower case, of folders that are parts of a dataset and no classes, where they hold folders of images.
+# Names, in lower case, of folders that are parts of a dataset and no classes.
 _PARTS = ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")
+# Usual names of columns.
+_IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "image.jpg", "image_bytes", "image/encoded")
+_LABELS = ("label", "labels", "cls", "class", "fine_label", "image/class/label")
 
 # Mean and deviation of ImageNet's channels, which published ImageNet models use.
 _MEAN = np.array([0.485, 0.456, 0.406], np.float32)
@@ -41,23 +47,12 @@ _CENTER = 224 / 256
 # The EXIF entry that says how a camera was held, and its values for one held on its side.
 _ORIENTATION, _ON_SIDE = 0x0112, (5, 6, 7, 8)
 
-# A file of kilobytes can claim gigapixels; ImageNet's largest image has 43 million.
-_MAX_PIXELS = 2**28
-
 Box = tuple[float, float, float, float]
+# Number of an image -> what it is called in messages, and its file or its bytes as a file in memory.
+_Encoded = Callable[[int], tuple[str, Any]]
 
 
-class _Image(NamedTuple):
-    """An image of a listing; the path comes first, which names a row."""
-
-    path: Path
-    label: int
-    # Number among the images of its part, from 0.
-    place: int
-    state: FileState
-
-
-def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Examples:
+def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Data:
     """Lists a folder of images.
 
     Training rows are random crops, half of them flipped, which depend on seed, epoch and row; validation rows are the
@@ -74,54 +69,125 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
 
     Raises:
         DataError: There are no images, or fewer than two classes. Reading a row raises it where the image cannot be
-            decoded and is not to be skipped, too many were skipped, or the file changed since.
+            decoded and is not to be skipped, or too many were skipped.
     """
     root = require_folder(config.path, what="data.path")
-    reading = matching_reading(reading, kind="image_folder")
-    parted = (root / _TRAIN).is_dir()
-    folder = root / _TRAIN if parted else root
-    classes = _classes(folder) if reading is None else list(reading["classes"])
-    owner = f"{_TRAIN}/" if reading is None else "the run"
-    train = _list(folder, classes, owner=owner, may_lack=reading is not None)
-    validation = None
-    if parted and (root / _VALIDATION).is_dir():
+    parted = (root / "train").is_dir()
+    folder = root / "train" if parted else root
+    classes = saved_classes(reading, config.kind)
+    listed = _listed(folder, classes or _classes(folder), may_lack=classes is not None)
+    classes = classes or _classes(folder)
+    if parted and (root / "val").is_dir():
         # A validation folder may lack a rare class; a training folder of a class without images is a mistake.
-        validation = _list(root / _VALIDATION, classes, owner=owner, may_lack=True)
-    listed = train + (validation or [])
-    if validation is None:
-        kept, held_out = split_examples(
-            len(train), validation_fraction=config.validation_fraction, label=f"data.path {root}"
-        )
-        train, validation = [train[i] for i in kept], [train[i] for i in held_out]
-    skipped = skipped_records(str(root), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
-    images = [_placed(part) for part in (train, validation)]
-    readers = [_Reader(part, config.image_size, skipped, num_images=len(listed)) for part in images]
-    size = config.image_size
-    # Without augmentation, training reads images as evaluation does.
-    train_rows = (
-        grain.MapDataset.source(images[0]).random_map(_Augmented(readers[0]), seed=grain_seed(seed))
-        if config.augment
-        else grain.MapDataset.source(images[0]).map(_Centered(readers[0]))
+        held_out = _listed(root / "val", classes, may_lack=True)
+        sides = np.arange(len(listed)), len(listed) + np.arange(len(held_out))
+        listed += held_out
+    else:
+        sides = split_examples(len(listed), validation_fraction=config.validation_fraction, label=f"data.path {root}")
+    digest = hashlib.sha256()
+    for path, label in listed:
+        # Names and sizes: hashing the pixels of ImageNet would take half an hour at every start.
+        digest.update(_bytes(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0{label}\n"))
+    return _image_data(
+        config,
+        lambda number: (str(listed[number][0]), listed[number][0]),
+        np.array([label for _, label in listed], np.int32),
+        sides,
+        seed=seed,
+        identity={"files_sha256": digest.hexdigest()},
+        classes=classes,
     )
-    return Examples(
-        train=train_rows,
-        validation=grain.MapDataset.source(images[1]).map(_Centered(readers[1])) if validation else None,
-        num_outputs=len(classes),
-        input_shape=(size, size, 3),
+
+
+def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Data:
+    """Opens images in files of rows (tar shards, Parquet, Arrow); rows are those of `open_image_folder`.
+
+    Args:
+        config: Which files.
+        seed: Decides the augmentation.
+        reading: Class names of the images that a model was trained on; None: those of the data.
+
+    Raises:
+        DataError: There are no images, fewer than two classes, or a file is damaged or lacks a column. Reading a row
+            raises it where the image cannot be decoded and is not to be skipped.
+    """
+    parts = [find_rows(config.path, what="data.path")]
+    if config.validation_path is not None:
+        parts.append(find_rows(config.validation_path, what="data.validation_path"))
+    files = [file for part in parts for file in part]
+    # The first file with rows: writers in parallel leave empty ones.
+    first_rows = next((found for file in files if len(found := open_file(file, None))), None)
+    if first_rows is None:
+        raise DataError(f"{config.path} has no rows; give a file with images")
+    image = _column(first_rows, "image", config.image, _IMAGES)
+    label = _column(first_rows, "label", config.label, _LABELS)
+    if config.image is None and all(file.format == "tar" for file in files):
+        # A shard may hold .jpg beside .png; a row of both is read as the first row is.
+        image = ";".join(dict.fromkeys([image, *_IMAGES]))
+    reader = open_rows(files, [("image", image)], label=config.path)
+    own, named = saved_classes(reading, config.kind), named_classes(files[0], label)
+    labels = [
+        [
+            class_name(with_names(row[label], named or ()), where=where, column=label)
+            for file in part
+            for where, row in pass_over_file(file, [("label", label)])
+        ]
+        for part in parts
+    ]
+    together = [name for part in labels for name in part]
+    classes = class_names(together, label=config.path, known=own, named=named)
+    if len(classes) < 2:
+        raise DataError(f"{config.path} has images of one class ('{classes[0]}'); set data.label to another column")
+    sides = np.arange(len(labels[0])), np.arange(len(labels[0]), len(together))
+    if len(parts) == 1:
+        fraction = config.validation_fraction
+        sides = split_examples(len(together), validation_fraction=fraction, label=config.path)
+    targets = numbered(together, classes)
+    return _image_data(
+        config,
+        lambda number: _encoded(reader, image, number),
+        targets,
+        sides,
+        seed=seed,
         identity={
-            "kind": "image_folder",
-            "classes_sha256": hashlib.sha256(_bytes_of("\0".join(classes))).hexdigest(),
-            # Names and sizes: hashing the pixels of ImageNet would take half an hour at every start.
-            "files_sha256": _listing_sha256(listed, root=root),
+            "files": [file.identity for file in files],
+            "columns": [image, label],
+            "targets_sha256": hashlib.sha256(targets.tobytes()).hexdigest(),
+        },
+        classes=classes,
+    )
+
+
+def _image_data(
+    config: ImageFolderData | ImageRecordsData,
+    encoded: _Encoded,
+    targets: np.ndarray,
+    sides: tuple[np.ndarray, np.ndarray],
+    *,
+    seed: int,
+    identity: dict[str, Any],
+    classes: list[str],
+) -> Data:
+    size, path = config.image_size, config.path
+    skipped = skipped_records(path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
+    images = [_Images(encoded, targets, side, size, skipped) for side in sides]
+    train, validation = (grain.MapDataset.source(range(len(side))) for side in sides)
+    crops = train.random_map(_Augmented(images[0]), seed=grain_seed(seed)) if config.augment else None
+    return example_data(
+        train.map(_Centered(images[0])) if crops is None else crops,
+        validation.map(_Centered(images[1])) if len(sides[1]) else None,
+        identity={
+            "kind": config.kind,
+            "classes_sha256": hashlib.sha256(_bytes("\0".join(classes))).hexdigest(),
+            **identity,
             "image_size": size,
             "augment": config.augment,
         },
-        description=(
-            f"{root}: images of {len(classes)} classes, {size}x{size} pixels",
-            *(_others(root) if parted else ()),
-        ),
-        reading={"kind": "image_folder", "classes": classes},
-        skipped=skipped,
+        description=(f"{path}: images of {len(classes)} classes ({_few(classes)}), {size}x{size} pixels",),
+        num_outputs=len(classes),
+        input_shape=(size, size, 3),
+        reading={"kind": config.kind, "classes": classes},
+        skipped=() if skipped is None else (skipped,),
     )
 
 
@@ -131,15 +197,10 @@ def image_files(folder: Path) -> list[Path]:
     Raises:
         DataError: There is none.
     """
-    files = _files_below(folder)
+    files = [file for file in files_below(folder) if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise DataError(f"{folder} holds no image; give a folder with files ({' '.join(sorted(_SUFFIXES))})")
     return files
-
-
-def is_image_file(file: Path) -> bool:
-    """Returns whether the name of a file ends as that of an image."""
-    return file.suffix.lower() in _SUFFIXES
 
 
 def centered_images(files: Sequence[Path], *, image_size: int) -> grain.MapDataset:
@@ -147,238 +208,172 @@ def centered_images(files: Sequence[Path], *, image_size: int) -> grain.MapDatas
 
     Reading a row raises a DataError where the image cannot be decoded.
     """
-    images = _placed([(file_state(file), 0) for file in files])
-    return grain.MapDataset.source(images).map(_Centered(_Reader(images, image_size, None, num_images=len(images))))
+    numbers = np.arange(len(files))
+    images = _Images(lambda number: (str(files[number]), files[number]), numbers, numbers, image_size, None)
+    return grain.MapDataset.source(range(len(files))).map(_Centered(images))
+
+
+def _bytes(names: str) -> bytes:
+    return names.encode("utf-8", errors="surrogateescape")  # names of files need not be UTF-8
+
+
+def _folders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def _classes(folder: Path) -> list[str]:
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    classes = _folders(folder)
     if len(classes) < 2:
-        raise DataError(
-            f"{folder} holds {len(classes)} class folders; give a folder with one folder per class, at least 2"
-        )
+        raise DataError(f"{folder} holds {len(classes)} class folders; give one folder per class, at least 2")
     parts = [name for name in classes if name.lower() in _PARTS]
-    if len(parts) > 1 and not any(is_image_file(path) for name in parts for path in (folder / name).iterdir()):
-        raise DataError(
-            f"{folder} holds {' and '.join(parts)}, which are named as parts of a dataset and not as classes; name "
-            f"them {_TRAIN}/ and {_VALIDATION}/, or give one of them as data.path"
-        )
+    if len(parts) > 1 and all(_folders(folder / name) for name in parts):
+        raise DataError(f"{folder} holds {' and '.join(parts)}, which are no classes; name them train/ and val/")
     return classes
 
 
-def _others(root: Path) -> list[str]:
-    """Returns the folders beside train/ that are not read, as a line of the description where there are any."""
-    others = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    others = [f"{name}/" for name in others if name not in (_TRAIN, _VALIDATION)]
-    if not others:
-        return []
-    held_out = f"{_VALIDATION}/, or else some of {_TRAIN}/"
-    return [f"not read: {few(others)} beside {_TRAIN}/ (held-out images are those of {held_out})"]
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """Returns the image files in a folder and below it.
-
-    Raises:
-        DataError: A link leads to nothing: the data would be smaller than it looks, without a word.
-    """
-    for path in folder.rglob("*"):
-        if is_image_file(path) and path.is_symlink() and not path.exists() and not path.name.startswith("."):
-            raise DataError(f"image {path} is a link to nothing; restore the file that it leads to, or remove it")
-    return [path for path in files_below(folder) if is_image_file(path)]
-
-
-def _placed(listed: Sequence[tuple[FileState, int]]) -> list[_Image]:
-    return [_Image(state.path, label, place, state) for place, (state, label) in enumerate(listed)]
-
-
-def _bytes_of(text: str) -> bytes:
-    """Returns the bytes of a text with names of files, which need not be UTF-8."""
-    return text.encode("utf-8", errors="surrogateescape")
-
-
-def _list(folder: Path, classes: Sequence[str], *, owner: str, may_lack: bool) -> list[tuple[FileState, int]]:
-    unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
-    unknown = [name for name in unknown if not name.startswith(".")]
-    if unknown:
-        raise DataError(f"{folder / unknown[0]} is a class that {owner} does not have; its classes are {few(classes)}")
-    listed: list[tuple[FileState, int]] = []
+def _listed(folder: Path, classes: Sequence[str], *, may_lack: bool) -> list[tuple[Path, int]]:
+    """Returns the images of a folder of class folders, with the number of their class."""
+    unknown = next((name for name in _folders(folder) if name not in classes), None)
+    if unknown is not None:
+        raise DataError(f"{folder / unknown} is a class that training does not have; its classes are {_few(classes)}")
+    listed: list[tuple[Path, int]] = []
     for label, name in enumerate(classes):
-        if (folder / name).is_symlink() and folder.resolve().is_relative_to((folder / name).resolve()):
-            raise DataError(f"{folder / name} links to a folder that it lies in; remove the link")
-        files = _files_below(folder / name)
-        if not files and not may_lack:
-            raise DataError(f"{folder / name} holds no image; add files ({' '.join(sorted(_SUFFIXES))}) or remove it")
-        listed += [(file_state(file), label) for file in files]
-    if not listed:
-        raise DataError(f"{folder} holds no image; add files ({' '.join(sorted(_SUFFIXES))}) or remove it")
+        if (folder / name).is_dir() or not may_lack:
+            listed += [(file, label) for file in image_files(folder / name)]
     return listed
 
 
-def few(names: Sequence[str]) -> str:
-    """Returns the first names of a list, as text."""
+def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _listing_sha256(listed: Sequence[tuple[FileState, int]], *, root: Path) -> str:
-    digest = hashlib.sha256()
-    for state, label in listed:
-        digest.update(_bytes_of(f"{state.path.relative_to(root).as_posix()}\0{state.num_bytes}\0{label}\n"))
-    return digest.hexdigest()
+def _column(reader: Reader, key: str, given: str | None, usual: Sequence[str]) -> str:
+    """Returns the column of the image or of the class."""
+    there = list(reader.rows([0])[0])
+    name = given or next((one for one in usual if one in there), None)
+    # The names of members are lower-case, and one may be any of several: data.image=jpg;png.
+    if name is None or not {*there}.intersection(one for each in name.split(";") for one in (each, each.lower())):
+        raise missing_column(reader.name_of(0), key, name or usual[0], there)
+    return name
 
 
-class _Reader:
-    """Reads images of a part, scaled to a square; the next good one takes the place of a bad one that is skipped.
+def _encoded(reader: Reader, column: str, number: int) -> tuple[str, Any]:
+    """Returns where an image is from, and its bytes as a file."""
+    name, value = reader.name_of(number), reader.rows([number])[0][column]
+    # `datasets` keeps an image as its bytes and the path that it had.
+    value = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(value, bytes):
+        raise BadRecordError(
+            f"{name} column '{column.partition(';')[0]}' holds a value of type {type(value).__name__}, not an encoded "
+            "image; set data.image, or save the images themselves and not their paths"
+        )
+    return f"in {name}", io.BytesIO(value)
 
-    Which one that is follows from the files alone, so every process finds the same without asking another.
+
+class _Images:
+    """Reads images of one side of the split; the next good one takes the place of a bad one that is skipped.
+
+    Args:
+        encoded: Finds an image.
+        targets: Class of each image, int32.
+        numbers: Which of them are on this side, int64.
+        size: Side of the square that they are scaled to, in pixels.
+        skipped: Counts the bad ones; None: a bad one is an error.
     """
 
-    def __init__(self, images: Sequence[_Image], size: int, skipped: SkippedRecords | None, *, num_images: int):
-        self._images, self._size, self._skipped, self._num_images = images, size, skipped, num_images
+    def __init__(
+        self, encoded: _Encoded, targets: np.ndarray, numbers: np.ndarray, size: int, skipped: SkippedRecords | None
+    ):
+        self._encoded, self._targets, self._numbers, self._size, self._skipped = (
+            encoded,
+            targets,
+            numbers,
+            size,
+            skipped,
+        )
 
-    def read(self, image: _Image, choose_box: Callable[[int, int], Box]) -> tuple["Image.Image", int]:
-        """Returns the part of an image that `choose_box(width, height)` returns, and the label of the image."""
-        for offset in range(len(self._images)):
-            found = self._images[(image.place + offset) % len(self._images)]
-            found.state.check()
-            try:
-                return read_part(found.path, choose_box, size=self._size), found.label
-            except BadRecordError as error:
-                if self._skipped is None:
-                    raise
-                self._skipped.add(error, of=self._num_images)
-        raise DataError(f"no image beside {image.path} can be decoded; repair them")
+    def read(self, place: int, choose_box: Callable[[int, int], Box]) -> "tuple[Image.Image, int]":
+        """Returns the part of an image that `choose_box(width, height)` returns, and its class."""
+
+        def one(at: int) -> "tuple[Image.Image, int]":
+            number = int(self._numbers[at])
+            return read_part(*self._encoded(number), choose_box, size=self._size), int(self._targets[number])
+
+        return good_value(one, place, num_rows=len(self._numbers), skipped=self._skipped, label="data.path")
 
 
 class _Centered(grain.transforms.Map):
     """Takes the centre of the image, scaled to a square."""
 
-    def __init__(self, reader: _Reader):
-        self._reader = reader
+    def __init__(self, images: _Images):
+        self._images = images
 
-    def map(self, element: _Image) -> dict[str, np.ndarray]:
-        return image_row(*self._reader.read(element, center_box))
+    def map(self, element: int) -> dict[str, np.ndarray]:
+        return _row(*self._images.read(element, center_box))
 
 
 class _Augmented(grain.transforms.RandomMap):
     """Takes a random crop, scaled to a square and flipped half of the time."""
 
-    def __init__(self, reader: _Reader):
-        self._reader = reader
+    def __init__(self, images: _Images):
+        self._images = images
 
-    def random_map(self, element: _Image, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        image, label = self._reader.read(element, functools.partial(random_box, rng=rng))
-        return image_row(flipped(image) if rng.random() < 0.5 else image, label)
+    def random_map(self, element: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        from PIL import Image
+
+        image, label = self._images.read(element, lambda width, height: random_box(width, height, rng))
+        return _row(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image, label)
 
 
-def read_part(
-    path: Path | str, choose_box: Callable[[int, int], Box], *, size: int, content: bytes | None = None
-) -> "Image.Image":
+def _row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
+    return {"inputs": normalized(np.asarray(image)), "targets": np.array(label, np.int32)}
+
+
+def read_part(name: str, content: Any, choose_box: Callable[[int, int], Box], *, size: int) -> "Image.Image":
     """Reads a part of an image, scaled to a square.
 
     Args:
-        path: The file, or what an image in `content` is called in messages.
+        name: What the image is called in messages.
+        content: Its file, or its bytes as a file in memory.
         choose_box: (width, height) -> the part to read.
         size: Side of the square.
-        content: The encoded image; None: that of the file.
 
     Raises:
-        DataError: It cannot be decoded: a BadRecordError where its content is at fault.
+        BadRecordError: It cannot be decoded.
     """
     from PIL import Image
 
     try:
-        with Image.open(path if content is None else io.BytesIO(content)) as image:
-            _check_pixels(image, path)
+        with Image.open(content) as image:
             # Pillow itself turns TIFF files, and says their size as it will be.
-            is_on_side = image.format != "TIFF" and _orientation(image) in _ON_SIDE
+            is_on_side = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _ON_SIDE
             width, height = image.size[::-1] if is_on_side else image.size
             left, top, right, bottom = choose_box(width, height)
             # A JPEG can be decoded at a half, a quarter or an eighth of its size, never below the size of the result.
             shrink = max(min(right - left, bottom - top) / size, 1.0)
             image.draft("RGB", (math.ceil(image.width / shrink), math.ceil(image.height / shrink)))
-            pixels = _upright(image, path)
+            pixels = _upright(image)
         x, y = pixels.width / width, pixels.height / height
         box = left * x, top * y, min(right * x, pixels.width), min(bottom * y, pixels.height)
         return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
     except Exception as error:  # Pillow's readers raise a dozen types of errors for a damaged file.
-        raise _undecodable(path, error) from None
+        raise _undecodable(name, error) from None
 
 
-def decoded_image(path: Path) -> "Image.Image":
-    """Reads a whole image in RGB, 8 bits per channel.
-
-    Raises:
-        DataError: It cannot be decoded.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            _check_pixels(image, path)
-            return _upright(image, path)
-    except Exception as error:  # as in read_part
-        raise _undecodable(path, error) from None
+def _undecodable(name: str, error: Exception) -> BadRecordError:
+    reason = (str(error).replace(name, "the file").splitlines() or [type(error).__name__])[0]
+    return BadRecordError(f"image {name} cannot be decoded ({reason}); repair or remove it")
 
 
-def _check_pixels(image: "Image.Image", path: Path | str) -> None:
-    """Raises a BadRecordError where the header claims more pixels than are decoded; nothing is allocated yet."""
-    if image.width * image.height > _MAX_PIXELS:
-        raise BadRecordError(
-            f"image {path} has {image.width:,} x {image.height:,} pixels, above {_MAX_PIXELS:,}; scale it down, or "
-            "remove it"
-        )
-
-
-def _undecodable(path: Path | str, error: Exception) -> DataError:
-    """Returns the error for an image: a BadRecordError only where its content is at fault, in every process alike."""
-    if isinstance(error, DataError):
-        return error
-    if isinstance(error, MemoryError):
-        return DataError(f"image {path} needs more memory than there is; scale it down, or set train.workers lower")
-    if isinstance(error, OSError) and error.errno is not None:
-        return DataError(f"image {path} cannot be read ({error.strerror}); check the disk, repair or remove it")
-    reason = str(error).replace(str(path), "the file").splitlines()[0] if str(error) else type(error).__name__
-    return BadRecordError(f"image {path} cannot be decoded ({reason}); repair or remove it")
-
-
-def _orientation(image: "Image.Image") -> int:
-    try:
-        return image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # what the file says of itself is damaged, and its pixels may not be
-        return 1
-
-
-def _upright(image: "Image.Image", path: Path | str) -> "Image.Image":
-    """Decodes an image in RGB, turned as viewers show it, 8 bits per channel.
-
-    Raises:
-        BadRecordError: The pixels have 32 bits, whose scale the file does not contain.
-    """
+def _upright(image: "Image.Image") -> "Image.Image":
+    """Decodes an image in RGB, turned as viewers show it, 8 bits per channel."""
     from PIL import Image, ImageOps
 
-    if _orientation(image) != 1:
-        ImageOps.exif_transpose(image, in_place=True)
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I;16"):
         # Converted without the shift, all but the darkest 1/256 of the scale would be white.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode in ("I", "F"):
-        raise BadRecordError(
-            f"image {path} has pixels of 32 bits, whose range is not known; store it with 8 or 16 bits"
-        )
     return image.convert("RGB")
-
-
-def flipped(image: "Image.Image") -> "Image.Image":
-    """Returns an image mirrored left to right."""
-    from PIL import Image
-
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-
-
-def image_row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
-    """Returns a row with the image's pixels, normalised by mean and deviation of each channel."""
-    return {"inputs": normalized(np.asarray(image)), "targets": np.array(label, np.int32)}
 
 
 def normalized(pixels: np.ndarray) -> np.ndarray:

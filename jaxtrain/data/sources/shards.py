@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import TokenData
-from jaxtrain.data.files import file_state, require_file, require_folder
-from jaxtrain.data.formats.reader import sampled_sha256
+from jaxtrain.data.files import require_file, require_folder, sampled_sha256
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.data.tokens import TokenSource, check_tokens
 from jaxtrain.errors import DataError
@@ -23,33 +22,24 @@ TOKENIZER = "tokenizer.json"
 
 
 class Shard(Group):
-    """One file of tokens."""
+    """One file of tokens, with the hash of its content."""
 
     file: str
-    """Name of the file in the folder."""
     num_tokens: int
-    """Number of tokens in the file."""
     sha256: str
-    """Hash of the file's content."""
 
 
 class ShardMetadata(Group):
-    """The content of metadata.json, which describes a folder of shards."""
+    """The content of metadata.json, which describes a folder of shards: all ids are below `vocab_size`."""
 
     format_version: Literal[1] = 1
-    """Version of this layout."""
     dtype: Literal["uint16", "uint32"]
-    """Dtype of a token, little-endian."""
     vocab_size: int
-    """All ids are below this."""
     end_of_text: int | None
     """Id that follows each document; null: a newline does."""
     num_tokens: int
-    """Number of tokens in all shards."""
     num_documents: int
-    """Number of documents in all shards."""
     tokenizer_sha256: str
-    """Hash of the tokenizer that made the ids."""
     shards: tuple[Shard, ...]
     """The files, in the order of the stream."""
 
@@ -57,32 +47,25 @@ class ShardMetadata(Group):
 def shard_source(config: TokenData) -> TokenSource:
     """Maps the shards of a folder into memory and checks every id.
 
-    Args:
-        config: Which folder.
-
     Raises:
         DataError: A file is missing, has another size than metadata.json says, or holds an id outside the vocabulary.
     """
     folder = require_folder(config.path, what="data.path")
     metadata = _read_metadata(folder)
-    segments = []
-    identity = []
-    files = []
+    segments, identity = [], []
     dtype = np.dtype(metadata.dtype).newbyteorder("<")
     for shard in metadata.shards:
         path = require_file(folder / shard.file, what="token shard")
-        files.append(file_state(path))
-        size = files[-1].num_bytes
-        if size != shard.num_tokens * dtype.itemsize:
+        size, wanted = path.stat().st_size, shard.num_tokens * dtype.itemsize
+        if size != wanted:
             raise DataError(
-                f"token shard {path} has {size} bytes, {METADATA} says {shard.num_tokens * dtype.itemsize}; "
-                "copy it again, or write the folder again with: jaxtrain data prepare"
+                f"token shard {path} has {size} bytes, {METADATA} says {wanted}; copy it again, or write the folder "
+                "again with: jaxtrain data prepare"
             )
-        segment = np.memmap(path, dtype=dtype, mode="r")
+        segments.append(np.memmap(path, dtype=dtype, mode="r"))
         if metadata.vocab_size <= np.iinfo(dtype).max:
-            check_tokens(segment, metadata.vocab_size, str(path))
-        segments.append(segment)
-        identity.append([shard.file, size, shard.sha256, sampled_sha256(path, size)])
+            check_tokens(segments[-1], metadata.vocab_size, str(path))
+        identity.append([shard.file, size, shard.sha256, sampled_sha256(path)])
     tokenizer = load_tokenizer(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None
     if tokenizer is not None:
         tokenizer.end_of_text = metadata.end_of_text
@@ -93,7 +76,6 @@ def shard_source(config: TokenData) -> TokenSource:
         label=str(folder),
         num_documents=metadata.num_documents,
         identity={"kind": "tokens", "shards": identity, "tokenizer_sha256": metadata.tokenizer_sha256},
-        files=tuple(files),
     )
 
 
@@ -102,14 +84,10 @@ def _read_metadata(folder: Path) -> ShardMetadata:
     if not path.exists():
         raise DataError(f"data.path {folder} has no {METADATA}; make the folder with: jaxtrain data prepare")
     try:
-        metadata = ShardMetadata.model_validate_json(path.read_bytes())
+        return ShardMetadata.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"{path} is not what jaxtrain data prepare writes: {where + ': ' if where else ''}{first['msg']}; "
+            f"{path} is not what jaxtrain data prepare writes ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
             "write the folder again"
         ) from None
-    if not metadata.shards:
-        raise DataError(f"{path} lists no shards; write the folder again with: jaxtrain data prepare")
-    return metadata

@@ -1,6 +1,9 @@
-"""Tables from CSV files with a header, from NumPy archives, and from scikit-learn."""
+"""Tables of numbers: files of rows (CSV, Parquet, Arrow, JSON lines), NumPy archives, and those of scikit-learn."""
 
 import hashlib
+import math
+import re
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,27 +12,27 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import TableData
-from jaxtrain.data.archives import check_archive
-from jaxtrain.data.examples import Examples, matching_reading, split_examples
-from jaxtrain.data.files import COMPRESSED_SUFFIXES, check_is_text, require_file
-from jaxtrain.data.row_names import NamedRows
-from jaxtrain.data.rows import ArrayRows
-from jaxtrain.data.skipped import SkippedRecords, skipped_records
-from jaxtrain.data.sources.table_columns import AskedColumns, TableRows
-from jaxtrain.data.sources.table_csv import read_csv
-from jaxtrain.data.sources.table_records import read_table_rows
-from jaxtrain.data.sources.table_targets import (
-    are_class_numbers,
-    are_wanted_as_numbers,
-    check_not_mixed,
-    numbered_classes,
-    target_array,
-)
-from jaxtrain.data.text.numbers import check_steps
-from jaxtrain.data.text.records import row_files
+from jaxtrain.data.files import reading, require_file
+from jaxtrain.data.formats.arrow import with_names
+from jaxtrain.data.formats.open import DataFile, find_rows, good_rows, named_classes, pass_over_file
+from jaxtrain.data.formats.reader import Cells, missing_column
+from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import ArrayRows, matching_reading
+from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
+from jaxtrain.data.sources.dataset import Data, example_data
+from jaxtrain.data.text.records import column_names, exact_number, float_of, number_in, number_of, read_records
 from jaxtrain.errors import DataError
+from jaxtrain.runtime.terminal import print_remark
 
 _BUILTIN = "builtin:"
+# What pandas writes of the numbers of its rows, by which a table in the order of its classes is learned by heart.
+_INDEX = re.compile(r"|__index_level_\d+__")
+_MAX_CLASSES = 1000
+# A column of integers holds classes where it has few distinct values with several rows each, and quantities where most
+# rows have a value of their own; in between (ages, years, labels of 100 classes) only the user knows.
+_CERTAIN_CLASSES = 20
+_ROWS_PER_CLASS = 2
+_SAY_TASK = "set task=regression and data.task=regression, or task=classification and data.task=classification"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,6 @@ class _Table:
         targets: Texts or numbers, [N] or [N, K].
         are_classes: Whether the targets are classes; None: their values decide.
         columns: Names of the input columns; None: the file has none.
-        numbers: Number of each row in the file, from 0; None: no row of it was skipped.
         skipped: Counts the rows that were; None: a bad row is an error.
     """
 
@@ -51,11 +53,10 @@ class _Table:
     targets: np.ndarray
     are_classes: bool | None
     columns: tuple[str, ...] | None = None
-    numbers: np.ndarray | None = None
     skipped: SkippedRecords | None = None
 
 
-def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Examples:
+def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Data:
     """Reads a table.
 
     Args:
@@ -73,45 +74,37 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     """
     reading = matching_reading(reading, kind="table")
     table = _read(config, task=task, reading=reading)
-    if reading is not None:
-        table = replace(_in_order(table, reading.get("columns")), are_classes=reading["classes"] is not None)
-    elif config.task is not None:
-        table = replace(table, are_classes=config.task == "classification")
-    elif task == "regression" and table.are_classes is None:
-        table = replace(table, are_classes=False)
     if len(table.inputs) == 0:
         raise DataError(f"{table.label} has no rows; give a table with at least one")
-    targets, names = _targets(table, known=None if reading is None else reading["classes"], is_new=reading is None)
-    train, validation = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
-    inputs = table.inputs
-    _check_float32(inputs, label=table.label, what="input")
-    if reading is None:
-        mean, deviation = _scales(inputs[train]) if config.standardize else (None, None)
-    else:
-        mean, deviation = _saved_scales(reading, inputs, label=table.label, standardize=config.standardize)
-    if mean is not None:
-        inputs = (inputs - mean) / deviation
-        _check_float32(inputs, label=table.label, what="standardized input")
-    inputs = inputs.astype(np.float32)
-    units = (None, None)
-    if names is None:
-        if reading is not None:
-            units = (reading.get("target_mean"), reading.get("target_deviation"))
-        elif config.standardize:
+    known = None if reading is None else reading["classes"]
+    targets, names = _targets(table, known=known)
+    sides = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
+    train = sides[0]
+    mean = deviation = None
+    units: tuple[Any, Any] = (None, None)
+    if reading is not None:
+        if config.standardize != (reading["mean"] is not None):
+            given, saved = str(config.standardize).lower(), str(not config.standardize).lower()
+            raise DataError(f"data.standardize={given} differs from the run, which has {saved}; leave it out")
+        mean, deviation = reading["mean"], reading["deviation"]
+        units = (reading.get("target_mean"), reading.get("target_deviation"))
+    elif config.standardize:
+        mean, deviation = (each.tolist() for each in _moments(table.inputs[train]))
+        # A constant column becomes 0, because it holds no information.
+        deviation = [each or 1.0 for each in deviation]
+        if names is None:
             units = tuple(each.tolist() for each in _moments(targets[train].astype(np.float64)))
+    inputs = _scaled(table.inputs, mean, deviation, label=table.label)
+    if names is None:
         num_outputs = targets.shape[1]
-        task = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
+        kind = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
     else:
         num_outputs = len(names)
-        task = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-    numbers = train if table.numbers is None else table.numbers[train]
-    return Examples(
-        train=NamedRows({"inputs": inputs[train], "targets": targets[train]}, label=table.label, numbers=numbers),
-        validation=ArrayRows({"inputs": inputs[validation], "targets": targets[validation]})
-        if len(validation)
-        else None,
-        num_outputs=num_outputs,
-        input_shape=(inputs.shape[1],),
+        kind = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if num_outputs > 5 else ''})"
+    columns = [{"inputs": inputs[side], "targets": targets[side]} for side in sides]
+    return example_data(
+        ArrayRows(columns[0]),
+        ArrayRows(columns[1]) if len(sides[1]) else None,
         identity={
             "kind": "table",
             "content_sha256": hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest(),
@@ -119,79 +112,49 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             # What a model's outputs are scaled by.
             **({} if units[0] is None else {"target_mean": units[0], "target_deviation": units[1]}),
         },
-        description=(f"{table.label}: {inputs.shape[1]} input columns, {task}",),
+        description=(f"{table.label}: {inputs.shape[1]} input columns, {kind}",),
+        num_outputs=num_outputs,
+        input_shape=(inputs.shape[1],),
         reading={
             "kind": "table",
             "classes": names,
-            "mean": None if mean is None else mean.tolist(),
-            "deviation": None if deviation is None else deviation.tolist(),
+            "mean": mean,
+            "deviation": deviation,
             # Of the numbers to predict, over the training rows; their units stay those of the table.
             "target_mean": units[0],
             "target_deviation": units[1],
             # By which other files are read, whatever the order of their columns is.
             "columns": None if table.columns is None else list(table.columns),
         },
-        skipped=table.skipped,
+        skipped=() if table.skipped is None else (table.skipped,),
     )
 
 
-def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
-    """Returns a table with its inputs in the order of the columns that a model was trained on.
-
-    Raises:
-        DataError: One of as many columns has another name, so that nothing says what the model would take for it.
-    """
-    if columns is None or table.columns is None or len(columns) != len(table.columns):
-        return table
-    for name in columns:
-        if name not in table.columns:
-            there = ", ".join(table.columns)
-            raise DataError(
-                f"{table.label} has no input column '{name}', which the run was trained on (it has: {there}); rename "
-                "one, or set data.target and data.columns"
-            )
-    places = [table.columns.index(name) for name in columns]
-    return replace(table, inputs=table.inputs[:, places], columns=tuple(columns))
-
-
 def scaled_like(reading: Mapping[str, Any], inputs: np.ndarray, *, label: str) -> np.ndarray:
-    """Scales rows as those of the table that a model was trained on.
+    """Scales rows [N, D], in their own units, as those of the table whose `Data.reading` is given: float32 [N, D]."""
+    return _scaled(inputs.astype(np.float64), reading["mean"], reading["deviation"], label=label)
 
-    Args:
-        reading: `Data.reading` of that table.
-        inputs: Numbers [N, D], the columns in their own units.
-        label: Name of the rows in messages.
 
-    Returns:
-        float32 [N, D].
-
-    Raises:
-        DataError: There are other columns, or a number beyond float32.
-    """
-    inputs = inputs.astype(np.float64)
-    mean, deviation = _saved_scales(reading, inputs, label=label, standardize=reading["mean"] is not None)
+def _scaled(inputs: np.ndarray, mean: Any, deviation: Any, *, label: str) -> np.ndarray:
     if mean is not None:
-        inputs = (inputs - mean) / deviation
-    _check_float32(inputs, label=label, what="input")
-    return inputs.astype(np.float32)
+        if len(mean) != inputs.shape[1]:
+            raise DataError(
+                f"{label} has {inputs.shape[1]} input columns, the run was trained on {len(mean)}; give a table with "
+                "the same columns"
+            )
+        inputs = (inputs - np.array(mean)) / np.array(deviation)
+    return _as_float32(inputs, f"{label} input")
 
 
-def _check_float32(values: np.ndarray, *, label: str, what: str) -> None:
-    """Raises a DataError where float64 values [N, D] are beyond the range of float32, the dtype of a row."""
+def _as_float32(values: np.ndarray, what: str) -> np.ndarray:
     bad = np.argwhere(~(np.abs(values) <= np.finfo(np.float32).max))
     if len(bad):
         row, column = bad[0].tolist()
         raise DataError(
-            f"{label} has {what} {values[row, column]:.6g} in row {row + 1}, column {column + 1} of the {what}s, "
-            "beyond what float32 holds (3.4e38); rescale the column or remove the row"
+            f"{what} is {values[row, column]:.6g} in row {row + 1}, column {column + 1}, beyond what float32 holds "
+            "(3.4e38); rescale the column or remove the row"
         )
-
-
-def _scales(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and standard deviation [D] of inputs [N, D]."""
-    mean, deviation = _moments(inputs)
-    # A constant column becomes 0, because it holds no information; the squares of tiny differences may underflow to 0.
-    return mean, np.where(deviation == 0, 1.0, deviation)
+    return values.astype(np.float32)
 
 
 def _moments(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -201,89 +164,213 @@ def _moments(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(is_constant, lowest, numbers.mean(axis=0)), np.where(is_constant, 0.0, numbers.std(axis=0))
 
 
-def _saved_scales(
-    reading: Mapping[str, Any], inputs: np.ndarray, *, label: str, standardize: bool
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns mean and standard deviation [D] of a saved reading, or None twice where inputs are not scaled.
-
-    Raises:
-        DataError: The table has other columns than the reading, or `standardize` differs from it.
-    """
-    if standardize != (reading["mean"] is not None):
-        given, saved = str(standardize).lower(), str(not standardize).lower()
-        raise DataError(f"data.standardize={given} differs from the run, which has {saved}; leave it out")
-    if not standardize:
-        return None, None
-    if len(reading["mean"]) != inputs.shape[1]:
-        raise DataError(
-            f"{label} has {inputs.shape[1]} input columns, the run was trained on {len(reading['mean'])}; give a table "
-            "with the same columns"
-        )
-    return np.array(reading["mean"], np.float64), np.array(reading["deviation"], np.float64)
+def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | None) -> _Table:
+    if config.path.startswith(_BUILTIN):
+        table = _read_builtin(config.path.removeprefix(_BUILTIN))
+    elif config.path.endswith(".npz"):
+        table = _read_npz(require_file(config.path, what="data.path"))
+    else:
+        chosen = config.task or task
+        # Where numbers are wanted, a text is a bad row.
+        as_numbers = chosen == "regression" if reading is None else reading["classes"] is None
+        table = _read_rows(config, as_numbers=as_numbers, keeps_codes=reading is not None)
+        if reading is None and config.task is None and table.targets.dtype.kind == "U":
+            _check_not_mixed(table)
+    if reading is not None:
+        return replace(_in_order(table, reading.get("columns")), are_classes=reading["classes"] is not None)
+    if config.task is not None:
+        return replace(table, are_classes=config.task == "classification")
+    return replace(table, are_classes=False) if task == "regression" and table.are_classes is None else table
 
 
-def _targets(table: _Table, *, known: Sequence[str] | None, is_new: bool) -> tuple[np.ndarray, list[str] | None]:
-    """Returns int32 [N] and the names of the classes, or float32 [N, K] and None.
+def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
+    """Returns a table with its inputs in the order of the columns that a model was trained on."""
+    if columns is None or table.columns is None or len(columns) != len(table.columns):
+        return table
+    for name in columns:
+        if name not in table.columns:
+            raise DataError(
+                f"{table.label} has no input column '{name}', which the run was trained on (it has: "
+                f"{', '.join(table.columns)}); rename one, or set data.target and data.columns"
+            )
+    places = [table.columns.index(name) for name in columns]
+    return replace(table, inputs=table.inputs[:, places], columns=tuple(columns))
+
+
+def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Table:
+    """Reads the columns of files of rows into memory.
 
     Args:
-        table: The table.
-        known: Names of the classes in the order of their numbers; None: the classes of the table, sorted.
-        is_new: Whether a model is to be trained on them, and not one that was trained already to read them.
+        config: Which files and columns.
+        as_numbers: Whether a target that is no number is a bad row.
+        keeps_codes: Whether 01 and 1 of a CSV file stay apart, for classes that a model was trained on.
     """
+    files = find_rows(config.path, what="data.path")
+    target, names = _chosen_columns(config, files)
+    skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
+    classes = None if as_numbers else named_classes(files[0], target)
+    values = array("d")
+
+    def read(row: Cells, where: str) -> float | str:
+        value = row[target] if classes is None else with_names(row[target], classes)
+        if classes is not None and isinstance(value, int):
+            raise BadRecordError(f"{where} column '{target}' is {value}, no class that the file names; remove it")
+        numbers = [_number(row[name], where, name) for name in names]
+        value = _target(value, where=where, column=target, as_numbers=as_numbers)
+        values.extend(numbers)
+        return value
+
+    wanted = [*(("columns" if config.columns else None, name) for name in names), ("target", target)]
+    targets: list[Any] = list(good_rows(files, wanted, read, skipped=skipped))
+    if skipped is not None:
+        skipped.tell()
+    if files[0].format == "csv" and not (as_numbers or keeps_codes):
+        found = [number_in(text) for text in targets]
+        targets = targets if None in found else found  # a column of numbers alone: 01 is 1
+    inputs = np.array(values, np.float64).reshape(len(targets), len(names))
+    return _Table(config.path, inputs, _array(targets), None, names, skipped)
+
+
+def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
+    """Returns the column to predict and the input columns."""
+    # The first file with rows: writers in parallel leave empty ones.
+    first = next((row for file in files for _, row in pass_over_file(file, None, bad=lambda _: None)), {})
+    there, file = list(first), str(files[0].path)
+    if len(there) < 2:
+        raise DataError(f"{file} has {len(there)} columns; give at least one input and the target")
+    if files[0].format == "csv" and all(number_in(name) is not None for name in there):
+        raise DataError(f"{file}:1 holds only numbers; the first line must name the columns")
+    usual = [name for name in there if not _INDEX.fullmatch(name)]
+    target = usual[-1] if config.target is None else _named(config.target, there)
+    if target not in there:
+        raise missing_column(file, "target", target, there)
+    if config.columns is None:
+        if "" in there:
+            print_remark(
+                f"{file}: a column without a name (row numbers of pandas) is no input; to use it, list all inputs in "
+                "data.columns, '' among them"
+            )
+        return target, tuple(name for name in usual if name != target)
+    columns = tuple(_named(name, there) for name in config.columns)
+    for number, name in enumerate(columns):
+        if name not in there:
+            raise missing_column(file, "columns", name, there)
+        if name == target or name in columns[:number]:
+            raise DataError(f"data.columns names '{name}', which is the target or stands there twice; leave it out")
+    return target, columns
+
+
+def _named(name: str, there: Sequence[str]) -> str:
+    return name if name in there else name.strip()
+
+
+def _number(value: Any, where: str, name: str) -> float:
+    number = float_of(value)
+    if math.isnan(number):
+        found = "is empty" if value is None or value == "" else f"is {repr(value)[:40]}, not a number"
+        raise BadRecordError(f"{where} column '{name}' {found}; fill it, or remove the row or the column")
+    return number
+
+
+def _target(value: Any, *, where: str, column: str, as_numbers: bool) -> float | str:
+    """Returns a target: a text without spaces around it, or a number, whole ones as int."""
+    is_text = isinstance(value, str) and value.strip().lower() not in ("", "nan")
+    number = number_in(value) if isinstance(value, str) else exact_number(value)
+    if is_text and not as_numbers:
+        return value.strip()
+    if number is not None:
+        return number
+    if is_text:
+        raise BadRecordError(
+            f"{where} column '{column}' is {repr(value.strip())[:40]}, not a number; fix or remove the row, or set "
+            "task=classification and data.task=classification"
+        )
+    raise BadRecordError(f"{where} column '{column}' has no value; fill it, or remove the row or the column")
+
+
+def _array(values: Sequence[Any]) -> np.ndarray:
+    """Returns targets as an array [N]; beside a text, a number is the class of its text.
+
+    Numbers are int64 (beyond it Python's int) where all are whole, so that no two become one, and float64 otherwise.
+    """
+    if any(isinstance(value, str) for value in values):
+        return np.array([str(value) for value in values])
+    if not all(isinstance(value, int) for value in values):
+        return np.array(values, np.float64)
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        return np.array(values, object)
+
+
+def _check_not_mixed(table: _Table) -> None:
+    """Raises a DataError where most targets are numbers that would be quantities but for a few texts, such as NA."""
+    numbers = [number for text in table.targets.tolist() if (number := number_in(text)) is not None]
+    if 2 * len(numbers) <= len(table.targets) or len(set(numbers)) * _ROWS_PER_CLASS <= len(numbers):
+        return
+    first = next(text for text in table.targets.tolist() if number_in(text) is None)
+    raise DataError(
+        f"{table.label} has {len(numbers):,} numbers among {len(table.targets):,} targets, beside {first!r}; fix or "
+        f"remove the row, or {_SAY_TASK}"
+    )
+
+
+def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str] | None]:
+    """Returns int32 [N] and the names of the classes (`known`, or those of the table), or float32 [N, K] and None."""
     values = table.targets
     are_classes = table.are_classes
     if are_classes is None:
-        are_classes = values.ndim == 1 and (values.dtype.kind == "U" or are_class_numbers(values, table.label))
-    if not are_classes:
-        if values.dtype.kind == "U":
-            raise DataError(
-                f"{table.label} target '{values[0]}' is not a number; set task=classification and "
-                "data.task=classification"
-            )
-        columns = values.astype(np.float64).reshape(len(values), -1)
-        _check_float32(columns, label=table.label, what="target")
-        if is_new:
-            check_steps(columns, table.label)
-        return columns.astype(np.float32), None
-    return numbered_classes(values, table.label, known=known)
+        are_classes = values.ndim == 1 and (values.dtype.kind == "U" or _are_class_numbers(values, table.label))
+    if are_classes:
+        return _numbered_classes(values, table.label, known=known)
+    if values.dtype.kind == "U":
+        raise DataError(
+            f"{table.label} target '{values[0]}' is not a number; set task=classification and data.task=classification"
+        )
+    columns = values.astype(np.float64).reshape(len(values), -1)
+    return _as_float32(columns, f"{table.label} target"), None
 
 
-def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | None) -> _Table:
-    if config.path.startswith(_BUILTIN):
-        return _read_builtin(config.path.removeprefix(_BUILTIN))
-    asked = AskedColumns(
-        target=config.target,
-        columns=config.columns,
-        as_numbers=are_wanted_as_numbers(config.task, task=task, reading=reading),
-        are_known=reading is not None,
-        classes=None if reading is None else reading["classes"],
+def _are_class_numbers(values: np.ndarray, label: str) -> bool:
+    """Returns whether numeric targets [N] are classes; a DataError where they could be quantities as well."""
+    if values.dtype.kind == "f" and not np.all(values == np.round(values)):
+        return False
+    distinct = len(np.unique(values))
+    if distinct * _ROWS_PER_CLASS > len(values) or distinct > _MAX_CLASSES:
+        return False
+    if distinct <= _CERTAIN_CLASSES:
+        return True
+    raise DataError(
+        f"{label} has {distinct} distinct integers as targets of {len(values)} rows, which could be quantities or "
+        f"classes; {_SAY_TASK}"
     )
-    is_decided = reading is not None or config.task is not None
-    files = row_files(config.path, what="data.path")
-    if files is not None:
-        skipped = skipped_records(
-            config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
-        )
-        return _taken(read_table_rows(files, asked, skipped=skipped), config.path, skipped, is_decided=is_decided)
-    path = require_file(config.path, what="data.path")
-    if config.columns is not None and path.suffix not in (".csv", ".tsv"):
-        raise DataError(f"data.columns chooses columns by name, and those of {path} have none; leave it out")
-    if path.suffix == ".npz":
-        return _read_npz(path)
-    if path.suffix in (".csv", ".tsv"):
-        skipped = skipped_records(
-            str(path), on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction
-        )
-        return _taken(read_csv(path, asked, skipped=skipped), str(path), skipped, is_decided=is_decided)
-    if path.suffix in COMPRESSED_SUFFIXES:
-        check_is_text(path)
-    raise DataError(f"data.path {path} is no .csv or .npz file; convert it, or use builtin:breast_cancer")
 
 
-def _taken(found: TableRows, label: str, skipped: SkippedRecords | None, *, is_decided: bool) -> _Table:
-    if not is_decided:
-        check_not_mixed(found)
-    return _Table(label, found.inputs, target_array(found.targets), None, found.columns, found.numbers, skipped)
+def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
+    """Returns the number of each class, int32 [N], and the names of the classes: `known`, or those of the table."""
+    if values.ndim != 1:
+        raise DataError(f"{label} has targets of shape {values.shape}; classes need one column")
+    distinct, classes = np.unique(values, return_inverse=True)
+    if len(distinct) > _MAX_CLASSES:
+        raise DataError(
+            f"{label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set data.target, or "
+            "task=regression and data.task=regression"
+        )
+    names = [
+        str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
+    ]
+    if known is None:
+        return classes.astype(np.int32), names
+    numbers = {name: number for number, name in enumerate(known)}
+    # Of a code that is not written so, the class of the same number.
+    found = [numbers.get(name, numbers.get(str(number_in(name)))) for name in names]
+    if None in found:
+        shown = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
+        raise DataError(
+            f"{label} has class '{names[found.index(None)]}', which the run was not trained on (its classes: {shown}); "
+            "remove these rows or rename the class"
+        )
+    return np.array(found, np.int32)[classes], list(known)
 
 
 def _read_builtin(name: str) -> _Table:
@@ -292,44 +379,65 @@ def _read_builtin(name: str) -> _Table:
     if name not in known:
         raise DataError(f"data.path builtin:{name} is unknown; known are {', '.join(_BUILTIN + k for k in known)}")
     try:
-        from sklearn import datasets
+        from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
     except ImportError:
         raise DataError(f"data.path builtin:{name} needs scikit-learn; run: pip install scikit-learn") from None
-    load = {
-        "breast_cancer": datasets.load_breast_cancer,
-        "wine": datasets.load_wine,
-        "diabetes": datasets.load_diabetes,
-    }[name]
+    load = {"breast_cancer": load_breast_cancer, "wine": load_wine, "diabetes": load_diabetes}[name]
     inputs, targets = load(return_X_y=True)
     return _Table(f"scikit-learn {name}", np.asarray(inputs), np.asarray(targets), are_classes=known[name])
 
 
 def _read_npz(path: Path) -> _Table:
-    check_archive(path)
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except Exception as error:  # zipfile, zlib and NumPy raise a dozen types of errors for a damaged archive.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path} is no .npz archive ({reason}); write it with numpy.savez") from None
-    for name in ("inputs", "targets"):
-        if name not in arrays:
-            raise DataError(
-                f"{path} has no array '{name}' (it has: {', '.join(arrays) or 'none'}); save it by that name"
-            )
-    inputs, targets = arrays["inputs"], arrays["targets"]
+    with reading(path), np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    inputs, targets = arrays.get("inputs"), arrays.get("targets")
+    if inputs is None or targets is None:
+        raise DataError(f"{path} has the arrays {', '.join(arrays) or 'none'}; save inputs and targets by these names")
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets):
         raise DataError(
             f"{path} has inputs {inputs.shape} and targets {targets.shape}; they must be [rows, columns] and [rows] or "
             "[rows, columns] with as many rows"
         )
     for name, values in (("inputs", inputs), ("targets", targets)):
-        if values.dtype.kind not in ("biuf" if name == "inputs" else "biufU"):
-            raise DataError(f"{path} array '{name}' holds {values.dtype}, not numbers; convert it before saving")
-        bad = np.argwhere(~np.isfinite(values)) if values.dtype.kind == "f" else np.empty((0, values.ndim))
-        if len(bad):
-            position = tuple(bad[0].tolist())
-            raise DataError(f"{path} array '{name}' is {values[position]} at {list(position)}; remove or fill the row")
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            place = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
+            raise DataError(f"{path} array '{name}' is {values[place]} at {list(place)}; remove or fill the row")
     # The author of the file chose the dtype of the targets: floats are numbers, integers may be classes.
     are_classes = None if targets.dtype.kind in "iu" and targets.ndim == 1 else targets.dtype.kind in "bU"
     return _Table(str(path), inputs.astype(np.float64), targets, are_classes=are_classes)
+
+
+def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns: int, target: str | None) -> np.ndarray:
+    """Reads the columns that a model takes, in their own units, of a file without targets.
+
+    Args:
+        path: A file of rows; its other columns are not read.
+        columns: Names of the columns that the model was trained on, in their order; None: they had none, and all
+            columns of the file but `target` are taken in its order.
+        num_columns: How many the model takes.
+        target: Column that is no input where `columns` is None; the file need not have it.
+
+    Returns:
+        float64 [N, num_columns].
+
+    Raises:
+        DataError: A column is missing, or a value is no finite number; names file and row.
+    """
+    if columns is None:
+        columns = [name for name in column_names(path, what="the table") if name != target]
+        if len(columns) != num_columns:
+            raise DataError(
+                f"{path} has {len(columns)} columns ({', '.join(columns[:8])}), the run was trained on {num_columns} "
+                "without names; give a table of these columns alone, in the same order"
+            )
+    records = read_records(path, [(None, name) for name in columns], what="the table")
+    return np.array(
+        [
+            [
+                number_of(value, where=record.where, column=name)
+                for name, value in zip(columns, record.values, strict=True)
+            ]
+            for record in records
+        ],
+        np.float64,
+    )

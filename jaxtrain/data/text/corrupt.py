@@ -28,8 +28,7 @@ from jaxtrain.config.data import (
     span_sizes,
 )
 from jaxtrain.data.permutation import uniform_numbers
-from jaxtrain.data.special import NamedTokens, NumberedTokens, needed, special_ids
-from jaxtrain.data.text.frame import make_frame
+from jaxtrain.data.tokenizer import NamedTokens, NumberedTokens, needed, special_ids
 from jaxtrain.data.tokens import TokenSource
 from jaxtrain.errors import DataError
 
@@ -45,14 +44,9 @@ _MASKED, _RANDOM = 0.8, 0.1
 
 @dataclass(frozen=True)
 class Masking:
-    """How single tokens of a row are hidden.
+    """How single tokens of a row are hidden: chances, special tokens around, and the id of the mask.
 
-    Attributes:
-        settings: Chances.
-        before, after: Special tokens around the tokens of the stream.
-        mask: Id of the mask token.
-        is_special: bool [V], ids that are never hidden and never put in.
-        vocab_size: V.
+    `is_special`, bool [V], are ids that are never hidden and never put in.
     """
 
     settings: MaskCorruption
@@ -65,14 +59,9 @@ class Masking:
 
 @dataclass(frozen=True)
 class SpanNoise:
-    """How spans of a row are moved to the targets.
+    """How spans of a row are moved to the targets: sizes, the ids that end texts and start the decoder.
 
-    Attributes:
-        sizes: Numbers of tokens.
-        end: Id that ends inputs and targets.
-        start: Id with which the decoder begins.
-        sentinels: int32 [P], the id that stands for each span.
-        vocab_size: V.
+    `sentinels`, int32 [P], stand for the spans.
     """
 
     sizes: SpanSizes
@@ -92,13 +81,9 @@ def noise_of(
     *,
     sequence_length: int,
 ) -> Noise | None:
-    """Finds what is hidden in the rows of a stream; None: nothing.
+    """Finds what is hidden in rows of L tokens of a stream; None: nothing.
 
-    Args:
-        config: The data.
-        source: Its stream; where no tokenizer made it, special tokens are added above its ids.
-        tokenizer: May name special tokens.
-        sequence_length: L, tokens of the inputs.
+    Where no tokenizer made the stream, special tokens are added above its ids.
 
     Raises:
         DataError: A token that is needed is missing, or rows are too short.
@@ -109,61 +94,44 @@ def noise_of(
     if named is None:
         named = NumberedTokens(source.vocab_size, added_tokens(config))
     assert isinstance(named, NamedTokens)
-    return make_noise(config.corruption, named, tokenizer, sequence_length=sequence_length)
+    special = special_ids(named, tokenizer)
+    if isinstance(config.corruption, SpanCorruption):
+        return _span_noise(config.corruption, named, special.end, sequence_length=sequence_length)
+    # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
+    from jaxtrain.data.text.frame import make_frame
+
+    entries = [entry for entry, _ in make_frame(named, special, pair=False, sequence_length=sequence_length).entries]
+    place, ids = entries.index("first"), [entry for entry in entries if isinstance(entry, int)]
+    mask = needed(special.mask, "mask", what="data.corruption.kind=mask")
+    is_special = np.zeros(named.vocab_size, bool)
+    is_special[[*named.special_ids(), mask, *ids]] = True
+    return Masking(config.corruption, tuple(ids[:place]), tuple(ids[place:]), mask, is_special, named.vocab_size)
+
+
+def _span_noise(
+    corruption: SpanCorruption, tokenizer: NamedTokens, end: int | None, *, sequence_length: int
+) -> SpanNoise:
+    sizes = span_sizes(corruption, sequence_length)
+    end = needed(end, "end", what="data.corruption.kind=spans")
+    names = map(sentinel_name, range(sizes.num_spans))
+    sentinels = [i for i in map(tokenizer.token_id, names) if i is not None]
+    if len(sentinels) < sizes.num_spans:
+        raise DataError(
+            f"data.corruption.kind=spans hides {sizes.num_spans} spans per row of {sequence_length} tokens, and the "
+            f"tokenizer has {len(sentinels)} sentinels (<extra_id_0>, ...); use data.tokenizer.kind=bpe for 100 of "
+            "them, lower data.sequence_length or raise data.corruption.mean_span_length"
+        )
+    return SpanNoise(sizes, end, corruption.decoder_start, np.array(sentinels, np.int32), tokenizer.vocab_size)
 
 
 def corrupted(rows: "Rows", noise: Noise, *, seed: int) -> "MappedRows":
-    """Returns the rows of a stream with some of their tokens hidden, in the same training order.
-
-    Args:
-        rows: With `inputs` int32 [N].
-        noise: What is hidden.
-        seed: Decides which tokens.
-    """
+    """Returns the rows of a stream (`inputs` int32 [N]) with tokens hidden by the seed, in the same training order."""
     # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
     from jaxtrain.data.rows import MappedRows
 
     if isinstance(noise, SpanNoise):
-        return MappedRows(rows, functools.partial(move_spans, noise=noise, seed=seed))
-    return MappedRows(rows, functools.partial(mask_rows, masking=noise, seed=seed))
-
-
-def make_noise(
-    corruption: Corruption, tokenizer: NamedTokens, config: TokenizerConfig | None, *, sequence_length: int
-) -> Noise:
-    """Finds the tokens that a corruption takes.
-
-    Args:
-        corruption: Which one, and how much.
-        tokenizer: Has the special tokens.
-        config: May name them.
-        sequence_length: L, tokens of the inputs.
-
-    Raises:
-        DataError: A token that is needed is missing, or rows are too short.
-    """
-    special = special_ids(tokenizer, config)
-    if isinstance(corruption, SpanCorruption):
-        sizes = span_sizes(corruption, sequence_length)
-        end = needed(special.end, "end", what="data.corruption.kind=spans")
-        names = map(sentinel_name, range(sizes.num_spans))
-        sentinels = [i for i in map(tokenizer.token_id, names) if i is not None]
-        if len(sentinels) < sizes.num_spans:
-            raise DataError(
-                f"data.corruption.kind=spans hides {sizes.num_spans} spans per row of {sequence_length} tokens, and "
-                f"the tokenizer has {len(sentinels)} sentinels (<extra_id_0>, ...); use data.tokenizer.kind=bpe for "
-                "100 of them, lower data.sequence_length or raise data.corruption.mean_span_length"
-            )
-        return SpanNoise(sizes, end, corruption.decoder_start, np.array(sentinels, np.int32), tokenizer.vocab_size)
-    frame = make_frame(tokenizer, special, pair=False)
-    place = [entry for entry, _ in frame.entries].index("first")
-    ids = [entry for entry, _ in frame.entries if isinstance(entry, int)]
-    mask = needed(special.mask, "mask", what="data.corruption.kind=mask")
-    is_special = np.zeros(tokenizer.vocab_size, bool)
-    is_special[[*tokenizer.special_ids(), mask, *ids]] = True
-    if sequence_length <= len(ids):
-        raise DataError(f"data.sequence_length={sequence_length} has no room beside {len(ids)} special tokens")
-    return Masking(corruption, tuple(ids[:place]), tuple(ids[place:]), mask, is_special, tokenizer.vocab_size)
+        return MappedRows(rows, functools.partial(_move_spans, noise=noise, seed=seed))
+    return MappedRows(rows, functools.partial(_mask_rows, masking=noise, seed=seed))
 
 
 def stream_length(noise: Noise, sequence_length: int) -> int:
@@ -173,20 +141,15 @@ def stream_length(noise: Noise, sequence_length: int) -> int:
     return sequence_length - len(noise.before) - len(noise.after)
 
 
-def mask_rows(rows: "Row", indices: np.ndarray, *, masking: Masking, seed: int) -> "Row":
-    """Hides single tokens.
-
-    Args:
-        rows: `inputs` int32 [B, N], tokens of the stream.
-        indices: int64 [B], the number of each row, in which the epoch is included.
-        masking: How.
-        seed: Decides which.
+def _mask_rows(rows: "Row", indices: np.ndarray, *, masking: Masking, seed: int) -> "Row":
+    """Hides single tokens of `inputs` int32 [B, N]; `indices` int64 [B] are the rows' numbers with the epoch.
 
     Returns:
         `inputs`: `tokens` int32 [B, L]; `targets` int32 [B, L], the tokens that were chosen, and -100 elsewhere.
     """
     body_BN = rows["inputs"]
-    sides = [np.broadcast_to(np.array(ids, np.int32), (len(body_BN), len(ids))) for ids in _sides(masking)]
+    ids = (masking.before, masking.after)
+    sides = [np.broadcast_to(np.array(side, np.int32), (len(body_BN), len(side))) for side in ids]
     tokens_BL = np.concatenate([sides[0], body_BN, sides[1]], axis=1)
     chosen_BL, how_BL, which_BL = (uniform_numbers(seed, stream, indices, tokens_BL.shape[1]) for stream in range(3))
     settings, ordinary = masking.settings, np.flatnonzero(~masking.is_special).astype(np.int32)
@@ -198,18 +161,8 @@ def mask_rows(rows: "Row", indices: np.ndarray, *, masking: Masking, seed: int) 
     return {"inputs": {"tokens": seen_BL}, "targets": np.where(is_chosen_BL, tokens_BL, np.int32(IGNORED))}
 
 
-def _sides(masking: Masking) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return masking.before, masking.after
-
-
-def move_spans(rows: "Row", indices: np.ndarray, *, noise: SpanNoise, seed: int) -> "Row":
-    """Replaces spans by sentinels, and lets the targets name the spans after their sentinels.
-
-    Args:
-        rows: `inputs` int32 [B, N], tokens of the stream.
-        indices: int64 [B], the number of each row, in which the epoch is included.
-        noise: How.
-        seed: Decides which.
+def _move_spans(rows: "Row", indices: np.ndarray, *, noise: SpanNoise, seed: int) -> "Row":
+    """Replaces spans of `inputs` int32 [B, N] by sentinels, and lets the targets name the spans after their sentinels.
 
     Returns:
         `inputs`: `tokens` int32 [B, L] and `decoder_tokens` int32 [B, T]; `targets` int32 [B, T]. Every row is full, so

@@ -1,19 +1,37 @@
-"""What special tokens stand around the texts of a row."""
+"""Texts and lists of words as rows of tokens in the frame of their tokenizer, for training and for predictions.
 
-from collections.abc import Sequence
+Shapes: R rows, B rows of a batch, L tokens per row.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from jaxtrain.data.special import NamedTokens, SpecialIds, needed
-from jaxtrain.data.tokenizer import BpeTokenizer
+import numpy as np
+
+from jaxtrain.config.data import TokenizerConfig
+from jaxtrain.data.rows import Row, Rows, padded
+from jaxtrain.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    NamedTokens,
+    SpecialIds,
+    Tokenizer,
+    encode_all,
+    needed,
+    special_ids,
+)
+from jaxtrain.errors import DataError
+
+_LENGTHS = 32  # few different lengths, since each is compiled for
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The order of special tokens and texts in a row.
-
-    Attributes:
-        entries: (id of a special token, or "first" or "second" for a text; token type), in their order.
-    """
+    """The order in a row of entries: id of a special token, or "first" or "second" for a text; token type."""
 
     entries: tuple[tuple[int | str, int], ...]
 
@@ -22,23 +40,22 @@ class Frame:
         """Number of special tokens."""
         return sum(isinstance(entry, int) for entry, _ in self.entries)
 
-    @property
-    def has_types(self) -> bool:
-        """Whether a token has another type than 0."""
-        return any(kind for _, kind in self.entries)
 
-
-def make_frame(tokenizer: NamedTokens, special: SpecialIds, *, pair: bool) -> Frame:
+def make_frame(tokenizer: NamedTokens, special: SpecialIds, *, pair: bool, sequence_length: int | None = None) -> Frame:
     """Finds the frame of a tokenizer: that of its own file, or start, text, end where the file says none.
 
-    Args:
-        tokenizer: Made the ids of the texts.
-        special: Its special tokens.
-        pair: Whether a row has two texts.
-
     Raises:
-        DataError: A pair has no token between its texts.
+        DataError: A pair has no token between its texts, or rows of `sequence_length` have no room for a text.
     """
+    frame = _frame(tokenizer, special, pair=pair)
+    if sequence_length is not None and sequence_length <= frame.num_special:
+        raise DataError(
+            f"data.sequence_length={sequence_length} has no room beside {frame.num_special} special tokens; raise it"
+        )
+    return frame
+
+
+def _frame(tokenizer: NamedTokens, special: SpecialIds, *, pair: bool) -> Frame:
     if isinstance(tokenizer, BpeTokenizer):
         entries = tokenizer.frame(pair=pair)
         if any(isinstance(entry, int) for entry, _ in entries):
@@ -53,18 +70,12 @@ def make_frame(tokenizer: NamedTokens, special: SpecialIds, *, pair: bool) -> Fr
 
 
 def fill_frame(frame: Frame, texts: Sequence[list[int]], length: int) -> tuple[list[int], list[int], bool]:
-    """Puts texts into a frame; where they are too long, the longer one loses tokens from its end.
-
-    Args:
-        frame: What stands around them.
-        texts: The ids of one text, or of two.
-        length: The most tokens that a row may have.
+    """Puts the ids of one text or two into a frame; where they are too long, the longer one loses tokens at its end.
 
     Returns:
-        The ids, their token types, and whether anything was cut off.
+        The ids, at most `length`, their token types, and whether anything was cut off.
     """
-    room = length - frame.num_special
-    kept = _kept([len(text) for text in texts], max(room, 0))
+    kept = _kept([len(text) for text in texts], max(length - frame.num_special, 0))
     parts = {"first": texts[0][: kept[0]], "second": texts[1][: kept[1]] if len(texts) > 1 else []}
     ids: list[int] = []
     types: list[int] = []
@@ -90,3 +101,203 @@ def _kept(lengths: list[int], room: int) -> list[int]:
         return [room - second, second]
     first = min(lengths[0], room // 2)
     return [first, room - first]
+
+
+def framed_file(text: str, tokenizer: BpeTokenizer, special: SpecialIds, *, pair: bool) -> str | None:
+    """Adds the frame of rows to the text of a tokenizer.json, by which other programs make the same rows.
+
+    None: it has a post-processor that adds tokens, or nothing is to be added.
+    """
+    frames = {"single": make_frame(tokenizer, special, pair=False)}
+    if pair or special.end is not None:
+        frames["pair"] = make_frame(tokenizer, special, pair=True)
+    else:  # of texts alone: readers ask for a pair all the same
+        frames["pair"] = Frame((*frames["single"].entries, ("second", 1)))
+    asked = frames["pair" if pair else "single"]
+    if not asked.num_special or any(isinstance(entry, int) for entry, _ in tokenizer.frame(pair=pair)):
+        return None
+    ids = dict.fromkeys(entry for frame in frames.values() for entry, _ in frame.entries if isinstance(entry, int))
+    names = {i: tokenizer.token_name(i) for i in ids}
+    template: dict[str, Any] = {"type": "TemplateProcessing"} | {
+        form: [
+            {"SpecialToken": {"id": names[entry], "type_id": kind}}
+            if isinstance(entry, int)
+            else {"Sequence": {"id": "A" if entry == "first" else "B", "type_id": kind}}
+            for entry, kind in frame.entries
+        ]
+        for form, frame in frames.items()
+    }
+    template["special_tokens"] = {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in names.items()}
+    content = json.loads(text)
+    # One that adds no tokens moves the places of characters, and goes on doing so.
+    before = content.get("post_processor") or {"type": "Sequence", "processors": []}
+    parts = before["processors"] if before.get("type") == "Sequence" else [before]
+    content["post_processor"] = {"type": "Sequence", "processors": [*parts, template]} if parts else template
+    return json.dumps(content, ensure_ascii=False, indent=2)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Lists of integers, one per row: int32 one after another, int64 [R + 1] where each begins, their full length."""
+
+    values: np.ndarray
+    starts: np.ndarray
+    length: int
+    fill: int
+
+    def sizes(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the lengths of the lists of rows: int64 [B]."""
+        return self.starts[numbers + 1] - self.starts[numbers]
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the lists of rows, filled up: int32 [B, L]."""
+        starts_B, sizes_B = self.starts[numbers], self.sizes(numbers)
+        return padded(self.values, starts_B, sizes_B, length=self.length, fill=self.fill)
+
+
+def make_column(lists: Sequence[Sequence[int]], *, length: int, fill: int) -> Column:
+    """Stores lists of at most `length` integers one after another."""
+    sizes = np.fromiter((len(one) for one in lists), np.int64, len(lists))
+    values = np.fromiter((value for one in lists for value in one), np.int32, int(sizes.sum()))
+    return Column(values, np.concatenate([[0], np.cumsum(sizes)]), length, fill)
+
+
+class RaggedRows(Rows):
+    """Rows (int64 `numbers`) of several lists; targets are lists too, or an array [R, ...].
+
+    `segments` are entries of `inputs` that are 1 for what is real of another entry, and 0 for what fills up.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, Column],
+        segments: Mapping[str, str],
+        targets: Column | np.ndarray,
+        numbers: np.ndarray,
+    ):
+        super().__init__(len(numbers))
+        self._columns, self._segments, self._targets, self._numbers = columns, segments, targets, numbers
+
+    def num_tokens(self, numbers: np.ndarray) -> int:
+        described = [self._columns[name] for name in self._segments.values()]
+        return int(sum(column.sizes(self._numbers[numbers]).sum() for column in described))
+
+    def gather(self, indices: np.ndarray) -> Row:
+        numbers, targets = self._numbers[indices % len(self)], self._targets
+        inputs = {name: column.take(numbers) for name, column in self._columns.items()}
+        for name, described in self._segments.items():
+            column = self._columns[described]
+            inputs[name] = (np.arange(column.length) < column.sizes(numbers)[:, None]).astype(np.int32)
+        return {"inputs": inputs, "targets": targets.take(numbers) if isinstance(targets, Column) else targets[numbers]}
+
+
+def digest(columns: Mapping[str, Column], targets: Column | np.ndarray) -> str:
+    """Returns a hash of all values."""
+    found = hashlib.sha256()
+    for column in [*columns.values(), *([targets] if isinstance(targets, Column) else [])]:
+        found.update(column.values.tobytes() + column.starts.tobytes())
+    if not isinstance(targets, Column):
+        found.update(np.ascontiguousarray(targets).tobytes())
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class FramedTokens:
+    """A tokenizer, its special tokens, and what fills rows up."""
+
+    tokenizer: ByteTokenizer | BpeTokenizer
+    special: SpecialIds
+    padding: int
+
+
+def framed_tokens(tokenizer: Tokenizer, config: TokenizerConfig | None) -> FramedTokens:
+    """Finds the special tokens of a tokenizer, which a config may name."""
+    assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
+    special = special_ids(tokenizer, config)
+    return FramedTokens(tokenizer, special, 0 if special.padding is None else special.padding)
+
+
+def framed_texts(
+    tokens: FramedTokens, texts: Sequence[Sequence[str]], *, sequence_length: int
+) -> tuple[dict[str, Column], list[bool]]:
+    """Encodes texts, or pairs of texts, cut to L.
+
+    Returns:
+        The entries `tokens` and, for pairs whose tokenizer tells the texts apart, `token_types`; which rows were cut.
+
+    Raises:
+        DataError: The rows have no room for any text, or a pair has no token between its texts.
+    """
+    width = len(texts[0])
+    frame = make_frame(tokens.tokenizer, tokens.special, pair=width > 1, sequence_length=sequence_length)
+    encoded = [ids.tolist() for ids in encode_all(tokens.tokenizer, [text for row in texts for text in row])]
+    filled = [fill_frame(frame, encoded[i : i + width], sequence_length) for i in range(0, len(encoded), width)]
+    columns = {"tokens": make_column([ids for ids, _, _ in filled], length=sequence_length, fill=tokens.padding)}
+    if any(kind for _, kind in frame.entries):
+        columns["token_types"] = make_column([types for _, types, _ in filled], length=sequence_length, fill=0)
+    return columns, [cut for _, _, cut in filled]
+
+
+@dataclass(frozen=True)
+class FramedWords:
+    """Lists of words as tokens of each row, at most L, and whether it was cut.
+
+    `places` are, per row and word, the place of its first token in the row; None: the word has none there.
+    """
+
+    ids: list[list[int]]
+    places: list[list[int | None]]
+    cuts: list[bool]
+
+
+def framed_words(tokens: FramedTokens, words: Sequence[Sequence[str]], *, sequence_length: int) -> FramedWords:
+    """Encodes lists of words, cut to L; a DataError where the rows have no room for any word."""
+    frame = make_frame(tokens.tokenizer, tokens.special, pair=False, sequence_length=sequence_length)
+    before = [entry for entry, _ in frame.entries].index("first")
+    # A space belongs to the word after it, as tokenizers of running text have it.
+    space = _space_between(tokens.tokenizer)
+    pieces = [word if i == 0 else f"{space}{word}" for row in words for i, word in enumerate(row)]
+    encoded = iter(encode_all(tokens.tokenizer, pieces))
+    found = FramedWords([], [], [])
+    for row in words:
+        lists = [next(encoded).tolist() for _ in row]
+        filled, _, cut = fill_frame(frame, [[i for one in lists for i in one]], sequence_length)
+        starts = np.cumsum([0, *map(len, lists)]).tolist()
+        kept = len(filled) - frame.num_special
+        found.ids.append(filled)
+        found.places.append(
+            [before + at if one and at < kept else None for at, one in zip(starts, lists, strict=False)]
+        )
+        found.cuts.append(cut)
+    return found
+
+
+def _space_between(tokenizer: Tokenizer) -> str:
+    """Returns what stands before a word that is encoded by itself: nothing where the tokenizer adds the space.
+
+    Normalizers as Llama's prepend one to every text, so that another would be a token of its own.
+    """
+    if not isinstance(tokenizer, BpeTokenizer):
+        return " "
+    # The names of a text's tokens in one, so that it does not matter which were merged.
+    word, with_space, both = (
+        "".join(tokenizer.token_name(i) or "" for i in tokenizer.encode(text).tolist()) for text in ("a", " a", "a a")
+    )
+    return "" if both == word + word != word + with_space else " "
+
+
+def text_rows(
+    tokens: FramedTokens, texts: Sequence[Sequence[str]], *, sequence_length: int, fit: bool = False
+) -> RaggedRows:
+    """Rows of texts without targets; `fit`: as long as the longest needs, up to a multiple of 32."""
+    columns, _ = framed_texts(tokens, texts, sequence_length=sequence_length)
+    return _without_targets(columns, fit=fit)
+
+
+def _without_targets(columns: dict[str, Column], *, fit: bool) -> RaggedRows:
+    numbers = np.arange(len(columns["tokens"].starts) - 1)
+    if fit:
+        longest = int(columns["tokens"].sizes(numbers).max())
+        length = min(columns["tokens"].length, -(-longest // _LENGTHS) * _LENGTHS)
+        columns = {name: dataclasses.replace(column, length=length) for name, column in columns.items()}
+    return RaggedRows(columns, {"segments": "tokens"}, np.zeros(len(numbers), np.int32), numbers)

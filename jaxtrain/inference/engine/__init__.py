@@ -1,1 +1,1 @@
-"""Continuous batching: many requests share a fixed number of cache rows, and two programs serve them all."""
+"""Continuous batching: many requests share a fixed number of cache rows, and a few programs serve them all."""

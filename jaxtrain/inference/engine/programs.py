@@ -1,21 +1,106 @@
-"""The programs of the engine: a token for every slot, a chunk of one prompt, and a slot's penalties.
+"""The programs of the engine and what they hand on: a token for every slot, a chunk of one prompt, a slot's penalties.
 
-Shapes: S slots, W tokens fed to each (1, or 1 and a draft), C tokens of a chunk, V vocabulary, K alternatives.
+Shapes: S slots, C tokens of a chunk, V vocabulary, K alternatives, R rows.
 """
 
 import functools
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from jaxtrain.inference.choose import RowSampling, choose_rows, log_probabilities_of
-from jaxtrain.inference.engine.cache_layout import CacheLayout
+from jaxtrain.errors import ConfigError
+from jaxtrain.inference.decoding import cache_dtype_of
 from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
+from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, log_probabilities_of, row_sampling
+from jaxtrain.layout.gather import hold_parameters
+from jaxtrain.layout.rules import entry_degree
+from jaxtrain.layout.sharding import Layout, logical_spec
 from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.model import Decoder, Params
+from jaxtrain.models.ring_cache import make_cache
+from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits
+from jaxtrain.precision.policy import cast_floats
+from jaxtrain.runtime.compiler import decoding_options
+
+# Chunks of this many tokens or more are worth a second program for short prompts.
+_LONG_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The dims and shardings of a cache, leaf for leaf.
+
+    Attributes:
+        slot_dims: which dim of each leaf is that of the slots.
+        shardings: slots are sharded as a batch is, and heads over `tensor`, where they divide.
+    """
+
+    slot_dims: Any
+    shardings: Any
+
+    def take(self, cache: Any, slot: jax.Array) -> Any:
+        """One slot's part of a cache, with a dim of 1."""
+        return jax.tree.map(
+            lambda leaf, dim: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=dim), cache, self.slot_dims
+        )
+
+    def put(self, cache: Any, own: Any, slot: jax.Array) -> Any:
+        """The cache with a slot's part put back; see `take`."""
+
+        def put(leaf: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(leaf, part, slot, axis=dim)
+
+        return jax.tree.map(put, cache, own, self.slot_dims)
+
+
+def cache_layout(
+    decoder: Decoder, layout: Layout, *, slots: int, length: int, chunk: int, dtype: DTypeLike
+) -> CacheLayout:
+    """Find the dims of a decoder's cache, and its shardings; the numbers are as for `make_cache`."""
+
+    def shapes(slots: int, more: int = 0) -> Any:
+        return jax.eval_shape(lambda: make_cache(decoder, slots, length + more, dtype, chunk=chunk + more))
+
+    def differs(first: Any, other: Any) -> int:
+        return next((dim for dim, size in enumerate(first.shape) if size != other.shape[dim]), -1)
+
+    cache = shapes(slots)
+    # Shapes alone say which dim is which, so that a decoder may arrange its cache as it likes.
+    slot_dims = jax.tree.map(differs, cache, shapes(slots + 1))
+    # A ring grows with the chunk, and the other caches with the length.
+    length_dims = jax.tree.map(differs, cache, shapes(slots, more=1))
+    assert all(dim >= 0 for dim in jax.tree.leaves(slot_dims)), "every array of a cache has a row per text"
+
+    def sharding(leaf: Any, slot_dim: int, length_dim: int) -> NamedSharding:
+        names: list[str | None] = [None] * len(leaf.shape)
+        names[slot_dim] = "batch"
+        # The heads are the one dim between slots and positions, or the one after positions that directly follow slots.
+        heads = slot_dim + 1 if length_dim == slot_dim + 2 else length_dim + 1
+        if length_dim > slot_dim and heads < len(names):
+            names[heads] = "activation_kv_heads"
+        return NamedSharding(layout.mesh, _fitting(layout, leaf.shape, *names))
+
+    return CacheLayout(slot_dims, jax.tree.map(sharding, cache, slot_dims, length_dims))
+
+
+def _fitting(layout: Layout, shape: tuple[int, ...], *names: str | None) -> PartitionSpec:
+    """The spec of logical axes, without those that a dim does not divide by."""
+    entries = list(logical_spec(names, layout))
+    entries += [None] * (len(shape) - len(entries))
+    degrees = layout.mesh.shape
+    return PartitionSpec(
+        *(
+            entry if size % entry_degree(entry, degrees) == 0 else None
+            for entry, size in zip(entries, shape, strict=True)
+        )
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -57,48 +142,30 @@ class Chosen:
 def decode_slots(
     params: Params,
     state: SlotState,
-    tokens_SW: jax.Array,
+    tokens_S: jax.Array,
     positions_S: jax.Array,
-    writes_S: jax.Array,
     rows: RowSampling,
     wants_top: jax.Array,
     *,
     decoder: Decoder,
 ) -> tuple[SlotState, Chosen]:
-    """Feed every slot its last token (and a draft of the next ones), and choose what follows each token fed.
+    """Feed every slot its last token, and choose what follows: [S].
 
-    A slot without a text that goes on is fed too, at positions that are not written.
-
-    Args:
-        params: in the compute dtype.
-        state: of the slots.
-        tokens_SW: int32; behind the last token of the text stands the draft, or anything.
-        positions_S: of the first token of each row, int32; `NOWHERE` for a row whose tokens are not to be written.
-        writes_S: whether the row has a text that goes on, bool.
-        rows: how the token after the first is chosen. Those after a draft's are the likeliest.
-        wants_top: whether anybody asked for alternatives, bool [].
-        decoder: of the model.
-
-    Returns:
-        The state, and what was chosen: [S, W].
+    A slot without a text that goes on is fed too, at the position `NOWHERE`, which is not written. `wants_top`, bool
+    [], says whether anybody asked for alternatives.
     """
-    slots, width = tokens_SW.shape
-    positions_SW = positions_S[:, None] + jnp.arange(width, dtype=jnp.int32)
-    logits_SWV, cache = decoder.decode(params, tokens_SW, positions_SW, state.cache)
-    first_S = choose_rows(
-        logits_SWV[:, 0],
+    logits_S1V, cache = decoder.decode(params, tokens_S[:, None], positions_S[:, None], state.cache)
+    chosen_S = choose_rows(
+        logits_S1V[:, 0],
         rows,
         positions_S + 1,
         prompt_counts_SV=state.prompt_counts_SV,
         output_counts_SV=state.output_counts_SV,
         bias_SV=state.bias_SV,
     )
-    drafted_SW = jnp.argmax(logits_SWV[:, 1:], axis=-1).astype(jnp.int32)
-    chosen_SW = jnp.concatenate([first_S[:, None], drafted_SW], axis=1)
-    counts_SV = state.output_counts_SV.at[jnp.arange(slots), first_S].add(writes_S.astype(jnp.int32))
-    flat = _described(logits_SWV.reshape(slots * width, -1), chosen_SW.reshape(-1), wants_top)
-    chosen = jax.tree.map(lambda leaf: leaf.reshape(slots, width, *leaf.shape[1:]), flat)
-    return SlotState(cache, state.prompt_counts_SV, counts_SV, state.bias_SV), chosen
+    writes_S = (positions_S != NOWHERE).astype(jnp.int32)
+    counts_SV = state.output_counts_SV.at[jnp.arange(len(tokens_S)), chosen_S].add(writes_S)
+    return replace(state, cache=cache, output_counts_SV=counts_SV), _described(logits_S1V[:, 0], chosen_S, wants_top)
 
 
 def prefill_chunk(
@@ -111,42 +178,31 @@ def prefill_chunk(
     is_last: jax.Array,
     row: RowSampling,
     wants_top: jax.Array,
-    next_tokens_C: jax.Array,
-    wants_prompt: jax.Array,
     *,
     decoder: Decoder,
     layout: CacheLayout,
-) -> tuple[SlotState, Chosen, Chosen]:
+) -> tuple[SlotState, Chosen]:
     """Read a chunk of a prompt into a slot.
 
-    Args:
-        params: in the compute dtype.
-        state: of the slots.
-        slot: index, int32 [].
-        tokens_C: of the prompt, padded on the right, int32. The padding is not written.
-        begin: position of the first of them, int32 [].
-        count: of tokens without padding, at least 1, int32 [].
-        is_last: whether the prompt ends with it, bool [].
-        row: how the token after the last is chosen, arrays [1].
-        wants_top: whether the request asked for alternatives, bool [].
-        next_tokens_C: the token of the prompt after each, int32.
-        wants_prompt: whether the request asked for log-probabilities of its prompt, bool [].
-        decoder: of the model.
-        layout: of its cache.
+    The chunk is `count` tokens from position `begin` on, padded on the right, and the last one of the prompt or not;
+    all of them, slot and `wants_top` are int32 or bool [], and `row` has arrays [1].
 
     Returns:
-        The state; what follows the chunk, [1], zeros where the prompt goes on; and what is reported of
-        `next_tokens_C`, [C], zeros where the request did not ask.
+        The state; and what follows the chunk, [1], zeros where the prompt goes on.
     """
     own, order_C = layout.take(state.cache, slot), jnp.arange(tokens_C.shape[0], dtype=jnp.int32)
     positions_1C = jnp.where(order_C < count, begin + order_C, NOWHERE)[None]
-    logits, own = _deferred(params, tokens_C[None], positions_1C, own, decoder)
-    cache = layout.put(state.cache, own, slot)
+    # The vocabulary is a large part of what a small model computes for a chunk, and one token needs it.
+    feed = decoder.decode if decoder.deferred is None else decoder.deferred
+    outputs, own = feed(params, tokens_C[None], positions_1C, own)
     one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
-    vocabulary = state.bias_SV.shape[-1]
 
     def following() -> Chosen:
-        last_1V = logits(count - 1, 1)
+        if isinstance(outputs, DeferredLogits):
+            last_11D = jax.lax.dynamic_slice_in_dim(outputs.hidden, count - 1, 1, axis=1)
+            last_1V = replace(outputs, hidden=last_11D).logits()[0].astype(jnp.float32)
+        else:
+            last_1V = jax.lax.dynamic_slice_in_dim(outputs[0], count - 1, 1)
         chosen_1 = choose_rows(
             last_1V,
             row,
@@ -157,63 +213,28 @@ def prefill_chunk(
         )
         return _described(last_1V, chosen_1, wants_top)
 
-    chosen = jax.lax.cond(is_last, following, lambda: _nothing(jnp.zeros(1, jnp.int32), vocabulary))
+    def nothing() -> Chosen:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(following))
+
+    chosen = jax.lax.cond(is_last, following, nothing)
     counts_SV = state.output_counts_SV.at[slot, chosen.tokens[0]].add(is_last.astype(jnp.int32))
-    prompt = jax.lax.cond(
-        wants_prompt,
-        lambda: _described(logits(0, len(tokens_C)), next_tokens_C, wants_top),
-        lambda: _nothing(next_tokens_C, vocabulary),
-    )
-    state = SlotState(cache, state.prompt_counts_SV, counts_SV, state.bias_SV)
-    return state, chosen, prompt
-
-
-def _deferred(
-    params: Params, tokens_1C: jax.Array, positions_1C: jax.Array, cache: Any, decoder: Decoder
-) -> tuple[Callable[[jax.Array | int, int], jax.Array], Any]:
-    """Feed tokens of one row; returns (first, number) -> logits float32 [number, V] of some of them, and the cache.
-
-    The vocabulary is a large part of what a small model computes for a chunk, and one token needs it.
-    """
-    if decoder.deferred is None:
-        logits_1CV, cache = decoder.decode(params, tokens_1C, positions_1C, cache)
-        return lambda first, number: jax.lax.dynamic_slice_in_dim(logits_1CV[0], first, number), cache
-    deferred, cache = decoder.deferred(params, tokens_1C, positions_1C, cache)
-
-    def logits(first: jax.Array | int, number: int) -> jax.Array:
-        hidden_1ND = jax.lax.dynamic_slice_in_dim(deferred.hidden, first, number, axis=1)
-        return replace(deferred, hidden=hidden_1ND).logits()[0].astype(jnp.float32)
-
-    return logits, cache
+    cache = layout.put(state.cache, own, slot)
+    return replace(state, cache=cache, output_counts_SV=counts_SV), chosen
 
 
 def set_penalties(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array, bias_V: jax.Array) -> SlotState:
-    """Begin the counts of a request with penalties, and set its biases.
-
-    Args:
-        state: of the slots.
-        slot: index, int32 [].
-        prompt_counts_V: how often each token is in its prompt, int32.
-        bias_V: float32.
-    """
-    return SlotState(
-        state.cache,
-        state.prompt_counts_SV.at[slot].set(prompt_counts_V),
-        state.output_counts_SV.at[slot].set(0),
-        state.bias_SV.at[slot].set(bias_V),
+    """Begin the counts of a request with penalties, int32 [V] of its prompt, and set its biases, float32 [V]."""
+    return replace(
+        state,
+        prompt_counts_SV=state.prompt_counts_SV.at[slot].set(prompt_counts_V),
+        output_counts_SV=state.output_counts_SV.at[slot].set(0),
+        bias_SV=state.bias_SV.at[slot].set(bias_V),
     )
 
 
 def copy_slot(state: SlotState, source: jax.Array, target: jax.Array, *, layout: CacheLayout) -> SlotState:
-    """Copy the keys and values of one slot to another.
-
-    Args:
-        state: of the slots.
-        source, target: indices, int32 [].
-        layout: of the cache.
-    """
-    cache = layout.put(state.cache, layout.take(state.cache, source), target)
-    return SlotState(cache, state.prompt_counts_SV, state.output_counts_SV, state.bias_SV)
+    """Copy the keys and values of one slot to another; both are indices, int32 []."""
+    return replace(state, cache=layout.put(state.cache, layout.take(state.cache, source), target))
 
 
 def _described(logits_RV: jax.Array, tokens_R: jax.Array, wants_top: jax.Array) -> Chosen:
@@ -230,6 +251,149 @@ def _described(logits_RV: jax.Array, tokens_R: jax.Array, wants_top: jax.Array) 
     return Chosen(tokens_R, *jax.lax.cond(wants_top, with_top, alone))
 
 
-def _nothing(tokens_R: jax.Array, vocabulary: int) -> Chosen:
-    shape = (*tokens_R.shape, min(MOST_ALTERNATIVES, vocabulary))
-    return Chosen(tokens_R, jnp.zeros(tokens_R.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+class Programs:
+    """The compiled programs with the state that they hand on.
+
+    Args:
+        sharded_model: has a decoder without an encoder.
+        params: of the model, on its mesh; also quantized.
+        slots: S.
+        length: positions of the cache.
+        chunk: C.
+        cache_dtype: of keys and values; None: the compute dtype.
+    """
+
+    def __init__(
+        self,
+        sharded_model: ShardedModel,
+        params: Params,
+        *,
+        slots: int,
+        length: int,
+        chunk: int,
+        cache_dtype: str | None,
+    ):
+        decoder = sharded_model.model.decoder
+        assert decoder is not None
+        self._model, self.slots, self.chunk = sharded_model, slots, chunk
+        dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
+        self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, chunk=chunk, dtype=dtype)
+        # Once, and not in every step, which would read the parameters as they are stored.
+        self.params = cast_floats(params, sharded_model.policy.compute_dtype)
+        one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        with sharded_model.context():
+            if sharded_model.layout.state_axes:
+                # Nor gather what ZeRO 1 and 2 shard over `data`.
+                self.params = jax.jit(hold_parameters)(self.params)
+            one_cache = jax.eval_shape(lambda: make_cache(decoder, 1, length, dtype, chunk=chunk))
+            logits, _ = jax.eval_shape(decoder.decode, self.params, one_token, one_token, one_cache)
+        self.vocab_size = logits.shape[-1]
+        table = NamedSharding(
+            sharded_model.mesh, _fitting(sharded_model.layout, (slots, self.vocab_size), "batch", None)
+        )
+        self._placed = SlotState(self._layout.shardings, table, table, table)
+
+        def begin() -> SlotState:
+            counts = jnp.zeros((slots, self.vocab_size), jnp.int32)
+            cache = make_cache(decoder, slots, length, dtype, chunk=chunk)
+            return SlotState(cache, counts, counts, counts.astype(jnp.float32))
+
+        with sharded_model.context():
+            try:
+                self._state = jax.block_until_ready(jax.jit(begin, out_shardings=self._placed)())
+            except jax.errors.JaxRuntimeError as error:
+                size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(begin)))
+                raise ConfigError(
+                    f"the devices have no room for the cache: {slots} slots of {length} positions take "
+                    f"{size / 2**30:.1f} GiB; use fewer slots, a smaller length or cache_dtype='int8'"
+                ) from error
+        self._compile(decoder)
+
+    def _compile(self, decoder: Decoder) -> None:
+        """Compile every program for what it is given: traced one after the other, compiled at the same time."""
+        mesh = self._model.mesh
+        replicated, placed = NamedSharding(mesh, PartitionSpec()), self._placed
+        pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxtrain compile")
+
+        def compiled(function: Any, before: tuple[Any, ...], given: Any, outputs: Any, **options: Any) -> Future[Any]:
+            given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), given)
+            jitted = jax.jit(function, donate_argnums=len(before) - 1, out_shardings=outputs, **options)
+            return pool.submit(jitted.lower(*before, *given).compile)
+
+        options = {**decoding_options(mesh.devices.flat[0])} or None
+        # A short prompt does not pay for a whole chunk.
+        widths = {self.chunk, self.chunk // 4} if self.chunk >= _LONG_CHUNK else {self.chunk}
+        read = functools.partial(prefill_chunk, decoder=decoder, layout=self._layout)
+        with self._model.context(), pool:
+            fed, one = (self.params, self._state), (self._state,)
+            decode = compiled(
+                functools.partial(decode_slots, decoder=decoder),
+                fed,
+                self._nothing_to_decode(),
+                (placed, replicated),
+                compiler_options=options,
+            )
+            prefills = {}
+            for width in sorted(widths):
+                nothing = _chunk(0, [0] * width, width, 0, _greedy(1), False, False)
+                prefills[width] = compiled(read, fed, nothing, (placed, replicated))
+            copy = compiled(functools.partial(copy_slot, layout=self._layout), one, (np.int32(0), np.int32(0)), placed)
+            penalties = compiled(set_penalties, one, (np.int32(0), *self._no_penalties()), placed)
+        self._decode, self._copy, self._set_penalties = decode.result(), copy.result(), penalties.result()
+        self._prefill = {width: program.result() for width, program in prefills.items()}
+
+    def _nothing_to_decode(self) -> tuple[Any, ...]:
+        """What `decode` is given where no slot has a text."""
+        zeros_S = np.zeros(self.slots, np.int32)
+        return zeros_S, zeros_S + np.int32(NOWHERE), _greedy(self.slots), np.bool_(False)
+
+    def _no_penalties(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32)
+
+    def decode(self, tokens_S: np.ndarray, positions_S: np.ndarray, rows: RowSampling, *, wants_top: bool) -> Chosen:
+        """Run `decode_slots`, and wait for what it chose."""
+        given = (tokens_S, positions_S, rows, np.bool_(wants_top))
+        self._state, chosen = self._decode(self.params, self._state, *given)
+        return jax.device_get(chosen)
+
+    def prefill(
+        self, slot: int, tokens: list[int], begin: int, row: RowSampling, *, is_last: bool, wants_top: bool
+    ) -> Chosen:
+        """Run `prefill_chunk` with at most C tokens; what it gives is on the device still."""
+        width = next(width for width in self._prefill if width >= len(tokens))
+        given = _chunk(slot, tokens, width, begin, row, is_last, wants_top)
+        self._state, chosen = self._prefill[width](self.params, self._state, *given)
+        return chosen
+
+    def copy(self, source: int, target: int) -> None:
+        """Run `copy_slot`."""
+        self._state = self._copy(self._state, np.int32(source), np.int32(target))
+
+    def set_penalties(self, slot: int, prompt_counts_V: np.ndarray, bias_V: np.ndarray) -> None:
+        """Run `set_penalties`."""
+        self._state = self._set_penalties(self._state, np.int32(slot), prompt_counts_V, bias_V)
+
+    def warm(self) -> None:
+        """Run every program once, so that no request pays for what a first run sets up.
+
+        What that writes is overwritten before any text sees it.
+        """
+        *given, _ = self._nothing_to_decode()
+        self.decode(*given, wants_top=False)
+        for width in self._prefill:
+            jax.block_until_ready(self.prefill(0, [0] * width, 0, _greedy(1), is_last=False, wants_top=False))
+        self.copy(0, 0)
+        self.set_penalties(0, *self._no_penalties())
+
+
+def _chunk(
+    slot: int, tokens: list[int], width: int, begin: int, row: RowSampling, is_last: bool, wants_top: bool
+) -> tuple[Any, ...]:
+    """What `prefill_chunk` is given after parameters and state."""
+    padded_C = np.array(tokens + [0] * (width - len(tokens)), np.int32)
+    numbers = np.int32(slot), padded_C, np.int32(begin), np.int32(len(tokens)), np.bool_(is_last)
+    return *numbers, row, np.bool_(wants_top)
+
+
+def _greedy(rows: int) -> RowSampling:
+    return row_sampling([Sampling(temperature=0)] * rows, [0] * rows)

@@ -1,17 +1,15 @@
-"""What the engine is asked, and what it answers. No jax here."""
+"""What the engine is asked and what it answers: a request, and the ticket on which its tokens come."""
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from jaxtrain.config.arguments import check_kind, check_whole, refusal
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.inference.sampling import Sampling
 
 MOST_ALTERNATIVES = 20
 """Alternatives per token that a request may ask for."""
-
-_WRITE = "Request((72, 105), new_tokens=16, sampling=Sampling())"
 
 
 class EngineFull(UserError):
@@ -49,10 +47,9 @@ class Request:
         seed: of the random choices; the same request with the same seed gets the same tokens.
         stop_tokens: ids that end the answer; the one that does is emitted too.
         top: alternatives that are reported with each token, the likeliest first, 0 to 20.
-        prompt_log_probabilities: whether the tokens of the prompt get log-probabilities too.
 
     Raises:
-        ConfigError: a field of another type, or out of its range.
+        ConfigError: there is no token, or a number is out of its range.
 
     Example:
         >>> request = jt.Request((72, 105), new_tokens=4, sampling=jt.Sampling(temperature=0))
@@ -66,30 +63,14 @@ class Request:
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
     top: int = 0
-    prompt_log_probabilities: bool = False
 
     def __post_init__(self) -> None:
-        check_kind(self.sampling, Sampling, what="Request: sampling", takes="a record", write="sampling=Sampling()")
-        for name, least in (("new_tokens", 1), ("seed", 0), ("top", 0)):
-            value = check_whole(getattr(self, name), what=f"Request: {name}", least=least, write=_WRITE)
-            object.__setattr__(self, name, value)
-        if self.top > MOST_ALTERNATIVES:
-            raise ConfigError(f"Request: top is {self.top}; at most {MOST_ALTERNATIVES} alternatives are reported")
-        object.__setattr__(self, "tokens", tuple(_ids(self.tokens, "tokens", _WRITE)))
-        object.__setattr__(self, "stop_tokens", frozenset(_ids(self.stop_tokens, "stop_tokens", "stop_tokens={0}")))
-        if not self.tokens:
+        object.__setattr__(self, "tokens", tuple(int(token) for token in self.tokens))
+        object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
+        if not self.tokens or min(self.tokens) < 0 or self.new_tokens < 1 or not 0 <= self.top <= MOST_ALTERNATIVES:
             raise ConfigError(
-                "Request: tokens is empty; a prompt has at least one token, such as the one that begins texts"
+                f"a Request takes at least one token id, new_tokens of 1 or more and top from 0 to {MOST_ALTERNATIVES}"
             )
-
-
-def _ids(given: Any, name: str, write: str) -> list[int]:
-    """Token ids as whole numbers of Python."""
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence | set | frozenset):
-        given = getattr(given, "tolist", lambda: given)()
-    if not isinstance(given, list | tuple | set | frozenset):
-        raise ConfigError(refusal(f"Request: {name}", "token ids", given, write))
-    return [check_whole(one, what=f"Request: {name}", least=0, write=write) for one in given]
 
 
 @dataclass(frozen=True)
@@ -101,11 +82,6 @@ class Emitted:
         log_probability: natural logarithm of its probability by the model alone, before temperature, penalties and
             biases.
         top: the likeliest tokens at its place, with their log-probabilities, as many as the request asked for.
-
-    Example:
-        >>> from jaxtrain.inference.engine.request import Emitted
-        >>> Emitted(token=72, log_probability=-0.5, top=((72, -0.5), (73, -1.5))).token
-        72
     """
 
     token: int
@@ -121,34 +97,97 @@ class EngineCounters:
         requests: that were accepted.
         finished: of them that have ended, for whatever reason.
         generated_tokens: that were emitted.
-        prompt_tokens: of the prompts whose requests got a slot.
-        cached_tokens: of them that were in the slot's cache already.
-        decode_steps: runs of the program that gives each slot a token.
-        prefill_chunks: runs of the program that reads a chunk of a prompt.
-        slots: rows of the cache.
-        slots_in_use: of them.
-        queued: requests that have no slot yet; those that just came may be more than the queue takes, until a step
-            gives them the free slots.
+        cached_tokens: of prompts, that were in a slot's cache already.
+        slots_in_use: rows of the cache that a request has.
+        queued: requests that have no slot yet.
         compiled: programs that were compiled after the start; it stays 0.
-        speculated_tokens: drafts that were verified.
-        accepted_tokens: of them that the model would have chosen too.
-
-    Example:
-        >>> from jaxtrain.inference.engine.request import EngineCounters
-        >>> EngineCounters(slots=8).compiled
-        0
     """
 
     requests: int = 0
     finished: int = 0
     generated_tokens: int = 0
-    prompt_tokens: int = 0
     cached_tokens: int = 0
-    decode_steps: int = 0
-    prefill_chunks: int = 0
-    slots: int = 0
     slots_in_use: int = 0
     queued: int = 0
     compiled: int = 0
-    speculated_tokens: int = 0
-    accepted_tokens: int = 0
+
+
+class Ticket:
+    """What `Engine.submit` gives for a request; it may be used from any thread.
+
+    Iterating over it gives the tokens as they come, and waits for the next one.
+
+    Args:
+        request: what was asked.
+        on_event: (ticket, token) is called on the engine's thread with each token, and with None at the end.
+        wake: tells the engine that the request was cancelled.
+
+    Attributes:
+        request: what was asked.
+        finish_reason: "stop", "length", "cancelled" or "failed"; None while the request waits or runs.
+        cached_tokens: of the prompt, that the engine did not have to read again.
+        error: what failed, in one line; None: nothing did.
+        cancelled: the reason given to `cancel`; None: it was not called.
+
+    Example:
+        >>> ticket = engine.submit(jt.Request((72, 105), new_tokens=4, sampling=jt.Sampling(temperature=0)))
+        >>> len([emitted.token for emitted in ticket]), ticket.finish_reason
+        (4, 'length')
+    """
+
+    def __init__(self, request: Request, on_event: "OnEvent | None" = None, wake: Callable[[], None] | None = None):
+        self.request = request
+        self.finish_reason: str | None = None
+        self.cached_tokens = 0
+        self.error: str | None = None
+        self.cancelled: str | None = None
+        self._on_event, self._wake = on_event, wake
+        self._events: queue.SimpleQueue[Emitted | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+
+    def __iter__(self) -> Iterator[Emitted]:
+        """Give the tokens that were not taken yet, waiting for each.
+
+        Raises:
+            EngineDead: the engine failed before the answer was whole.
+        """
+        while (event := self._events.get()) is not None:
+            yield event
+        self._events.put(None)  # another iteration ends too
+        if self.error is not None:
+            raise EngineDead(self.error)
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End the request at the engine's next step; its slot is free for others then.
+
+        Args:
+            reason: what `finish_reason` becomes: "cancelled", or "stop" where the text came to a stop.
+        """
+        self.cancelled = self.cancelled or reason
+        if self._wake is not None:
+            self._wake()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the request; returns whether it has ended.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+        """
+        return self._ended.wait(timeout)
+
+    def emit(self, emitted: Emitted) -> None:
+        """Hand out a token; for the engine."""
+        self._events.put(emitted)
+        if self._on_event is not None:
+            self._on_event(self, emitted)
+
+    def finish(self, reason: str, error: str | None = None) -> None:
+        """End the request; for the engine."""
+        self.error, self.finish_reason = self.error or error, reason
+        self._events.put(None)
+        self._ended.set()
+        if self._on_event is not None:
+            self._on_event(self, None)
+
+
+OnEvent = Callable[[Ticket, Emitted | None], None]

@@ -1,108 +1,122 @@
-"""What the engine does next: which request gets which slot, which prompt is read, and when all slots get a token.
+"""What the engine does next: which request gets which row of the cache, which prompt is read, when all get a token.
 
-Not thread-safe: the engine's thread alone calls it, under no lock.
+The engine's thread alone calls it; other threads append to the requests that wait.
 """
 
-import threading
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
 
-from jaxtrain.inference.choose import RowSampling, bias_rows, row_sampling
-from jaxtrain.inference.engine.compiled import Programs
-from jaxtrain.inference.engine.drafts import accepted
-from jaxtrain.inference.engine.programs import Chosen
-from jaxtrain.inference.engine.request import Emitted, EngineCounters, Request
-from jaxtrain.inference.engine.slots import Slot, lender_for, slot_for
-from jaxtrain.inference.engine.ticket import Ticket
-from jaxtrain.inference.sampling import Sampling
+from jaxtrain.inference.engine.programs import Chosen, Programs
+from jaxtrain.inference.engine.request import Emitted, EngineCounters, Request, Ticket
+from jaxtrain.inference.sampling import RowSampling, Sampling, bias_rows, row_sampling
 from jaxtrain.models.decoder import NOWHERE
-from jaxtrain.models.ring_cache import Ring
+from jaxtrain.models.ring_cache import Ring, can_go_on
+
+# A shorter common beginning, such as the token that begins every text, is no reason to overwrite a longer text.
+_WORTH_KEEPING = 16
 
 
-class Waiting:
-    """The requests that wait for a slot, in their order; any thread may use it."""
+class Slot:
+    """A row of the cache.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tickets: deque[Ticket] = deque()
+    Attributes:
+        written: one more than the last position that was written since position 0 was.
+        ticket: whose it is; None: it is free.
+        cached: tokens whose keys and values are at positions 0, 1, ... of the row. They stay when the row becomes free,
+            so that a prompt that begins with them need not be read again.
+        text: prompt and answer so far.
+        reuses: whether another row may still be asked for what it has of the prompt.
+        order: number of the request that has the row, or had it last.
+        has_bias: whether the biases of the row on the device may be other than zero.
+    """
 
-    def __len__(self) -> int:
-        return len(self._tickets)
+    def __init__(self, index: int, ring: Ring | None = None):
+        self.index, self.ring = index, ring
+        self.ticket: Ticket | None = None
+        self.cached: list[int] = []
+        self.text: list[int] = []
+        self.written = self.order = 0
+        self.reuses = self.has_bias = False
 
-    def add(self, ticket: Ticket) -> None:
-        """Append a request."""
-        with self._lock:
-            self._tickets.append(ticket)
+    @property
+    def reads(self) -> bool:
+        """Whether a part of its prompt is still to be read."""
+        return self.ticket is not None and len(self.cached) < len(self.ticket.request.tokens)
 
-    def first(self) -> Ticket | None:
-        """Take the first request away; None where none waits."""
-        with self._lock:
-            return self._tickets.popleft() if self._tickets else None
+    @property
+    def writes(self) -> bool:
+        """Whether its next token can be computed from the last one alone."""
+        return self.ticket is not None and not self.reads
 
-    def put_back(self, ticket: Ticket) -> None:
-        """Put a request at the front again."""
-        with self._lock:
-            self._tickets.appendleft(ticket)
+    def take(self, ticket: Ticket, order: int) -> None:
+        """Give the row to a request, and keep what its prompt begins with."""
+        tokens = ticket.request.tokens
+        self.ticket, self.order, self.text, self.reuses = ticket, order, list(tokens), True
+        self.keep(self, kept_prefix(self, tokens))
 
-    def without_cancelled(self) -> list[Ticket]:
-        """Take the cancelled requests away."""
-        with self._lock:
-            gone = [ticket for ticket in self._tickets if ticket.cancelled is not None]
-            self._tickets = deque(ticket for ticket in self._tickets if ticket.cancelled is None)
-            return gone
+    def keep(self, lender: "Slot", kept: int) -> None:
+        """Note how many tokens of the prompt this row has, which are those that a lender (or itself) had."""
+        assert self.ticket is not None
+        self.written = lender.written if kept else 0
+        self.cached, self.ticket.cached_tokens = self.text[:kept], kept
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Note that the next tokens of the text were written."""
+        self.cached += tokens
+        self.written = max(self.written, len(self.cached))
+
+
+def kept_prefix(slot: Slot, tokens: Sequence[int]) -> int:
+    """Count the tokens of a prompt that need not be read in a row: all but the last, whose logits are needed, at most.
+
+    There are none where layers with a window have overwritten what the next token sees.
+    """
+    pairs = enumerate(zip(slot.cached, tokens, strict=False))
+    shared = next((at for at, (one, other) in pairs if one != other), min(len(slot.cached), len(tokens)))
+    shared = min(shared, len(tokens) - 1)
+    return shared if can_go_on(slot.ring, shared, slot.written) else 0
+
+
+def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
+    """Choose the free row that has most of a prompt, of equal ones that which was free for longest; None: none is."""
+    free = [slot for slot in slots if slot.ticket is None]
+    return max(free, key=lambda slot: (kept_prefix(slot, tokens) // _WORTH_KEEPING, -slot.order), default=None)
 
 
 class Scheduler:
     """The slots of an engine, and the steps that move their texts on.
 
-    Args:
-        programs: compiled.
-        waiting: requests for slots.
-        length: positions of the cache.
-        speculate: longest draft; 0: none.
-        reuse: whether a prompt keeps what a slot has of it.
-        ring: of layers with a window; None: the cache keeps all positions.
-
-    Attributes:
-        counters: what was done.
-        waiting: requests for slots.
+    `waiting` are the requests for slots, and `ring` is that of layers with a window (None: all positions are kept).
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        waiting: Waiting,
-        *,
-        length: int,
-        speculate: int,
-        reuse: bool,
-        ring: Ring | None = None,
-    ):
-        self._programs, self._length, self._speculate, self._reuse = programs, length, speculate, reuse
-        self.waiting = waiting
+    def __init__(self, programs: Programs, waiting: deque[Ticket], *, ring: Ring | None = None):
+        self._programs, self.waiting = programs, waiting
         self._slots = [Slot(index, ring) for index in range(programs.slots)]
         self._rows = row_sampling([Sampling(temperature=0)] * programs.slots, [0] * programs.slots)
         self._orders = 0
-        self.counters = EngineCounters(slots=programs.slots)
+        self.counters = EngineCounters()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request waits or runs."""
         return not len(self.waiting) and all(slot.ticket is None for slot in self._slots)
 
-    def step(self) -> bool:
-        """Do what is next: at most one chunk of one prompt, and one token (or an accepted draft) for every answer.
+    def step(self) -> None:
+        """Do what is next: at most one chunk of one prompt, and one token for every answer.
 
         So answers go on while a long prompt is read.
-
-        Returns:
-            Whether there was anything to do.
         """
-        self._drop_cancelled()
+        for ticket in self.waiting.copy():
+            if ticket.cancelled is not None:
+                self.waiting.remove(ticket)
+                self._end(ticket, ticket.cancelled)
+        for slot in self._slots:
+            if slot.ticket is not None and slot.ticket.cancelled is not None:
+                self._finish(slot, slot.ticket.cancelled)
         self._admit()
         reading = [slot for slot in self._slots if slot.reads]
         if reading:
@@ -110,12 +124,11 @@ class Scheduler:
         writing = [slot for slot in self._slots if slot.writes]
         if writing:
             self._write(writing)
-        return bool(reading or writing)
 
     def fail_all(self, reason: str, error: str | None) -> None:
         """End every request that waits or runs."""
-        while (ticket := self.waiting.first()) is not None:
-            self._end(ticket, reason, error)
+        while self.waiting:
+            self._end(self.waiting.popleft(), reason, error)
         for slot in self._slots:
             if slot.ticket is not None:
                 self._finish(slot, reason, error)
@@ -125,41 +138,21 @@ class Scheduler:
         now = self.counters
         self.counters = replace(now, **{name: getattr(now, name) + number for name, number in added.items()})
 
-    def _drop_cancelled(self) -> None:
-        for ticket in self.waiting.without_cancelled():
-            self._end(ticket, ticket.cancelled or "cancelled")
-        for slot in self._slots:
-            if slot.ticket is not None and slot.ticket.cancelled is not None:
-                self._finish(slot, slot.ticket.cancelled)
-
     def _admit(self) -> None:
         """Give free slots to the requests that wait, in their order."""
-        while (ticket := self.waiting.first()) is not None:
-            slot = slot_for(self._slots, ticket.request.tokens)
-            if slot is None:
-                self.waiting.put_back(ticket)
-                return
+        while self.waiting and (slot := slot_for(self._slots, self.waiting[0].request.tokens)) is not None:
+            ticket = self.waiting.popleft()
             request, sampling = ticket.request, ticket.request.sampling
             self._orders += 1
-            changed = sampling.counts_tokens or bool(sampling.logit_bias)
-            slot.take(
-                ticket,
-                self._orders,
-                # A token of the prompt that is not read has no logits.
-                reuse=self._reuse and not request.prompt_log_probabilities,
-                # The model's own likeliest tokens are what verification compares with.
-                speculate=self._speculate > 0 and sampling.is_greedy and not changed,
-            )
-            _set_row(self._rows, slot.index, row_sampling([sampling], [request.seed]))
-            if changed or slot.has_bias:
+            slot.take(ticket, self._orders)
+            row = row_sampling([sampling], [request.seed])
+            jax.tree.map(lambda rows, one, index=slot.index: rows.__setitem__(index, one[0]), self._rows, row)
+            if sampling.counts_tokens or sampling.logit_bias or slot.has_bias:
                 self._set_penalties(slot, request)
-            if request.prompt_log_probabilities:
-                ticket.prompt_log_probabilities = [None]
-            self._count(prompt_tokens=len(request.tokens), slots_in_use=1)
+            self._count(slots_in_use=1)
 
     def _set_penalties(self, slot: Slot, request: Request) -> None:
         size, sampling = self._programs.vocab_size, request.sampling
-        # Only a repetition penalty asks for the tokens of the prompt.
         counts_V = np.bincount(np.asarray(request.tokens), minlength=size).astype(np.int32)
         bias_SV = bias_rows([sampling], size)
         bias_V = np.zeros(size, np.float32) if bias_SV is None else bias_SV[0]
@@ -170,93 +163,65 @@ class Scheduler:
         """Read the next chunk of a slot's prompt; the last one gives the first token of the answer."""
         assert slot.ticket is not None
         if slot.reuses:  # once, and not when it got the slot: those that came with it may have read the same since
-            self._reuse_prefix(slot)
+            self._borrow(slot)
         request, begin = slot.ticket.request, len(slot.cached)
         tokens = list(request.tokens[begin : begin + self._programs.chunk])
         end = begin + len(tokens)
-        chosen, prompt = self._programs.prefill(
+        chosen = self._programs.prefill(
             slot.index,
             tokens,
             begin,
             _row_of(self._rows, slot.index),
             is_last=end == len(request.tokens),
             wants_top=request.top > 0,
-            next_tokens=list(request.tokens[begin + 1 : end + 1]) if request.prompt_log_probabilities else None,
         )
-        self._count(prefill_chunks=1)
-        slot.cached += tokens
-        slot.wrote(end)
-        entries = slot.ticket.prompt_log_probabilities
-        if entries is not None:
-            given = jax.device_get(prompt)
-            following = min(len(tokens), len(request.tokens) - 1 - begin)
-            entries += [_emitted(given, index, request.top) for index in range(following)]
+        slot.read(tokens)
         if end == len(request.tokens):
-            self._emit(slot, [_emitted(jax.device_get(chosen), 0, request.top)])
+            self._emit(slot, _emitted(jax.device_get(chosen), 0, request.top))
 
-    def _reuse_prefix(self, slot: Slot) -> None:
-        """Take over what another slot has of a prompt, where that is more than its own slot kept."""
+    def _borrow(self, slot: Slot) -> None:
+        """Copy what another slot has of a prompt, where that is worth it."""
         assert slot.ticket is not None
-        lender, kept = lender_for(slot, self._slots)
-        if lender is not None:
+        tokens, slot.reuses = slot.ticket.request.tokens, False
+        lender = max(self._slots, key=lambda other: kept_prefix(other, tokens))
+        kept = kept_prefix(lender, tokens)
+        if kept >= len(slot.cached) + _WORTH_KEEPING:
             self._programs.copy(lender.index, slot.index)
-            slot.borrow(lender, kept)
-        slot.reuses = False
+            slot.keep(lender, kept)
         self._count(cached_tokens=slot.ticket.cached_tokens)
 
     def _write(self, writing: list[Slot]) -> None:
-        """Give every answer its next token, or more where drafts are right."""
-        drafts = {slot.index: self._draft(slot) for slot in writing if slot.drafts is not None}
-        width = 1 + self._speculate if any(drafts.values()) else 1
-        tokens_SW = np.zeros((len(self._slots), width), np.int32)
+        """Give every answer its next token."""
+        tokens_S = np.array([slot.text[-1] if slot.writes else 0 for slot in self._slots], np.int32)
         # A row without an answer writes nothing, and its old text makes the others read no more of the cache.
         positions_S = np.array([len(slot.cached) if slot.writes else NOWHERE for slot in self._slots], np.int32)
-        writes_S = np.array([slot.writes for slot in self._slots])
-        for slot in writing:
-            draft = drafts.get(slot.index, [])
-            tokens_SW[slot.index, : 1 + len(draft)] = [slot.text[-1], *draft]
-        tickets = [slot.ticket for slot in writing]
-        wants_top = any(ticket is not None and ticket.request.top > 0 for ticket in tickets)
-        chosen = self._programs.decode(tokens_SW, positions_S, writes_S, self._rows, wants_top=wants_top)
-        self._count(decode_steps=1)
+        wants_top = any(slot.ticket is not None and slot.ticket.request.top > 0 for slot in writing)
+        chosen = self._programs.decode(tokens_S, positions_S, self._rows, wants_top=wants_top)
         for slot in writing:
             assert slot.ticket is not None
-            draft = drafts.get(slot.index, [])
-            slot.wrote(len(slot.cached) + width)
-            right = accepted(draft, chosen.tokens[slot.index].tolist())
-            self._count(speculated_tokens=len(draft), accepted_tokens=right)
-            slot.cached += [slot.text[-1], *draft[:right]]
-            of_slot = jax.tree.map(lambda leaf, index=slot.index: leaf[index], chosen)
-            self._emit(slot, [_emitted(of_slot, index, slot.ticket.request.top) for index in range(right + 1)])
+            slot.read([slot.text[-1]])
+            self._emit(slot, _emitted(chosen, slot.index, slot.ticket.request.top))
 
-    def _draft(self, slot: Slot) -> list[int]:
-        """A draft of a slot's next tokens, not beyond the cache or the end of the answer; empty: none."""
-        assert slot.drafts is not None
-        assert slot.ticket is not None
-        left = min(slot.ticket.request.new_tokens - slot.emitted - 1, self._length - len(slot.cached) - 1)
-        return slot.drafts.propose(min(self._speculate, left)) if left > 0 else []
-
-    def _emit(self, slot: Slot, emitted: list[Emitted]) -> None:
-        """Hand out tokens of a slot's answer, up to the one that ends it."""
+    def _emit(self, slot: Slot, emitted: Emitted) -> None:
+        """Hand out a token of a slot's answer, which may end it."""
         ticket = slot.ticket
         assert ticket is not None
-        for one in emitted:
-            slot.text.append(one.token)
-            slot.emitted += 1
-            if slot.drafts is not None:
-                slot.drafts.extend([one.token])
-            self._count(generated_tokens=1)
-            if not _handed(ticket, one):
-                return self._finish(slot, "failed", ticket.error)
-            if one.token in ticket.request.stop_tokens:
-                return self._finish(slot, "stop")
-            if slot.emitted == ticket.request.new_tokens:
-                return self._finish(slot, "length")
+        slot.text.append(emitted.token)
+        self._count(generated_tokens=1)
+        try:
+            ticket.emit(emitted)
+        except Exception as failure:  # an error of the caller's function ends its own request and no other
+            return self._finish(slot, "failed", _line(failure))
+        if emitted.token in ticket.request.stop_tokens:
+            return self._finish(slot, "stop")
+        if len(slot.text) == len(ticket.request.tokens) + ticket.request.new_tokens:
+            return self._finish(slot, "length")
 
     def _finish(self, slot: Slot, reason: str, error: str | None = None) -> None:
+        """End the request of a slot, which is free then; its keys and values stay."""
         ticket = slot.ticket
         assert ticket is not None
-        slot.release()
+        slot.ticket, slot.text = None, []
         self._count(slots_in_use=-1)
         self._end(ticket, reason, error)
 
@@ -266,16 +231,6 @@ class Scheduler:
             ticket.finish(reason, error)
         except Exception as failure:  # of the caller's function, which must not end the others' requests
             ticket.error = ticket.error or _line(failure)
-
-
-def _handed(ticket: Ticket, emitted: Emitted) -> bool:
-    """Whether the caller took a token: an error of its function ends its own request and no other."""
-    try:
-        ticket.emit(emitted)
-    except Exception as failure:
-        ticket.error = _line(failure)
-        return False
-    return True
 
 
 def _line(failure: Exception) -> str:
@@ -288,15 +243,6 @@ def _emitted(chosen: Chosen, index: int, top: int) -> Emitted:
     ids, numbers = chosen.top_ids[index][:top].tolist(), chosen.top_log_probabilities[index][:top].tolist()
     alternatives = tuple(zip(ids, numbers, strict=True))
     return Emitted(int(chosen.tokens[index]), float(chosen.log_probabilities[index]), alternatives)
-
-
-def _set_row(rows: RowSampling, index: int, row: RowSampling) -> None:
-    """Write the arrays [1] of a row into those of all rows, on the host."""
-
-    def write(whole: Any, one: Any) -> None:
-        whole[index] = one[0]
-
-    jax.tree.map(write, rows, row)
 
 
 def _row_of(rows: RowSampling, index: int) -> RowSampling:

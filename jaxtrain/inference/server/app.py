@@ -1,43 +1,49 @@
 """The endpoints: what comes in is read, asked of the engine, and sent back."""
 
 import asyncio
+import contextlib
+import functools
 import hmac
 import ipaddress
 import json
 import re
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxtrain.data import Tokenizer
+from jaxtrain.errors import UserError
 from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.server.answers import chunk, first_chunk, last_chunk, new_envelope, whole_answer
-from jaxtrain.inference.server.bodies import chat_call, completion_call
-from jaxtrain.inference.server.call import Call, engine_requests
-from jaxtrain.inference.server.choices import Piece
-from jaxtrain.inference.server.embeddings import embedding_answer, embedding_call
-from jaxtrain.inference.server.fields import parse_body, shown
-from jaxtrain.inference.server.incoming import SEND_SECONDS, GoneError, Limits, read_body, while_there
-from jaxtrain.inference.server.prometheus import HttpCounters, metrics_text
-from jaxtrain.inference.server.prompts import PromptReader
-from jaxtrain.inference.server.refused import RefusedError
-from jaxtrain.inference.server.running import Running
-from jaxtrain.inference.server.tokens import detokenize, tokenize, tokenizer_info
+from jaxtrain.inference.engine.request import Emitted, EngineDead, EngineFull, Ticket
+from jaxtrain.inference.server.answers import Answer, Choice, Piece, embedding_answer
+from jaxtrain.inference.server.bodies import (
+    Call,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    PromptReader,
+    RefusedError,
+    chat_call,
+    completion_call,
+    embedding_texts,
+    read_body,
+)
 from jaxtrain.inference.text_stream import TokenTexts
 from jaxtrain.runtime.terminal import print_remark
 
-_LIMITS = Limits()
+_Result = TypeVar("_Result")
 _Handler = Callable[[HttpRequest], Awaitable[Response]]
-Embed = Callable[[list[list[int]]], np.ndarray]
 
 _PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing from elsewhere, and asks this server alone.
@@ -48,6 +54,13 @@ _POLICY = (
 # What nobody needs a key for: whether the server lives, and the page, which asks for the key itself.
 _OPEN = ("/", "/health")
 _LEFT_NO_ANSWER = 499
+# A client that still sends does not read an answer: so much of a body that is too large is read and thrown away.
+_MOST_DISCARDED = 256 * 2**20
+# Of a body that is still to come once the server is to end.
+_ENDING_SECONDS = 1.0
+# A client that takes nothing for so long counts as gone. It is less than the 30 seconds that Kubernetes leaves between
+# SIGTERM and the kill, so that a server ends in order although somebody does not read.
+SEND_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -63,20 +76,22 @@ class Service:
         length: tokens of prompt and answer together, or of a text to embed.
         most: answers that run and wait at a time.
         api_key: that clients must give; None: none.
-        limits: of bodies.
-        compiled: counts the programs that `embed` compiled after its start; None: it compiles none.
+        body_bytes: of one body, at most.
+        body_seconds: from the first byte of a body to its last.
+        compiled: counts the programs that `embed` compiled after its start.
     """
 
     name: str
     created: int
     reader: PromptReader
     engine: Engine | None
-    embed: Embed | None
+    embed: Callable[[list[list[int]]], np.ndarray] | None
     length: int
     most: int
     api_key: str | None = None
-    limits: Limits = _LIMITS
-    compiled: Callable[[], int] | None = None
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 30.0
+    compiled: Callable[[], int] = lambda: 0
 
 
 def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
@@ -88,64 +103,29 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
             may have in the header Host.
 
     Returns:
-        The application; its `state.ending` is an event to set, on the event loop, once no more bodies are waited for.
+        The application; `state.end` is to be called, on the event loop, once no more bodies are waited for.
     """
-    counters, ending = HttpCounters(), asyncio.Event()
-    endpoints = _Endpoints(service, counters, ending)
+    endpoints = _Endpoints(service)
     table: list[tuple[str, str, _Handler]] = [
         ("GET", "/", endpoints.page),
         ("GET", "/health", endpoints.health),
         ("GET", "/metrics", endpoints.metrics),
         ("GET", "/v1/models", endpoints.models),
-        ("GET", "/v1/models/{name:path}", endpoints.model),
         ("POST", "/v1/completions", endpoints.completions),
         ("POST", "/v1/chat/completions", endpoints.chat),
         ("POST", "/v1/embeddings", endpoints.embeddings),
-        ("GET", "/tokenizer_info", endpoints.tokenizer_info),
-        ("POST", "/tokenize", endpoints.tokenize),
-        ("POST", "/detokenize", endpoints.detokenize),
     ]
-    routes = [
-        Route(path, _guarded(handler, path, service, counters, host), methods=[method])
-        for method, path, handler in table
-    ]
+    routes = [Route(path, endpoints.guarded(handler, path, host), methods=[method]) for method, path, handler in table]
 
     def unknown(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = ", ".join(path for _, path, _ in table if path.startswith("/v1") and "{" not in path)
-        # Starlette names the methods of the path where there are any.
-        headers = dict(error.headers or {})
-        allowed = sorted(one for one in headers.get("Allow", "").split(", ") if one not in ("", "HEAD"))
-        said = f"use {allowed[0]} for {request.url.path!a}" if allowed else f"there is nothing here; there are {known}"
-        counters.answered("other", error.status_code)
-        return _refusal(RefusedError(error.status_code, said), headers=headers)
+        known = ", ".join(f"{method} {path}" for method, path, _ in table)
+        endpoints.answers["other", error.status_code] += 1
+        return _refusal(RefusedError(error.status_code, f"there are {known}", headers=dict(error.headers or {})))
 
     app = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
-    app.state.ending = ending
+    app.state.end = endpoints.end
     return app
-
-
-def _guarded(handler: _Handler, path: str, service: Service, counters: HttpCounters, host: str) -> _Handler:
-    """The handler behind the key, whose errors become error objects."""
-
-    async def answer(request: HttpRequest) -> Response:
-        try:
-            _check_site(request, host if service.api_key is None else None)
-            if path not in _OPEN:
-                _check_key(request, service.api_key)
-            response = await handler(request)
-        except RefusedError as error:
-            response = _refusal(error)
-        except GoneError:
-            counters.left()
-            return Response(status_code=_LEFT_NO_ANSWER)  # nobody reads it
-        except Exception as error:
-            print_remark(f"jaxtrain serve: {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            response = _refusal(RefusedError(500, f"the server failed: {type(error).__name__}"))
-        counters.answered(path, response.status_code)
-        return response
-
-    return answer
 
 
 def _check_site(request: HttpRequest, host: str | None) -> None:
@@ -157,10 +137,10 @@ def _check_site(request: HttpRequest, host: str | None) -> None:
     """
     given, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
     name = re.sub(r":\d*$", "", given)
-    if host is not None and name != host.lower() and not _is_loopback(name):
-        raise RefusedError(403, f"Host {shown(given)} is not this machine; use localhost, or start it with an API key")
-    if origin is not None and origin.lower().partition("://")[2] != given:
-        raise RefusedError(403, f"Origin {shown(origin)} is not that of Host {shown(given)}; a proxy must pass Host on")
+    is_known = host is None or name == host.lower() or _is_loopback(name)
+    if not is_known or (origin is not None and origin.lower().partition("://")[2] != given):
+        said = f"Host {given!a:.80} and Origin {origin!a:.80} are not this server's; a proxy must pass Host on"
+        raise RefusedError(403, f"{said}, and other names than localhost take an API key")
 
 
 def _is_loopback(name: str) -> bool:
@@ -178,28 +158,64 @@ def _check_key(request: HttpRequest, key: str | None) -> None:
     same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
     if scheme.lower() != "bearer" or not same:
         said = "another API key than this server's" if given else "no API key"
-        raise RefusedError(401, f"{said}; send the header Authorization: Bearer KEY", code="invalid_api_key")
+        raise RefusedError(
+            401,
+            f"{said}; send the header Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
 
 
-def _refusal(error: RefusedError, *, headers: Mapping[str, str] | None = None) -> Response:
-    return _json(error.to_json(), status=error.status, headers={**error.headers, **(headers or {})})
+def _refusal(error: RefusedError) -> Response:
+    return _json(error.to_json(), status=error.status, headers=error.headers)
 
 
-def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(_encoded(value), status_code=status, headers=headers, media_type="application/json")
 
 
 def _encoded(value: Any) -> bytes:
-    # Halves of surrogate pairs can come from a client alone, in what a message quotes.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
 class _Endpoints:
-    """One method per endpoint."""
+    """One method per endpoint, and what they count."""
 
-    def __init__(self, service: Service, counters: HttpCounters, ending: asyncio.Event):
-        self._service, self._counters, self._ending = service, counters, ending
-        self._texts = TokenTexts(service.reader.tokenizer)
+    def __init__(self, service: Service):
+        self._service, self._texts = service, TokenTexts(service.reader.tokenizer)
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self._bodies: set[asyncio.Timeout] = set()
+        self._seconds = service.body_seconds
+
+    def end(self) -> None:
+        """Wait no longer for bodies than a moment."""
+        self._seconds = min(self._seconds, _ENDING_SECONDS)
+        for limit in self._bodies:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+    def guarded(self, handler: _Handler, path: str, host: str) -> _Handler:
+        """The handler behind the key, whose errors become error objects."""
+        key = self._service.api_key
+
+        async def answer(request: HttpRequest) -> Response:
+            try:
+                _check_site(request, host if key is None else None)
+                _check_key(request, None if path in _OPEN else key)
+                response = await handler(request)
+            except RefusedError as error:
+                response = _refusal(error)
+            except UserError as error:  # of a chat template, or of the engine
+                response = _refusal(RefusedError(400, str(error)))
+            except ClientDisconnect:
+                response = Response(status_code=_LEFT_NO_ANSWER)  # nobody reads it
+            except Exception as error:
+                print_remark(f"jaxtrain serve: {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                response = _refusal(RefusedError(500, f"the server failed: {type(error).__name__}"))
+            self.answers[path, response.status_code] += 1
+            return response
+
+        return answer
 
     async def page(self, request: HttpRequest) -> Response:
         headers = {"cache-control": "no-cache", "content-security-policy": _POLICY}
@@ -212,24 +228,25 @@ class _Endpoints:
         return _json({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
-        engine, compiled = self._service.engine, self._service.compiled
-        text = metrics_text(
-            self._counters,
-            None if engine is None else engine.counters(),
-            compiled=None if compiled is None else compiled(),
-        )
+        """In the text format of Prometheus."""
+        counts = {f'http_answers_total{{path="{path}",status="{status}"}}': count
+                  for (path, status), count in sorted(self.answers.items())}  # fmt: skip
+        if self._service.engine is None:
+            counts["compiled_total"] = self._service.compiled()
+        else:
+            done = self._service.engine.counters()
+            counts |= {
+                "requests_total": done.requests,
+                "generated_tokens_total": done.generated_tokens,
+                "compiled_total": done.compiled,
+                "slots_in_use": done.slots_in_use,
+                "queued": done.queued,
+            }
+        text = "".join(f"jaxtrain_{name} {count}\n" for name, count in counts.items())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
         return _json({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: HttpRequest) -> Response:
-        name = request.path_params["name"]
-        if name != self._service.name:
-            raise RefusedError(
-                404, f"there is no model {name!a}; this server has {self._service.name!r}", code="model_not_found"
-            )
-        return _json(self._model())
 
     def _model(self) -> dict[str, Any]:
         service = self._service
@@ -243,140 +260,219 @@ class _Endpoints:
         }
 
     async def completions(self, request: HttpRequest) -> Response:
-        return await self._write(request, completion_call)
+        return await self._write(request, CompletionBody, completion_call)
 
     async def chat(self, request: HttpRequest) -> Response:
-        return await self._write(request, chat_call)
+        return await self._write(request, ChatBody, chat_call)
 
     async def embeddings(self, request: HttpRequest) -> Response:
         service, embed = self._service, self._service.embed
         if embed is None:
-            raise RefusedError(
-                404, f"the model {service.name} gives no embeddings; serve one with model.head.kind=embedding"
-            )
-        body = await self._body(request)
-        texts, form = await asyncio.to_thread(
-            embedding_call, body, service.reader, served=service.name, length=service.length
-        )
+            raise RefusedError(404, f"the model {service.name} gives no embeddings; use /v1/completions")
+        body = await self._body(request, EmbeddingBody)
+        texts = await asyncio.to_thread(embedding_texts, body, service.reader, length=service.length)
         vectors_ND = await while_there(request.receive, asyncio.to_thread(embed, texts))
+        form = body.encoding_format
         return _json(await asyncio.to_thread(embedding_answer, vectors_ND, texts, form=form, model=service.name))
 
-    async def tokenizer_info(self, request: HttpRequest) -> Response:
-        return _json(tokenizer_info(self._service.reader))
-
-    async def tokenize(self, request: HttpRequest) -> Response:
-        body, service = await self._body(request), self._service
-        return _json(
-            await asyncio.to_thread(tokenize, body, service.reader, served=service.name, length=service.length)
-        )
-
-    async def detokenize(self, request: HttpRequest) -> Response:
-        body, service = await self._body(request), self._service
-        return _json(await asyncio.to_thread(detokenize, body, service.reader, served=service.name))
-
-    async def _body(self, request: HttpRequest) -> dict[str, Any]:
-        raw = await read_body(request.receive, self._service.limits, self._ending)
+    async def _body(self, request: HttpRequest, kind: type[Any]) -> Any:
+        raw = await self._raw_body(request)
         # Browsers send other types for every page, and JSON to another site only after OPTIONS, which gets 405 here.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise RefusedError(415, "the body is not declared as JSON; send the header Content-Type: application/json")
-        return await asyncio.to_thread(parse_body, raw)
+        return await asyncio.to_thread(read_body, kind, raw, served=self._service.name)
 
-    async def _write(self, request: HttpRequest, read: Callable[..., Call]) -> Response:
-        service, began = self._service, time.monotonic()
-        engine = service.engine
-        if engine is None:
-            raise RefusedError(404, f"the model {service.name} gives embeddings and writes no text; use /v1/embeddings")
-        body = await self._body(request)
-        # Encoding a long prompt takes a while, in which others are answered.
-        call = await asyncio.to_thread(read, body, service.reader, served=service.name)
-        requests = engine_requests(call, length=service.length, most=service.most)
-        running = Running(engine, call, requests, service.reader, self._texts)
-        if call.stream:
-            return EventStream(self._events(call, running, began), running.cancel, self._counters)
+    async def _raw_body(self, request: HttpRequest) -> bytes:
+        """The bytes of a body.
+
+        Raises:
+            RefusedError: it is too large, or comes too slowly, or not before the server ends.
+            ClientDisconnect: the client left in the middle of it.
+        """
+        parts, size, most = [], 0, self._service.body_bytes
+        limit = asyncio.timeout(self._seconds)
+        self._bodies.add(limit)
         try:
-            return await while_there(request.receive, self._whole(call, running, began))
+            async with limit:
+                async for part in request.stream():
+                    size += len(part)
+                    if size > _MOST_DISCARDED:
+                        break
+                    parts = [*parts, part] if size <= most else []
+        except TimeoutError:
+            if self._seconds < self._service.body_seconds:
+                raise RefusedError(503, "the server ends; send the request again", code="server_ends") from None
+            raise RefusedError(408, f"the body did not arrive within {self._seconds:g} seconds") from None
+        finally:
+            self._bodies.discard(limit)
+        if size > most:
+            raise RefusedError(413, f"the body has more than {most} bytes", code="body_too_large")
+        return b"".join(parts)
+
+    async def _write(self, request: HttpRequest, kind: type[Any], read: Callable[..., Call]) -> Response:
+        service = self._service
+        if service.engine is None:
+            raise RefusedError(404, f"the model {service.name} gives embeddings and writes no text; use /v1/embeddings")
+        body = await self._body(request, kind)
+        # Encoding a long prompt takes a while, in which others are answered.
+        call = await asyncio.to_thread(read, body, service.reader, length=service.length, most=service.most)
+        running = _Running(service.engine, call, service.reader.tokenizer, self._texts)
+        if call.stream:
+            return EventStream(self._events(Answer(call, service.name), running), running.cancel)
+        try:
+            return await while_there(request.receive, self._whole(Answer(call, service.name), running))
         finally:
             running.cancel()
 
-    async def _whole(self, call: Call, running: Running, began: float) -> Response:
-        pieces: list[list[Piece]] = [[] for _ in range(len(call.prompts) * call.num_choices)]
-        async for index, piece in self._timed(running, began):
+    async def _whole(self, answer: Answer, running: "_Running") -> Response:
+        pieces: list[list[Piece]] = [[] for _ in running.choices]
+        async for index, piece in running.pieces():
             pieces[index].append(piece)
-        envelope = new_envelope(call, model=self._service.name, created=int(time.time()))
-        return _json(whole_answer(envelope, pieces, running.usage(), call))
+        return _json(answer.whole(pieces, running.usage()))
 
-    async def _events(self, call: Call, running: Running, began: float) -> AsyncIterator[bytes]:
-        envelope = new_envelope(call, model=self._service.name, created=int(time.time()))
+    async def _events(self, answer: Answer, running: "_Running") -> AsyncIterator[dict[str, Any] | None]:
         try:
-            if call.is_chat:
-                for index in range(call.num_choices):
-                    yield _event(first_chunk(envelope, index, call))
-            async for index, piece in self._timed(running, began):
-                yield _event(chunk(envelope, index, piece, call))
+            if answer.call.is_chat:
+                for index in range(answer.call.num_choices):
+                    yield answer.first_chunk(index)
+            async for index, piece in running.pieces():
+                yield answer.chunk(index, piece)
         except RefusedError as error:
             # The status was sent long ago: the stream says it, and ends without [DONE].
-            yield _event(error.to_json())
+            yield error.to_json()
             return
-        if call.include_usage:
-            yield _event(last_chunk(envelope, running.usage()))
-        yield b"data: [DONE]\n\n"
-
-    async def _timed(self, running: Running, began: float) -> AsyncIterator[tuple[int, Piece]]:
-        first = True
-        async for found in running.pieces():
-            if first:
-                self._counters.timed(first_token=time.monotonic() - began)
-                first = False
-            yield found
-        self._counters.timed(whole=time.monotonic() - began)
+        if answer.call.include_usage:
+            yield answer.last_chunk(running.usage())
+        yield None
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + _encoded(value) + b"\n\n"
+class _Running:
+    """The requests of one call in the engine, submitted together or not at all.
+
+    Made on the event loop that reads the pieces. `cancel` must be called at the end, whatever happens; afterwards the
+    slots are free.
+    """
+
+    def __init__(self, engine: Engine, call: Call, tokenizer: Tokenizer, texts: TokenTexts):
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Emitted | None]] = asyncio.Queue()
+        self._call = call
+        self.choices = [Choice(call, tokenizer, texts) for _ in call.requests]
+        self._tickets: list[Ticket] = []
+        try:
+            for index, request in enumerate(call.requests):
+                self._tickets.append(engine.submit(request, functools.partial(self._pass_on, index)))
+        except UserError as error:
+            self.cancel()
+            status = 503 if isinstance(error, EngineFull | EngineDead) else 400
+            headers = {"retry-after": "1"} if isinstance(error, EngineFull) else None
+            raise RefusedError(status, str(error), headers=headers) from None
+
+    def _pass_on(self, index: int, ticket: Ticket, event: Emitted | None) -> None:
+        """Called on the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Gives (index of a choice, what it has more than before), until all have ended.
+
+        Raises:
+            RefusedError: the engine failed.
+        """
+        running = set(range(len(self.choices)))
+        while running:
+            index, event = await self._events.get()
+            if index not in running:
+                continue  # what the engine had chosen before it read that the text came to a stop
+            choice, ticket = self.choices[index], self._tickets[index]
+            reason = ticket.finish_reason
+            if event is None and reason not in ("stop", "length"):
+                raise RefusedError(500, ticket.error or "the answer was broken off, because the server ends")
+            piece = choice.finish(reason or "length") if event is None else choice.feed(event)
+            if choice.finish_reason is not None:
+                running.discard(index)
+                if event is not None:
+                    ticket.cancel("stop")
+            if piece != Piece():
+                yield index, piece
+
+    def usage(self) -> dict[str, Any]:
+        """How many tokens were read (of every prompt once) and written so far; one that ends an answer counts."""
+        first = self._tickets[:: self._call.num_choices]
+        read, written = sum(len(one.request.tokens) for one in first), sum(one.num_tokens for one in self.choices)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": sum(ticket.cached_tokens for ticket in first)},
+        }
+
+    def cancel(self) -> None:
+        """Ends what still runs."""
+        for ticket in self._tickets:
+            if ticket.finish_reason is None:
+                ticket.cancel()
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of some work, which is cancelled when the client leaves.
+
+    Args:
+        receive: of the connection, whose body has been read.
+        work: to be done.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientDisconnect
+        return doing.result()
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        # What the work cleans up is done when this returns.
+        await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
 class EventStream(Response):
-    """Events that are sent as they come, until they end or the client leaves.
+    """Events that are sent as they come, until they end or the client leaves, or takes none for 20 seconds.
 
     Args:
-        events: encoded.
+        events: objects; None: the last one, [DONE].
         cancel: called at the end, whatever happened.
-        counters: count clients that left.
-        seconds: in which the client must take an event, or it counts as gone.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        cancel: Callable[[], None],
-        counters: HttpCounters,
-        seconds: float = SEND_SECONDS,
-    ):
+    def __init__(self, events: AsyncIterator[dict[str, Any] | None], cancel: Callable[[], None]):
         # Proxies that collect an answer before they pass it on leave events alone that say so.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._cancel, self._counters, self._seconds = events, cancel, counters, seconds
+        self._events, self._cancel = events, cancel
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_there(receive, self._send(send))
-        except GoneError:
-            self._counters.left()
+            with contextlib.suppress(ClientDisconnect, TimeoutError):
+                await while_there(receive, self._send(send))
         finally:
             self._cancel()
 
     async def _send(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await self._send_one(send, start)
-        async for event in self._events:
-            await self._send_one(send, {"type": "http.response.body", "body": event, "more_body": True})
-        await self._send_one(send, {"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_one(self, send: Send, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._seconds):
+        async def send_one(message: Message) -> None:
+            async with asyncio.timeout(SEND_SECONDS):
                 await send(message)
-        except TimeoutError:
-            raise GoneError from None
+
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send_one(start)
+        async for event in self._events:
+            body = b"data: " + (b"[DONE]" if event is None else _encoded(event)) + b"\n\n"
+            await send_one({"type": "http.response.body", "body": body, "more_body": True})
+        await send_one({"type": "http.response.body", "body": b"", "more_body": False})

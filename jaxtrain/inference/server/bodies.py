@@ -1,269 +1,375 @@
-"""Bodies of /v1/completions and /v1/chat/completions: their fields, and what they ask for."""
+"""Bodies of requests: what each may hold, what it asks for, and one line where it asks for nothing that is served."""
 
+import datetime
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
-from jaxtrain.errors import ConfigError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from jaxtrain.data.chat.templates import ChatFormat, Template, chat_encoder, compile_template, prompt_text
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.inference.engine.request import Request
+from jaxtrain.inference.prompts import NOTHING_SPECIAL, SpecialTokens, tokens_around
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.server.call import Call, Prompt
-from jaxtrain.inference.server.fields import (
-    Field,
-    flag,
-    is_whole,
-    no_effect,
-    number,
-    read_fields,
-    shown,
-    text,
-    texts,
-    unsupported,
-    whole,
-    wrong,
-)
-from jaxtrain.inference.server.prompts import PromptReader
-from jaxtrain.inference.server.refused import RefusedError
 
-_MOST_CHOICES = 128
-_MOST_STOPS = 4
-_MOST_ALTERNATIVES = 20
-_MOST_BIASES = 1024
-_ROLES = ("system", "developer", "user", "assistant")
-# What OpenAI takes where nothing is said.
-_TEMPERATURE = 1.0
-_COMPLETION_TOKENS = 16
+_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "overloaded_error"}
+_SEEDS = 2**32
 
 
-def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
-    wanted = 'an object of token ids and numbers from -100 to 100, as in {"50256": -100}'
-    if not isinstance(value, dict):
-        raise wrong(value, name, wanted)
-    if len(value) > _MOST_BIASES:
-        raise RefusedError(400, f"{name} has {len(value)} tokens; use at most {_MOST_BIASES}", param=name)
-    read = number(-100, 100)
-    pairs = []
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise wrong(key, f"a key of {name}", "a token id", param=name)
-        pairs.append((int(key), read(bias, f"{name}[{key}]")))
-    return tuple(pairs)
-
-
-def _stream_options(value: Any, name: str) -> bool:
-    if not isinstance(value, dict):
-        raise wrong(value, name, '{"include_usage": true}')
-    options = read_fields(value, {"include_usage": Field(flag, False), "include_obfuscation": Field(flag, False)})
-    return options["include_usage"]
-
-
-def read_prompts(value: Any, name: str) -> Any:
-    """A text, a list of texts, a list of ids or a list of lists of ids, whose ids are checked later."""
-    wanted = "a text, a list of texts, a list of token ids or a list of lists of token ids"
-    if isinstance(value, str):
-        return [text(value, name)]
-    if not isinstance(value, list) or not value:
-        raise wrong(value, name, wanted)
-    if all(isinstance(one, str) for one in value):
-        return [text(one, name) for one in value]
-    if all(isinstance(one, list) for one in value):
-        return value
-    if all(is_whole(one) for one in value):
-        return [value]
-    raise wrong(value, name, wanted)
-
-
-def _messages(value: Any, name: str) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise wrong(value, name, 'a list of messages, as in [{"role": "user", "content": "Hello"}]')
-    return [_message(one, f"{name}[{index}]") for index, one in enumerate(value)]
-
-
-def _message(value: Any, name: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise wrong(value, name, 'an object, as in {"role": "user", "content": "Hello"}')
-    role = value.get("role")
-    if role not in _ROLES:
-        raise wrong(role, f"{name}.role", f"one of {', '.join(_ROLES)}")
-    for key, one in value.items():
-        if key not in ("role", "content", "name") and one not in (None, [], ""):
-            raise RefusedError(
-                400, f"{name}.{shown(key)[1:-1]} is not supported; a message has role and content", param="messages"
-            )
-    content = value.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(one, f"{name}.content[{index}]") for index, one in enumerate(content))
-    # OpenAI's older name of the same role, which templates know.
-    return {"role": "system" if role == "developer" else role, "content": text(content, f"{name}.content")}
-
-
-def _part(value: Any, name: str) -> str:
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise wrong(value, name, 'texts alone, as in {"type": "text", "text": "Hello"}')
-    return text(value.get("text"), f"{name}.text")
-
-
-def _response_format(value: Any, name: str) -> None:
-    if value != {"type": "text"}:
-        raise RefusedError(
-            400,
-            f"{name} is {shown(value)}; this server writes free text: leave it out, or ask for the form in a message",
-            param=name,
-            code="unsupported_field",
-        )
-
-
-_SHARED = {
-    "model": Field(text, required=True),
-    "temperature": Field(number(0, 2), _TEMPERATURE),
-    "top_p": Field(number(0, 1, above=True)),
-    "top_k": Field(whole(1)),
-    "min_p": Field(number(0, 1)),
-    "repetition_penalty": Field(number(0, 10, above=True), 1.0),
-    "presence_penalty": Field(number(-2, 2), 0.0),
-    "frequency_penalty": Field(number(-2, 2), 0.0),
-    "logit_bias": Field(_logit_bias, ()),
-    "n": Field(whole(1, _MOST_CHOICES), 1),
-    "stop": Field(texts(0, _MOST_STOPS), ()),
-    "skip_special_tokens": Field(flag, True),
-    "seed": Field(whole(-(2**63), 2**64 - 1)),
-    "stream": Field(flag, False),
-    "stream_options": Field(_stream_options),
-    "user": Field(no_effect),
-}
-_COMPLETION = {
-    **_SHARED,
-    "prompt": Field(read_prompts, required=True),
-    "max_tokens": Field(whole(0), _COMPLETION_TOKENS),
-    "logprobs": Field(whole(0, _MOST_ALTERNATIVES)),
-    "echo": Field(flag, False),
-    "add_special_tokens": Field(flag),
-    "best_of": Field(unsupported(1, instead="ask for n answers and choose yourself")),
-    "suffix": Field(unsupported("", instead="give the text before the gap alone")),
-}
-_NO_TOOLS = "this server calls no tools; leave it out"
-_TEXT_ONLY = "this server reads and writes texts only; leave it out"
-_CHAT = {
-    **_SHARED,
-    "messages": Field(_messages, required=True),
-    "max_tokens": Field(whole(1)),
-    "max_completion_tokens": Field(whole(1)),
-    "logprobs": Field(flag, False),
-    "top_logprobs": Field(whole(0, _MOST_ALTERNATIVES)),
-    "response_format": Field(_response_format),
-    "tools": Field(unsupported([], instead=_NO_TOOLS)),
-    "tool_choice": Field(unsupported("none", "auto", instead=_NO_TOOLS)),
-    "functions": Field(unsupported([], instead=_NO_TOOLS)),
-    "function_call": Field(unsupported("none", "auto", instead=_NO_TOOLS)),
-    "parallel_tool_calls": Field(no_effect),
-    "modalities": Field(unsupported(["text"], instead=_TEXT_ONLY)),
-    "audio": Field(unsupported(instead=_TEXT_ONLY)),
-    "prediction": Field(unsupported(instead="leave it out")),
-    "reasoning_effort": Field(unsupported("none", instead="leave it out")),
-    "web_search_options": Field(unsupported(instead=_NO_TOOLS)),
-    "store": Field(unsupported(False, instead="nothing is stored here; leave it out")),
-    "metadata": Field(no_effect),
-    "service_tier": Field(no_effect),
-    "safety_identifier": Field(no_effect),
-    "prompt_cache_key": Field(no_effect),
-}
-
-
-def completion_call(body: Mapping[str, Any], reader: PromptReader, *, served: str) -> Call:
-    """What a body of /v1/completions asks for.
+class RefusedError(Exception):
+    """What the client asked for is not done.
 
     Args:
-        body: from `parse_body`.
-        reader: makes prompts.
-        served: name of the model.
+        status: of HTTP.
+        message: one line for people: what was given, and what is wanted.
+        param: the field of the body that is the cause; None: no single one.
+        code: a short name for programs; None: the status says it.
+        headers: that belong to the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+
+    def to_json(self) -> dict[str, Any]:
+        """The error object of OpenAI's interface."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _listed(value: Any) -> Any:
+    """One text or one list of ids as a list of them."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+    return [value] if is_one else value
+
+
+def _joined(value: Any) -> Any:
+    """The text of a message that is given in parts."""
+    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        return "".join(str(part.get("text")) for part in value)
+    return value
+
+
+class _Fields(BaseModel):
+    """Fields of OpenAI's interface; null and an empty list ask for nothing, and unknown fields are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None and value != []}
+
+
+_Prompts = Annotated[list[str | list[int]], BeforeValidator(_listed)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Asking(_Fields):
+    """A body, which names the model."""
+
+    model: str
+
+
+class _StreamOptions(_Fields):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Message(_Fields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_joined)]
+    name: str | None = None
+
+
+class _Writing(_Asking):
+    """What completions and chats have in common; the last rows change nothing here."""
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    n: int = Field(1, ge=1, le=128)
+    stop: Annotated[list[_Text], BeforeValidator(_listed)] = Field([], max_length=4)
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    store: Literal[False] = False
+
+
+class CompletionBody(_Writing):
+    """Of /v1/completions."""
+
+    prompt: _Prompts
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool | None = None
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+
+
+class ChatBody(_Writing):
+    """Of /v1/chat/completions."""
+
+    messages: list[_Message]
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Any = None
+
+
+class EmbeddingBody(_Asking):
+    """Of /v1/embeddings."""
+
+    input: _Prompts = Field(max_length=2048)
+    encoding_format: Literal["float", "base64"] = "float"
+    user: Any = None
+
+
+_Body = TypeVar("_Body", bound=_Asking)
+
+
+def read_body(kind: type[_Body], raw: bytes, *, served: str) -> _Body:
+    """Reads a body as JSON.
 
     Raises:
-        RefusedError: a field is unknown, missing or wrong; names it.
+        RefusedError: it is no JSON object in UTF-8, a field is unknown, missing or wrong, or the model is another one.
     """
-    fields = read_fields(body, _COMPLETION)
-    check_model(fields["model"], served)
-    prompts = []
-    for one in fields["prompt"]:
-        is_text = isinstance(one, str)
-        found = (
-            reader.of_text(one, add_special_tokens=fields["add_special_tokens"]) if is_text else reader.of_tokens(one)
-        )
-        prompts.append(found)
-    if fields["max_tokens"] == 0 and not fields["echo"]:
+    try:
+        body = kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"])).encode("ascii", "backslashreplace").decode()[:80] or "the body"
+        code = {"missing": "missing_field", "extra_forbidden": "unknown_field"}.get(first["type"])
+        said = "this field is not supported" if code == "unknown_field" else first["msg"]
+        param = place.partition(".")[0] if first["loc"] else None
+        raise RefusedError(400, f"{place}: {said}"[:250], param=param, code=code) from None
+    if body.model != served:
         raise RefusedError(
-            400, "max_tokens is 0, which asks for nothing; set echo to get the prompt", param="max_tokens"
+            404, f"no model {body.model!a:.80}; this server has {served!r}", param="model", code="model_not_found"
         )
-    return _call(fields, reader, prompts, new_tokens=fields["max_tokens"], top=fields["logprobs"], is_chat=False)
+    return body
 
 
-def chat_call(body: Mapping[str, Any], reader: PromptReader, *, served: str) -> Call:
+@dataclass(frozen=True)
+class Call:
+    """What one body asks for.
+
+    Attributes:
+        is_chat: whether it came to /v1/chat/completions.
+        requests: of the engine: the choices of the first prompt, then those of the next.
+        num_choices: answers per prompt.
+        stop: texts at which an answer ends.
+        hidden: ids that an answer does not show: special tokens, unless they were asked for.
+        top: alternatives that are reported per token; None: no log-probabilities are.
+        stream: whether pieces are sent as they come.
+        include_usage: whether a stream ends with the numbers of tokens.
+    """
+
+    is_chat: bool
+    requests: tuple[Request, ...]
+    num_choices: int = 1
+    stop: tuple[str, ...] = ()
+    hidden: frozenset[int] = frozenset()
+    top: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+
+
+class PromptReader:
+    """Makes prompts; safe to use from several threads.
+
+    Special tokens that a text spells are read as such, as other servers do it: clients write templates by hand.
+
+    Attributes:
+        tokenizer, chat, vocab_size, special: of the model.
+        stop_tokens: ids at which the model stops.
+        special_tokens: text of each special token -> its id.
+    """
+
+    def __init__(
+        self,
+        tokenizer: BpeTokenizer | ByteTokenizer,
+        chat: ChatFormat | None,
+        *,
+        vocab_size: int,
+        special: SpecialTokens = NOTHING_SPECIAL,
+    ):
+        self.tokenizer, self.chat, self.vocab_size, self.special = tokenizer, chat, vocab_size, special
+        end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+        self.stop_tokens = frozenset([*end, *special.stop, *(() if chat is None else chat.stop)])
+        self.special_tokens = {tokenizer.decode([one]): one for one in tokenizer.special_ids()}
+        self._encoder = chat_encoder(tokenizer)
+        self._begins, self._ends = tokens_around(tokenizer)
+        self._template: tuple[datetime.date, Template] | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of a text, which may spell special tokens, with or without what the tokenizer's file puts around."""
+        ids = next(iter(self._encoder.encode([text]))).ids.tolist()
+        return [*self._begins, *ids, *self._ends] if add_special_tokens else ids
+
+    def of_text(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """A text that is to be continued: special tokens are added before it (None: if the model was trained so)."""
+        ids = self.encode(text, add_special_tokens=False)
+        adds = self.special.added if add_special_tokens is None else add_special_tokens
+        added = [*self._begins] if adds else []
+        if not added and not ids:
+            # Something must stand before the first token; documents end with this one in training.
+            added = [self.tokenizer.end_of_text or 0]
+        return self.checked([*added, *ids], "prompt")
+
+    def of_messages(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        """A conversation that is to be answered.
+
+        Raises:
+            RefusedError: there is no template.
+            DataError: it refuses the conversation.
+        """
+        if self.chat is None:
+            raise RefusedError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
+        today = datetime.date.today()  # which some templates write
+        if self._template is None or self._template[0] != today:
+            self._template = (today, compile_template(self.chat, today=today))
+        text = prompt_text(self._template[1], messages)
+        # A template writes the special tokens itself.
+        return self.checked(self.encode(text, add_special_tokens=False), "messages")
+
+    def checked(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
+        """The ids of a field, at least one, all of which the model has; raises a RefusedError if not."""
+        outside = next((one for one in ids if not 0 <= one < self.vocab_size), None)
+        if outside is not None or not ids:
+            held = "an empty text or list" if outside is None else f"{outside}, which is no token id"
+            raise RefusedError(400, f"{name} holds {held}; use ids from 0 to {self.vocab_size - 1}", param=name)
+        return tuple(ids)
+
+
+def completion_call(body: CompletionBody, reader: PromptReader, *, length: int, most: int) -> Call:
+    """What a body of /v1/completions asks for, of prompts and answers of `length` tokens and `most` answers at a time.
+
+    Raises:
+        RefusedError: an id is none of the model's, a prompt leaves no room, or there are too many requests.
+    """
+    prompts = [
+        reader.of_text(one, add_special_tokens=body.add_special_tokens)
+        if isinstance(one, str)
+        else reader.checked(one, "prompt")
+        for one in body.prompt
+    ]
+    requests = _requests(body, reader, prompts, body.max_tokens, body.logprobs, length)
+    return _call(body, reader, requests, body.logprobs, most)
+
+
+def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -> Call:
     """What a body of /v1/chat/completions asks for; see `completion_call`."""
-    fields = read_fields(body, _CHAT)
-    check_model(fields["model"], served)
-    if fields["top_logprobs"] is not None and not fields["logprobs"]:
-        raise RefusedError(400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
-    older, newer = fields["max_tokens"], fields["max_completion_tokens"]
-    if None not in (older, newer) and older != newer:
-        raise RefusedError(
-            400, f"max_tokens is {older} and max_completion_tokens {newer}; give one of them", param="max_tokens"
-        )
-    prompt = reader.of_messages(fields["messages"])
-    top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
-    return _call(fields, reader, [prompt], new_tokens=older if newer is None else newer, top=top, is_chat=True)
+    # "developer" is OpenAI's newer name of a role that templates know as "system".
+    messages = [
+        {"role": "system" if one.role == "developer" else one.role, "content": one.content} for one in body.messages
+    ]
+    new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    top = body.top_logprobs if body.logprobs else None
+    requests = _requests(body, reader, [reader.of_messages(messages)], new_tokens, top, length)
+    return _call(body, reader, requests, top, most)
 
 
-def check_model(given: str, served: str) -> None:
-    """Raises where another model is asked for than the one that is served."""
-    if given != served:
+def _requests(
+    body: CompletionBody | ChatBody,
+    reader: PromptReader,
+    prompts: list[tuple[int, ...]],
+    new_tokens: int | None,
+    top: int | None,
+    length: int,
+) -> tuple[Request, ...]:
+    longest, wanted = max(map(len, prompts)), new_tokens or 1
+    if longest + wanted > length:
         raise RefusedError(
-            404,
-            f"there is no model {shown(given)}; this server has {shown(served)}",
-            param="model",
-            code="model_not_found",
+            400,
+            f"a prompt has {longest} tokens, and {wanted} or more are to follow; prompt and answer together have "
+            f"{length} tokens here",
+            param="messages" if isinstance(body, ChatBody) else "prompt",
+            code="context_length_exceeded",
         )
+    if not all(token.isdigit() and int(token) < reader.vocab_size for token in body.logit_bias):
+        raise RefusedError(400, f"logit_bias takes token ids from 0 to {reader.vocab_size - 1}", param="logit_bias")
+    sampling = Sampling(
+        body.temperature,
+        body.top_k,
+        body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=tuple((int(token), number) for token, number in body.logit_bias.items()),
+    )
+    seed, special = secrets.randbits(32) if body.seed is None else body.seed, reader.special_tokens
+    # A stop that spells a special token, which the text does not show, is met by the token itself.
+    stop_tokens = reader.stop_tokens | {special[one] for one in body.stop if one in special}
+    return tuple(
+        Request(
+            prompt,
+            new_tokens=length - len(prompt) if new_tokens is None else new_tokens,
+            sampling=sampling,
+            seed=(seed + choice) % _SEEDS,
+            stop_tokens=stop_tokens,
+            top=top or 0,
+        )
+        for prompt in prompts
+        for choice in range(body.n)
+    )
 
 
 def _call(
-    fields: Mapping[str, Any],
-    reader: PromptReader,
-    prompts: list[Prompt],
-    *,
-    new_tokens: int | None,
-    top: int | None,
-    is_chat: bool,
+    body: CompletionBody | ChatBody, reader: PromptReader, requests: tuple[Request, ...], top: int | None, most: int
 ) -> Call:
-    if fields["stream_options"] is not None and not fields["stream"]:
-        raise RefusedError(400, "stream_options is given without stream; set stream to true", param="stream_options")
-    outside = next((token for token, _ in fields["logit_bias"] if token >= reader.vocab_size), None)
-    if outside is not None:
-        raise wrong(outside, "a key of logit_bias", f"token ids from 0 to {reader.vocab_size - 1}", param="logit_bias")
-    try:
-        sampling = Sampling(
-            fields["temperature"],
-            fields["top_k"],
-            fields["top_p"],
-            min_p=fields["min_p"],
-            repetition_penalty=fields["repetition_penalty"],
-            presence_penalty=fields["presence_penalty"],
-            frequency_penalty=fields["frequency_penalty"],
-            logit_bias=fields["logit_bias"],
-        )
-    except ConfigError as error:
-        raise RefusedError(400, str(error)) from None
-    seed, special = fields["seed"], reader.special_tokens
-    # A stop that spells a special token, which the text does not show, is met by the token itself.
-    stops = {special[one] for one in fields["stop"] if one in special}
+    if len(requests) > most:
+        raise RefusedError(400, f"{len(requests)} answers at a time; this server takes {most}", param="n")
     return Call(
-        is_chat=is_chat,
-        prompts=tuple(prompts),
-        num_choices=fields["n"],
-        sampling=sampling,
-        seed=secrets.randbits(32) if seed is None else seed % 2**32,
-        new_tokens=new_tokens,
-        stop=fields["stop"],
-        stop_tokens=reader.stop_tokens | stops,
-        hidden=frozenset(special.values() if fields["skip_special_tokens"] else ()),
-        echo=fields.get("echo", False),
+        isinstance(body, ChatBody),
+        requests,
+        num_choices=body.n,
+        stop=tuple(body.stop),
+        hidden=frozenset(reader.special_tokens.values() if body.skip_special_tokens else ()),
         top=top,
-        stream=fields["stream"],
-        include_usage=bool(fields["stream_options"]),
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )
+
+
+def embedding_texts(body: EmbeddingBody, reader: PromptReader, *, length: int) -> list[list[int]]:
+    """The ids of each text of a body of /v1/embeddings, special tokens included; none may be empty or too long."""
+    texts = []
+    for one in body.input:
+        ids = reader.checked(reader.encode(one, add_special_tokens=True) if isinstance(one, str) else one, "input")
+        if len(ids) > length:
+            raise RefusedError(
+                400,
+                f"a text of input has {len(ids)} tokens, and the model takes {length}; shorten it",
+                param="input",
+                code="context_length_exceeded",
+            )
+        texts.append(list(ids))
+    return texts

@@ -37,11 +37,9 @@ def write_report(run_dir: Path, *, path: Path | None = None) -> Path:
         word_list(_words(run)),
         _sample(run),
         _curves(run),
-        sections.mistakes(run),
         sections.time_bar(run),
         sections.checkpoints(run),
         sections.settings(run),
-        sections.parameters(run),
         sections.about(run),
     ]
     path = run.run_dir / "report.html" if path is None else Path(path)

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import Series, read_series
 from jaxtrain.metrics.report.html import mapping, number, rounded
-from jaxtrain.metrics.runinfo import compared_after
 
 # The baseline of a regression.
 OF_MEAN = "the mean of the targets"
@@ -83,8 +82,7 @@ class RunFiles:
         if not len(self.finite(name)):
             return None
         steps, values = self.series[name]
-        compared = np.isfinite(values) & (steps > compared_after(self.info))
-        at = int(np.where(compared if compared.any() else np.isfinite(values), values, np.inf).argmin())
+        at = int(np.where(np.isfinite(values), values, np.inf).argmin())
         return int(steps[at]), float(values[at])
 
     def end(self, name: str) -> float | None:

@@ -1,13 +1,9 @@
-"""The parts of a report below its curves: mistakes, time, checkpoints, settings, parameters, what ran."""
-
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+"""The parts of a report below its curves: time, checkpoints, settings, parameters, what ran."""
 
 from jaxtrain.config.files import is_replaced
 from jaxtrain.config.load import describe, load_config, value_text
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.metrics.format import format_bytes, format_count, format_duration
+from jaxtrain.metrics.format import format_bytes, format_duration
 from jaxtrain.metrics.history import flat
 from jaxtrain.metrics.report.html import (
     breakable,
@@ -20,118 +16,35 @@ from jaxtrain.metrics.report.html import (
     rounded,
     section,
     soft,
-    text,
 )
-from jaxtrain.metrics.report.run_files import RunFiles, read_json
-from jaxtrain.metrics.time_spent import OTHER, PARTS, read_restarts
+from jaxtrain.metrics.report.run_files import RunFiles
+from jaxtrain.metrics.time_spent import OTHER, PARTS
 
-_MOST_CLASSES, _MOST_CONFUSIONS, _LONG_NAME = 20, 10, 5
-_MOST_PARAMETERS, _FEW_PARAMETERS = 400, 12
-# The colours of the page by their names in its style sheet; what failures cost is hatched.
+# The colours of the page by their names in its style sheet.
 _PART_COLORS = {
     **{"steps": "series-1", "waiting for data": "series-2", "compiling": "series-4", "evaluation": "series-3"},
     **{"saving": "series-5", "sampling": "series-6", "reading data": "series-7", "creating state": "series-8"},
-    **{"starting": "ink", "lost steps": "series-1", "restarting": "series-8"},
 }
 
 
-def mistakes(run: RunFiles) -> str:
-    """Show what a classifier gets wrong, from `held_out.json`: the confusion matrix, and the worst mistakes."""
-    found = read_json(run.run_dir / "held_out.json")
-    if found.get("task") != "classification":
-        return ""
-    rows, right, step = found["rows"], found["right"], found["step"]
-    spread = f" (spread over {found['of_rows']:,})" if found["of_rows"] > rows else ""
-    past = ", an earlier end of this run" if (run.last_step or 0) > step else ""
-    note = soft(f"{right:,} of {rows:,} held-out rows{spread} were classified correctly after step {step:,}{past}.")
-    if right < rows:
-        names = found["classes"] or list(map(str, range(found["num_classes"])))
-        parts = (_confusions(found, names), _worst(found, names))
-        note += f'<div class="beside">{"".join(f"<div>{part}</div>" for part in parts if part)}</div>'
-    return section("Mistakes", note)
-
-
-def _confusions(found: Mapping[str, Any], names: Sequence[str]) -> str:
-    """A row per class and a column per prediction, shaded by the share of the row; many classes are told in words."""
-    if not found["matrix"] or len(names) > _MOST_CLASSES:
-        items = "".join(
-            f"<li>{text(names[target])} taken for {text(names[predicted])}: {times:,} x</li>"
-            for target, predicted, times in found["confusions"][:_MOST_CONFUSIONS]
-        )
-        return f'<h3>Most frequent confusions</h3><ul class="words">{items}</ul>' if items else ""
-    cells = {(target, predicted): count for target, predicted, count in found["matrix"]}
-    # Long names would make the columns wide: these have the numbers of the classes, which the rows explain.
-    is_numbered, labels = any(len(name) > _LONG_NAME for name in names), [text(name) for name in names]
-    head = "".join(f'<th title="{label}">{i if is_numbered else label}</th>' for i, label in enumerate(labels))
-    lines = ""
-    for target, label in enumerate(labels):
-        whole, row = sum(count for (row, _), count in cells.items() if row == target), ""
-        for predicted, other in enumerate(labels):
-            here = cells.get((target, predicted), 0)
-            color = "var(--series-1)" if target == predicted else "var(--series-2)"
-            # The square root lifts the few mistakes of a good classifier above the page's colour.
-            strength = round(70 * math.sqrt(here / whole)) if whole else 0
-            style = f' style="background:color-mix(in srgb,{color} {strength}%,transparent)"' if here else ""
-            row += f'<td{style} title="{label} taken for {other}: {here} of {whole}">{here or "·"}</td>'
-        lines += f'<tr><th scope="row">{f"{target} " if is_numbered else ""}{label}</th>{row}</tr>'
-    return (
-        f"<h3>Confusion matrix</h3>{soft('A row is a class, a column what the model took it for.')}"
-        f'<div class="wide"><table class="matrix"><tr><th></th>{head}</tr>{lines}</table></div>'
-    )
-
-
-def _worst(found: Mapping[str, Any], names: Sequence[str]) -> str:
-    items = ""
-    for one in found["mistakes"]:
-        sure, loss, encoded = one.get("confidence"), rounded(one.get("loss")) or "not finite", one.get("picture")
-        image = f'<img alt="" src="data:image/png;base64,{text(encoded)}">' if encoded else ""
-        items += (
-            f"<li>{image}<b>{text(names[one['target']])}</b> taken "
-            f"for <b>{text(names[one['predicted']])}</b>{'' if sure is None else f', {100 * sure:.0f} % sure'}"
-            f'<br><span class="soft">row {one["row"]:,}, loss {loss}</span></li>'
-        )
-    note = "The wrong predictions of the largest loss; rows are numbered within the held-out rows, from 0."
-    return f'<h3>Worst mistakes</h3>{soft(note)}<ul class="mistakes">{items}</ul>' if items else ""
-
-
 def time_bar(run: RunFiles) -> str:
-    """Show where the wall time went, as one stacked bar with its numbers; below it the restarts, if there were any."""
+    """Show where the wall time went, as one stacked bar with its numbers."""
     recorded = mapping(run.info.get("seconds"))
     seconds = {part: recorded.get(part) or 0.0 for part in (*PARTS, OTHER)}
-    total, cost = sum(seconds.values()), seconds["lost steps"] + seconds["restarting"]
+    total = sum(seconds.values())
     if total <= 0:
         return ""
     bar = key = ""
     for part, spent in sorted(seconds.items(), key=lambda item: (item[0] == OTHER, -item[1])):
         color = f"var(--{_PART_COLORS.get(part, 'line')})"
-        if part in ("lost steps", "restarting"):
-            color = f"repeating-linear-gradient(45deg,{color} 0 4px,transparent 4px 8px)"
         label = f"{part}: {format_duration(spent)} ({100 * spent / total:.1f} %)"
         if spent >= 0.0005:
             bar += f'<span style="width:{100 * spent / total:.2f}%;background:{color}" title="{label}"></span>'
             key += f'<li><i style="background:{color}"></i>{label}</li>'
     starts = f", over {len(run.resumed_steps) + 1} starts of the run" if run.resumed_steps else ""
     note = f"{format_duration(total)} in all{starts}."
-    goodput = (
-        f"Goodput {100 * seconds['steps'] / total:.1f} %: the share of the time that went into steps that count. "
-        f"Failures cost {format_duration(cost)}: lost steps, and the time until the run went on (hatched)."
-    )
     body = f'{soft(note)}<div class="bar" role="img" aria-label="{note}">{bar}</div><ul class="bar-key">{key}</ul>'
-    return section("Where the time went", body + (soft(goodput) if cost else "") + _restarts(run))
-
-
-def _restarts(run: RunFiles) -> str:
-    """List the failures after which a supervisor started the run again."""
-    shown = [
-        (
-            moment(row.get("time")),
-            row.get("signal") or f"exit code {row.get('exit_code')}",
-            *(f"{row.get(key) or 0:,}" for key in ("step", "saved_step", "lost_steps")),
-        )
-        for row in read_restarts(run.run_dir)
-    ]
-    table = grid(("failed", "how", "at step", "newest checkpoint", "lost steps"), shown, numbers=(2, 3, 4))
-    return folded(f"restarts: {len(shown)}", table) if shown else ""
+    return section("Where the time went", body)
 
 
 def checkpoints(run: RunFiles) -> str:
@@ -183,27 +96,6 @@ def settings(run: RunFiles) -> str:
     body = (f"<p>From Python: {breakable(given)}</p>" if own else "") + shown
     folded_rest = folded(f"the other {len(others)} settings", facts(others))
     return section("Settings that differ from the defaults", body + folded_rest)
-
-
-def parameters(run: RunFiles) -> str:
-    """List the parameters; more than a few are folded."""
-    rows = []
-    for path, described in mapping(run.info.get("parameters")).items():
-        dtype, _, rest = described.partition("[")
-        shape, _, sharding = rest.partition("]")
-        sizes = [int(size) for size in shape.split(",") if size]
-        rows.append((path, " x ".join(map(str, sizes)) or "scalar", dtype, math.prod(sizes), sharding.strip()))
-    total = sum(size for *_, size, _ in rows)
-    cells = [
-        (path, shape, dtype, f"{size:,}", f"{100 * size / max(total, 1):.1f} %", sharding or "replicated")
-        for path, shape, dtype, size, sharding in rows[:_MOST_PARAMETERS]
-    ]
-    table = grid(("path", "shape", "dtype", "numbers", "share", "sharding"), cells, numbers=(3, 4))
-    table += soft(f"and {len(rows) - len(cells):,} more" if len(rows) > len(cells) else "")
-    mesh = ", ".join(f"{axis} {size}" for axis, size in mapping(run.info.get("mesh")).items() if size != 1)
-    head = f"{total:,} numbers ({format_count(total)}) in {len(rows)} arrays.{f' Mesh: {mesh}.' if mesh else ''}"
-    body = soft(head) + (table if len(rows) <= _FEW_PARAMETERS else folded("the arrays", table))
-    return section("Parameters", body) if rows else ""
 
 
 def about(run: RunFiles) -> str:

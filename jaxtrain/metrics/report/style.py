@@ -77,23 +77,10 @@ svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica N
 .bar-key { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 15rem), 1fr)); gap: .15rem 1.2rem;
   margin: 0; padding: 0; list-style: none; font-size: .88rem; font-variant-numeric: tabular-nums; }
 .bar-key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; margin-right: .45rem; }
-.matrix { border-collapse: separate; border-spacing: 2px; width: auto; font-size: .82rem; }
-.matrix th { width: auto; border: 0; padding: .1rem .35rem; text-align: center; white-space: nowrap;
-  color: var(--soft); max-width: 9rem; overflow: hidden; text-overflow: ellipsis; }
-.matrix th[scope="row"] { text-align: right; }
-.matrix td { border: 0; border-radius: .2rem; min-width: 2.1rem; padding: .25rem .3rem; text-align: center;
-  white-space: nowrap; }
-.mistakes { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); gap: .7rem; margin: 0;
-  padding: 0; list-style: none; font-size: .86rem; }
-.mistakes li { background: var(--panel); border-radius: .5rem; padding: .6rem; overflow-wrap: anywhere; }
-.mistakes img { width: 5rem; height: 5rem; object-fit: contain; image-rendering: pixelated; display: block;
-  margin-bottom: .4rem; border-radius: .2rem; background: #000; }
-.beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.4rem; }
-.beside > div { min-width: 0; }
 @media print {
   body { font-size: 11pt; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   main { max-width: none; padding: 0; } pre { max-height: none; } h2 { break-after: avoid; }
-  figure, tr, .cards, .mistakes li, .bar { break-inside: avoid; }
+  figure, tr, .cards, .bar { break-inside: avoid; }
   .plots { grid-template-columns: 1fr 1fr; }
 }
 """

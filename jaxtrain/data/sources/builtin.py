@@ -1,0 +1,107 @@
+"""Data that needs no files: scikit-learn's digits, and random images that a model can learn."""
+
+import hashlib
+
+import numpy as np
+
+from jaxtrain.config.data import DigitsData, SyntheticData
+from jaxtrain.data.permutation import split_examples
+from jaxtrain.data.rows import ArrayRows, Row, Rows
+from jaxtrain.data.sources.dataset import Data, example_data
+from jaxtrain.data.sources.streams import SYNTHETIC_SEED
+from jaxtrain.errors import DataError
+
+# Mean and standard deviation of all pixels of the digits, whose range is 0 to 16.
+_MEAN, _DEVIATION = 4.88, 6.02
+# Images of noise kept in memory; a row adds one of them to the pattern of its class.
+_NUM_NOISE_IMAGES = 61
+# Side of the pattern of a class: coarse, so that convolutions and crops keep it.
+_PATTERN_SIZE = 4
+
+
+def open_digits(config: DigitsData) -> Data:
+    """Loads 1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI).
+
+    Args:
+        config: Fraction of the images for validation.
+
+    Returns:
+        Rows of inputs float32 [8, 8, 1] with mean about 0 and variance about 1, and targets int32 [].
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError("data.kind digits needs scikit-learn; run: pip install scikit-learn") from None
+    images, labels = load_digits(return_X_y=True)
+    inputs = ((images.reshape(-1, 8, 8, 1) - _MEAN) / _DEVIATION).astype(np.float32)
+    targets = labels.astype(np.int32)
+    train, validation = (
+        ArrayRows({"inputs": inputs[side], "targets": targets[side]}) if len(side) else None
+        for side in split_examples(len(targets), validation_fraction=config.validation_fraction, label="digits")
+    )
+    digest = hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest()
+    return example_data(
+        train,
+        validation,
+        identity={"kind": "digits", "content_sha256": digest},
+        description=("scikit-learn digits: 8x8 grey images of 10 classes",),
+        num_outputs=10,
+        input_shape=(8, 8, 1),
+    )
+
+
+def open_synthetic_examples(config: SyntheticData) -> Data:
+    """Generates images or table rows: a pattern for each class, plus noise.
+
+    Args:
+        config: Task "images" or "table", and the sizes.
+
+    Returns:
+        Rows of inputs, float32 [H, W, C] for images or [D] for tables, and targets int32 [].
+    """
+    count, side, channels = config.num_rows, config.image_size, config.num_channels
+    random = np.random.default_rng(SYNTHETIC_SEED)
+    labels = random.integers(0, config.num_classes, count + max(1, count // 8)).astype(np.int32)
+    if config.task == "table":
+        means = random.standard_normal((config.num_classes, config.num_columns), np.float32)
+        inputs = means[labels] + random.standard_normal((len(labels), config.num_columns), np.float32)
+        train, validation = (
+            ArrayRows({"inputs": inputs[side], "targets": labels[side]}) for side in (slice(count), slice(count, None))
+        )
+        return _synthetic(config, train, validation, (config.num_columns,))
+    pattern_size = min(_PATTERN_SIZE, side)
+    patterns = random.standard_normal((config.num_classes, pattern_size, pattern_size, channels), np.float32)
+    noise = random.standard_normal((_NUM_NOISE_IMAGES, side, side, channels), np.float32)
+    train = _SyntheticImages(labels[:count], patterns=patterns, noise=noise, first=0)
+    validation = _SyntheticImages(labels[count:], patterns=patterns, noise=noise, first=count)
+    return _synthetic(config, train, validation, (side, side, channels))
+
+
+def _synthetic(config: SyntheticData, train: Rows, validation: Rows, input_shape: tuple[int, ...]) -> Data:
+    return example_data(
+        train,
+        validation,
+        identity={"kind": "synthetic", "task": config.task, "num_classes": config.num_classes, "seed": SYNTHETIC_SEED},
+        description=(f"synthetic {config.task}: a mean for each of {config.num_classes} classes, plus noise",),
+        num_outputs=config.num_classes,
+        input_shape=input_shape,
+    )
+
+
+class _SyntheticImages(Rows):
+    """Rows whose image i is the pattern of its class plus one of a few noise images, cheap at any size and count."""
+
+    def __init__(self, labels: np.ndarray, *, patterns: np.ndarray, noise: np.ndarray, first: int):
+        super().__init__(len(labels))
+        self._labels, self._patterns, self._noise, self._first = labels, patterns, noise, first
+        self._cell = np.arange(noise.shape[1]) * patterns.shape[1] // noise.shape[1]
+
+    def gather(self, indices: np.ndarray) -> Row:
+        indices = indices % len(self)
+        labels = self._labels[indices]
+        inputs_BxHxWxC = self._noise[(self._first + indices) % len(self._noise)]
+        inputs_BxHxWxC += self._patterns[labels][:, self._cell[:, None], self._cell[None, :]]
+        return {"inputs": inputs_BxHxWxC, "targets": labels}

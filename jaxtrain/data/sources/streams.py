@@ -1,0 +1,192 @@
+"""Rows of streams of tokens: text, JSON lines, documents, token shards, mixtures of them, and a random chain."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.data import (
+    DocumentsData,
+    JsonlData,
+    MixtureData,
+    SyntheticData,
+    TextData,
+    TokenData,
+    added_tokens,
+)
+from jaxtrain.data.remote import with_local_paths
+from jaxtrain.data.rows import ConcatenatedRows, Rows, TokenRows
+from jaxtrain.data.sources.dataset import Data
+from jaxtrain.data.sources.shards import shard_source
+from jaxtrain.data.sources.texts import documents_of, tokenizer_line
+from jaxtrain.data.text.corrupt import SpanNoise, corrupted, noise_identity, noise_of, stream_length
+from jaxtrain.data.tokenizer import build_tokenizer, tokenizer_sha256
+from jaxtrain.data.tokens import Span, TokenSource, encoded_source, split_tokens, token_dtype
+from jaxtrain.errors import DataError
+
+# Synthetic data is one data set: the run's seed decides only the order of its rows.
+SYNTHETIC_SEED = 1729
+# Each token has this many successors, so the best loss is well below the log of the vocabulary.
+_NUM_SUCCESSORS = 4
+
+
+def open_streams(
+    config: TextData | JsonlData | DocumentsData | TokenData | MixtureData | SyntheticData,
+    *,
+    sequence_length: int,
+    seed: int,
+) -> Data:
+    """Opens one or several streams of tokens.
+
+    Args:
+        config: Which ones, with what is hidden of their tokens.
+        sequence_length: L, tokens per row.
+        seed: Decides what is hidden in training.
+
+    Returns:
+        Rows of inputs and targets int32 [L]; see `jaxtrain.data.text.corrupt` for those with hidden tokens.
+
+    Raises:
+        DataError: A stream cannot be read, is too short, or a special token is missing.
+    """
+    weights = [component.weight for component in config.components] if isinstance(config, MixtureData) else None
+    sources = _sources(config)
+    tokenizer_config = None if isinstance(config, TokenData | SyntheticData) else config.tokenizer
+    noise = noise_of(config, sources[0], tokenizer_config, sequence_length=sequence_length)
+    taken = sequence_length if noise is None else stream_length(noise, sequence_length)
+    if isinstance(config, SyntheticData):
+        sources = [markov_tokens(config, sequence_length=taken)]
+        border = config.num_rows * taken
+        # The parts share one token, the last target of training, so that both have all their rows.
+        spans: list[tuple[Span, Span | None]] = [(Span(0, border + 1), Span(border, sources[0].num_tokens))]
+    else:
+        parts = [component.source for component in config.components] if isinstance(config, MixtureData) else [config]
+        spans = [
+            split_tokens(source, sequence_length=taken, validation_fraction=part.validation_fraction)
+            for source, part in zip(sources, parts, strict=True)
+        ]
+    train, held_out = (
+        [
+            TokenRows(source.segments, span=span, sequence_length=taken)
+            for source, sides in zip(sources, spans, strict=True)
+            if (span := sides[side]) is not None
+        ]
+        for side in (0, 1)
+    )
+    rows: list[Rows] = [ConcatenatedRows(train, weights=weights) if weights else train[0]]
+    rows += [ConcatenatedRows(held_out) if len(held_out) > 1 else held_out[0]] if held_out else []
+    fingerprint = _fingerprint(sources, spans, weights)
+    fingerprint |= {"sequence_length": sequence_length, "num_rows": sum(map(len, train))}
+    vocab_size, decoder_length = max(source.vocab_size for source in sources), 0
+    if noise is not None and config.corruption is not None:
+        # The same tokens are hidden in evaluation whatever the seed of the run is, so that runs can be compared.
+        rows = [corrupted(side, noise, seed=seed if i == 0 else 0) for i, side in enumerate(rows)]
+        fingerprint["corruption"] = noise_identity(config.corruption, noise)
+        vocab_size = noise.vocab_size
+        decoder_length = noise.sizes.targets_length if isinstance(noise, SpanNoise) else 0
+    counts = f"{sum(map(len, train)):,} training rows and {sum(map(len, held_out)):,} validation rows"
+    return Data(
+        train=rows[0],
+        validation=rows[1] if held_out else None,
+        fingerprint=fingerprint,
+        vocab_size=vocab_size,
+        input_shape=(sequence_length,),
+        unit="tokens",
+        units_per_row=sequence_length + decoder_length,
+        tokenizer=sources[0].tokenizer,
+        description=(
+            *_described(sources, spans, weights),
+            f"{counts} of {sequence_length:,} tokens",
+            tokenizer_line(sources[0].tokenizer, vocab_size),
+        ),
+        decoder_length=decoder_length or None,
+        skipped=tuple(source.skipped for source in sources if source.skipped is not None),
+    )
+
+
+def _sources(config: Any) -> list[TokenSource]:
+    """Opens the streams of a config with one tokenizer; BPE is trained on all its texts.
+
+    Token shards contain the ids of their own tokenizer; a mixture of shards alone uses that one.
+
+    Raises:
+        DataError: A source cannot be read, or shards were made with another tokenizer than the rest.
+    """
+    if isinstance(config, SyntheticData):  # its tokens follow when it is known how many of them a row takes
+        return [TokenSource((), config.vocab_size, None, "synthetic tokens")]
+    if not isinstance(config, MixtureData):
+        return [shard_source(config) if isinstance(config, TokenData) else encoded_source(config, documents_of(config))]
+    parts = [with_local_paths(component.source) for component in config.components]
+    shards = {i: shard_source(part) for i, part in enumerate(parts) if isinstance(part, TokenData)}
+    documents = {i: documents_of(part) for i, part in enumerate(parts) if not isinstance(part, TokenData)}
+    known = [(shard.identity["tokenizer_sha256"], shard.tokenizer, shard.label) for shard in shards.values()]
+    tokenizer = None
+    if documents:
+        texts = itertools.chain.from_iterable(one.read() for one in documents.values())
+        tokenizer = build_tokenizer(config.tokenizer, texts, special=added_tokens(config))
+        known.insert(0, (tokenizer_sha256(tokenizer), tokenizer, ""))
+    for digest, own, label in known[1:]:
+        ends = {one.end_of_text for one in (own, known[0][1]) if one is not None}
+        if digest != known[0][0] or len(ends) > 1:
+            raise DataError(
+                f"{label} was made with another tokenizer than the rest of the mixture, or ends documents otherwise; "
+                f"set data.tokenizer.kind=file data.tokenizer.path={label}/tokenizer.json, or prepare it again"
+            )
+    return [
+        shards[i] if i in shards else encoded_source(part, documents[i], tokenizer=tokenizer)
+        for i, part in enumerate(parts)
+    ]
+
+
+def _fingerprint(
+    sources: Sequence[TokenSource], spans: Sequence[tuple[Span, Span | None]], weights: Sequence[float] | None
+) -> dict[str, Any]:
+    identities = [
+        {
+            **source.identity,
+            "num_tokens": source.num_tokens,
+            "split": [[span.start, span.stop] for span in sides if span is not None],
+        }
+        for source, sides in zip(sources, spans, strict=True)
+    ]
+    if weights is None:
+        return identities[0]
+    return {"kind": "mixture", "components": identities, "weights": list(weights)}
+
+
+def _described(
+    sources: Sequence[TokenSource], spans: Sequence[tuple[Span, Span | None]], weights: Sequence[float] | None
+) -> list[str]:
+    lines = []
+    for i, (source, (_, kept)) in enumerate(zip(sources, spans, strict=True)):
+        documents = "" if source.num_documents is None else f"{source.num_documents:,} documents, "
+        share = "" if weights is None else f" ({weights[i] / sum(weights):.0%} of the rows)"
+        held_out = 0 if kept is None else kept.stop - kept.start
+        lines.append(
+            f"{source.label}{share}: {documents}{source.num_tokens:,} tokens, {held_out:,} of them for validation"
+        )
+    return lines
+
+
+def markov_tokens(config: SyntheticData, *, sequence_length: int) -> TokenSource:
+    """Generates the tokens of all rows by a fixed random Markov chain of order 1.
+
+    The entropy of the chain, about 1.2 nats, is the lowest loss that a model can reach; the uniform distribution has a
+    loss of log(vocab_size).
+    """
+    random = np.random.default_rng(SYNTHETIC_SEED)
+    successors_VxS = random.integers(0, config.vocab_size, (config.vocab_size, _NUM_SUCCESSORS))
+    cumulative_VxS = np.cumsum(random.dirichlet(np.full(_NUM_SUCCESSORS, 2.0), config.vocab_size), axis=1)
+    num_rows = config.num_rows + max(1, config.num_rows // 8)
+    # One chain per row, all advanced together: a Python loop over single tokens would take minutes.
+    tokens_RxL = np.empty((num_rows, sequence_length), token_dtype(config.vocab_size))
+    state_R = random.integers(0, config.vocab_size, num_rows)
+    for position in range(sequence_length):
+        tokens_RxL[:, position] = state_R
+        drawn_R = (random.random(num_rows)[:, None] > cumulative_VxS[state_R]).sum(axis=1)
+        state_R = successors_VxS[state_R, np.minimum(drawn_R, _NUM_SUCCESSORS - 1)]
+    # The last row of each part needs one more token, as its last target.
+    tokens = np.append(tokens_RxL.reshape(-1), tokens_RxL[0, :1])
+    identity = {"kind": "synthetic", "task": "tokens", "vocab_size": config.vocab_size, "seed": SYNTHETIC_SEED}
+    return TokenSource((tokens,), config.vocab_size, None, "synthetic tokens", identity=identity)

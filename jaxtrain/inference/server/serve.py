@@ -1,0 +1,296 @@
+"""From an opened model to a server that answers: its address, its programs, and the signals that end it.
+
+Shapes: B texts of a batch, L tokens, D model width.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import uvicorn
+from jax.sharding import NamedSharding, PartitionSpec
+from starlette.applications import Starlette
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.inference.engine.engine import CompileCounter, Engine
+from jaxtrain.inference.prompts import Served
+from jaxtrain.inference.server.app import SEND_SECONDS, Service
+from jaxtrain.inference.server.bodies import PromptReader
+from jaxtrain.parallel.division import batch_shards
+
+_KEY_VARIABLE = "JAXTRAIN_API_KEY"
+_BACKLOG = 2048
+# Files and sockets of a process; shells often allow 1,024, and every connection takes one.
+_WANTED_FILES = 65_536
+_SAID = b"finishing what runs, then exit 0; a second signal ends at once\n"
+# Seconds that an idle connection is kept for the next request.
+_KEEP_ALIVE = 30
+# Of a model that takes longer texts, unless more is asked for: the cache of every slot is of this length.
+_LONGEST = 4096
+# A character of a prompt takes at most so many bytes of JSON, and a token is rarely longer than so many of them.
+_BYTES_PER_TOKEN = 64
+_LEAST_BODY = 2**20
+# The shortest length of texts to embed, and rows of a batch.
+_SHORTEST, _ROWS = 16, 8
+
+
+def read_api_key(file: str | None) -> str | None:
+    """The key that clients must give: from a file that holds it alone, else from the environment; None: there is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or what it holds is no key.
+    """
+    try:
+        found = os.environ.get(_KEY_VARIABLE) if file is None else Path(file).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        found = ""
+    if found is not None and (not found.isascii() or not found.isprintable() or not found or " " in found):
+        raise ConfigError(
+            f"{_KEY_VARIABLE if file is None else f'--api-key-file {file}'} holds no key that can be read; write "
+            "letters, digits and signs alone, as 'openssl rand -hex 32' does"
+        )
+    return found
+
+
+def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
+    """A socket at an address, which nobody can connect to yet.
+
+    Args:
+        host: name or address.
+        port: 0: one that is free.
+        has_key: whether clients must give a key.
+
+    Raises:
+        ConfigError: the address is not of this machine, is taken, or is open to others without a key.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            raise ConfigError(
+                f"--host {host} can be reached from other machines; give --api-key-file FILE or {_KEY_VARIABLE}, or "
+                "leave --host out"
+            )
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen at --host {host} --port {port}: {getattr(error, 'strerror', None) or error}; use an "
+            "address of this machine, and a free port above 1023, or 0"
+        ) from None
+    return taken
+
+
+def listen(taken: socket.socket) -> None:
+    """Let clients connect to a socket from `bind`, as many as there may come.
+
+    The system drops a connection whose client takes nothing for `SEND_SECONDS`: what was written for it would be kept,
+    and the server could not end.
+    """
+    if sys.platform == "linux":  # what connects has the options of this socket
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_SECONDS))
+    taken.listen(_BACKLOG)
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if most == resource.RLIM_INFINITY else min(_WANTED_FILES, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def address_of(taken: socket.socket) -> str:
+    """The address of a socket as people write it in a browser."""
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Ends at the first SIGTERM or Ctrl-C when all answers are given, and at the second at once."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        app: Any = self.config.app
+        app.state.end()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        previous = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + number)
+        os.write(2, _SAID)
+        self.should_exit = True
+
+
+def serve_app(app: Starlette, taken: socket.socket, *, when_ready: Callable[[], None]) -> None:
+    """Serve an application until a signal comes; what runs then is finished.
+
+    To be called in the main thread, where signals arrive; `taken` listens, and `when_ready` is called when requests
+    are answered.
+    """
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=_KEEP_ALIVE,
+        backlog=_BACKLOG,
+    )
+    server = _Server(config)
+
+    async def serve() -> None:
+        serving = asyncio.ensure_future(server.serve(sockets=[taken]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.001)
+        if server.started:
+            when_ready()
+        await serving
+
+    asyncio.run(serve())
+
+
+@dataclass(frozen=True)
+class Started:
+    """A service that answers, and the way to end it.
+
+    Attributes:
+        service: what the endpoints serve.
+        close: ends the engine; what runs is finished first.
+        summary: what is served, in words.
+    """
+
+    service: Service
+    close: Callable[[], None]
+    summary: str
+
+
+def start_service(served: Served, *, slots: int, length: int | None, queue: int, api_key: str | None = None) -> Started:
+    """Compiles what a model needs to be asked, before the first request.
+
+    Args:
+        served: from `open_served`.
+        slots: requests that run at a time.
+        length: tokens of prompt and answer together, or of a text to embed; None: all that the model takes, up to
+            4,096.
+        queue: requests that may wait while all slots are taken.
+        api_key: that clients must give; None: none.
+
+    Raises:
+        ConfigError: a number that does not fit the model.
+    """
+    model = served.sharded_model.model
+    vocab_size = served.tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
+    reader = PromptReader(served.tokenizer, served.chat, vocab_size=vocab_size, special=served.special)
+    decoder = None if served.embeds else model.decoder
+    known = served.max_length if decoder is None else min(decoder.max_length, decoder.short_length or _LONGEST)
+    if length is None:
+        length = min(_LONGEST, known or _LONGEST)
+    elif decoder is None:
+        length = min(length, known or length)
+    engine = embedder = None
+    summary, close, compiled = f"embeddings of texts of up to {length} tokens", lambda: None, lambda: 0
+    if decoder is None:
+        embedder = Embedder(served, length=length)
+        embedder.start()
+        compiled = lambda: embedder.compiled  # noqa: E731
+    else:
+        engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
+        engine.start()
+        summary, close = f"{slots} slots of {length} tokens, {queue} may wait", engine.close
+    service = Service(
+        served.name,
+        served.created,
+        reader,
+        engine,
+        embedder,
+        length,
+        slots + queue,
+        api_key,
+        max(_LEAST_BODY, length * _BYTES_PER_TOKEN),
+        compiled=compiled,
+    )
+    return Started(service, close, summary)
+
+
+class Embedder:
+    """Gives one vector per text, by programs of few shapes that are compiled before the first request."""
+
+    def __init__(self, served: Served, *, length: int):
+        self._served, self._length = served, length
+        shards = batch_shards(served.sharded_model.mesh.shape)
+        self._rows = -(-_ROWS // shards) * shards
+        self._programs: dict[int, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+        self._compiles = CompileCounter()
+
+    @property
+    def compiled(self) -> int:
+        """Programs that were compiled after the start."""
+        return self._compiles.count
+
+    def start(self) -> None:
+        """Compiles a program for each length that texts are filled up to, a power of two, and runs each once."""
+        model = self._served.sharded_model
+        replicated = NamedSharding(model.mesh, PartitionSpec())
+
+        def apply(params: Any, model_state: Any, tokens_BL: jax.Array, segments_BL: jax.Array) -> jax.Array:
+            with model.context():
+                inputs = {"tokens": tokens_BL, "segments": segments_BL}
+                outputs, _ = model.apply(params, model_state, inputs, key=None, train=False)
+            return outputs.astype(jnp.float32)
+
+        jitted, size = jax.jit(apply, out_shardings=replicated), _SHORTEST
+        while self._length not in self._programs:
+            size = min(size, self._length)
+            empty_BL = np.zeros((self._rows, size), np.int32)
+            lowered = jitted.lower(self._served.params, self._served.model_state, empty_BL, empty_BL)
+            self._programs[size] = lowered.compile()
+            self([[0] * size])
+            size *= 2
+        self._compiles.count = 0
+
+    def __call__(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        """The vectors of texts, float32 [texts, D].
+
+        Args:
+            texts: ids with what stands around a text, at most `length` each, at least one.
+        """
+        found_ND: list[Any] = [None] * len(texts)
+        # Texts of similar lengths share a batch, whose rows are filled up to one length.
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        with self._lock, self._compiles.on_this_thread():  # one batch at a time on the devices
+            for start in range(0, len(order), self._rows):
+                chosen = order[start : start + self._rows]
+                longest = max(len(texts[index]) for index in chosen)
+                size = next(size for size in self._programs if size >= longest)
+                tokens_BL, segments_BL = (np.zeros((self._rows, size), np.int32) for _ in range(2))
+                for row, index in enumerate(chosen):
+                    tokens_BL[row, : len(texts[index])] = texts[index]
+                    segments_BL[row, : len(texts[index])] = 1
+                program, served = self._programs[size], self._served
+                vectors_BD = np.asarray(program(served.params, served.model_state, tokens_BL, segments_BL))
+                for row, index in enumerate(chosen):
+                    found_ND[index] = vectors_BD[row]
+        return np.stack(found_ND)

@@ -1,0 +1,178 @@
+"""Portable programs: a model's forward pass as StableHLO for CPU, GPU and TPU, in a folder with its weights."""
+
+import datetime
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from jaxtrain import __version__
+from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.interop.formats.safetensors import write_safetensors
+from jaxtrain.models.model import ModelState, Params
+from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.runtime.files import strict_json
+from jaxtrain.runtime.tree import path_name
+
+FILES = ("forward.bin", "weights.safetensors", "program.json", "read.py")
+PLATFORMS = ("cpu", "cuda", "tpu")
+BATCH = "batch"
+# What StableHLO promises: openxla/stablehlo, docs/compatibility.md.
+_WINDOW = "jax reads the program for 6 months after it was made; keep the run, from which it can be made again"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program (weights and inputs by name -> outputs by name) and its weights, `params/...` and `model_state/...`.
+
+    `batch` is the number of rows of a call (None: any), and `reason` says why it is fixed although none was asked for.
+    """
+
+    exported: export.Exported
+    weights: dict[str, np.ndarray]
+    batch: int | None
+    reason: str | None
+
+
+def check_flatbuffers() -> None:
+    """Raise a ConfigError where the package is missing with which jax writes programs."""
+    if find_spec("flatbuffers") is None:
+        raise ConfigError("--to stablehlo needs flatbuffers; run pip install 'jaxtrain[export]'")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a ConfigError where a folder for a program exists and is not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there and not empty; name a new folder")
+
+
+def make_program(
+    sharded_model: ShardedModel,
+    params: Params,
+    model_state: ModelState,
+    rows: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    batch: int | None,
+) -> Program:
+    """Export the forward pass in evaluation mode.
+
+    Args:
+        sharded_model: on a mesh of one CPU device, whose kernels every platform has.
+        params, model_state: of this model.
+        rows: name -> shape and dtype of one row of the inputs. The one name `inputs` stands for an array alone, and
+            other names for the entries of a dict.
+        batch: rows of a call; None: any number, or 1 where the model's program depends on it.
+
+    Raises:
+        ConfigError: the model cannot be exported: jax's own reason is in the message.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path({"params": params, "model_state": model_state})
+    weights = {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+    def forward(weights: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        tree = jax.tree.unflatten(structure, [weights[path_name(path)] for path, _ in leaves])
+        given = inputs["inputs"] if list(inputs) == ["inputs"] else dict(inputs)
+        with sharded_model.context():
+            outputs, _ = sharded_model.apply(tree["params"], tree["model_state"], given, key=None, train=False)
+        return _by_name(outputs)
+
+    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in weights.items()}
+
+    def exported(size: Any) -> export.Exported:
+        inputs = {name: jax.ShapeDtypeStruct((size, *row.shape), row.dtype) for name, row in rows.items()}
+        return export.export(jax.jit(forward), platforms=PLATFORMS)(shapes, inputs)
+
+    reason = None
+    if batch is None:
+        try:
+            return Program(exported(export.symbolic_shape(BATCH)[0]), weights, None, None)
+        except Exception as error:  # shapes without a number raise whatever code that asks for one raises
+            reason, batch = _line(error.__cause__ or error if isinstance(error, UserError) else error), 1
+    try:
+        return Program(exported(batch), weights, batch, reason)
+    except Exception as error:  # jax refuses what it does not keep stable in several types
+        raise ConfigError(f"{sharded_model.model.name} has no portable program: {_line(error)}") from error
+
+
+def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -> None:
+    """Write a program; the folder appears when it is whole.
+
+    Args:
+        folder: which does not exist, or is empty.
+        program: what to write.
+        about: further entries of program.json: what the outputs mean, and how inputs are made.
+
+    Raises:
+        ConfigError: the folder is not empty or cannot be made.
+    """
+    check_folder(folder)
+    place = folder.resolve()  # the name of "." is that of the folder that it stands for
+    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        (partial / "forward.bin").write_bytes(program.exported.serialize(vjp_order=0))
+        shapes = {name: (array.shape, array.dtype) for name, array in program.weights.items()}
+        write_safetensors(partial / "weights.safetensors", shapes, program.weights.items())
+        described = strict_json({**_described(program), **about})
+        text = json.dumps(described, indent=2, ensure_ascii=False, allow_nan=False)
+        (partial / "program.json").write_text(text + "\n", encoding="utf-8")
+        shutil.copyfile(Path(__file__).with_name("read_program.py"), partial / "read.py")
+        partial.rename(place)  # which may be an empty folder
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _described(program: Program) -> dict[str, Any]:
+    exported = program.exported
+    (_, inputs), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    return {
+        "inputs": _specs(inputs),
+        "outputs": _specs(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
+        "rows_per_call": BATCH if program.batch is None else program.batch,
+        **({} if program.reason is None else {"rows_are_fixed_because": program.reason}),
+        "platforms": list(PLATFORMS),
+        "weights": {
+            "tensors": len(program.weights),
+            "bytes": sum(leaf.nbytes for leaf in program.weights.values()),
+        },
+        "made_with": {"jaxtrain": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")},
+        "made_on": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "compatibility": _WINDOW,
+        "read_by": "python read.py INPUTS.npz OUTPUTS.npz, with jax and flatbuffers",
+    }
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _specs(avals: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes, in which the number of rows may be a name, and dtypes."""
+    return {
+        name: {"shape": [size if isinstance(size, int) else str(size) for size in aval.shape], "dtype": aval.dtype.name}
+        for name, aval in avals.items()
+    }
+
+
+def _by_name(outputs: Any) -> dict[str, jax.Array]:
+    """The outputs by name, in float32 where they are floats: NumPy has no bfloat16 of its own."""
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        outputs = {"logits": outputs["logits"]}  # what else a model with experts gives is for its loss
+    named = outputs if isinstance(outputs, Mapping) else {"outputs": outputs}
+    found = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(named)}
+    return {
+        name: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        for name, leaf in found.items()
+    }

@@ -1,0 +1,343 @@
+"""BERT (and MiniLM, which has its architecture), RoBERTa and DistilBERT: encoders with heads. No jax here.
+
+Sources: the config.json published with each model; Devlin et al. 2018 (arXiv 1810.04805), Liu et al. 2019 (arXiv
+1907.11692), Sanh et al. 2019 (arXiv 1910.01108).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
+from jaxtrain.interop.families.keys import HEAD_KEYS, Key, fixed, ignored, mapped, own
+from jaxtrain.interop.families.llama import head_kind
+from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed, prefixed, renamed
+from jaxtrain.interop.formats.hub import read_json
+from jaxtrain.interop.formats.transforms import copy, linear
+
+_FIXED = dict(position="learned", norm="layernorm", block="post", embedding_norm=True, bias=True, causal=False)
+_MASKED = dict(
+    activation="gelu_exact", tie_embeddings=True, dropout=0.1,
+    head=dict(kind="masked_language_model", hidden="gelu_exact"),
+)  # fmt: skip
+_BERT = _FIXED | _MASKED | dict(vocab_size=30522, max_sequence_length=512, token_types=2, norm_epsilon=1e-12)
+_ROBERTA = (
+    _FIXED
+    | _MASKED
+    | dict(vocab_size=50265, max_sequence_length=512, position_offset=2, token_types=1, norm_epsilon=1e-5)
+)
+# The code that reads DistilBERT has the epsilon written into it; config.json does not say it.
+_DISTIL_FIXED = _FIXED | dict(norm_epsilon=1e-12)
+_BASE, _LARGE = dict(num_layers=12, embed_dim=768, num_heads=12), dict(num_layers=24, embed_dim=1024, num_heads=16)
+_SENTENCE = dict(head=dict(kind="embedding", pooling="mean", normalize=True))
+# "gelu" means the error function here.
+_ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+# What follows the name of the family in an architecture -> kind of our head. The first of each kind is written.
+_KINDS = {
+    "Model": "embedding",
+    "ForMaskedLM": "masked_language_model",
+    "ForPreTraining": "masked_language_model",
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "token",
+}
+
+
+def _keys(vocabulary: int) -> tuple[Key, ...]:
+    """The keys of BERT and RoBERTa."""
+    return (
+        mapped("vocab_size", "vocab_size", vocabulary),
+        mapped("hidden_size", "embed_dim", 768),
+        mapped("num_hidden_layers", "num_layers", 12),
+        mapped("num_attention_heads", "num_heads", 12),
+        mapped("intermediate_size", "mlp_dim", 3072),
+        mapped("hidden_act", "activation", "gelu", _ACTIVATIONS),
+        mapped("hidden_dropout_prob", "dropout", 0.1),
+        mapped("type_vocab_size", "token_types", 2),
+        mapped("layer_norm_eps", "norm_epsilon", 1e-12),
+        mapped("tie_word_embeddings", "tie_embeddings", True),
+        own("classifier_dropout"),
+        *ignored("attention_probs_dropout_prob"),
+        fixed("position_embedding_type", "absolute"),
+        *HEAD_KEYS,
+    )
+
+
+def _read_head(
+    file: Mapping[str, Any], prefix: str, *, masked: object, text: str, pooled: str | None, dropout: float
+) -> dict[str, Any]:
+    """Returns our head."""
+    found = read_architecture(file, *(prefix + suffix for suffix in reversed(_KINDS)))
+    kind = _KINDS[found.removeprefix(prefix)]
+    if kind == "masked_language_model":
+        return dict(kind=kind, hidden=masked)
+    if kind == "embedding":
+        return dict(kind=kind, pooling="first", hidden=pooled)
+    labels = read_labels(file)
+    if kind == "token":
+        return dict(kind=kind, num_labels=labels, dropout=dropout)
+    kind = "regression" if file["problem_type"] == "regression" or labels == 1 else kind
+    return dict(kind=kind, num_labels=labels, pooling="first", hidden=text, dropout=dropout)
+
+
+def _write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns the keys that say which head a model has, and the dropout before it, where it differs from the others."""
+    kind = head_kind(model)
+    written = "sequence" if kind == "regression" else kind
+    suffix = next((suffix for suffix, known in _KINDS.items() if known == written), None)
+    if suffix is None:
+        raise ConfigError(f"model.head.kind is {kind}, but this family knows only {', '.join(_KINDS.values())}")
+    said: dict[str, Any] = dict(architectures=[prefix + suffix])
+    if kind not in ("sequence", "token", "regression"):
+        return said
+    said |= labels_of(model["head"]["num_labels"]) | (dict(problem_type="regression") if kind == "regression" else {})
+    rate = model["head"]["dropout"]
+    return said if rate == model["dropout"] or prefix == "DistilBert" else said | dict(classifier_dropout=rate)
+
+
+def _label_dropout(ours: Mapping[str, Any], file: Mapping[str, Any]) -> float:
+    """Returns the rate before the layer that classifies."""
+    if not ours["token_types"]:
+        raise ConfigError("config.json has type_vocab_size: 0, without which this family has no models; 1 would work")
+    rate = file["classifier_dropout"]
+    return file["hidden_dropout_prob"] if rate is None else rate
+
+
+def _read_bert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    rate = _label_dropout(ours, file)
+    return dict(head=_read_head(file, "Bert", masked=ours["activation"], text="tanh", pooled="tanh", dropout=rate))
+
+
+def _read_roberta(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    rate = _label_dropout(ours, file)
+    # Positions are counted from the id of padding on, which has the row of its own id.
+    offset = file["pad_token_id"] + 1
+    # The head of the masked language model has its own activation, whatever hidden_act is.
+    head = _read_head(file, "Roberta", masked="gelu_exact", text="tanh", pooled="tanh", dropout=rate)
+    return dict(position_offset=offset, max_sequence_length=file["max_position_embeddings"] - offset, head=head)
+
+
+def _read_distilbert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    rate = file["seq_classif_dropout"]
+    head = _read_head(file, "DistilBert", masked=ours["activation"], text="relu", pooled=None, dropout=rate)
+    return dict(token_types=0, head=head | (dict(dropout=file["dropout"]) if head["kind"] == "token" else {}))
+
+
+def _write_bert(model: Mapping[str, Any]) -> dict[str, Any]:
+    return _write_head(model, "Bert")
+
+
+def _write_roberta(model: Mapping[str, Any]) -> dict[str, Any]:
+    offset = int(model["position_offset"])
+    positions = dict(max_position_embeddings=model["max_sequence_length"] + offset, pad_token_id=offset - 1)
+    return positions | _write_head(model, "Roberta")
+
+
+def _write_distilbert(model: Mapping[str, Any]) -> dict[str, Any]:
+    text = head_kind(model) in ("sequence", "regression")
+    return _write_head(model, "DistilBert") | (dict(seq_classif_dropout=model["head"]["dropout"]) if text else {})
+
+
+def _embeddings(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    D, V, P, T = (int(model[key]) for key in ("embed_dim", "vocab_size", "max_sequence_length", "token_types"))
+    return (
+        Entry("embedding", "embeddings.word_embeddings.weight", copy(V, D)),
+        Entry("positions", "embeddings.position_embeddings.weight", copy(P + int(model["position_offset"]), D)),
+        *([Entry("token_types", "embeddings.token_type_embeddings.weight", copy(T, D))] if T else []),
+        *normed("embedding_norm", "embeddings.LayerNorm", D),
+        Skipped(r"embeddings\.(position_ids|token_type_ids)"),
+    )
+
+
+# Ours -> the names of BERT and RoBERTa, and of DistilBERT.
+_BLOCK = {
+    "attention/query": "attention.self.query", "attention/key": "attention.self.key",
+    "attention/value": "attention.self.value", "attention/output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm", "mlp/up": "intermediate.dense", "mlp/down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}  # fmt: skip
+_DISTIL_BLOCK = {
+    "attention/query": "attention.q_lin", "attention/key": "attention.k_lin", "attention/value": "attention.v_lin",
+    "attention/output": "attention.out_lin", "attention_norm": "sa_layer_norm", "mlp/up": "ffn.lin1",
+    "mlp/down": "ffn.lin2", "mlp_norm": "output_layer_norm",
+}  # fmt: skip
+
+
+def _blocks(model: Mapping[str, Any], names: Mapping[str, str], prefix: str) -> tuple[Row, ...]:
+    D, H, K, F, L = (int(model[key]) for key in ("embed_dim", "num_heads", "head_dim", "mlp_dim", "num_layers"))
+    heads = {"attention/output": linear((H, K), (D,)), "mlp/up": linear((D,), (F,)), "mlp/down": linear((F,), (D,))}
+    rows: list[Entry] = []
+    for ours, theirs in names.items():
+        if ours.endswith("norm"):
+            rows += normed(f"blocks/{ours}", theirs, D)
+        elif ours in heads:
+            rows += biased(f"blocks/{ours}", theirs, heads[ours], (F if ours == "mlp/up" else D,))
+        else:
+            rows += biased(f"blocks/{ours}", theirs, linear((D,), (H, K)), (H, K))
+    return in_layers(rows, prefix, L)
+
+
+def _square(model: Mapping[str, Any], path: str, name: str) -> list[Entry]:
+    """The rows of a square layer of the head."""
+    D = int(model["embed_dim"])
+    return biased(path, name, linear((D,), (D,)), (D,))
+
+
+def _pooler(model: Mapping[str, Any]) -> list[Entry] | list[Skipped]:
+    """The layer over the first token, which is a part of the model without a head."""
+    if head_kind(model) in ("sequence", "regression", "embedding") and model["head"]["hidden"]:
+        return _square(model, "head/hidden", "pooler.dense")
+    return [Skipped(r"pooler\.dense\.(weight|bias)")]
+
+
+def _masked_head(model: Mapping[str, Any], names: tuple[str, ...], repeated_bias: str | None = None) -> list[Row]:
+    """The head of a masked language model: names of its square layer, norm, bias and output layer."""
+    D, V = (int(model[key]) for key in ("embed_dim", "vocab_size"))
+    dense, norm, bias, output = names
+    return [
+        *_square(model, "head/dense", dense),
+        *normed("head/norm", norm, D),
+        Entry("head/bias", bias, copy(V)),
+        *([Tied(repeated_bias, "head/bias", copy(V))] if repeated_bias else []),
+        Tied(output, "embedding", copy(V, D))
+        if model["tie_embeddings"]
+        else Entry("output", output, linear((D,), (V,))),
+    ]
+
+
+def _labels(model: Mapping[str, Any], name: str) -> list[Entry]:
+    """The layer that classifies, where the head has one."""
+    if head_kind(model) not in ("sequence", "token", "regression"):
+        return []
+    D, C = int(model["embed_dim"]), int(model["head"]["num_labels"])
+    return biased("head/output", name, linear((D,), (C,)), (C,))
+
+
+def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    kind, blocks = head_kind(model), _blocks(model, _BLOCK, "encoder.layer.{layer}.")
+    encoder = (*_embeddings(model), *blocks, *_pooler(model))
+    rows = [
+        *prefixed(encoder, written="" if kind == "embedding" else "bert.", read=("bert.", "")),
+        Skipped(r"cls\.seq_relationship\.(weight|bias)"),
+        *_labels(model, "classifier"),
+    ]
+    if kind == "masked_language_model":
+        head = "cls.predictions"
+        names = (f"{head}.transform.dense", f"{head}.transform.LayerNorm", f"{head}.bias", f"{head}.decoder.weight")
+        rows += _masked_head(model, names, f"{head}.decoder.bias")
+    return renamed(rows, {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"})
+
+
+def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    kind, blocks = head_kind(model), _blocks(model, _BLOCK, "encoder.layer.{layer}.")
+    pooler = _pooler(model) if kind == "embedding" else [Skipped(r"pooler\.dense\.(weight|bias)")]
+    encoder = (*_embeddings(model), *blocks, *pooler)
+    rows = prefixed(encoder, written="" if kind == "embedding" else "roberta.", read=("roberta.", ""))
+    if kind == "masked_language_model":
+        names = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "lm_head.decoder.weight")
+        return (*rows, *_masked_head(model, names, "lm_head.decoder.bias"))
+    if kind not in ("sequence", "regression"):
+        return (*rows, *_labels(model, "classifier"))
+    hidden = _square(model, "head/hidden", "classifier.dense") if model["head"]["hidden"] else ()
+    return (*rows, *hidden, *_labels(model, "classifier.out_proj"))
+
+
+def _distilbert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    kind = head_kind(model)
+    encoder = (*_embeddings(model), *_blocks(model, _DISTIL_BLOCK, "transformer.layer.{layer}."))
+    rows = prefixed(encoder, written="" if kind == "embedding" else "distilbert.", read=("distilbert.", ""))
+    if kind == "masked_language_model":
+        names = ("vocab_transform", "vocab_layer_norm", "vocab_projector.bias", "vocab_projector.weight")
+        return (*rows, *_masked_head(model, names))
+    text = kind in ("sequence", "regression") and model["head"]["hidden"]
+    hidden = _square(model, "head/hidden", "pre_classifier") if text else ()
+    return (*rows, *hidden, *_labels(model, "classifier"))
+
+
+BERT = Family(
+    name="bert",
+    architecture="BertModel",
+    keys=(*_keys(30522), mapped("max_position_embeddings", "max_sequence_length", 512)),
+    tensors=_bert_tensors,
+    fixed=_FIXED,
+    read=_read_bert,
+    write=_write_bert,
+    sizes={
+        "bert_base": _BERT | _BASE,
+        "bert_base_cased": _BERT | _BASE | dict(vocab_size=28996),
+        "bert_large": _BERT | _LARGE,
+        "minilm_l6": _BERT | dict(num_layers=6, embed_dim=384, num_heads=12) | _SENTENCE,
+    },
+)
+ROBERTA = Family(
+    name="roberta",
+    architecture="RobertaModel",
+    keys=(*_keys(50265), own("max_position_embeddings", 512), own("pad_token_id", 1)),
+    tensors=_roberta_tensors,
+    fixed=_FIXED,
+    read=_read_roberta,
+    write=_write_roberta,
+    sizes={"roberta_base": _ROBERTA | _BASE, "roberta_large": _ROBERTA | _LARGE},
+)
+DISTILBERT = Family(
+    name="distilbert",
+    architecture="DistilBertModel",
+    keys=(
+        mapped("vocab_size", "vocab_size", 30522),
+        mapped("dim", "embed_dim", 768),
+        mapped("n_layers", "num_layers", 6),
+        mapped("n_heads", "num_heads", 12),
+        mapped("hidden_dim", "mlp_dim", 3072),
+        mapped("activation", "activation", "gelu", _ACTIVATIONS),
+        mapped("dropout", "dropout", 0.1),
+        mapped("max_position_embeddings", "max_sequence_length", 512),
+        mapped("tie_word_embeddings", "tie_embeddings", True),
+        own("seq_classif_dropout", 0.2),
+        *ignored("attention_dropout", "qa_dropout", "sinusoidal_pos_embds"),
+        fixed("tie_weights_", True),
+        *HEAD_KEYS,
+    ),
+    tensors=_distilbert_tensors,
+    fixed=_DISTIL_FIXED,
+    read=_read_distilbert,
+    write=_write_distilbert,
+    sizes={
+        "distilbert_base": _DISTIL_FIXED
+        | _MASKED
+        | dict(vocab_size=30522, max_sequence_length=512, num_layers=6, embed_dim=768, num_heads=12)
+    },
+)
+
+
+def read_sentence_head(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the keys of our head for a folder of sentence-transformers, which says the pooling in modules.json.
+
+    Its config.json says the encoder alone, whose own pooling is not the one that the embeddings were trained with.
+
+    Args:
+        folder: The published folder.
+        settings: The keys of our model group that its config.json gives.
+
+    Returns:
+        The keys; None: the model has a head, or the folder says no pooling.
+
+    Raises:
+        ConfigError: It asks for a module or a pooling that is not known.
+    """
+    file = folder / "modules.json"
+    if (settings.get("head") or {}).get("kind") != "embedding" or not file.is_file():
+        return None
+    modules = [(str(one.get("type")).rpartition(".")[2], str(one.get("path"))) for one in read_json(file, kind=list)]
+    kinds = [kind for kind, _ in modules]
+    known = kinds in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+    said = read_json(folder / modules[1][1] / "config.json") if known else {}
+    chosen = [key for key, value in said.items() if key.startswith("pooling_mode") and value]
+    if len(chosen) != 1 or chosen[0] not in _POOLINGS:
+        raise ConfigError(
+            f"{file} has the modules {kinds} {chosen}; known: Transformer, Pooling (mean, cls), Normalize: or serve it "
+            "with model.head.kind=embedding model.head.pooling=mean"
+        )
+    return dict(kind="embedding", pooling=_POOLINGS[chosen[0]], hidden="none", normalize="Normalize" in kinds)
+
+
+_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}

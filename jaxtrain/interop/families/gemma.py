@@ -1,0 +1,217 @@
+"""Gemma 2, and the text part of Gemma 3, also of the models that see images too. No jax here.
+
+Sources: the config.json published with each model (the base models).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.keys import GELU_TANH, Key, fixed, ignored, mapped, own, rope_keys
+from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder, mlp_blocks
+from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, all_names
+from jaxtrain.interop.formats.rope import read_rope, read_windows, write_rope, write_windows
+from jaxtrain.interop.formats.transforms import copy
+
+_BLOCK = dict(block="sandwich", norm_offset=True, position="rotary", norm="rmsnorm", activation="geglu", bias=False)
+_COMMON = _BLOCK | dict(norm_epsilon=1e-6, tie_embeddings=True, head_dim=256)
+_GEMMA2 = _COMMON | dict(
+    vocab_size=256000, max_sequence_length=8192, rope_theta=10000.0, attention_softcap=50.0, logits_softcap=30.0,
+    local_layers=dict(pattern=(1, 0), window=4096),
+)  # fmt: skip
+_GEMMA3 = _COMMON | dict(vocab_size=262208, max_sequence_length=131072, rope_theta=1e6, qk_norm=True)
+_SMALL = dict(vocab_size=262144, max_sequence_length=32768)
+_LINEAR8 = dict(rope_scaling=dict(kind="linear", factor=8.0))
+# transformers asks for a window also where no layer has one.
+_WINDOW = 4096
+
+
+def _row(
+    common: Mapping[str, Any], layers: int, width: int, heads: int, kv_heads: int, mlp: int, **more: object
+) -> dict[str, Any]:
+    sizes = dict(num_layers=layers, embed_dim=width, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp)
+    return {**common} | sizes | dict(embedding_scale=math.sqrt(width)) | more
+
+
+def _local(window: int) -> dict[str, Any]:
+    return dict(local_layers=dict(pattern=(1, 1, 1, 1, 1, 0), window=window, rope_theta=10000.0))
+
+
+def _keys(vocabulary: int, length: int) -> tuple[Key, ...]:
+    """The keys of both generations, with the sizes that differ."""
+    return (
+        mapped("vocab_size", "vocab_size", vocabulary),
+        mapped("hidden_size", "embed_dim", 2304),
+        mapped("intermediate_size", "mlp_dim", 9216),
+        mapped("num_hidden_layers", "num_layers", 26),
+        mapped("num_attention_heads", "num_heads", 8),
+        mapped("num_key_value_heads", "num_kv_heads", 4),
+        mapped("head_dim", "head_dim", 256),
+        mapped("max_position_embeddings", "max_sequence_length", length),
+        mapped("rms_norm_eps", "norm_epsilon", 1e-6),
+        mapped("tie_word_embeddings", "tie_embeddings", True),
+        mapped("hidden_activation", "activation", "gelu_pytorch_tanh", {name: "geglu" for name in GELU_TANH}),
+        *ignored("hidden_act"),  # hidden_activation takes its place
+        own("query_pre_attn_scalar", 256),
+        own("sliding_window", _WINDOW),
+        own("layer_types"),
+        fixed("attention_bias", False),
+        fixed("attention_dropout", 0.0, 0),
+        fixed("use_bidirectional_attention", None, False),
+    )
+
+
+def _read_common(file: Mapping[str, Any], every: int) -> dict[str, Any]:
+    """Returns scales and windows; where the file names no types, each `every`-th layer has no window."""
+    layers, scalar = int(file["num_hidden_layers"]), float(file["query_pre_attn_scalar"])
+    types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    return dict(
+        attention_scale=None if scalar == file["head_dim"] else scalar**-0.5,
+        embedding_scale=math.sqrt(file["hidden_size"]),
+        **read_windows(file["layer_types"] or types, file["sliding_window"]),
+    )
+
+
+def _read2(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    return _read_common(file, 2)
+
+
+def _write(model: Mapping[str, Any]) -> dict[str, Any]:
+    types, window = write_windows(model)
+    scale = model["attention_scale"]
+    scalar = int(model["head_dim"]) if scale is None else scale**-2
+    scalar = round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-9) else scalar
+    window = _WINDOW if window is None else window
+    return dict(query_pre_attn_scalar=scalar, layer_types=types, sliding_window=window)
+
+
+def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    D = int(model["embed_dim"])
+    # Llama's name for the norm of the MLP's input is that of attention's output here.
+    rows = [
+        *(row for row in attention_blocks(model) if row.path != "blocks/mlp_norm/scale"),
+        *mlp_blocks(model),
+        Entry("blocks/attention_output_norm/scale", "post_attention_layernorm.weight", copy(D)),
+        Entry("blocks/mlp_norm/scale", "pre_feedforward_layernorm.weight", copy(D)),
+        Entry("blocks/mlp_output_norm/scale", "post_feedforward_layernorm.weight", copy(D)),
+    ]
+    return (*in_decoder(rows, model), *ends(model))
+
+
+GEMMA2 = Family(
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    keys=(
+        *_keys(256000, 8192),
+        mapped("attn_logit_softcapping", "attention_softcap", 50.0),
+        mapped("final_logit_softcapping", "logits_softcap", 30.0),
+        *rope_keys(10000.0),
+    ),
+    tensors=_tensors,
+    fixed=_BLOCK,
+    rotary=True,
+    read=_read2,
+    write=_write,
+    sizes={
+        "gemma2_2b": _row(_GEMMA2, 26, 2304, 8, 4, 9216),
+        "gemma2_9b": _row(_GEMMA2, 42, 3584, 16, 8, 14336),
+        "gemma2_27b": _row(_GEMMA2, 46, 4608, 32, 16, 36864, head_dim=128, attention_scale=144**-0.5),
+    },
+)
+
+
+def _read3(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    found = _read_common(file, int(file["sliding_window_pattern"]))
+    parameters = file["rope_parameters"] or {}
+    whole, local = parameters.get("full_attention", {}), parameters.get("sliding_attention", {})
+    theta = float(local.get("rope_theta", file["rope_local_base_freq"]))
+    if local.get("rope_type", "default") != "default":
+        raise ConfigError(
+            f"config.json has rope_parameters of sliding_attention of type {local['rope_type']}, which the family "
+            "gemma3_text does not support; default would work"
+        )
+    if found["local_layers"] is not None:
+        found["local_layers"]["rope_theta"] = theta
+    elif found["sliding_window"] is not None:  # every layer is a local one
+        whole, file = {"rope_theta": theta}, {**file, "rope_scaling": None}
+    return found | read_rope({**file, "rope_parameters": whole})
+
+
+def _write3(model: Mapping[str, Any]) -> dict[str, Any]:
+    local, plain = model["local_layers"], {"rope_type": "default"}
+    local_theta = model["rope_theta"] if local is None or local["rope_theta"] is None else local["rope_theta"]
+    # Not rope_scaling, which would be taken for that of both kinds of layers.
+    parameters = {
+        "full_attention": {"rope_theta": model["rope_theta"], **(write_rope(model)["rope_scaling"] or plain)},
+        "sliding_attention": {"rope_theta": local_theta, **plain},
+    }
+    rope = dict(rope_theta=model["rope_theta"], rope_parameters=parameters, rope_local_base_freq=local_theta)
+    return _write(model) | rope
+
+
+GEMMA3 = Family(
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    keys=(
+        *_keys(262208, 131072),
+        mapped("final_logit_softcapping", "logits_softcap", None),
+        own("sliding_window_pattern", 6, "_sliding_window_pattern"),
+        own("rope_local_base_freq", 10000.0),
+        *rope_keys(1e6),
+        fixed("attn_logit_softcapping", None),
+    ),
+    tensors=_tensors,
+    fixed=_BLOCK | dict(qk_norm=True),
+    read=_read3,
+    write=_write3,
+    sizes={
+        "gemma3_270m": _row(_GEMMA3, 18, 640, 4, 1, 2048, **_SMALL, **_local(512)),
+        "gemma3_1b": _row(_GEMMA3, 26, 1152, 4, 1, 6912, **_SMALL, **_local(512)),
+        "gemma3_4b": _row(_GEMMA3, 34, 2560, 8, 4, 10240, **_LINEAR8, **_local(1024)),
+        "gemma3_12b": _row(_GEMMA3, 48, 3840, 16, 8, 15360, **_LINEAR8, **_local(1024)),
+        "gemma3_27b": _row(
+            _GEMMA3, 62, 5376, 32, 16, 21504, **_LINEAR8, **_local(1024), head_dim=128, attention_scale=168**-0.5
+        ),
+    },
+)
+
+
+def _with_images(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    """The name table of the text part of a model that sees images too."""
+
+    def renamed(row: Row) -> Row:
+        if isinstance(row, Skipped):
+            return Skipped(rf"(?:.*\.)?{row.pattern}")
+        if not isinstance(row, Entry | Tied):
+            return row
+        names = all_names(row)
+        parts = ("language_model.model.", "model.language_model.")
+        theirs = [part + name.removeprefix("model.") for name in names for part in parts]
+        heads = [f"language_model.{name}" for name in names if name.startswith("lm_head")]
+        return dataclasses.replace(row, names=(*(heads or theirs), *names))
+
+    images = Skipped(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*")
+    return (*map(renamed, _tensors(model)), images)
+
+
+class _ImagesFamily(Family):
+    """Models that see images too: read as their text part, and written as models of the text part alone."""
+
+    def from_published(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        text = config.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ConfigError("config.json of model_type gemma3 has no text_config; the text part cannot be read")
+        return GEMMA3.from_published(text)
+
+
+WITH_IMAGES = _ImagesFamily(
+    name="gemma3",
+    architecture=GEMMA3.architecture,
+    keys=GEMMA3.keys,
+    tensors=_with_images,
+    fixed=GEMMA3.fixed,
+    write=_write3,
+)

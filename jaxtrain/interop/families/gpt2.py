@@ -1,0 +1,89 @@
+"""GPT-2. No jax here.
+
+Sources: Radford et al. 2019 (openai/gpt-2 hparams), and the config.json published with each model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.interop.families.family import Family, no_tokens
+from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped
+from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed, prefixed
+from jaxtrain.interop.formats.transforms import block, conv1d, copy, linear, vector
+
+_FIXED = dict(position="learned", norm="layernorm", bias=True)
+_COMMON = _FIXED | dict(
+    vocab_size=50257, max_sequence_length=1024, activation="gelu", tie_embeddings=True, norm_epsilon=1e-5,
+)  # fmt: skip
+_DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
+
+
+def _write(model: Mapping[str, Any]) -> dict[str, Any]:
+    # Rates of training whose defaults are not 0, and which a program that trains the model further would take over.
+    return {name: 0.0 for name in _DROPOUT} | no_tokens(model, bos_token_id=50256, eos_token_id=50256)
+
+
+def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    D, H, F, L, V, P = (
+        int(model[key])
+        for key in ("embed_dim", "num_heads", "mlp_dim", "num_layers", "vocab_size", "max_sequence_length")
+    )
+    K = D // H
+    fused: list[Entry] = []
+    for at, name in enumerate(("query", "key", "value")):
+        kernel = block(conv1d((D,), (H, K)), dim=1, start=at * D, of=3 * D)
+        fused.append(Entry(f"blocks/attention/{name}/kernel", "attn.c_attn.weight", kernel))
+        bias = block(vector(H, K), dim=0, start=at * D, of=3 * D)
+        fused.append(Entry(f"blocks/attention/{name}/bias", "attn.c_attn.bias", bias))
+    rows = [
+        *normed("blocks/attention_norm", "ln_1", D),
+        *fused,
+        *biased("blocks/attention/output", "attn.c_proj", conv1d((H, K), (D,)), (D,)),
+        *normed("blocks/mlp_norm", "ln_2", D),
+        *biased("blocks/mlp/up", "mlp.c_fc", conv1d((D,), (F,)), (F,)),
+        *biased("blocks/mlp/down", "mlp.c_proj", conv1d((F,), (D,)), (D,)),
+    ]
+    body: tuple[Row, ...] = (
+        Entry("embedding", "wte.weight", copy(V, D)),
+        Entry("positions", "wpe.weight", copy(P, D)),
+        *in_layers(rows, "h.{layer}.", L),
+        *normed("output_norm", "ln_f", D),
+        Skipped(r"h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask
+    )
+    output = (
+        Tied("lm_head.weight", "embedding", copy(V, D))
+        if model["tie_embeddings"]
+        else Entry("output", "lm_head.weight", linear((D,), (V,)))
+    )
+    # The folders of the four published sizes have no prefix.
+    return (*prefixed(body, written="transformer.", read=("transformer.", "")), output)
+
+
+FAMILY = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    keys=(
+        mapped("vocab_size", "vocab_size", 50257),
+        mapped("n_positions", "max_sequence_length", 1024),
+        mapped("n_embd", "embed_dim", 768),
+        mapped("n_layer", "num_layers", 12),
+        mapped("n_head", "num_heads", 12),
+        mapped("n_inner", "mlp_dim", lambda file: 4 * int(file["n_embd"])),
+        mapped("activation_function", "activation", "gelu_new", {"gelu_new": "gelu"} | GELUS),
+        mapped("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        mapped("tie_word_embeddings", "tie_embeddings", True),
+        fixed("scale_attn_weights", True),
+        fixed("scale_attn_by_inverse_layer_idx", False),
+        *ignored("reorder_and_upcast_attn", "n_ctx", *_DROPOUT, *(f"summary_{name}" for name in _SUMMARY)),
+    ),
+    tensors=_tensors,
+    fixed=_FIXED,
+    write=_write,
+    sizes={
+        "gpt2": _COMMON | dict(num_layers=12, embed_dim=768, num_heads=12),
+        "gpt2_medium": _COMMON | dict(num_layers=24, embed_dim=1024, num_heads=16),
+        "gpt2_large": _COMMON | dict(num_layers=36, embed_dim=1280, num_heads=20),
+        "gpt2_xl": _COMMON | dict(num_layers=48, embed_dim=1600, num_heads=25),
+    },
+)

@@ -1,0 +1,98 @@
+"""GPT-NeoX and Pythia. No jax here.
+
+Sources: Black et al. 2022, Biderman et al. 2023, and the config.json published with each model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped, own, rope_keys
+from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed
+from jaxtrain.interop.formats.transforms import copy, interleaved, linear
+
+_FIXED = dict(position="rotary", norm="layernorm", bias=True)
+_COMMON = _FIXED | dict(
+    vocab_size=50304, max_sequence_length=2048, rope_theta=10000.0, rotary_fraction=0.25, block="parallel",
+    norm_epsilon=1e-5, activation="gelu_exact", tie_embeddings=False,
+)  # fmt: skip
+
+
+def _row(layers: int, width: int, heads: int, **more: object) -> dict[str, Any]:
+    return _COMMON | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
+
+
+def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(block="parallel" if file["use_parallel_residual"] else "pre")
+
+
+def _write(model: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(
+        use_parallel_residual=model["block"] == "parallel",
+        rotary_pct=model["rotary_fraction"],
+        rotary_emb_base=model["rope_theta"],
+    )
+
+
+def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    D, H, F, L, V = (int(model[key]) for key in ("embed_dim", "num_heads", "mlp_dim", "num_layers", "vocab_size"))
+    K = D // H
+    fused, name = [], "attention.query_key_value"
+    for at, ours in enumerate(("query", "key", "value")):
+        kernel, bias = interleaved((H, 3, K), at, (D,)), interleaved((H, 3, K), at)
+        fused.append(Entry(f"blocks/attention/{ours}/kernel", f"{name}.weight", kernel))
+        fused.append(Entry(f"blocks/attention/{ours}/bias", f"{name}.bias", bias))
+    rows = [
+        *normed("blocks/attention_norm", "input_layernorm", D),
+        *fused,
+        *biased("blocks/attention/output", "attention.dense", linear((H, K), (D,)), (D,)),
+        *normed("blocks/mlp_norm", "post_attention_layernorm", D),
+        *biased("blocks/mlp/up", "mlp.dense_h_to_4h", linear((D,), (F,)), (F,)),
+        *biased("blocks/mlp/down", "mlp.dense_4h_to_h", linear((F,), (D,)), (D,)),
+    ]
+    names = ("embed_out.weight", "lm_head.weight")
+    return (
+        Entry("embedding", "gpt_neox.embed_in.weight", copy(V, D)),
+        *in_layers(rows, "gpt_neox.layers.{layer}.", L),
+        *normed("output_norm", "gpt_neox.final_layer_norm", D),
+        Tied(names, "embedding", copy(V, D)) if model["tie_embeddings"] else Entry("output", names, linear((D,), (V,))),
+        Skipped(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
+    )
+
+
+FAMILY = Family(
+    name="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    keys=(
+        mapped("vocab_size", "vocab_size", 50432),
+        mapped("hidden_size", "embed_dim", 6144),
+        mapped("intermediate_size", "mlp_dim", 24576),
+        mapped("num_hidden_layers", "num_layers", 44),
+        mapped("num_attention_heads", "num_heads", 64),
+        mapped("max_position_embeddings", "max_sequence_length", 2048),
+        mapped("layer_norm_eps", "norm_epsilon", 1e-5),
+        mapped("hidden_act", "activation", "gelu", {"gelu_new": "gelu"} | GELUS),
+        mapped("tie_word_embeddings", "tie_embeddings", False),
+        own("use_parallel_residual", True),
+        own("partial_rotary_factor", 0.25, "rotary_pct"),
+        *rope_keys(10000.0, "rotary_emb_base"),
+        fixed("attention_bias", True),
+        *ignored("attention_dropout", "hidden_dropout", "classifier_dropout"),
+    ),
+    tensors=_tensors,
+    fixed=_FIXED,
+    rotary=True,
+    read=_read,
+    write=_write,
+    sizes={
+        "pythia_70m": _row(6, 512, 8),
+        "pythia_160m": _row(12, 768, 12),
+        "pythia_410m": _row(24, 1024, 16),
+        "pythia_1b": _row(16, 2048, 8),
+        "pythia_1.4b": _row(24, 2048, 16),
+        "pythia_2.8b": _row(32, 2560, 32),
+        "pythia_6.9b": _row(32, 4096, 32, vocab_size=50432),
+        "pythia_12b": _row(36, 5120, 40, vocab_size=50688),
+        "gpt_neox_20b": _row(44, 6144, 64, vocab_size=50432, activation="gelu"),
+    },
+)

@@ -1,0 +1,76 @@
+"""StarCoder2. No jax here.
+
+Sources: Lozhkov et al. 2024, and the config.json published with each model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.interop.families.family import Family, no_tokens
+from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped, rope_keys, split_width
+from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder
+from jaxtrain.interop.formats.entries import Entry, Row, biased
+from jaxtrain.interop.formats.transforms import copy, linear
+
+_FIXED = dict(position="rotary", norm="layernorm", bias=True)
+_COMMON = _FIXED | dict(
+    vocab_size=49152, max_sequence_length=16384, sliding_window=4096, norm_epsilon=1e-5, activation="gelu",
+    tie_embeddings=True,
+)  # fmt: skip
+
+
+def _row(layers: int, width: int, heads: int, **more: object) -> dict[str, Any]:
+    return _COMMON | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
+
+
+def _write(model: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(use_bias=True) | no_tokens(model, bos_token_id=50256, eos_token_id=50256)
+
+
+def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    D, F = int(model["embed_dim"]), int(model["mlp_dim"])
+    rows = [
+        *attention_blocks(model),
+        Entry("blocks/attention_norm/bias", "input_layernorm.bias", copy(D)),
+        Entry("blocks/mlp_norm/bias", "post_attention_layernorm.bias", copy(D)),
+        *biased("blocks/mlp/up", "mlp.c_fc", linear((D,), (F,)), (F,)),
+        *biased("blocks/mlp/down", "mlp.c_proj", linear((F,), (D,)), (D,)),
+    ]
+    return (*in_decoder(rows, model), *ends(model), Entry("output_norm/bias", "model.norm.bias", copy(D)))
+
+
+FAMILY = Family(
+    name="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    keys=(
+        mapped("vocab_size", "vocab_size", 49152),
+        mapped("hidden_size", "embed_dim", 3072),
+        mapped("intermediate_size", "mlp_dim", 12288),
+        mapped("num_hidden_layers", "num_layers", 30),
+        mapped("num_attention_heads", "num_heads", 24),
+        mapped("num_key_value_heads", "num_kv_heads", 2),
+        mapped("head_dim", "head_dim", split_width, write_default=False),
+        mapped("hidden_act", "activation", "gelu_pytorch_tanh", GELUS),
+        mapped("max_position_embeddings", "max_sequence_length", 4096),
+        mapped("norm_epsilon", "norm_epsilon", 1e-5),
+        mapped("sliding_window", "sliding_window", None),
+        mapped("tie_word_embeddings", "tie_embeddings", True),
+        *rope_keys(10000.0),
+        fixed("use_bias", True),
+        fixed("norm_type", "layer_norm"),
+        fixed("mlp_type", "default"),
+        fixed("scale_attn_weights", True),
+        *ignored("layer_norm_epsilon", "attention_dropout", "residual_dropout", "embedding_dropout"),
+        *ignored("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+    ),
+    tensors=_tensors,
+    fixed=_FIXED,
+    rotary=True,
+    write=_write,
+    # The published count of the largest size, 15,957,889,024, holds an output layer beside the embedding.
+    sizes={
+        "starcoder2_3b": _row(30, 3072, 24, num_kv_heads=2, mlp_dim=12288, rope_theta=999999.4420358813),
+        "starcoder2_7b": _row(32, 4608, 36, num_kv_heads=4, mlp_dim=18432, rope_theta=1000000.0),
+        "starcoder2_15b": _row(40, 6144, 48, num_kv_heads=4, mlp_dim=24576, rope_theta=100000.0, tie_embeddings=False),
+    },
+)

@@ -1,0 +1,138 @@
+"""T5, and T5 1.1 with Flan-T5. No jax here.
+
+Sources: Raffel et al. 2020, section 3.7; Chung et al. 2022; the config.json published with each model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.keys import fixed, ignored, mapped, own
+from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, in_layers
+from jaxtrain.interop.formats.transforms import copy, linear
+
+_FIXED = dict(kind="encoder_decoder", position="relative", norm="rmsnorm", attention_scale=1.0, bias=False)
+_COMMON = _FIXED | dict(
+    vocab_size=32128, max_sequence_length=512, relative_buckets=32, relative_max_distance=128, norm_epsilon=1e-6,
+)  # fmt: skip
+
+
+def _t5(layers: int, width: int, heads: int, head_dim: int, mlp: int) -> dict[str, Any]:
+    """Returns a row of T5, whose logits are scaled because the embedding is the output layer too."""
+    sizes = dict(num_layers=layers, embed_dim=width, num_heads=heads, head_dim=head_dim, mlp_dim=mlp)
+    return _COMMON | sizes | dict(activation="relu", tie_embeddings=True, logits_scale=width**-0.5)
+
+
+def _flan(layers: int, width: int, heads: int, mlp: int) -> dict[str, Any]:
+    """Returns a row of Flan-T5, whose MLP has a gate and whose output layer is its own."""
+    sizes = dict(num_layers=layers, embed_dim=width, num_heads=heads, head_dim=64, mlp_dim=mlp)
+    return _COMMON | sizes | dict(activation="geglu", tie_embeddings=False)
+
+
+# "gelu" alone is the one by the error function, gated or called new the tanh form.
+_ACTIVATIONS = {
+    "relu": "relu", "gated-gelu": "geglu", "gated-silu": "swiglu", "gelu": "gelu_exact", "gelu_new": "gelu",
+}  # fmt: skip
+
+
+def _read(ours: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    # transformers 5 writes tie_word_embeddings: true for all of them, and tells the two kinds apart by the other key.
+    tied, scaled = file["tie_word_embeddings"] is not False, file["scale_decoder_outputs"]
+    scaled = tied if scaled is None else bool(scaled)
+    scale = ours["embed_dim"] ** -0.5 if scaled else None
+    return dict(num_kv_heads=ours["num_heads"], tie_embeddings=tied and scaled, logits_scale=scale)
+
+
+def _write(model: Mapping[str, Any]) -> dict[str, Any]:
+    scaled = model["logits_scale"] is not None
+    tied = dict(tie_word_embeddings=model["tie_embeddings"], scale_decoder_outputs=scaled)
+    return dict(is_encoder_decoder=True, **tied, pad_token_id=0)
+
+
+def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    D, V, N, H = (int(model[key]) for key in ("embed_dim", "vocab_size", "relative_buckets", "num_heads"))
+    layers = {"encoder": model["num_layers"], "decoder": model["num_decoder_layers"]}
+    rows: list[Row] = [
+        Entry("embedding", "shared.weight", copy(V, D)),
+        Tied("lm_head.weight", "embedding", copy(V, D))
+        if model["tie_embeddings"]
+        else Entry("output", "lm_head.weight", linear((D,), (V,))),
+    ]
+    for side, count in layers.items():
+        bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        blocks = in_layers(_block(model, crosses=side == "decoder"), f"{side}.block.{{layer}}.layer.", int(count))
+        rows += [
+            Tied(f"{side}.embed_tokens.weight", "embedding", copy(V, D)),
+            Entry(f"{side}/relative_positions", bias, copy(N, H)),
+            *(Entry(f"{side}/blocks/{row.path}", row.names, row.transform, row.stack) for row in blocks),
+            Entry(f"{side}/output_norm/scale", f"{side}.final_layer_norm.weight", copy(D)),
+        ]
+    # Attention to the encoder knows no distances.
+    return (*rows, Skipped(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"))
+
+
+def _block(model: Mapping[str, Any], *, crosses: bool) -> list[Entry]:
+    """Returns the rows of one block, whose parts the files number in the order in which they are applied."""
+    D, F = int(model["embed_dim"]), int(model["mlp_dim"])
+    heads = (int(model["num_heads"]), int(model["head_dim"]))
+    parts = {"attention": "SelfAttention"} | ({"cross_attention": "EncDecAttention"} if crosses else {})
+    rows: list[Entry] = []
+    for number, (ours, theirs) in enumerate(parts.items()):
+        rows += [
+            Entry(f"{ours}_norm/scale", f"{number}.layer_norm.weight", copy(D)),
+            *(
+                Entry(f"{ours}/{name}/kernel", f"{number}.{theirs}.{name[0]}.weight", linear((D,), heads))
+                for name in ("query", "key", "value")
+            ),
+            Entry(f"{ours}/output/kernel", f"{number}.{theirs}.o.weight", linear(heads, (D,))),
+        ]
+    mlp = f"{len(parts)}.DenseReluDense"
+    up = {"gate": "wi_0", "up": "wi_1"} if model["activation"] in ("geglu", "swiglu") else {"up": "wi"}
+    return [
+        *rows,
+        Entry("mlp_norm/scale", f"{len(parts)}.layer_norm.weight", copy(D)),
+        *(Entry(f"mlp/{ours}/kernel", f"{mlp}.{theirs}.weight", linear((D,), (F,))) for ours, theirs in up.items()),
+        Entry("mlp/down/kernel", f"{mlp}.wo.weight", linear((F,), (D,))),
+    ]
+
+
+FAMILY = Family(
+    name="t5",
+    architecture="T5ForConditionalGeneration",
+    keys=(
+        mapped("vocab_size", "vocab_size", 32128),
+        mapped("d_model", "embed_dim", 512),
+        mapped("d_kv", "head_dim", 64),
+        mapped("d_ff", "mlp_dim", 2048),
+        mapped("num_layers", "num_layers", 6),
+        mapped("num_decoder_layers", "num_decoder_layers", lambda file: file["num_layers"]),
+        mapped("num_heads", "num_heads", 8),
+        mapped("n_positions", "max_sequence_length", 512),
+        mapped("relative_attention_num_buckets", "relative_buckets", 32),
+        mapped("relative_attention_max_distance", "relative_max_distance", 128),
+        mapped("layer_norm_epsilon", "norm_epsilon", 1e-6),
+        mapped("feed_forward_proj", "activation", "relu", _ACTIVATIONS),
+        mapped("dropout_rate", "dropout", 0.1),
+        mapped("decoder_start_token_id", "start_token", 0),
+        own("tie_word_embeddings", True),
+        own("scale_decoder_outputs"),
+        fixed("is_encoder_decoder", True),
+        *ignored("dense_act_fn", "is_gated_act", "output_past", "classifier_dropout"),
+    ),
+    tensors=_tensors,
+    fixed=_FIXED,
+    read=_read,
+    write=_write,
+    sizes={
+        "t5_small": _t5(6, 512, 8, 64, 2048),
+        "t5_base": _t5(12, 768, 12, 64, 3072),
+        "t5_large": _t5(24, 1024, 16, 64, 4096),
+        "t5_3b": _t5(24, 1024, 32, 128, 16384),
+        "t5_11b": _t5(24, 1024, 128, 128, 65536),
+        "flan_t5_small": _flan(8, 512, 6, 1024),
+        "flan_t5_base": _flan(12, 768, 12, 2048),
+        "flan_t5_large": _flan(24, 1024, 16, 2816),
+        "flan_t5_xl": _flan(24, 2048, 32, 5120),
+        "flan_t5_xxl": _flan(24, 4096, 64, 10240),
+    },
+)

@@ -1,0 +1,74 @@
+"""The published families, by the `model_type` of their config.json, and those of other packages. No jax here.
+
+The order counts: a model that no published folder gave is exported as the first family that can say all of it. Other
+packages add families by the entry point group `jaxtrain.families`: model_type = "package.module:FAMILY".
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.interop.families import (
+    bert,
+    gemma,
+    gpt2,
+    gpt_neox,
+    llama,
+    mistral,
+    phi3,
+    qwen,
+    resnet,
+    starcoder2,
+    t5,
+    vit,
+)
+from jaxtrain.interop.families.family import Family
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        *(llama.FAMILY, mistral.FAMILY, mistral.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
+        *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
+        *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
+    )
+}
+
+
+def family_of(model_type: object) -> Family:
+    """Returns the family of a config.json's model_type, of this package or of another one.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if model_type in FAMILIES:
+        return FAMILIES[str(model_type)]
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="jaxtrain.families"):
+        if point.name == model_type:
+            return point.load()
+    raise ConfigError(f"config.json has model_type: {model_type}; the known ones are {', '.join(FAMILIES)}")
+
+
+def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of our model group for the object in a config.json, which may hold anything.
+
+    Raises:
+        ConfigError: Its family is not known, or a key or a value of it is not supported.
+    """
+    family = family_of(config.get("model_type"))
+    try:
+        return family.from_published(config)
+    # What arithmetic with a text, a list or a zero in the place of a size raises.
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        raise ConfigError(f"config.json has a value that the family {family.name} cannot read ({error})") from None
+
+
+def sizes_of(kind: str) -> dict[str, dict[str, Any]]:
+    """Returns the published sizes of every family whose models are of a kind (transformer, resnet, ...)."""
+    rows = {name: dict(size) for family in FAMILIES.values() for name, size in family.sizes.items()}
+    return {
+        name: {key: value for key, value in size.items() if key != "kind"}
+        for name, size in rows.items()
+        if size.get("kind", "transformer") == kind
+    }

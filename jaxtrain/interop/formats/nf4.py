@@ -1,0 +1,430 @@
+"""4-bit normal floats (Dettmers et al. 2023, arXiv 2305.14314) in NumPy, and as bitsandbytes stores them in files.
+No jax here.
+
+A row of weights is divided into blocks of 64. A block is stored as its largest magnitude (`absmax`) and a code of 4
+bits per weight: the nearest of 16 levels between -1 and 1, which are quantiles of a normal distribution. Two codes
+share a byte, the first in its high half. Double quantization stores the magnitudes in 8 bits too: less their mean
+(`offset`), in blocks of 256, each a code of the dynamic 8-bit map times the block's own largest magnitude
+(`nested_absmax`).
+
+Codes and magnitudes equal those of bitsandbytes 0.50.2 on CPU to the last bit wherever I divides by 64; elsewhere
+bitsandbytes lets blocks run on into the next row, and ours end with theirs. The mean is the exact one, rounded; that of
+torch depends on the CPU and its threads in the last bit. Magnitudes below 2**-126 count as 0.
+
+In a safetensors file a weight [out, in] is
+
+    NAME                                    uint8 [out * in / 2, 1]   packed codes, row by row
+    NAME.absmax                             float32 [blocks], or uint8 [blocks] with double quantization
+    NAME.quant_map                          float32 [16]              the levels
+    NAME.nested_absmax                      float32 [N]               double quantization only, as is the next
+    NAME.nested_quant_map                   float32 [256]             the 8-bit map
+    NAME.quant_state.bitsandbytes__nf4      uint8                     JSON: shape, dtype, block sizes, nested_offset
+
+Shapes: R rows (outputs), I inputs, B = ceil(I / 64) blocks of a row, N = ceil(R B / 256) blocks of blocks.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.formats.safetensors import DTYPES, FolderSource
+from jaxtrain.interop.formats.transforms import Kind, Shape
+
+BLOCK = 64
+NESTED_BLOCK = 256
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The 16 levels, as the paper's code publishes them."""
+SMALLEST = np.finfo(np.float32).smallest_normal
+# More blocks would overflow the exact sum of `mean_magnitude`, here and in its counterpart on devices.
+MOST_BLOCKS = 2**24 - 1
+# Weights quantized at once: bounds what a large tensor takes beside its result.
+_PIECE = 2**22
+
+
+@cache
+def level_bounds() -> np.ndarray:
+    """Returns the middles of neighbouring levels: float32 [15]; a weight above a middle takes the upper level."""
+    levels = np.array(LEVELS, np.float32)
+    return (levels[:-1] + levels[1:]) / 2
+
+
+@cache
+def dynamic_map() -> np.ndarray:
+    """Returns the signed dynamic 8-bit map (Dettmers 2015, arXiv 1511.04561): float32 [256], increasing.
+
+    For each of seven decades, 10**-6 to 1, it holds the middles of 2**i equal parts of the interval from 0.1 to 1, i
+    the number of the decade, with both signs; and 0 and 1.
+    """
+    found = [0.0, 1.0]
+    for decade in range(7):
+        # In float32, as torch's linspace has it: an edge is reckoned from the nearer end and rounded once.
+        count = 2**decade
+        tenth, place = np.float32(0.1), np.arange(count + 1)
+        step = np.float64((np.float32(1) - tenth) / np.float32(count))
+        edges = np.where(place < (count + 1) // 2, tenth + step * place, 1 - step * (count - place)).astype(np.float32)
+        middles = (edges[:-1] + edges[1:]) / np.float32(2) * np.float32(10.0 ** (decade - 6))
+        found += [*middles.tolist(), *(-middles).tolist()]
+    return np.sort(np.array(found, np.float32))
+
+
+@cache
+def dynamic_bounds() -> np.ndarray:
+    """Returns the smallest number that gets each code of `dynamic_map` but the first: float32 [255], not decreasing.
+
+    bitsandbytes rounds a number from -1 to 1 to a grid of 2**16 points first and takes the nearest value of the map
+    then, so that some values near 0 are never taken. The bounds are found by bisection over float32.
+    """
+    grid = np.arange(2**16) / 32767.5 - 1
+    values = dynamic_map().astype(np.float64)
+    right = np.clip(np.searchsorted(values, grid), 1, 255)
+    nearest = np.where(values[right] - grid < grid - values[right - 1], right, right - 1)
+
+    def code(numbers: np.ndarray) -> np.ndarray:
+        point = (numbers + np.float32(1)) * np.float32(32767.5) + np.float32(0.5)
+        return nearest[np.clip(point.astype(np.int64), 0, 2**16 - 1)]
+
+    wanted = np.arange(1, 256)
+    # Places of -1 and of 1 among all float32, in their order.
+    one = int(np.float32(1).view(np.int32))
+    low, high = np.full(255, -one), np.full(255, one)
+    while np.any(high - low > 1):
+        middle = (low + high) // 2
+        reached = code(_number(middle)) >= wanted
+        low, high = np.where(reached, low, middle), np.where(reached, middle, high)
+    return _number(high)
+
+
+def _number(order: np.ndarray) -> np.ndarray:
+    """The float32 of each place among all float32."""
+    return np.where(order < 0, -order + 2**31, order).astype(np.uint32).view(np.float32)
+
+
+def check_inputs(num_inputs: int, *, what: str) -> None:
+    """Raises where a kernel (`what`) of `num_inputs` cannot be stored in 4 bits.
+
+    Raises:
+        ConfigError: The number is odd.
+    """
+    if num_inputs % 2:
+        raise ConfigError(
+            f"nf4 stores two weights per byte, and {what} has {num_inputs} inputs, an odd number; use int8, or a "
+            "model with an even width"
+        )
+
+
+def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes rows of weights.
+
+    Args:
+        rows: [R, I] of any float dtype, I even: a weight of torch's Linear.
+
+    Returns:
+        The packed codes, uint8 [R, I / 2], and the magnitudes, float32 [R, B].
+    """
+    count, inputs = rows.shape
+    blocks = -(-inputs // BLOCK)
+    codes, absmax = np.empty((count, inputs // 2), np.uint8), np.empty((count, blocks), np.float32)
+    step = max(1, _PIECE // inputs)
+    for start in range(0, count, step):
+        part = np.zeros((len(rows[start : start + step]), blocks * BLOCK), np.float32)
+        part[:, :inputs] = rows[start : start + step]
+        part = part.reshape(-1, blocks, BLOCK)
+        largest = np.abs(part).max(-1)
+        absmax[start : start + step] = largest
+        # The product with the reciprocal, not the quotient: they differ in the last bit.
+        inverse = np.float32(1) / np.where(largest < SMALLEST, np.float32(1), largest)
+        part *= inverse[..., None]
+        found = np.zeros(part.shape, np.uint8)
+        for bound in level_bounds():
+            found += part > bound
+        found = found.reshape(len(part), -1)[:, :inputs]
+        codes[start : start + step] = found[:, ::2] << 4 | found[:, 1::2]
+    return codes, absmax
+
+
+def mean_magnitude(absmax: np.ndarray) -> np.float32:
+    """Returns the mean of magnitudes, computed exactly from their first 32 bits below the largest one.
+
+    The result does not depend on the order of the sum, so that every mesh of devices finds the same.
+    """
+    largest = absmax.max()
+    if not np.isfinite(largest) or largest < SMALLEST:
+        return np.float32(np.nan) if not np.isfinite(largest) else np.float32(0)
+    bits = absmax.reshape(-1).view(np.uint32)
+    exponent = bits >> 23
+    top = int(exponent.max())
+    # The leading 1 of a float32, and its 23 bits, moved to the place that they have below the largest.
+    mantissa = np.where(exponent > 0, (bits & 0x7FFFFF | 0x800000) << 8, 0).astype(np.uint64)
+    fixed = mantissa >> np.minimum(top - exponent, 63).astype(np.uint64)
+    mean = int(fixed.sum()) // fixed.size
+    return np.float32(np.ldexp(np.float32(np.uint32(mean)), top - 127 - 31))
+
+
+def quantize_magnitudes(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Quantizes magnitudes to 8 bits: double quantization.
+
+    Args:
+        absmax: float32 [R, B].
+
+    Returns:
+        Codes, uint8 [R, B]; nested magnitudes, float32 [N]; and the offset.
+    """
+    offset = mean_magnitude(absmax)
+    flat = (absmax - offset).reshape(-1)
+    count = -(-flat.size // NESTED_BLOCK)
+    part = np.zeros(count * NESTED_BLOCK, np.float32)
+    part[: flat.size] = flat
+    part = part.reshape(count, NESTED_BLOCK)
+    nested = np.abs(part).max(1)
+    inverse = np.float32(1) / np.where(nested < SMALLEST, np.float32(1), nested)
+    codes = np.searchsorted(dynamic_bounds(), part * inverse[:, None], side="right").astype(np.uint8)
+    # Of a block that has no spread the code does not matter; bitsandbytes writes 0.
+    codes[nested < SMALLEST] = 0
+    return codes.reshape(-1)[: flat.size].reshape(absmax.shape), nested, offset
+
+
+def dequantize_magnitudes(
+    codes: np.ndarray, nested_absmax: np.ndarray, offset: float, values: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns the magnitudes, float32 [R, B], that double quantization stands for.
+
+    Args:
+        codes: uint8 [R, B].
+        nested_absmax: float32 [N].
+        offset: What was taken off.
+        values: The 8-bit map, float32 [256]; None: `dynamic_map`.
+    """
+    values = dynamic_map() if values is None else values
+    scales = np.repeat(nested_absmax, NESTED_BLOCK)[: codes.size].reshape(codes.shape)
+    return values[codes] * scales + np.float32(offset)
+
+
+def dequantize_rows(codes: np.ndarray, absmax: np.ndarray) -> np.ndarray:
+    """Returns the weights, float32 [R, I], of packed codes, uint8 [R, I / 2], and magnitudes, float32 [R, B]."""
+    levels = np.array(LEVELS, np.float32)
+    pairs = np.stack([np.repeat(levels, 16), np.tile(levels, 16)], axis=1)
+    rows = pairs[codes].reshape(len(codes), -1)
+    return rows * absmax[:, np.arange(rows.shape[1]) // BLOCK]
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A quantized weight [R, I] as it is stored.
+
+    Attributes:
+        codes: uint8 [R, I / 2].
+        absmax: float32 [R, I / 64], or uint8 with double quantization.
+        nested_absmax: float32 [N]; None without double quantization, as are the next.
+        offset: What was taken off the magnitudes.
+        values: The 8-bit map, float32 [256]; None with double quantization: `dynamic_map`.
+    """
+
+    codes: np.ndarray
+    absmax: np.ndarray
+    nested_absmax: np.ndarray | None = None
+    offset: float | None = None
+    values: np.ndarray | None = None
+
+    @property
+    def magnitudes(self) -> np.ndarray:
+        """float32 [R, I / 64]: the largest magnitudes of the blocks."""
+        if self.nested_absmax is None or self.offset is None:
+            return self.absmax
+        return dequantize_magnitudes(self.absmax, self.nested_absmax, self.offset, self.values)
+
+    @property
+    def has_usual_map(self) -> bool:
+        """Whether the 8-bit map is the published one; torch's differs in the last bit of some values by the CPU."""
+        return self.values is None or bool(np.abs(self.values - dynamic_map()).max() <= 1e-6)
+
+
+# What stands before the kind in the name of a description, and the other parts of a weight.
+_STATE = ".quant_state.bitsandbytes__"
+_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+_DTYPES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPES["BF16"]}
+
+
+@dataclass(frozen=True)
+class QuantizedSource:
+    """A published folder with quantized tensors, which reads as one of floats; a `Source` made by `with_quantized`.
+
+    Attributes:
+        folder: The folder as it is stored.
+        quantized: Name of each quantized tensor -> shape, dtype, and what was taken off its magnitudes, if quantized.
+    """
+
+    folder: FolderSource
+    quantized: Mapping[str, tuple[Shape, np.dtype, float | None]]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What the config.json says."""
+        return self.folder.config
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Name -> bytes of the files beside config and tensors."""
+        return self.folder.files
+
+    @property
+    def tensors(self) -> dict[str, Kind]:
+        """Name -> shape and dtype of what `read` returns."""
+        parts = {name + part for name in self.quantized for part in (*_PARTS, f"{_STATE}nf4")}
+        plain = {name: kind for name, kind in self.folder.tensors.items() if name not in parts}
+        return plain | {name: (shape, dtype) for name, (shape, dtype, _) in self.quantized.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor; the floats of a quantized one are rounded to its dtype."""
+        if name not in self.quantized:
+            return self.folder.read(name)
+        shape, dtype, _ = self.quantized[name]
+        packed = self.packed(name)
+        return dequantize_rows(packed.codes, packed.magnitudes).reshape(shape).astype(dtype)
+
+    def packed(self, name: str) -> PackedTensor:
+        """Returns a quantized tensor; of one long row where blocks run on from row to row.
+
+        Raises:
+            CheckpointError: Its parts do not fit each other.
+        """
+        (rows, inputs), _, offset = self.quantized[name]
+        rows, inputs = (1, rows * inputs) if inputs % BLOCK else (rows, inputs)
+        blocks = -(-inputs // BLOCK)
+        codes = self._part(name, "", "uint8", (rows * inputs // 2, 1)).reshape(rows, -1)
+        levels = self._part(name, ".quant_map", "float32", (16,))
+        if not np.array_equal(levels, np.array(LEVELS, np.float32)):
+            raise CheckpointError(f"{self.folder.folder}: {name}.quant_map holds other levels than those of nf4")
+        dtype = "float32" if offset is None else "uint8"
+        absmax = self._part(name, ".absmax", dtype, (rows * blocks,)).reshape(rows, blocks)
+        if offset is None:
+            return PackedTensor(codes, absmax)
+        nested = self._part(name, ".nested_absmax", "float32", (-(-rows * blocks // NESTED_BLOCK),))
+        return PackedTensor(codes, absmax, nested, offset, self._part(name, ".nested_quant_map", "float32", (256,)))
+
+    def _part(self, name: str, part: str, dtype: str, shape: Shape) -> np.ndarray:
+        found = self.folder.tensors.get(name + part)
+        if found != (shape, np.dtype(dtype)):
+            raise CheckpointError(
+                f"{self.folder.folder}: {name}{part} is {found or 'missing'}; nf4 wants {dtype}{list(shape)} there"
+            )
+        return self.folder.read(name + part)
+
+
+def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
+    """Returns a folder as a source of floats, whether or not some of its tensors are quantized.
+
+    Raises:
+        CheckpointError: A tensor is quantized in another way than nf4 in blocks of 64.
+    """
+    found = {}
+    for name in folder.stored:
+        owner, mark, kind = name.partition(_STATE)
+        if not mark:
+            continue
+        try:
+            state = json.loads(folder.read(name).tobytes())
+            (rows, inputs), dtype, offset = state["shape"], _DTYPES[state["dtype"]], state.get("nested_offset")
+            sizes = (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            kind, sizes = f"no description ({error})", ()
+        if kind != "nf4" or sizes != (BLOCK, NESTED_BLOCK):
+            raise CheckpointError(
+                f"{folder.folder}: {name} says {kind} in blocks of {sizes}; only nf4 in blocks of {BLOCK} and "
+                f"{NESTED_BLOCK} is read: save the model with these"
+            )
+        found[owner] = ((rows, inputs), dtype, None if offset is None else float(offset))
+    return QuantizedSource(folder, found) if found else folder
+
+
+def pack_floats(weight: np.ndarray, *, double: bool) -> PackedTensor:
+    """Quantizes a weight as bitsandbytes does: blocks run on from row to row where rows do not divide into them.
+
+    Args:
+        weight: [R, I] of any float dtype, R * I even.
+        double: Whether the magnitudes are quantized too.
+
+    Returns:
+        Codes and magnitudes of R rows; of one long row where I does not divide by 64.
+    """
+    rows = weight if weight.shape[1] % BLOCK == 0 else weight.reshape(1, -1)
+    codes, absmax = quantize_rows(rows)
+    if not double:
+        return PackedTensor(codes, absmax)
+    small, nested, offset = quantize_magnitudes(absmax)
+    return PackedTensor(codes, small, nested, float(offset))
+
+
+def packed_kinds(name: str, shape: Shape, *, double: bool) -> dict[str, Kind]:
+    """Returns name -> shape and dtype of the tensors that a weight [R, I] is stored as; its description may be shorter.
+
+    `double` says whether the magnitudes are quantized too.
+    """
+    byte, number = np.dtype(np.uint8), np.dtype(np.float32)
+    blocks = -(-prod(shape) // BLOCK)
+    kinds: dict[str, Kind] = {
+        name: ((prod(shape) // 2, 1), byte),
+        f"{name}.absmax": ((blocks,), byte if double else number),
+        f"{name}.quant_map": ((len(LEVELS),), number),
+    }
+    if double:
+        kinds[f"{name}.nested_absmax"] = ((-(-blocks // NESTED_BLOCK),), number)
+        kinds[f"{name}.nested_quant_map"] = ((256,), number)
+    # Above the length of any description: it holds two sizes and a float beside fixed words.
+    return {**kinds, state_name(name): ((256,), byte)}
+
+
+def state_name(name: str) -> str:
+    """Returns the name of the description of a quantized weight."""
+    return f"{name}{_STATE}nf4"
+
+
+def packed_parts(name: str, packed: PackedTensor, shape: Shape, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Returns name and array of the tensors that a weight is stored as, in the order of `packed_kinds`.
+
+    Args:
+        name: Of the weight.
+        packed: Its codes and magnitudes.
+        shape: [R, I].
+        dtype: float32, float16 or bfloat16: what readers turn it into.
+    """
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": list(shape)}
+    yield name, packed.codes.reshape(-1, 1)
+    yield f"{name}.absmax", packed.absmax.reshape(-1)
+    yield f"{name}.quant_map", np.array(LEVELS, np.float32)
+    if packed.nested_absmax is not None and packed.offset is not None:
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(packed.offset)}
+        yield f"{name}.nested_absmax", packed.nested_absmax
+        yield f"{name}.nested_quant_map", dynamic_map() if packed.values is None else packed.values
+    yield state_name(name), np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+
+def quantization_config(*, double: bool, dtype: str, skipped: Sequence[str] | None) -> dict[str, Any]:
+    """Returns what a config.json says of such tensors.
+
+    Args:
+        double: Whether the magnitudes are quantized too.
+        dtype: Dtype that other readers compute in.
+        skipped: Names of the linear layers that are stored as floats; None: those that readers leave out unasked (the
+            output layer).
+    """
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": double,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": None if skipped is None else list(skipped),
+    }

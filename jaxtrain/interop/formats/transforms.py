@@ -1,0 +1,179 @@
+"""How one tensor of a published file becomes one parameter of ours, and back: views, never arithmetic. No jax here.
+
+A `Transform` says how to look at their tensor: take a block of one dimension, split dimensions, pick an index of
+some, put the rest in our order, and merge neighbours. All but the merging are views of one array, so that the same
+description reads (a copy out of the view), writes (an assignment into the view) and answers a slice.
+
+Families write their tables with the functions below. Letters: D width, H query heads, G key and value heads, K width
+of a head, F hidden width of the MLP, V vocabulary.
+
+    copy(V, D)                  theirs [V, D] -> ours [V, D]                (embeddings, norms, biases of one dim)
+    linear((D,), (H, K))        theirs [H*K, D] -> ours [D, H, K]           (torch Linear: weight is [out, in])
+    linear((H, K), (D,))        theirs [D, H*K] -> ours [H, K, D]           (an output projection)
+    linear((D,), (V,))          theirs [V, D] -> ours [D, V]
+    conv1d((D,), (H, K))        theirs [D, H*K] -> ours [D, H, K]           (GPT-2's Conv1D: weight is [in, out])
+    vector(H, K)                theirs [H*K] -> ours [H, K]                 (biases of projections)
+    reshaped((1, 1, D), (D,))   theirs [1, 1, D] -> ours [D]
+    convolution(O, I, P, P)     theirs [O, I, P, P] -> ours [P, P, I, O]
+    patches(D, C, P)            theirs [D, C, P, P] -> ours [P*P*C, D]
+
+One tensor that holds several parameters is one `Entry` per parameter, each with its part of it:
+
+    block(linear((D,), (G, K)), dim=0, start=H * K, of=(H + 2 * G) * K)     q|k|v one after the other: this is k
+    interleaved((H, 3, K), 1, (D,))                                         q, k, v of each head in turn: this is k
+    interleaved((H, 3, K), 1)                                               the same of their bias [H*3*K]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Shape = tuple[int, ...]
+# Shape and dtype.
+Kind = tuple[Shape, "np.dtype"]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How their tensor is looked at as our parameter; made by the functions of this module.
+
+    Attributes:
+        theirs: Shape of their tensor.
+        start: Where the block begins, in each dimension of theirs.
+        block: Shape of the block.
+        splits: Per dimension of theirs, the sizes into which it is split (their product is the block's size).
+        picks: Split dimension -> index that is picked; the dimension disappears.
+        order: Order of the split dimensions that remain, as positions among those that remain.
+        merges: Per dimension of ours, how many of the ordered dimensions it merges; 0: a dimension of size 1.
+    """
+
+    theirs: Shape
+    start: Shape
+    block: Shape
+    splits: tuple[Shape, ...]
+    picks: tuple[tuple[int, int], ...]
+    order: Shape
+    merges: Shape
+
+    @property
+    def fine(self) -> Shape:
+        """Sizes of the view's dimensions, before the merging."""
+        picked = dict(self.picks)
+        left = [size for at, size in enumerate(size for split in self.splits for size in split) if at not in picked]
+        return tuple(left[at] for at in self.order)
+
+    @property
+    def ours(self) -> Shape:
+        """Shape of our parameter (of one layer)."""
+        sizes, shape, at = self.fine, [], 0
+        for count in self.merges:
+            shape.append(prod(sizes[at : at + count]))
+            at += count
+        return tuple(shape)
+
+    def view(self, tensor: "np.ndarray") -> "np.ndarray":
+        """Returns their tensor, C-contiguous, as a view with the dimensions of `fine`; writing to it writes theirs."""
+        block = tensor[tuple(slice(at, at + size) for at, size in zip(self.start, self.block, strict=True))]
+        # Splitting a dimension needs no copy, whatever the strides are.
+        block = block.reshape([size for split in self.splits for size in split])
+        picked = dict(self.picks)
+        block = block[tuple(picked.get(at, slice(None)) for at in range(block.ndim))]
+        return block.transpose(self.order)
+
+    def read(self, tensor: "np.ndarray", index: Sequence[slice]) -> "np.ndarray":
+        """Returns the slice `index` (of step 1) of our parameter; of a mapped file no more is read than it needs."""
+        view, at, inner, shape = self.view(tensor), 0, [], []
+        cut: list[slice] = []
+        for count, size, one in zip(self.merges, self.ours, index, strict=True):
+            start, stop, _ = one.indices(size)
+            if count:
+                # Of merged dimensions the first is sliced to what covers the range; the rest is cut after the copy.
+                step = prod(self.fine[at + 1 : at + count])
+                first, last = start // step, -(-stop // step)
+                cut += [slice(first, last), *[slice(None)] * (count - 1)]
+                inner.append(slice(start - first * step, stop - first * step))
+                shape.append((last - first) * step)
+            else:
+                inner.append(slice(start, stop))
+                shape.append(1)
+            at += count
+        return view[tuple(cut)].reshape(shape)[tuple(inner)]
+
+    def read_all(self, tensor: "np.ndarray") -> "np.ndarray":
+        """Returns our whole parameter."""
+        return self.view(tensor).reshape(self.ours)
+
+    def write(self, tensor: "np.ndarray", ours: "np.ndarray") -> None:
+        """Writes our parameter (of one layer) into its place in their tensor, casting to its dtype."""
+        self.view(tensor)[...] = ours.reshape(self.fine)
+
+
+def _whole(splits: Sequence[Shape], order: Shape, merges: Shape, picks: tuple[tuple[int, int], ...] = ()) -> Transform:
+    theirs = tuple(prod(split) for split in splits)
+    return Transform(theirs, (0,) * len(theirs), theirs, tuple(splits), picks, order, merges)
+
+
+def copy(*shape: int) -> Transform:
+    """Their tensor as it is, of this shape."""
+    return _whole([(size,) for size in shape], tuple(range(len(shape))), (1,) * len(shape))
+
+
+def vector(*sizes: int) -> Transform:
+    """Theirs [product of the sizes] -> ours [sizes]: the bias of a projection to heads."""
+    return _whole([sizes], tuple(range(len(sizes))), (1,) * len(sizes))
+
+
+def linear(inputs: Shape, outputs: Shape) -> Transform:
+    """Theirs [outputs, inputs] (the weight of torch's Linear), each flat -> ours [*inputs, *outputs]."""
+    count = len(outputs)
+    order = (*range(count, count + len(inputs)), *range(count))
+    return _whole([outputs, inputs], order, (1,) * (len(inputs) + len(outputs)))
+
+
+def conv1d(inputs: Shape, outputs: Shape) -> Transform:
+    """Theirs [inputs, outputs] (GPT-2's Conv1D), each flat -> ours [*inputs, *outputs]."""
+    count = len(inputs) + len(outputs)
+    return _whole([inputs, outputs], tuple(range(count)), (1,) * count)
+
+
+def reshaped(theirs: Shape, ours: Shape) -> Transform:
+    """Theirs -> ours where they differ in dimensions of size 1 only ([1, 1, D] -> [D])."""
+    assert [size for size in theirs if size != 1] == [size for size in ours if size != 1], (theirs, ours)
+    picks = tuple((at, 0) for at, size in enumerate(theirs) if size == 1)
+    left = len(theirs) - len(picks)
+    return _whole([(size,) for size in theirs], tuple(range(left)), tuple(int(size != 1) for size in ours), picks)
+
+
+def convolution(outputs: int, inputs: int, height: int, width: int) -> Transform:
+    """Theirs [out, in, height, width] -> ours [height, width, in, out]."""
+    return _whole([(outputs,), (inputs,), (height,), (width,)], (2, 3, 1, 0), (1, 1, 1, 1))
+
+
+def patches(width: int, channels: int, size: int) -> Transform:
+    """Theirs [width, channels, size, size] -> ours [size * size * channels, width]; channels run fastest."""
+    return _whole([(width,), (channels,), (size,), (size,)], (2, 3, 1, 0), (3, 1))
+
+
+def block(part: Transform, *, dim: int, start: int, of: int) -> Transform:
+    """A part, from `start` on, of a tensor that holds several one after the other along `dim`, of size `of`."""
+    theirs = tuple(of if at == dim else size for at, size in enumerate(part.theirs))
+    starts = tuple(start if at == dim else 0 for at in range(len(part.theirs)))
+    return replace(part, theirs=theirs, start=starts)
+
+
+def interleaved(sizes: tuple[int, int, int], index: int, inputs: Shape | None = None) -> Transform:
+    """One of several parameters that follow each other within each head (GPT-NeoX).
+
+    Args:
+        sizes: (heads, number of parameters, width of a head), the split of the output dimension.
+        index: Which of the parameters this is.
+        inputs: Input dimensions: theirs [out, inputs] -> ours [*inputs, heads, width]; None: the bias of it.
+    """
+    if inputs is None:
+        return _whole([sizes], (0, 1), (1, 1), ((1, index),))
+    order = (*range(2, 2 + len(inputs)), 0, 1)
+    return _whole([sizes, inputs], order, (1,) * (len(inputs) + 2), ((1, index),))

@@ -1,0 +1,149 @@
+"""What attention runs on where a step is planned for, by the rules of the step, and what that holds. No jax here."""
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxtrain.config.model import TransformerConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.models.shipped.structure import Structure
+from jaxtrain.ops.attention.blocks import block_size, computed_share, pairs_at_once, visible_pairs
+from jaxtrain.ops.attention.context_rules import ContextCase, check_context_length, choose_context_way
+from jaxtrain.ops.attention.form import AttentionForm
+from jaxtrain.ops.attention.kernel_rules import ELSEWHERE, ORDER, AttentionCase, choose_kernel, refusal
+from jaxtrain.ops.attention.ring_blocks import score_elements
+from jaxtrain.plan.targets import Target
+from jaxtrain.precision.dtypes import POLICY_DTYPES
+
+# Bytes moved for each score that is computed outside a kernel: in float32 it is written, masked, reduced and
+# normalised, and read again for the values. Each pass of a CPU over them goes through memory.
+_SCORE_BYTES = {"cpu": 64, "gpu": 16, "tpu": 16}
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Attention of one layer on one device; of layers of several kinds the mean, and what the largest holds.
+
+    Attributes:
+        name: implementation: cudnn, splash, blockwise or reference; context for a ring and gathered keys.
+        computed: of all pairs of a query and a key, those that are multiplied.
+        pairs_at_once: scores that exist in memory at once, a row and head; 0 where they stay inside a kernel.
+        score_bytes: moved for each computed score.
+        keeps_output: its result and statistics are named for the remat policies, so that "dots" keeps them.
+        again: share of its forward pass that its backward pass computes again whatever the remat policy keeps: the
+            scores, one product of the two, where none are kept.
+    """
+
+    name: str
+    computed: float
+    pairs_at_once: float
+    score_bytes: float
+    keeps_output: bool
+    again: float = 0.5
+
+
+def stack_attention(config: Config, target: Target, structure: Structure | None) -> tuple[AttentionWork, ...]:
+    """The attention of each stack of a model to itself, and after those that of a decoder to the encoder's output.
+
+    Raises:
+        ConfigError: attention that the step would refuse.
+    """
+    stacks = () if structure is None else structure.stacks
+    found = [attention_work(config, stack.blocks, target, stack.length) for stack in stacks]
+    for stack in stacks:
+        if stack.memory_length is not None:  # the plain formula on every platform
+            pairs = stack.length * stack.memory_length / int(config.parallel.context)
+            found.append(AttentionWork("reference", 1.0, pairs, _SCORE_BYTES[target.hardware.kind], False, again=0.0))
+    return tuple(found)
+
+
+def attention_work(config: Config, model: TransformerConfig, target: Target, length: int) -> AttentionWork:
+    """The attention of a stack of blocks to itself, in rows of so many tokens."""
+    forms = attention_forms(model)
+    return _mixed([(layers, _of_form(config, model, form, target, length)) for form, layers in forms.items()])
+
+
+def attention_forms(model: TransformerConfig) -> dict[AttentionForm, int]:
+    """The kinds of attention that a model's layers have, with the number of layers of each."""
+    relative = model.position == "relative"
+    forms = [AttentionForm(model.causal, window, model.attention_softcap, relative) for window in model.windows]
+    return dict(Counter(forms))
+
+
+def _mixed(kinds: Sequence[tuple[int, AttentionWork]]) -> AttentionWork:
+    """Attention of a stack whose layers are of several kinds, from (layers, attention of one of them)."""
+    if len(kinds) == 1:
+        return kinds[0][1]
+    computed = sum(count * one.computed for count, one in kinds)
+    return replace(
+        max((one for _, one in kinds), key=lambda one: one.pairs_at_once),
+        computed=computed / sum(count for count, _ in kinds),
+        score_bytes=sum(count * one.computed * one.score_bytes for count, one in kinds) / computed,
+        keeps_output=all(one.keeps_output for _, one in kinds),
+        again=sum(count * one.computed * one.again for count, one in kinds) / computed,
+    )
+
+
+def _of_form(
+    config: Config, model: TransformerConfig, form: AttentionForm, target: Target, length: int
+) -> AttentionWork:
+    """Attention of the layers of one kind."""
+    score_bytes, context = _SCORE_BYTES[target.hardware.kind], int(config.parallel.context)
+    check_context_length(config.parallel.context_attention, _context_case(config, model, form), length)
+    match context_way(config, model, form):
+        case "ring":  # one block of keys at a time
+            # Zig-zag order gives every device of a ring as many.
+            elements = score_elements(0, size=context, length=length, causal=form.causal)
+            computed = elements / (length * length / context)
+            return AttentionWork("context", computed, (length / context) ** 2, score_bytes, False)
+        case "gather":  # all keys, for the queries of this device
+            return AttentionWork("context", 1.0, length * length / context, score_bytes, False, again=0.0)
+        case "all_to_all":  # whole sequences of some of the heads
+            whole = _whole_sequence(config, model, form, target, length)
+            return replace(whole, pairs_at_once=whole.pairs_at_once / context)
+        case _:
+            return _whole_sequence(config, model, form, target, length)
+
+
+def context_way(config: Config, model: TransformerConfig, form: AttentionForm | None = None) -> str | None:
+    """How attention of a form (None: of the first layer) crosses `context`, by the rule of the step; None: it does not.
+
+    Raises:
+        ConfigError: a way that cannot be taken on this mesh with these heads.
+    """
+    case = _context_case(config, model, form or next(iter(attention_forms(model))))
+    return None if case.context == 1 else choose_context_way(config.parallel.context_attention, case)
+
+
+def _context_case(config: Config, model: TransformerConfig, form: AttentionForm) -> ContextCase:
+    context, pipe, tensor = (int(getattr(config.parallel, axis)) for axis in ("context", "pipe", "tensor"))
+    return ContextCase(context, pipe, tensor, model.num_heads, model.kv_heads, form)
+
+
+def _whole_sequence(
+    config: Config, model: TransformerConfig, form: AttentionForm, target: Target, length: int
+) -> AttentionWork:
+    """Attention of whole sequences on one device, by the kernel that the step would run there."""
+    hardware, visible = target.hardware, {"causal": form.causal, "window": form.window}
+    nvidia = hardware.vendor == "nvidia"
+    case = AttentionCase(
+        # What jax calls AMD's GPUs, for which it has no kernel.
+        platform="rocm" if hardware.kind == "gpu" and not nvidia else hardware.kind,
+        dtype=POLICY_DTYPES[config.precision.policy].compute,
+        length=length,
+        head_dim=model.head_width,
+        form=form,
+        # bf16 came with that generation.
+        before_ampere=nvidia and "bf16" not in hardware.peak_flops,
+    )
+    order, refuses = ORDER.get(case.platform, ELSEWHERE), functools.partial(refusal, case=case)
+    name = choose_kernel(order, refuses, model.attention, where=f" on {target.name}")[0]
+    score_bytes = _SCORE_BYTES[hardware.kind]
+    if name in ("cudnn", "splash"):
+        return AttentionWork(name, visible_pairs(length, **visible) / length**2, 0.0, 0, name == "splash")
+    if name == "blockwise":
+        block = block_size(hardware.kind, length)
+        pairs = pairs_at_once(length, block, **visible)
+        return AttentionWork(name, computed_share(length, block, **visible), pairs, score_bytes, True)
+    return AttentionWork(name, 1.0, length * length, score_bytes, False, again=0.0)

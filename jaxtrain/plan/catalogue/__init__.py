@@ -1,1 +1,0 @@
-"""Hardware: what there is, what it can do, what it costs."""

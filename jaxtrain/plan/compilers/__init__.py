@@ -1,1 +1,0 @@
-"""Compilers of hardware that is not here."""

@@ -1,1 +1,0 @@
-"""Dollars and hours of a training run."""

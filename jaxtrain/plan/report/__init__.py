@@ -1,1 +1,0 @@
-"""What a plan shows: tables, JSON and pages."""

@@ -1,0 +1,394 @@
+"""Layouts of a config on a target, ranked by predicted time; `parallel: auto`; the largest batch. No jax here.
+
+Every layout is a config, tried in the analytic model; what does not fit, or cannot be, is kept with its reason.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.config.load import Loaded
+from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, TransformerConfig, ViTConfig
+from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import AXES, config_degrees, resolve_degrees
+from jaxtrain.metrics.format import format_gib
+from jaxtrain.models.shipped.structure import OF_BLOCKS
+from jaxtrain.parallel.division import batch_shards
+from jaxtrain.plan.cost import Terms, with_steps
+from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate
+from jaxtrain.plan.step import microbatches_of
+from jaxtrain.plan.targets import Target, this_machine
+from jaxtrain.plan.workload import RowSizes
+
+# What a search may vary; the rest changes the numbers of a run, and is left alone unless asked for.
+VARIED = ("mesh", "zero", "remat", "microbatches", "schedule")
+ASKED_FOR = ("precision", "optimizer", "base", "rank", "batch")
+# Remat, batch, precision and optimizer stay as the user wrote them.
+VARIED_BY_AUTO = ("mesh", "zero", "schedule")
+_RANKS = (8, 16, 32, 64, 128)
+_MOST_ROWS = 256
+_OPTIMIZERS = {
+    "adamw": AdamWConfig,
+    "lion": LionConfig,
+    "adafactor": AdafactorConfig,
+    "muon": MuonConfig,
+    "sgd": SGDConfig,
+}
+# Below this a device has too few tokens to shard its sequence, and the axis only costs.
+_LONG_SEQUENCE = 4096
+_MOST_PIPE = 32
+_MOST_MICROBATCHES = 1024
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search gives.
+
+    Attributes:
+        ranked: layouts that fit, fastest first; of unknown capacity they count as fitting.
+        too_large: layouts that do not fit, the smallest first.
+        refused: why each layout that the model or the batch cannot take is none.
+        vary: what was varied.
+    """
+
+    ranked: tuple[Estimate, ...]
+    too_large: tuple[Estimate, ...]
+    refused: tuple[str, ...]
+    vary: tuple[str, ...] = VARIED
+
+    @property
+    def tried(self) -> int:
+        """Layouts that were looked at."""
+        return len(self.ranked) + len(self.too_large) + len(self.refused)
+
+
+def search(
+    config: Config,
+    target: Target,
+    *,
+    vary: Sequence[str] = VARIED,
+    terms: Terms | None = None,
+    sizes: RowSizes | None = None,
+) -> Found:
+    """Try every layout.
+
+    Args:
+        config: the run; what is varied is replaced, everything else stays.
+        target: hardware and count.
+        vary: out of `VARIED` and `ASKED_FOR`.
+        terms, sizes: as `analyse` takes them.
+
+    Raises:
+        ConfigError: an unknown thing to vary, or sizes that only the data knows.
+    """
+    for name in vary:
+        if name not in (*VARIED, *ASKED_FOR):
+            raise ConfigError(f"cannot search over {name!r}; known: {', '.join((*VARIED, *ASKED_FOR))}")
+        if name in ("base", "rank") and config.finetune.lora is None:
+            raise ConfigError(f"cannot search over {name!r} without adapters; set finetune.lora.rank, such as 16")
+    ranked, too_large, refused = [], [], []
+    for candidate in layouts(config, target.num_devices, vary):
+        try:
+            estimate = analyse(candidate, target, terms, sizes=sizes)
+        except ConfigError as error:
+            refused.append(str(error))
+            continue
+        (too_large if estimate.fits is False else ranked).append(estimate)
+
+    def row_seconds(one: Estimate) -> float:
+        return math.inf if one.time is None else one.time.seconds / one.workload.rows
+
+    ranked.sort(key=lambda one: (row_seconds(one), one.memory.total_bytes))
+    too_large.sort(key=lambda one: one.memory.total_bytes)
+    return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
+
+
+def fitted(config: Config, target: Target, terms: Terms | None = None) -> Config | None:
+    """The config with the fastest layout of a target, or the smallest where none fits; None where there is none.
+
+    Remat is left alone where that is possible. A batch that no layout takes grows to a row for each device, at the same
+    rows of the whole run.
+    """
+    rows, count = config.train.global_batch_size, target.num_devices
+    larger = math.ceil(rows / count) * count
+    train = config.train.model_copy(update={"global_batch_size": larger, "accumulation_steps": 1})
+    steps = max(1, round(config.train.steps * rows / larger))
+    for tried in (config, with_steps(config.model_copy(update={"train": train}), steps)):
+        found = search(tried, target, vary=("mesh", "microbatches"), terms=terms)
+        if found.too_large and not found.ranked:
+            found = search(tried, target, terms=terms)
+        if found.ranked or found.too_large:
+            return (found.ranked or found.too_large)[0].config
+    return None
+
+
+def layouts(config: Config, num_devices: int, vary: Sequence[str]) -> Iterator[Config]:
+    """The config itself, and every one that differs from it in what is varied."""
+    try:
+        own = resolve_degrees(config_degrees(config.parallel), num_devices)
+    except ConfigError:  # of another number of devices, whose mesh cannot stay
+        own: dict[str, int] = dict.fromkeys(AXES, 1)
+    is_taken = math.prod(own.values()) == num_devices
+    meshes = list(_meshes(config, num_devices)) if "mesh" in vary or not is_taken else [{}]
+    if "mesh" in vary and is_taken:
+        meshes = [own, *(mesh for mesh in meshes if mesh != own)]
+    for mesh in meshes:
+        for options in _options(config, vary, mesh or own, chosen=bool(mesh)):
+            yield _replaced(config, mesh, options)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
+    """Degrees that multiply to the number of devices, on axes that the model has."""
+    model = config.model
+    length = model.max_sequence_length if isinstance(model, TransformerConfig | EncoderDecoderConfig) else 0
+    length = getattr(config.data, "sequence_length", None) or length
+    experts = model.experts.num_experts if isinstance(model, TransformerConfig) and model.experts is not None else 1
+    for pipe in _divisors(num_devices) if isinstance(model, TransformerConfig | ViTConfig) else [1]:
+        if pipe > _MOST_PIPE:
+            break
+        for tensor in _divisors(num_devices // pipe) if isinstance(model, OF_BLOCKS) else [1]:
+            left = num_devices // pipe // tensor
+            for context in _divisors(left) if length >= _LONG_SEQUENCE else [1]:
+                for expert in [d for d in _divisors(left // context) if experts % d == 0]:
+                    rest = left // context // expert
+                    for fsdp in _divisors(rest):
+                        degrees = (pipe, rest // fsdp, fsdp, expert, context, tensor)
+                        yield dict(zip(AXES, degrees, strict=True))
+
+
+def _options(
+    config: Config, vary: Sequence[str], degrees: Mapping[str, int], *, chosen: bool
+) -> Iterator[dict[str, Any]]:
+    """Options besides the mesh, as paths of the config; what the config says is the first of each.
+
+    Degrees that the search has chosen are not those that ZeRO 3 moves to `fsdp`.
+    """
+    parallel, pipe, lora = config.parallel, degrees["pipe"], config.finetune.lora
+    zero = 0 if chosen and parallel.zero == 3 else parallel.zero
+    policies = ("none", "dots", "full")
+    if not isinstance(config.model, OF_BLOCKS):
+        # A ResNet recomputes its blocks or does not.
+        policies = () if isinstance(config.model, MLPConfig) else ("none", "full")
+    batches = _powers_of_two(max(_MOST_ROWS, 4 * math.prod(degrees.values())))
+    most_rows = max(config.train.global_batch_size, *(batches if "batch" in vary else (1,)))
+    # What is varied: path of the config, what that says, and what else is tried. A batch has its own microbatches.
+    known: dict[str, tuple[str, Any, Sequence[Any]]] = {
+        "zero": ("parallel.zero", zero, (0, 1, 2)),
+        "remat": ("remat.policy", config.remat.policy, policies),
+        "microbatches": ("microbatches", *_microbatches(config, most_rows, degrees)),
+        "schedule": ("parallel.schedule", parallel.schedule, ("1f1b", "interleaved_1f1b")),
+        "precision": ("precision.policy", config.precision.policy, ("bf16", "bf16_pure")),
+        "optimizer": ("optimizer.kind", config.optimizer.kind, ("adamw", "lion", "adafactor")),
+        "base": ("finetune.base", config.finetune.base, (None, "int8", "nf4")),
+        "rank": ("finetune.rank", None if lora is None else lora.rank, _RANKS),
+        "batch": ("train.global_batch_size", config.train.global_batch_size, batches),
+    }
+    choices = {
+        path: tuple(dict.fromkeys((own, *others)))
+        for name, (path, own, others) in known.items()
+        if (name in vary or (name == "microbatches" and "batch" in vary)) and (name != "schedule" or pipe > 1)
+    }
+    if "zero" in vary and degrees["data"] == 1 and zero != 3:
+        choices["parallel.zero"] = (0,)
+    for values in itertools.product(*choices.values()):
+        options = dict(zip(choices, values, strict=True))
+        # Of one microbatch stage 2 shards what stage 1 does.
+        one = pipe == 1 and options.get("microbatches", config.train.accumulation_steps) == 1
+        if options.get("parallel.zero") == 2 != parallel.zero and one:
+            continue
+        rows = options.get("train.global_batch_size", 0)
+        if pipe == 1 and rows % (batch_shards(degrees) * options.get("microbatches", 1)):
+            continue
+        yield options
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]
+
+
+def _microbatches(config: Config, rows: int, degrees: Mapping[str, int]) -> tuple[int, list[int]]:
+    """The config's number of microbatches, and others: by doubling to a row on each device; of a pipeline per stage."""
+    pipe, accumulation = degrees["pipe"], config.train.accumulation_steps
+    if pipe > 1:
+        own = config.parallel.microbatches or (accumulation if accumulation > 1 else 2 * pipe)
+        return own, [2 * pipe, 4 * pipe, 8 * pipe]
+    return accumulation, _powers_of_two(min(max(rows // batch_shards(degrees), 16), _MOST_MICROBATCHES))
+
+
+def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> Config:
+    """The config with these degrees and options."""
+    groups: dict[str, dict[str, Any]] = {"parallel": dict(mesh), "train": {}}
+    pipe = mesh.get("pipe", config.parallel.pipe)
+    optimizer = config.optimizer
+    for name, value in options.items():
+        group, _, key = name.partition(".")
+        if name == "microbatches":
+            groups["parallel"]["microbatches"] = value
+            groups["train"]["accumulation_steps"] = value if pipe == 1 else 1
+        elif group == "optimizer":
+            optimizer = with_optimizer(config, value)
+        elif name == "finetune.rank":
+            assert config.finetune.lora is not None
+            groups.setdefault("finetune", {})["lora"] = config.finetune.lora.model_copy(update={"rank": value})
+        else:
+            groups.setdefault(group, {})[key] = value
+    if pipe == 1:
+        groups["parallel"]["microbatches"] = None
+    updates = {name: getattr(config, name).model_copy(update=update) for name, update in groups.items()}
+    replaced = config.model_copy(update=updates | {"optimizer": optimizer})
+    # As many rows of the whole run as without: steps of different batches are of different lengths.
+    rows, own = replaced.train.global_batch_size, config.train.global_batch_size
+    return with_steps(replaced, max(1, round(config.train.steps * own / rows)))
+
+
+def with_optimizer(config: Config, kind: str) -> Any:
+    """The optimizer group of another kind, with what all kinds share."""
+    if kind == config.optimizer.kind:
+        return config.optimizer
+    shared = ("learning_rate", "schedule", "weight_decay", "clip_norm", "ema_decay", "freeze", "offload", "groups")
+    return _OPTIMIZERS[kind](**{name: getattr(config.optimizer, name) for name in shared})
+
+
+def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
+    """A layout in a line: degrees above 1, the options that matter on it, and what else a search varied."""
+    parallel, lora = config.parallel, config.finetune.lora
+    degrees = [f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) != 1] or ["one device"]
+    options = [f"remat={config.remat.policy}"]
+    if parallel.zero and parallel.data != 1:
+        options.append(f"zero={parallel.zero}")
+    if parallel.pipe != 1:
+        options.append(f"{parallel.schedule} with {microbatches_of(config)} microbatches")
+    elif config.train.accumulation_steps > 1:
+        options.append(f"accumulation={config.train.accumulation_steps}")
+    more = {
+        "precision": config.precision.policy,
+        "optimizer": config.optimizer.kind,
+        "base": f"base {config.finetune.base or 'float'}",
+        "rank": None if lora is None else f"rank {lora.rank}",
+        "batch": f"batch {config.train.global_batch_size}",
+    }
+    return ", ".join([*degrees, *options, *(text for name, text in more.items() if text and name in vary)])
+
+
+def why_not(found: Found) -> list[str]:
+    """Why the rest does not fit, in a few lines: the nearest to fitting, and the reasons by how often they came."""
+    lines = []
+    if found.too_large:
+        nearest = found.too_large[0]
+        needed, there = format_gib(nearest.memory.total_bytes), format_gib(nearest.memory.usable_bytes or 0)
+        lines.append(
+            f"{len(found.too_large)} layouts need more memory than the {there} there are; the smallest "
+            f"{needed}: {describe_layout(nearest.config, found.vary)}"
+        )
+        heaviest = Counter(max(one.memory.parts.items(), key=lambda part: part[1])[0] for one in found.too_large)
+        parts = (f"{name} ({count})" for name, count in heaviest.most_common(3))
+        lines.append("their largest part: " + ", ".join(parts))
+    # Reasons that differ in numbers only are one, shown by its first.
+    kinds: dict[str, list[str]] = {}
+    for reason in found.refused:
+        kinds.setdefault(re.sub(r"\d+", "N", reason), []).append(reason)
+    for reasons in sorted(kinds.values(), key=len, reverse=True)[:3]:
+        lines.append(f"{len(reasons)} refused: {reasons[0].split(';')[0]}")
+    return lines
+
+
+def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int = 2**20) -> int | None:
+    """The largest global batch that fits, by doubling and bisecting.
+
+    Args:
+        config: the run; its batch is where the search starts.
+        fits: whether a config fits, by the analytic model or by compiling.
+        most: rows from which on no more are tried.
+
+    Returns:
+        Rows, a multiple of what the layout needs; None where not even the least batch fits.
+    """
+
+    def at(multiple: int) -> bool:
+        rows = multiple * least
+        return fits(config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})}))
+
+    least = batch_shards({axis: int(getattr(config.parallel, axis)) for axis in AXES}) * microbatches_of(config)
+    if not at(1):
+        return None
+    low, high = 1, 2
+    while at(high):
+        if high * least >= most:
+            return high * least
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle) else (low, middle)
+    return low * least
+
+
+def choose_layout(loaded: Loaded, *, own_model: bool = False, sizes: RowSizes | None = None) -> Loaded:
+    """The config with the group `parallel` chosen for the devices of this process' run.
+
+    Args:
+        loaded: the config.
+        own_model: whether a model from Python takes the place of the config's.
+        sizes: of data from Python that does.
+
+    Raises:
+        ConfigError: a model from Python, a degree set besides auto, devices that are not in the catalogue, or no
+            layout that fits.
+    """
+    if own_model:
+        # Neither the memory that its backward pass keeps nor its FLOPs are known from its shapes.
+        raise ConfigError(
+            "parallel.auto plans the model of the config, but model= is your own, which the planner does not know; "
+            "set a degree instead: parallel.data=auto replicates its parameters, parallel.fsdp=auto shards them"
+        )
+    check_can_estimate(loaded.config, "parallel.auto")
+    target = this_machine()
+    if target is None:
+        raise ConfigError(
+            "parallel.auto: the planner does not know this kind of device; set degrees, as in parallel.fsdp=auto, or "
+            "see jaxtrain plan --list"
+        )
+    config, reasons = chosen(loaded.config, target, sizes)
+    return dataclasses.replace(loaded, config=config, notes=(*loaded.notes, *reasons))
+
+
+def chosen(config: Config, target: Target, sizes: RowSizes | None = None) -> tuple[Config, list[str]]:
+    """The config with the fastest layout that is predicted to fit, and lines that say why.
+
+    Raises:
+        ConfigError: a degree is set besides auto, or no layout fits.
+    """
+    check_auto(config)
+    found = search(config, target, vary=VARIED_BY_AUTO, sizes=sizes)
+    reasons = why_not(found)
+    if not found.ranked:
+        raise ConfigError(
+            f"parallel.auto: no layout of {target.name} fits: {reasons[0] if reasons else 'none was possible'}; "
+            "see jaxtrain plan --search"
+        )
+    best = found.ranked[0]
+    time = "" if best.time is None else f", {best.time.seconds * 1e3:.0f} ms a step bound by {best.time.bound}"
+    lines = [
+        f"parallel.auto chose {describe_layout(best.config)} out of {found.tried} layouts for {target.name}: predicted "
+        f"{format_gib(best.memory.total_bytes)} a device{time}"
+    ]
+    picked = best.config.parallel.model_copy(update={"auto": False})
+    lines += reasons[:1] if found.too_large else []
+    return config.model_copy(update={"parallel": picked}), lines
+
+
+def check_auto(config: Config) -> None:
+    """Raise where a degree is set besides auto."""
+    also = [axis for axis in AXES if axis in config.parallel.model_fields_set]
+    if also:
+        raise ConfigError(f"parallel.auto chooses every degree, but parallel.{also[0]} is set; leave one of them out")

@@ -1,1 +1,0 @@
-"""From a config and hardware to an estimate, advice, and the best layout."""

@@ -1,1 +1,0 @@
-"""What each device of a layout holds, computes and sends."""

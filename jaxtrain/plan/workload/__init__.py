@@ -1,1 +1,0 @@
-"""What a config trains on: sizes of rows and of the model."""

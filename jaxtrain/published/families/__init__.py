@@ -1,1 +1,0 @@
-"""One file per published family, and the table of them. No jax here."""
