@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout.sharding import Layout, logical_spec, use_layout
+from jaxtrain.layout.sharding import Layout, current_layout, logical_spec, use_layout
 
 Specs = Any
 
@@ -48,13 +48,7 @@ def run_manually(
         check_vma: let jax follow over which axes values vary. Without it every axis of more than one device must be in
             every spec, or gradients of what is replicated over it miss a sum.
     """
-    inside = dataclasses.replace(layout, manual=frozenset(layout.mesh.axis_names))
-
-    def local(*args: Any) -> Any:
-        with use_layout(inside):
-            return function(*args)
-
-    forward = _enter(local, layout, (*in_specs, *constant_specs), out_specs, check_vma=check_vma)
+    forward = _enter(function, layout, (*in_specs, *constant_specs), out_specs, check_vma=check_vma)
     if not layout.manual:
         return forward(*arguments, *constants)
 
@@ -69,13 +63,13 @@ def run_manually(
         arguments, constants = saved
 
         def pull(arguments: Any, constants: Any, gradient: Any) -> Any:
-            if not needs_order(inside):
-                return jax.vjp(lambda *args: local(*args, *constants), *arguments)[1](gradient)
+            if not needs_order(current_layout()):
+                return jax.vjp(lambda *args: function(*args, *constants), *arguments)[1](gradient)
 
             def again(*args: Any) -> Any:
                 # What remat has computed again until now, perhaps this very function, comes first.
                 args, given = after((args, constants), jax.tree.leaves(gradient)[0])
-                return local(*args, *given)
+                return function(*args, *given)
 
             result, pull_back = jax.vjp(again, *arguments)
             return pull_back(after(gradient, jax.tree.leaves(result)[0]))
@@ -93,14 +87,8 @@ def on_shards(function: Callable[..., Any], layout: Layout, in_specs: Specs, out
 
     For the two halves of a `jax.custom_vjp`, which run on shards one after the other without being differentiated.
     """
-    inside = dataclasses.replace(layout, manual=frozenset(layout.mesh.axis_names))
-
-    def local(*args: Any) -> Any:
-        with use_layout(inside):
-            return function(*args)
-
     # Unchecked: the check serves differentiation, and would ask for casts of every scan's first carry.
-    entered = _enter(local, layout, in_specs, out_specs, check_vma=False)
+    entered = _enter(function, layout, in_specs, out_specs, check_vma=False)
     return _opaque(entered) if layout.manual else entered
 
 
@@ -108,8 +96,14 @@ def _enter(
     function: Callable[..., Any], layout: Layout, in_specs: Specs, out_specs: Specs, *, check_vma: bool
 ) -> Callable[..., Any]:
     """`jax.shard_map` over the axes that no enclosing region holds."""
+    inside = dataclasses.replace(layout, manual=frozenset(layout.mesh.axis_names))
+
+    def local(*args: Any) -> Any:
+        with use_layout(inside):
+            return function(*args)
+
     return jax.shard_map(
-        function,
+        local,
         mesh=jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh,
         in_specs=in_specs,
         out_specs=out_specs,

@@ -56,19 +56,12 @@ def make_mesh(
         ['pipe', 'data', 'fsdp', 'expert', 'context', 'tensor']
     """
     devices = jax.devices() if devices is None else list(devices)
-    asked: dict[str, int | Literal["auto"]] = {
-        "pipe": pipe,
-        "data": data,
-        "fsdp": fsdp,
-        "expert": expert,
-        "context": context,
-        "tensor": tensor,
-    }
+    asked = dict(pipe=pipe, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
     for axis, degree in asked.items():
         if degree != "auto":
-            asked[axis] = check_whole(degree, what=f"make_mesh: {axis}", least=1, write=f"{axis}=4 or {axis}='auto'")
-    degrees = resolve_degrees(asked, len(devices))
-    return Mesh(_lay_out(devices, tuple(degrees.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+            check_whole(degree, what=f"make_mesh: {axis}", least=1, write=f"{axis}=4 or {axis}='auto'")
+    degrees = tuple(resolve_degrees(asked, len(devices)).values())
+    return Mesh(_lay_out(devices, degrees), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def mesh_text(mesh: Mesh) -> str:

@@ -107,12 +107,9 @@ def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec
 
 
 def with_parameters(layout: Layout, params: Params, *, trained: Callable[[str], bool] | None = None) -> Layout:
-    """The layout, outside any manual region, with the specs of every parameter.
+    """The layout of a model, outside any manual region, with the specs of every parameter (arrays or shapes).
 
-    Args:
-        layout: of the model.
-        params: the model's parameters, arrays or shapes.
-        trained: path -> whether the parameter is trained, which ZeRO shards; None: all are.
+    `trained`: path -> whether the parameter is trained, which ZeRO shards; None: all are.
     """
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

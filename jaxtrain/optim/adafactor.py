@@ -45,9 +45,7 @@ class FactoredState(NamedTuple):
 def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> optax.GradientTransformation:
     """Divide updates (float32) by the root of their second moment, which matrices keep as means of rows and of columns.
 
-    Args:
-        counting: (path, shape) -> the dims that count layers and experts.
-        min_dim_size_to_factor: a layer is factored over its two largest dims where both have at least this size.
+    A layer is factored over its two largest dims where both have at least the given size.
     """
 
     def dims_of(path: jax.tree_util.KeyPath, shape: tuple[int, ...]) -> tuple[int, int] | None:

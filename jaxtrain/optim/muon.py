@@ -35,9 +35,7 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     """Make each matrix U S V^T of the updates orthogonal: approximately 0.2 sqrt(max(M, N)) U V^T.
 
-    Args:
-        matrix_of: (path, shape) -> the dims of the matrices of an update; every leaf must have some.
-        steps: Newton-Schulz iterations.
+    `matrix_of`: (path, shape) -> the dims of the matrices of an update, which every leaf must have.
     """
 
     def update(

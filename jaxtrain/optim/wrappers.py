@@ -3,7 +3,7 @@
 As any wrapper of optax, each hands on whatever the step gives to those that it wraps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -222,19 +222,23 @@ def evaluation_weights(optimizer_state: Any, params: Any) -> Any:
     Returns:
         A tree like `params`, in its dtypes and shardings; `params` itself where no such weights are kept.
     """
-    weights: dict[str, Callable[[jax.Array], jax.Array]] = {}
-    for _, node in _keepers(optimizer_state):
-        if isinstance(node, LookaheadState):
-            weights |= {path: _slow(leaf) for path, leaf in _by_path(node.slow).items()}
-        else:
-            weights |= {path: _average(leaf, node.b1) for path, leaf in _by_path(node.z).items()}
     # Arrays that a step took over are refused where they are used, in words of that place.
-    if not weights or first_deleted((optimizer_state, params)) is not None:
+    keepers = _keepers(optimizer_state)
+    if not keepers or first_deleted((optimizer_state, params)) is not None:
         return params
+    trees = [(node, _by_path(getattr(node, _KEEPERS[type(node)]))) for _, node in keepers]
+    kept = {path: (node, leaf) for node, tree in trees for path, leaf in tree.items()}
 
     def one(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
-        chosen = weights.get(path_name(path))
-        return param if chosen is None else chosen(param).astype(param.dtype)
+        if path_name(path) not in kept:
+            return param
+        node, leaf = kept[path_name(path)]
+        # State may be kept on the host, or sharded over further axes.
+        leaf = leaf if isinstance(leaf, Tracer) else jax.device_put(leaf, param.sharding)
+        if isinstance(node, optax.contrib.ScheduleFreeState):
+            # The formula of optax.contrib.schedule_free_eval_params, which takes whole states.
+            leaf = (param - (1 - node.b1) * leaf) / node.b1
+        return leaf.astype(param.dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -258,17 +262,3 @@ def _keepers(optimizer_state: Any) -> list[tuple[Any, Any]]:
 
 def _by_path(tree: Any) -> dict[str, jax.Array]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _near(leaf: jax.Array, param: jax.Array) -> jax.Array:
-    """State that is kept on the host, or sharded over further axes, beside its parameter."""
-    return leaf if isinstance(leaf, Tracer) else jax.device_put(leaf, param.sharding)
-
-
-def _slow(leaf: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    return lambda param: _near(leaf, param)
-
-
-def _average(z: jax.Array, b1: Any) -> Callable[[jax.Array], jax.Array]:
-    # The formula of optax.contrib.schedule_free_eval_params, which takes whole states: x of y = (1 - b1) z + b1 x.
-    return lambda param: (param - (1 - b1) * _near(z, param)) / b1

@@ -133,11 +133,7 @@ def check_rows(
 ) -> None:
     """Raise a `ConfigError` where a batch has no rows, or rows that do not divide by shards and microbatches.
 
-    Args:
-        rows: of the global batch.
-        degrees: of the mesh.
-        microbatches: their number, by the name of the setting that gives it.
-        axes: mesh axes that the batch is sharded over.
+    `microbatches`: their number, by the name of the setting that gives it; `axes`: those that shard the batch.
     """
     multiple = batch_shards(degrees, axes) * math.prod(microbatches.values())
     if not rows or rows % multiple:

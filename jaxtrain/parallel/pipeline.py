@@ -173,13 +173,7 @@ def _local_gradients(
     constant: float,
     *arguments: Tree,
 ) -> tuple[Tree, TaskSums]:
-    """Run every tick on one device, then sum over stages and shards.
-
-    Args:
-        pipeline, code, merge: see `pipeline_gradients`.
-        reduction, shapes, constant: see `_Work`.
-        arguments: outer, outer_fixed, stack, stack_fixed, batch, key and loss scale; local arrays.
-    """
+    """Run every tick on one device, then sum over stages and shards; `arguments` are those of `run` in the caller."""
     *held, scale = arguments
     stage = on_stage.make_stage(pipeline, code, merge, tuple(held))
     no_carry = on_stage.empty_carry(stage)
@@ -235,10 +229,9 @@ def _store_arrivals(moving: _Moving, tick: _Tick) -> _Moving:
 
 
 def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array | None]:
-    """Compute what this stage sends up; the last virtual stage computes its forward in its backward.
+    """What this stage sends up, and on CPU devices a 0 that is there as soon as that is.
 
-    Returns:
-        What it sends, and on CPU devices a 0 that is there as soon as that is.
+    The last virtual stage computes its forward in its backward.
     """
 
     layout = work.stage.pipeline.layout
@@ -324,14 +317,7 @@ def _backward_last(work: _Work, moving: _Moving, given: _Given) -> tuple[_Moving
 
 
 def _add(work: _Work, moving: _Moving, outer: Tree | None, stack: Tree, chunk: jax.Array) -> _Moving:
-    """Add one microbatch's gradients to the sums.
-
-    Args:
-        work, moving: of this device.
-        outer: gradients of parameters outside the stack; None where the stage uses none of them.
-        stack: gradients of one chunk, arrays [n, ...].
-        chunk: its number, int32 [].
-    """
+    """Add one microbatch's gradients to the sums: outside the stack (None: the stage uses none) and of one chunk."""
     name = work.stage.pipeline.stack
     if outer is None:
         outer = moving.outer

@@ -107,13 +107,10 @@ class Schedule:
         return (total - work) / total
 
     def peak_live(self, stage: int | None = None) -> int:
-        """The most microbatch inputs that a stage holds at once, counted from the table.
+        """The most microbatch inputs that a stage (None: any) holds at once, counted from the table.
 
         An input lives from its forward to its backward, both included. The tokens of virtual stage 0 count, although
         they take no slot in `tables`. With chunks, an input of one chunk counts as one.
-
-        Args:
-            stage: the stage to count; None gives the maximum over all stages.
         """
         return max(self._live) if stage is None else self._live[stage]
 
