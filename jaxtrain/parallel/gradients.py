@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -230,9 +231,13 @@ def compute_gradients(
         tree = as_means(tree, weight, powers_of_two=powers_of_two)
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     loop = _Loop(loss, accumulation_steps, layout, zero, stack, powers_of_two)
-    on_shards = on_shards and layout.mesh.shape["data"] > 1 and not jax.tree.leaves(model_state)
-    run = _on_shards if on_shards else _automatic
-    total, model_state, (loss_sum, weight, metrics) = run(loop, (params, fixed, model_state, batch, key))
+    arguments = (params, fixed, model_state, batch, key)
+    run = partial(_automatic, loop)
+    if on_shards and layout.mesh.shape["data"] > 1 and not jax.tree.leaves(model_state):
+        by_shard = jax.jit(partial(_on_shards, loop), inline=True)
+        # What prints (jax.debug.print) does not lower where data alone is manual (jax 0.10.2).
+        run = run if by_shard.trace(arguments).jaxpr.effects else by_shard
+    total, model_state, (loss_sum, weight, metrics) = run(arguments)
     # The sums become the average over the global batch.
     total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)
