@@ -56,7 +56,7 @@ def make_mesh(
         ['pipe', 'data', 'fsdp', 'expert', 'context', 'tensor']
     """
     devices = jax.devices() if devices is None else list(devices)
-    asked = dict(pipe=pipe, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
+    asked: dict[str, Any] = dict(pipe=pipe, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
     for axis, degree in asked.items():
         if degree != "auto":
             check_whole(degree, what=f"make_mesh: {axis}", least=1, write=f"{axis}=4 or {axis}='auto'")

@@ -252,7 +252,7 @@ def compute_mean_loss(
     key: jax.Array,
     *,
     accumulation_steps: int,
-    **_: Any,
+    **unused: Any,
 ) -> jax.Array:
     """The mean loss without its gradient, as often as an optimizer asks for it: float32 [], without its loss scale.
 
@@ -297,10 +297,11 @@ def _on_shards(loop: _Loop, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]
     adds_rest = loop.zero == 1 and loop.stack is not None
     differentiate = _differentiate(loop, reduction if reduction.each_microbatch else None, adds_rest=adds_rest)
 
-    def local(params: Tree, *rest: Any) -> tuple[Tree, Tree, TaskSums]:
+    def local(*arguments: Any) -> tuple[Tree, Tree, TaskSums]:
+        params = arguments[0]
         with use_layout(manual):
             zeros = reduction.zeros(params)
-            total, model_state, sums = _accumulate(loop, differentiate, lambda total: total, zeros, (params, *rest))
+            total, model_state, sums = _accumulate(loop, differentiate, lambda total: total, zeros, arguments)
             total = (reduction.as_stored if reduction.each_microbatch else reduction.reduce)(total, params)
         return total, model_state, jax.lax.psum(sums, "data")
 
@@ -330,8 +331,7 @@ def _differentiate(loop: _Loop, reduction: DataReduction | None, *, adds_rest: b
     per = loop.divisor
 
     def differentiate(sums: ByPath, others: ByPath, arguments: Arguments) -> tuple[ByPath, ByPath, LossParts]:
-        params, *given_too = arguments
-        batch = arguments[3]
+        params, fixed, model_state, batch, key = arguments
         constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=loop.powers_of_two)
         whole, structure = _by_path(params), jax.tree.structure(params)
         zeros = {} if reduction is None else _by_path(reduction.zeros(params))
@@ -353,7 +353,7 @@ def _differentiate(loop: _Loop, reduction: DataReduction | None, *, adds_rest: b
                     contexts.enter_context(use_parts(parts))
                 if sums:
                     contexts.enter_context(use_stack_sums(passing))
-                mean, found = loop.loss(jax.tree.unflatten(structure, chosen), *given_too)
+                mean, found = loop.loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
             assert passing.end is not None or not sums, f"{loop.stack} is run by scan_stack"
             mean = mean if reduction is None else mean * (per(found[1]) / constant)
             return (mean, passing.end or (sums, factor), parts.ends), found
