@@ -31,10 +31,6 @@ BATCH = {"inputs": RNG.normal(size=(8, 64)).astype(np.float32), "targets": np.ar
 UNDECLARED = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100), weight_decay=0.1)
 ADAMW = elementwise(UNDECLARED)
 ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
-BY_LABELS = optax.multi_transform(
-    {"matrix": optax.adam(1e-2), "vector": optax.sgd(1e-2)},
-    lambda params: jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params),
-)
 
 
 def make(optimizer: Any, *, offload: bool, devices: int = 1, zero: int = 0, **degrees: int) -> TrainStep:
