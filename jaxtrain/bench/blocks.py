@@ -25,7 +25,7 @@ from jaxtrain.models.sharded import model_context
 from jaxtrain.models.shipped.block import Block
 from jaxtrain.models.task import task_sums
 from jaxtrain.ops.attention.rules import visible_pairs
-from jaxtrain.optim.masks import trainable_predicate
+from jaxtrain.optim.optimizers import trainable_predicate
 from jaxtrain.plan.attention import AttentionWork
 from jaxtrain.plan.compile import sharded_bytes
 from jaxtrain.plan.experts import least_experts

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.layout.rules import counting_dims
 from jaxtrain.layout.scatter import attach_after, attach_layers, is_waiting
 from jaxtrain.layout.sharding import (
     Layout,
@@ -23,15 +24,12 @@ from jaxtrain.layout.sharding import (
     path_name,
     platform,
 )
-from jaxtrain.layout.state_entries import counting_dims
 
 
 def hold_parameters(params: Params) -> Params:
-    """Parameters replicated over the mesh axes of ZeRO; their gradients go back to the stored layout.
+    """Parameters, stored or cast, replicated over the mesh axes of ZeRO; their gradients go back to the stored layout.
 
-    Args:
-        params: as stored, or cast to the compute dtype, so that half of the bytes are gathered. Where the layout says
-            that they are held already, and without ZeRO, they stay as they are.
+    Where the layout says that they are held already, and without ZeRO, they stay as they are.
     """
     layout = current_layout()
     if layout is None or layout.holds or not _shards_state(layout):
@@ -64,7 +62,7 @@ def _layer_by_layer(shardings: tuple[NamedSharding, ...], x: jax.Array) -> jax.A
 def gather_parameters(
     params: Params, *, prefix: str = "", num_layers: int | None = None, skip: tuple[str, ...] = ()
 ) -> Params:
-    """Parameters replicated over `fsdp` for compute; their gradients go back to the stored layout.
+    """Parameters (as held) replicated over `fsdp`; their gradients go back to the stored layout.
 
     Called inside a scanned block it gathers one layer at a time, in the forward and again in the backward pass.
 
@@ -72,8 +70,7 @@ def gather_parameters(
         params: a tree of parameters, as `hold_parameters` gives them.
         prefix: path of the tree inside the model ("blocks").
         num_layers: given when the leaves are one layer of parameters stored with a leading dim of this size.
-        skip: sub-trees of `params` ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their
-            own scans).
+        skip: sub-trees ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their own scans).
     """
     if num_layers is not None:
         params = attach_layers(params)
@@ -107,12 +104,7 @@ def gather_parameters(
 
 
 def gather_after(carry: Any, params: Params) -> tuple[Any, Params]:
-    """The carry that leaves a stack, and the parameters that `attach_after` attaches, gathered for what follows.
-
-    Args:
-        carry: tree of arrays.
-        params: those outside the stack; only those that wait are not gathered yet.
-    """
+    """The carry that leaves a stack, and the parameters that wait for `attach_after`, gathered for what follows."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_waiting)
     gathered = tuple(path_name(path) for path, leaf in leaves if not is_waiting(leaf))
     if len(gathered) == len(leaves):

@@ -1,4 +1,12 @@
-"""Code that schedules its own communication, inside a step whose other axes the compiler handles."""
+"""Code that schedules its own communication, inside a step whose other axes the compiler handles.
+
+On emulated devices one exchange comes after the other there (`needs_order`, `after`, `turn_of`): XLA's CPU backend runs
+operations that do not depend on one another at the same time, among them a loop beside what follows it, and tells
+exchanges between the same devices apart by a number that is the same for all that `jax.lax` writes in a manual region.
+Two at a time may then meet one another's partners: the process ends (jax 0.10.2), or numbers of one are taken for those
+of the other. GPUs and TPUs run the exchanges of a program in its order. An `optimization_barrier` orders nothing here:
+it leaves no operation that waits.
+"""
 
 import dataclasses
 import math
@@ -6,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout.order import after, needs_order
-from jaxtrain.layout.sharding import Layout, logical_spec, use_layout
+from jaxtrain.layout.sharding import Layout, current_layout, logical_spec, use_layout
 
 Specs = Any
 
@@ -32,30 +40,15 @@ def run_manually(
     (jax 0.10.2 to 0.12.0: its residuals name an axis that the outer one holds already).
 
     Args:
-        function: of local shards; `jax.lax` collectives over any axis of the mesh work in it, except those that an
-            enclosing region holds and branches on.
+        function: of local shards, with collectives over any axis that no enclosing region holds and branches on.
         layout: of the code that calls this.
         arguments: trees of float arrays that gradients flow to.
         constants: trees of arrays without gradients (positions, segments).
-        in_specs, constant_specs, out_specs: a `PartitionSpec` (or tree of them) for each; axes that `layout.manual`
-            already holds must not appear.
+        in_specs, constant_specs, out_specs: a `PartitionSpec` (or tree) for each, without axes of `layout.manual`.
         check_vma: let jax follow over which axes values vary. Without it every axis of more than one device must be in
             every spec, or gradients of what is replicated over it miss a sum.
     """
-    axes = frozenset(layout.mesh.axis_names)
-    mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
-    inside = dataclasses.replace(layout, manual=axes)
-
-    def local(*args: Any) -> Any:
-        with use_layout(inside):
-            return function(*args)
-
-    def enter(f: Callable[..., Any], ins: Specs, outs: Specs) -> Callable[..., Any]:
-        return jax.shard_map(
-            f, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=axes - layout.manual, check_vma=check_vma
-        )
-
-    forward = enter(local, (*in_specs, *constant_specs), out_specs)
+    forward = _enter(function, layout, (*in_specs, *constant_specs), out_specs, check_vma=check_vma)
     if not layout.manual:
         return forward(*arguments, *constants)
 
@@ -70,19 +63,20 @@ def run_manually(
         arguments, constants = saved
 
         def pull(arguments: Any, constants: Any, gradient: Any) -> Any:
-            if not needs_order(inside):
-                return jax.vjp(lambda *args: local(*args, *constants), *arguments)[1](gradient)
+            if not needs_order(current_layout()):
+                return jax.vjp(lambda *args: function(*args, *constants), *arguments)[1](gradient)
 
             def again(*args: Any) -> Any:
                 # What remat has computed again until now, perhaps this very function, comes first.
                 args, given = after((args, constants), jax.tree.leaves(gradient)[0])
-                return local(*args, *given)
+                return function(*args, *given)
 
             result, pull_back = jax.vjp(again, *arguments)
             return pull_back(after(gradient, jax.tree.leaves(result)[0]))
 
         specs = (tuple(in_specs), tuple(constant_specs), out_specs)
-        return _opaque(enter(pull, specs, tuple(in_specs)))(arguments, constants, gradient), None
+        pulled = _enter(pull, layout, specs, tuple(in_specs), check_vma=check_vma)
+        return _opaque(pulled)(arguments, constants, gradient), None
 
     call.defvjp(call_forward, call_backward)
     return call(arguments, constants)
@@ -92,29 +86,30 @@ def on_shards(function: Callable[..., Any], layout: Layout, in_specs: Specs, out
     """The function on the local shards of every mesh axis that no enclosing region holds; not differentiable.
 
     For the two halves of a `jax.custom_vjp`, which run on shards one after the other without being differentiated.
-
-    Args:
-        function: of local shards; collectives as in `run_manually`.
-        layout: of the code that calls this.
-        in_specs, out_specs: a `PartitionSpec` (or tree of them) for each argument and result.
     """
-    axes = frozenset(layout.mesh.axis_names)
-    inside = dataclasses.replace(layout, manual=axes)
+    # Unchecked: the check serves differentiation, and would ask for casts of every scan's first carry.
+    entered = _enter(function, layout, in_specs, out_specs, check_vma=False)
+    return _opaque(entered) if layout.manual else entered
+
+
+def _enter(
+    function: Callable[..., Any], layout: Layout, in_specs: Specs, out_specs: Specs, *, check_vma: bool
+) -> Callable[..., Any]:
+    """`jax.shard_map` over the axes that no enclosing region holds."""
+    inside = dataclasses.replace(layout, manual=frozenset(layout.mesh.axis_names))
 
     def local(*args: Any) -> Any:
         with use_layout(inside):
             return function(*args)
 
-    # Unchecked: the check serves differentiation, and would ask for casts of every scan's first carry.
-    entered = jax.shard_map(
+    return jax.shard_map(
         local,
         mesh=jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=axes - layout.manual,
-        check_vma=False,
+        axis_names=frozenset(layout.mesh.axis_names) - layout.manual,
+        check_vma=check_vma,
     )
-    return _opaque(entered) if layout.manual else entered
 
 
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,3 +161,40 @@ def divides(layout: Layout, x: Any, *names: str | None) -> bool:
     """Whether the dims of an activation divide by the mesh axes of their logical names."""
     degrees = [math.prod(layout.degree(axis) for axis in layout.rules[name]) if name else 1 for name in names]
     return all(size % degree == 0 for size, degree in zip(x.shape, degrees, strict=False))
+
+
+def needs_order(layout: Layout | None) -> bool:
+    """Whether exchanges of the code being traced, manual over all axes, have to wait for one another: on CPU devices.
+
+    Elsewhere an array is of all devices, and looking at a number of it would be another exchange.
+    """
+    if layout is None or not _is_cpu(layout):
+        return False
+    several = {axis for axis, degree in layout.mesh.shape.items() if degree > 1}
+    return bool(several) and several <= layout.manual
+
+
+def after(tree: Any, done: jax.Array) -> Any:
+    """The tree with the same values, none of which (but keys) is there before `done`, an array of a device, is."""
+    is_there = _turn(done) == 0
+
+    def wait(leaf: jax.Array) -> jax.Array:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf if is_key else jnp.where(is_there, leaf, jnp.zeros_like(leaf))
+
+    return jax.tree.map(wait, tree)
+
+
+def turn_of(done: jax.Array, layout: Layout | None) -> jax.Array | None:
+    """On CPU devices 0, int32 [], which nobody knows before `done` (one number) is there; elsewhere None."""
+    return _turn(done) if layout is not None and _is_cpu(layout) else None
+
+
+def _turn(done: jax.Array) -> jax.Array:
+    first = jax.lax.convert_element_type(done.reshape(-1)[0], jnp.float32)
+    # Of 32 bits at most 32 are set.
+    return (jax.lax.population_count(jax.lax.bitcast_convert_type(first, jnp.uint32)) >> 6).astype(jnp.int32)
+
+
+def _is_cpu(layout: Layout) -> bool:
+    return layout.mesh.devices.flat[0].platform == "cpu"

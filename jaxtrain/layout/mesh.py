@@ -1,7 +1,7 @@
 """Builds the device mesh from degrees of parallelism: always all six axes, whose product is the device count."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -9,9 +9,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxtrain.config.arguments import check_kind, check_whole, refusal
-from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import AXES, resolve_degrees
+from jaxtrain.config.arguments import check_whole
+from jaxtrain.layout.rules import AXES, resolve_degrees
 
 # `jax.Device` is a variable to type checkers, which they refuse in annotations.
 Device: TypeAlias = Any
@@ -47,8 +46,8 @@ def make_mesh(
         TPUs: inside a slice, along its links) as far as the degrees allow; `crossing_axes` names those that do not.
 
     Raises:
-        ConfigError: A degree is neither a whole number from 1 nor "auto", the product of the degrees is not the number
-            of devices, or `devices` holds something else, or one device twice.
+        ConfigError: A degree is neither a whole number from 1 nor "auto", or the product of the degrees is not the
+            number of devices.
 
     Example:
         >>> mesh = jt.make_mesh(data="auto", fsdp=1)  # all devices
@@ -56,67 +55,25 @@ def make_mesh(
         >>> list(one.shape)
         ['pipe', 'data', 'fsdp', 'expert', 'context', 'tensor']
     """
-    devices = jax.devices() if devices is None else _checked_devices(devices)
-    asked: dict[str, int | Literal["auto"]] = {
-        "pipe": pipe,
-        "data": data,
-        "fsdp": fsdp,
-        "expert": expert,
-        "context": context,
-        "tensor": tensor,
-    }
+    devices = jax.devices() if devices is None else list(devices)
+    asked: dict[str, Any] = dict(pipe=pipe, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
     for axis, degree in asked.items():
         if degree != "auto":
-            write = f"{axis}=4 or {axis}='auto'"
-            asked[axis] = check_whole(degree, what=f"make_mesh: {axis}", least=1, write=write)
-    degrees = resolve_degrees(asked, len(devices))
-    layout = _lay_out(devices, tuple(degrees.values()))
-    return Mesh(layout, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+            check_whole(degree, what=f"make_mesh: {axis}", least=1, write=f"{axis}=4 or {axis}='auto'")
+    degrees = tuple(resolve_degrees(asked, len(devices)).values())
+    return Mesh(_lay_out(devices, degrees), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _checked_devices(devices: Any) -> list[Device]:
-    """Returns the devices as a list.
-
-    Raises:
-        ConfigError: There is none, one of them is no device, or one stands there twice.
-    """
-    what, takes = "make_mesh: devices", "a list of jax devices"
-    if isinstance(devices, int):
-        raise ConfigError(refusal(what, takes, devices, f"devices=jax.devices()[:{devices}]"))
-    write = "devices=jax.devices(), or leave it out for all"
-    check_kind(devices, Iterable, what=what, takes=takes, write=write)
-    found = list(devices)
-    if not found:
-        raise ConfigError(refusal(what, takes, devices, write))
-    for device in found:
-        # Compile-only devices of another hardware are of no class that all of them share.
-        if getattr(device, "platform", None) is None:
-            raise ConfigError(refusal(what, takes, device, write))
-    if len(set(found)) < len(found):
-        raise ConfigError(f"{what} holds a device twice, but each is one place of the mesh; write {write}")
-    return found
+def mesh_text(mesh: Mesh) -> str:
+    """The axes of a mesh that have more than one device: `data=2 fsdp=4`, or `one device`."""
+    return " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
 
 
-def check_mesh(mesh: Any, *, what: str) -> None:
-    """Raises an error where something is no mesh with the six axes.
-
-    Args:
-        mesh: What was given; None stands for all devices.
-        what: Name of the argument, for the message.
-
-    Raises:
-        ConfigError: It is something else, or has other axes.
-    """
-    if mesh is None:
-        return
-    write = f"make_mesh(data={mesh})" if isinstance(mesh, int) else "make_mesh(data=2, fsdp=4)"
-    if not isinstance(mesh, Mesh):
-        raise ConfigError(refusal(what, "a mesh of make_mesh", mesh, write))
-    if tuple(mesh.axis_names) != AXES:
-        raise ConfigError(
-            f"{what} takes a mesh with the axes {', '.join(AXES)}, not {', '.join(map(repr, mesh.axis_names))}; "
-            f"write {write}, in which axes that are left out have size 1"
-        )
+def parameters_text(params: Any) -> str:
+    """The number of a tree's parameters (arrays or shapes) and arrays: `85,002 parameters in 6 arrays`."""
+    leaves = jax.tree.leaves(params)
+    arrays = f"{len(leaves)} array{'' if len(leaves) == 1 else 's'}"
+    return f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters in {arrays}"
 
 
 def _islands(devices: Sequence[Device]) -> list[int]:

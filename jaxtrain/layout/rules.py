@@ -1,14 +1,15 @@
-"""Rules for which mesh axes shard each dim of a parameter. No jax here: the planner asks for thousands of layouts.
+"""Which mesh axes shard each dim of a parameter and of optimizer state. No jax here: the planner asks for thousands.
 
-A model gives each dim of its parameters a logical name in a path table; the rules say which mesh axes shard a logical
-name. `sharding.py` makes jax's PartitionSpecs from what these functions return.
+The degrees of the six mesh axes; rules from the logical names that a model gives each dim of its parameters, in a path
+table, to mesh axes; and what ZeRO adds. `sharding.py` makes jax's PartitionSpecs from what these functions return.
 """
 
 import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
-from jaxtrain.config.arguments import refusal
+from jaxtrain.config.schema import AXES, ParallelConfig
 from jaxtrain.errors import ConfigError
 
 # The mesh axes that shard one dim, as in a PartitionSpec; None: the dim is not sharded.
@@ -18,10 +19,7 @@ AxesTable = Mapping[str, tuple[str | None, ...]]
 
 
 class FamilyTable(dict[str, tuple[str | None, ...]]):
-    """The axes table of a family of models, in which a row may match no parameter of a variant (biases, a gate).
-
-    In every other table a row that matches no parameter is an error.
-    """
+    """The axes table of a family of models; a row may match no parameter of a variant, elsewhere an error."""
 
 
 DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
@@ -60,41 +58,68 @@ Example:
     ('tensor',)
 """
 
+# Logical names of dims that count equal arrays: each layer or expert of a stack is a separate array of the model.
+COUNTING = ("layers", "experts")
+# Mesh axes that decide only where a parameter is stored, not what is computed with it.
+_STORAGE = ("fsdp", "pipe", "data")
+# Elements of a large gradient that are summed in float32 at once: 64 MiB.
+PIECE = 2**24
+
+
+# --- Degrees. ---
+
+
+def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: int) -> dict[str, int]:
+    """The degree of each of the six axes, in mesh order, whose product is the number of devices of all processes.
+
+    An axis that is left out has degree 1; one may be auto.
+
+    Raises:
+        ConfigError: Two degrees are auto, or the product is another; the message says what would work.
+    """
+    autos = [axis for axis in AXES if degrees.get(axis, 1) == "auto"]
+    if len(autos) > 1:
+        raise ConfigError(f"parallel.{autos[0]} and parallel.{autos[1]} are both auto; at most one axis can be")
+    fixed = {axis: int(degrees.get(axis, 1)) for axis in AXES if axis not in autos}
+    product = math.prod(fixed.values())
+    if num_devices % product if autos else product != num_devices:
+        shown = " x ".join(f"{axis}={degree}" for axis, degree in fixed.items() if degree > 1) or "all degrees 1"
+        if product > num_devices:
+            works = f"lower a degree, or use {product} devices (on CPU: --emulate {product})"
+        elif autos:
+            works = f"use {' or '.join(map(str, _near_divisors(num_devices, product)))}"
+        else:
+            works = f"use degrees that multiply to {num_devices}, or parallel.data=auto for what the other axes leave"
+        verb = "does not divide" if autos else "is not"
+        raise ConfigError(
+            f"parallel: {shown} makes {product}, which {verb} the number of devices ({num_devices}); {works}"
+        )
+    return {axis: fixed[axis] if axis in fixed else num_devices // product for axis in AXES}
+
+
+def config_degrees(config: ParallelConfig) -> dict[str, int | Literal["auto"]]:
+    """Returns the degrees of all six axes, in mesh order, as the group `parallel` says; one of them may be auto.
+
+    `data` is auto by default; it becomes 1 where the user set another axis to auto and did not set `data`. ZeRO stage 3
+    over `data` is what the axis `fsdp` does, so with `zero=3` the degree of `data` moves to `fsdp` unless that is set.
+    """
+    degrees: dict[str, int | Literal["auto"]] = {axis: getattr(config, axis) for axis in AXES}
+    others_auto = any(degrees[axis] == "auto" for axis in AXES if axis != "data")
+    if others_auto and "data" not in config.model_fields_set:
+        degrees["data"] = 1
+    if config.zero == 3 and "fsdp" not in config.model_fields_set:
+        degrees["fsdp"], degrees["data"] = degrees["data"], 1
+    return degrees
+
+
+# --- Axes tables and rules. ---
+
 
 def check_axes(axes: Mapping[str, object], *, what: str, write: str = "{'layer/kernel': ('embed', 'mlp')}") -> None:
-    """Raises an error where something is no table of logical axes.
-
-    Args:
-        axes: What was given.
-        what: Name of the argument, for the message.
-        write: How such a table is written.
-
-    Raises:
-        ConfigError: A row is no tuple.
-    """
+    """Raise a `ConfigError` where a row of a table of logical axes is no tuple, as a lone string is none."""
     for path, row in axes.items():
         if not isinstance(row, tuple):
-            example = f"{{{path!r}: ({row!r},)}}" if isinstance(row, str) else write
-            raise ConfigError(refusal(f"{what}: {path}", "a tuple with the name of each dim", row, example))
-
-
-def check_rules(rules: Mapping[str, object] | None, *, what: str) -> None:
-    """Raises an error where something is no table of sharding rules.
-
-    Args:
-        rules: What was given; None stands for the default rules.
-        what: Name of the argument, for the message.
-
-    Raises:
-        ConfigError: A row is no tuple of mesh axes.
-    """
-    if rules is None:
-        return
-    write = f"{what}={{'mlp': ('tensor',)}}"
-    for name, axes in rules.items():
-        if not isinstance(axes, tuple | list):
-            example = f"{what}={{{name!r}: ({axes!r},)}}" if isinstance(axes, str) else write
-            raise ConfigError(refusal(f"{what}: {name}", "a tuple of mesh axes", axes, example))
+            raise ConfigError(f"{what}: {path} takes a tuple with the name of each dim, not {row!r}; write {write}")
 
 
 def entry_axes(entry: Entry) -> tuple[str, ...]:
@@ -103,27 +128,16 @@ def entry_axes(entry: Entry) -> tuple[str, ...]:
 
 
 def entry_degree(entry: Entry, degrees: Mapping[str, int]) -> int:
-    """Returns the number of shards of a dim.
-
-    Args:
-        entry: Mesh axes of the dim.
-        degrees: Size of each mesh axis.
-    """
+    """Returns the number of shards of a dim."""
     return degrees[entry] if isinstance(entry, str) else math.prod(degrees[name] for name in entry or ())
 
 
 def logical_entries(
     names: Sequence[str | None], degrees: Mapping[str, int], rules: Mapping[str, tuple[str, ...]]
 ) -> list[Entry]:
-    """Returns the mesh axes that shard each dim of an array.
+    """Returns the mesh axes that shard each dim of an array, by the logical names of its dims (None: not sharded).
 
-    Args:
-        names: Logical name of each dim; None: the dim is not sharded.
-        degrees: Size of each mesh axis; axes of size 1 are left out of the result.
-        rules: Logical name -> mesh axes.
-
-    Returns:
-        One entry per dim.
+    Axes of size 1 are left out.
 
     Raises:
         ConfigError: A name has no rule, or two dims would be sharded over the same mesh axis.
@@ -135,7 +149,10 @@ def logical_entries(
             entries.append(None)
             continue
         if name not in rules:
-            raise ConfigError(f"no sharding rule for logical axis {name!r}; known: {', '.join(rules)}")
+            raise ConfigError(
+                f"no sharding rule for logical axis {name!r} of {names}; known: {', '.join(rules)}; rename it, or give "
+                f"make_train_step a rule such as rules={{{name!r}: ('tensor',)}}"
+            )
         mesh_axes = tuple(axis for axis in rules[name] if degrees[axis] > 1)
         for axis in mesh_axes:
             if axis in used:
@@ -151,28 +168,47 @@ def nearest_multiples(size: int, multiple: int) -> str:
     return " or ".join(str(number) for number in (low, low + multiple) if number)
 
 
-def _nearest_degrees(size: int, entry: Entry, degree: int) -> str:
-    """Returns the degrees nearest to this one by which a dim divides, as keys of a config."""
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    low = max(d for d in divisors if d < degree)
-    high = [d for d in divisors if degree < d <= 2 * degree][:1]
-    return f"parallel.{' x parallel.'.join(entry_axes(entry))}={' or '.join(map(str, [low, *high]))}"
+def _near_divisors(number: int, degree: int) -> list[int]:
+    """The divisors of a number nearest to a degree that is none: the one below, and the one above."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return [max(d for d in divisors if d < degree), *[d for d in divisors if d > degree][:1]]
 
 
 def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
-    """Returns the row of a path in an axes table.
+    """Returns the logical name of each dim of the parameter at a path, such as `blocks/attention/query/kernel`.
 
-    Args:
-        path: Path of a parameter, such as `blocks/attention/query/kernel`.
-        axes: The table.
-
-    Returns:
-        The logical name of each dim: the row of exactly this path, or else of the first pattern (`blocks_*/bias`) that
-        matches; None where no row matches.
+    The row of exactly this path, or else of the first pattern (`blocks_*/bias`) that matches; None where none does.
     """
     if path in axes:
         return axes[path]
     return next((row for pattern, row in axes.items() if "*" in pattern and fnmatch.fnmatchcase(path, pattern)), None)
+
+
+def is_stacked(path: str, stack: str | None) -> bool:
+    """Returns whether a parameter belongs to the stack of layers, which is given by its top-level path."""
+    return stack is not None and path.startswith(f"{stack}/")
+
+
+def named_dims(path: str, shape: Sequence[int], axes: AxesTable, stack: str | None) -> tuple[str | None, ...] | None:
+    """Returns the logical name of each dim of a parameter; None where the table has no row of its rank.
+
+    The first dim of a stacked parameter is "layers" even if the row does not name it.
+    """
+    row = table_row(path, axes)
+    if row is None or len(row) != len(shape):
+        return None
+    return ("layers", *row[1:]) if is_stacked(path, stack) and row[:1] == (None,) else tuple(row)
+
+
+def counting_dims(path: str, shape: Sequence[int], axes: AxesTable, *, stack: str | None = None) -> tuple[int, ...]:
+    """Returns the dims of a global shape that count layers and experts; each index is a separate array of the model."""
+    row = named_dims(path, shape, axes, stack)
+    if row is None:
+        return (0,) if is_stacked(path, stack) and shape else ()
+    return tuple(dim for dim, name in enumerate(row) if name in COUNTING)
+
+
+# --- Parameters and optimizer state. ---
 
 
 def spread_axis(
@@ -187,15 +223,12 @@ def spread_axis(
     """Shards an array over one more mesh axis: in its largest unsharded dim that divides, or else in a sharded one.
 
     Args:
-        entries: Mesh axes of each dim; changed in place.
+        entries: Mesh axes of each dim; changed in place, unless no dim divides.
         shape: Shape of the array.
         axis: The mesh axis to add; `fsdp` is put on an unsharded dim only.
         degrees: Size of each mesh axis.
         skip: Dims that must not be sharded over the axis.
         outermost: Whether to take the outermost dim that divides in place of the largest.
-
-    Returns:
-        `entries`; unchanged where no dim divides, and of an array without elements.
     """
     if 0 in shape:  # a collective over a dim of size 0 is no program
         return entries
@@ -222,7 +255,7 @@ def parameter_entries(
     stack: str | None = None,
     also: tuple[str, ...] = (),
 ) -> list[Entry]:
-    """Returns the mesh axes that shard each dim of a parameter as it is stored.
+    """The mesh axes that shard each dim of a parameter as it is stored.
 
     A parameter with a row in the table is sharded as the row says. One without a row is sharded over `fsdp` in its
     largest dim that divides. `fsdp` only decides where bytes are stored, so if the row's dim does not divide by
@@ -238,40 +271,31 @@ def parameter_entries(
         stack: Top-level path of the parameters that are stacked layer by layer; None: no such stack.
         also: More mesh axes to shard the parameter over where a dim divides (ZeRO shards optimizer state over `data`).
 
-    Returns:
-        One entry per dim.
-
     Raises:
         ConfigError: The row has another rank, or a dim does not divide by a mesh axis that changes the computation.
     """
     row = table_row(path, axes)
-    stacked = stack is not None and path.startswith(f"{stack}/")
-    for name in row or ():
-        if name is not None and name not in rules:
-            raise ConfigError(
-                f"no sharding rule for logical axis {name!r} of {path}; known: {', '.join(rules)}; give the model "
-                f"axes of these names, or make_train_step a rule such as rules={{{name!r}: ('tensor',)}}"
-            )
+    stacked = is_stacked(path, stack)
+    wants_fsdp = row is None
     if row is None:
         row = ("layers", *[None] * (len(shape) - 1)) if stacked else (None,) * len(shape)
-        wants_fsdp = True
     elif len(row) != len(shape):
         raise ConfigError(f"axes table: {path} has shape {shape} but the row {row} names {len(row)} axes")
-    else:
-        wants_fsdp = any("fsdp" in entry_axes(entry) for entry in logical_entries(row, degrees, rules))
     if stacked and row[:1] == (None,):
         # Each stage stores its own layers, also where the table does not name that dim.
         row = ("layers", *row[1:])
-    entries = list(logical_entries(row, degrees, rules))
+    entries = logical_entries(row, degrees, rules)
+    wants_fsdp = wants_fsdp or any("fsdp" in entry_axes(entry) for entry in entries)
     for dim, entry in enumerate(entries):
         degree = entry_degree(entry, degrees)
         if shape[dim] % degree == 0:
             continue
         if entry != "fsdp":
-            near = nearest_multiples(shape[dim], degree)
+            divisors = [d for d in _near_divisors(shape[dim], degree) if d <= 2 * degree]
             raise ConfigError(
-                f"{row[dim]} of {path} is {shape[dim]}, which does not divide by {entry}={degree}; "
-                f"make it {near}, or use {_nearest_degrees(shape[dim], entry, degree)}"
+                f"{row[dim]} of {path} is {shape[dim]}, which does not divide by {entry}={degree}; make it "
+                f"{nearest_multiples(shape[dim], degree)}, or use parallel.{' x parallel.'.join(entry_axes(entry))}="
+                f"{' or '.join(map(str, divisors))}"
             )
         entries[dim] = None
     layer_dims = {dim for dim, name in enumerate(row) if name == "layers"}
@@ -284,17 +308,68 @@ def parameter_entries(
     return entries
 
 
+def block_entries(entries: Sequence[Entry], num_blocks: int, degrees: Mapping[str, int]) -> tuple[Entry, ...]:
+    """Returns how an array with one number per block of a parameter's last dim is sharded: as the parameter is.
+
+    Its last dim is not where the number of blocks does not divide.
+    """
+    last = entries[-1] if num_blocks % entry_degree(entries[-1], degrees) == 0 else None
+    return (*entries[:-1], last)
+
+
+def kept_entries(
+    entries: Sequence[Entry],
+    shape: Sequence[int],
+    kept: Sequence[int],
+    *,
+    degrees: Mapping[str, int],
+    counting: Sequence[int],
+) -> tuple[Entry, ...] | None:
+    """Returns how statistics of shape `kept`, which lack one dim of their parameter, are sharded, as its others are.
+
+    Of several dims of equal size the last one is taken for the missing one. Mesh axes that store the missing dim shard
+    another dim instead, if one divides. `counting` dims are not sharded over more axes. None where no dim of the
+    parameter can be the missing one.
+    """
+    for gone in reversed(range(len(shape))):
+        if (*shape[:gone], *shape[gone + 1 :]) == tuple(kept):
+            found = [*entries[:gone], *entries[gone + 1 :]]
+            skip = {dim - (dim > gone) for dim in counting}
+            lost = [axis for axis in _STORAGE if axis in entry_axes(entries[gone])]
+            if "fsdp" in lost:
+                # fsdp needs a dim of its own: the storage axes that take one make room and are put beside it.
+                beside = [dim for dim, entry in enumerate(found) if entry in ("pipe", "data") and dim not in skip]
+                lost += [axis for dim in beside for axis in entry_axes(found[dim])]
+                found = [None if dim in beside else entry for dim, entry in enumerate(found)]
+            for axis in lost:
+                found = spread_axis(found, kept, axis, degrees, skip)
+            return tuple(found)
+    return None
+
+
+def stage_over_data(zero: int) -> int:
+    """The ZeRO stage (Rajbhandari et al. 2020) over `data`: 0, 1 or 2; stage 3 is the `fsdp` axis."""
+    return 0 if zero == 3 else zero
+
+
+def zero_axes(zero: int) -> tuple[str, ...]:
+    """Mesh axes that stored parameters, optimizer state and moving average are sharded over besides those of a step."""
+    return ("data",) if stage_over_data(zero) else ()
+
+
+def num_pieces(elements: int, size: int) -> int:
+    """In how many equal pieces an array of so many elements is summed over a dim of this size: of at most 64 MiB."""
+    wanted = max(1, -(-elements // PIECE))
+    return next((count for count in range(wanted, min(4 * wanted, size) + 1) if size % count == 0), 1)
+
+
+# --- What a layout must not leave replicated. ---
+
+
 def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int, max_fraction: float) -> None:
-    """Checks that at most a fraction of the parameter bytes is replicated over `fsdp`.
+    """Raise a `ConfigError` where more than a fraction of the `total` parameter bytes is replicated over `fsdp` > 1.
 
-    Args:
-        replicated: Path -> bytes of each parameter that is not sharded over `fsdp`.
-        total: Bytes of all parameters.
-        fsdp: Degree of the axis, at least 2.
-        max_fraction: Fraction of `total` that may be replicated.
-
-    Raises:
-        ConfigError: More is replicated; the message names the three largest parameters.
+    `replicated`: path -> bytes of each parameter that is not sharded over it.
     """
     fraction = sum(replicated.values()) / max(total, 1)
     if fraction > max_fraction:
@@ -309,17 +384,9 @@ def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int,
 def check_tensor_used(
     sizes: Mapping[str, int], sharded: Collection[str], tensor: int, rules: Mapping[str, tuple[str, ...]], *, model: str
 ) -> None:
-    """Checks that some parameter is sharded over `tensor`, which would else repeat the work of one device.
+    """Raise a `ConfigError` where no parameter is sharded over `tensor`, which would repeat the work of one device.
 
-    Args:
-        sizes: Path -> elements of each parameter.
-        sharded: Paths of those that are sharded over `tensor`.
-        tensor: Degree of the axis.
-        rules: Logical name -> mesh axes.
-        model: Name of the model, for the message.
-
-    Raises:
-        ConfigError: None is, although the degree is above 1.
+    `sizes`: path -> elements of each parameter; `sharded`: paths of those that are sharded over it.
     """
     if tensor == 1 or sharded:
         return

@@ -7,7 +7,7 @@ backward pass sums the gradient over `data`, and keeps the part. So only one lay
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,20 +15,17 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from jaxtrain.layout.order import after, needs_order
-from jaxtrain.layout.pieces import num_pieces
-from jaxtrain.layout.sharding import Params, current_layout, path_name
+from jaxtrain.layout.manual import after, needs_order
+from jaxtrain.layout.rules import num_pieces
+from jaxtrain.layout.sharding import Params, current_layout, during_trace, path_name
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scattered:
-    """A stack of parameters, whose layers are attached to their parts inside the scan over it.
+    """A stack [layers, ...], whose layers are attached to their parts inside the scan over it.
 
-    Attributes:
-        whole: the parameter [layers, ...].
-        part: float32, the shape of `whole` with its dim `dim` divided by the shards of `data`.
-        dim: over which gradients are scattered; the first dim counts layers.
+    Gradients are scattered over `dim`, which `part`, float32 and else of the shape of `whole`, has a shard of.
     """
 
     whole: jax.Array
@@ -39,12 +36,7 @@ class Scattered:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Waiting:
-    """A parameter that is read after the stack only, and is attached there, by `attach_after`.
-
-    Attributes:
-        whole: the parameter.
-        path: of the parameter.
-    """
+    """A parameter at a path that is read after the stack only, and is attached there, by `attach_after`."""
 
     whole: jax.Array
     path: str = field(metadata={"static": True})
@@ -79,12 +71,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class SumOfUse:
-    """A parameter that an operation reads, whose gradient the operation adds to its sum by itself.
-
-    Attributes:
-        path: of the parameter.
-        dim: over which the sum is scattered; None: it is not.
-    """
+    """A parameter whose gradient an operation adds to its sum by itself; the sum is scattered over `dim`, if any."""
 
     path: str
     dim: int | None
@@ -94,18 +81,12 @@ class SumOfUse:
 _parts: contextvars.ContextVar[Parts | None] = contextvars.ContextVar("jaxtrain_parts", default=None)
 
 
-@contextlib.contextmanager
-def use_parts(parts: Parts) -> Iterator[None]:
+def use_parts(parts: Parts) -> contextlib.AbstractContextManager[None]:
     """Give `attach_parts` what is differentiated while a model is traced."""
-    token = _parts.set(parts)
-    try:
-        yield
-    finally:
-        _parts.reset(token)
+    return during_trace(_parts, parts)
 
 
 def has_parts() -> bool:
-    """Whether `use_parts` gave parts to the model that is being traced."""
     parts = _parts.get()
     return parts is not None and bool(parts.parts)
 
@@ -149,12 +130,10 @@ def attach_layers(params: Params) -> Params:
 
 
 def is_waiting(leaf: object) -> bool:
-    """Whether a leaf is a `Waiting` parameter."""
     return isinstance(leaf, Waiting)
 
 
 def waiting_paths(params: Params) -> tuple[str, ...]:
-    """Paths of the parameters that wait for `attach_after`."""
     return tuple(leaf.path for leaf in jax.tree.leaves(params, is_leaf=is_waiting) if is_waiting(leaf))
 
 
@@ -222,10 +201,9 @@ def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[l
 def find_sum(parameter: jax.Array) -> SumOfUse | None:
     """The sum that an operation may add the gradient of a parameter to by itself, with `use_and_add`.
 
-    Args:
-        parameter: the very array that the model was given for it, read where the step is traced: in a loop, in
-            `jax.checkpoint` and the like there is none. Then the gradient of the parameter is made, and added to the
-            sum where the parameter was attached. So it is where other axes than `data` shard parameters.
+    `parameter` is the very array that the model was given, read where the step is traced: in a loop or in
+    `jax.checkpoint` there is none, nor where other axes than `data` shard parameters. Then the gradient of the
+    parameter is made, and added to the sum where the parameter was attached.
     """
     given, layout = _parts.get(), current_layout()
     if given is None or layout is None or layout.mesh.size > layout.mesh.shape["data"]:
@@ -242,15 +220,11 @@ def use_and_add(
     pull: Callable[[Any, Any, jax.Array, Factors], tuple[Any, jax.Array]],
     arguments: Any,
 ) -> Any:
-    """`use(arguments)`, of which the gradient of one parameter is added to its sum.
+    """`use(arguments)`, an array, of which the gradient of one parameter is added to its sum.
 
-    Args:
-        found: the sum.
-        use: a function of a tree of arrays, which gives one array.
-        pull: (arguments, gradient of the result, the sum so far, factors) -> (gradients of the arguments, None in place
-            of those that have none, such as the parameter's; the sum). Not called where nothing comes back, as of a
-            metric.
-        arguments: of `use`.
+    `pull(arguments, gradient of the result, the sum so far, factors)` gives the gradients of the arguments, None in
+    place of those that have none, such as the parameter's, and the sum. It is not called where nothing comes back, as
+    of a metric.
     """
     given = _parts.get()
     assert given is not None, "the sum was found in the step that is being traced"
@@ -358,3 +332,110 @@ def _pieces(gradient: jax.Array, dim: int) -> tuple[int, int]:
     others = [(size, other) for other, size in enumerate(gradient.shape) if other != dim]
     size, split = max(others, default=(1, dim))
     return split, num_pieces(gradient.size, size)
+
+
+# --- The stack: sums to which the backward pass of each layer adds in place. ---
+
+# Path of a stacked parameter -> its sum, float32 [layers, ...]; and a number that gradients are multiplied by first.
+Sums = tuple[dict[str, jax.Array], jax.Array]
+# (path, gradient of one layer of this parameter on this device) -> what of it is added to the sum.
+KeepPart = Callable[[str, jax.Array], jax.Array]
+
+
+@dataclass
+class StackSums:
+    """The sums of the stack, at a path, of the model that is being traced.
+
+    Attributes:
+        begin: what enters the scan over its layers; the values are never read.
+        keep_part: see `KeepPart`.
+        entered: whether a scan has taken them. A second one over a stack of this path is another model's, which the
+            head or the loss calls (a teacher).
+        end: what left the scan; None before.
+    """
+
+    stack: str
+    begin: Sums
+    keep_part: KeepPart
+    entered: bool = False
+    end: Sums | None = None
+
+
+# Of the step that is being traced. Set by `use_stack_sums` around a trace.
+_sums: contextvars.ContextVar[StackSums | None] = contextvars.ContextVar("jaxtrain_stack_sums", default=None)
+
+
+def use_stack_sums(sums: StackSums) -> contextlib.AbstractContextManager[None]:
+    """Let the scan over a stack pass these sums through, in a trace of a model that runs its stack once."""
+    return during_trace(_sums, sums)
+
+
+def hide_stack_sums() -> contextlib.AbstractContextManager[None]:
+    """Keep the sums from a stack of the same path that is run before the model's own, as by a teacher in `embed`."""
+    return during_trace(_sums, None)
+
+
+def enter_stack(path: str) -> Sums | None:
+    """What passes through the scan over the stack at a path besides its own carry; None: nothing does."""
+    sums = _sums.get()
+    if sums is None or sums.stack != path or sums.entered:
+        return None
+    sums.entered = True
+    return sums.begin
+
+
+def leave_stack(passed: Sums | None) -> None:
+    """Give back what has passed through the scan."""
+    sums = _sums.get()
+    if passed is not None:
+        assert sums is not None, "what passes through a stack comes from enter_stack"
+        sums.end = passed
+
+
+def attach_sums(
+    layer: Params, passing: Sums | None, index: jax.Array, first_layer: jax.Array | int
+) -> tuple[Params, Sums | None]:
+    """The parameters of one layer, whose gradients are added to the sums in the backward pass, and what passes on.
+
+    Args:
+        layer: parameters without the leading layer dim.
+        passing: from the layer before; None: the gradients go to the parameters.
+        index: int32 [], of the layer in the model.
+        first_layer: index of the layer that the sums begin with.
+    """
+    sums = _sums.get()
+    if passing is None:
+        return layer, None
+    assert sums is not None, "what passes through a stack comes from enter_stack"
+    leaves, structure = jax.tree_util.tree_flatten_with_path(layer)
+    names = [f"{sums.stack}/{path_name(path)}" for path, _ in leaves]
+    found, passing = _attach_stack([leaf for _, leaf in leaves], passing, index - first_layer, names, sums.keep_part)
+    return jax.tree.unflatten(structure, found), passing
+
+
+def _attach_stack(
+    layer: list[jax.Array], passing: Sums, index: jax.Array, names: list[str], keep_part: KeepPart
+) -> tuple[list[jax.Array], Sums]:
+    @jax.custom_vjp
+    def attach(layer: list[jax.Array], passing: Sums, index: jax.Array) -> tuple[list[jax.Array], Sums]:
+        return layer, passing
+
+    def forward(
+        layer: list[jax.Array], passing: Sums, index: jax.Array
+    ) -> tuple[tuple[list[jax.Array], Sums], jax.Array]:
+        return (layer, passing), index
+
+    def backward(index: jax.Array, pulled: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums, None]:
+        gradients, (totals, factor) = pulled
+        added = dict(totals)
+        for name, gradient in zip(names, gradients, strict=True):
+            if name in totals:
+                part = keep_part(name, gradient.astype(totals[name].dtype))
+                total = jax.lax.dynamic_index_in_dim(totals[name], index, keepdims=False)
+                added[name] = jax.lax.dynamic_update_index_in_dim(totals[name], total + part * factor, index, 0)
+        # Those that have a sum are not differentiated; of the others the gradient goes on.
+        rest = [jnp.zeros_like(g) if name in totals else g for name, g in zip(names, gradients, strict=True)]
+        return rest, (added, factor), None
+
+    attach.defvjp(forward, backward)
+    return attach(layer, passing, index)

@@ -26,12 +26,14 @@ from jaxtrain.layout.rules import (
     DEFAULT_RULES,
     AxesTable,
     Entry,
+    block_entries,
+    counting_dims,
     entry_axes,
     entry_degree,
+    kept_entries,
     logical_entries,
     parameter_entries,
 )
-from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
 from jaxtrain.runtime.tree import path_name
 
 # A nested dict of arrays, shapes or shardings, one per parameter.
@@ -100,25 +102,14 @@ class Layout:
 
 
 def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec:
-    """The mesh axes of each logical name.
-
-    Raises:
-        ConfigError: a name without a rule, or two dims on one mesh axis.
-    """
+    """The mesh axes of each logical name, as a spec."""
     return PartitionSpec(*logical_entries(names, layout.degrees, layout.rules))
 
 
 def with_parameters(layout: Layout, params: Params, *, trained: Callable[[str], bool] | None = None) -> Layout:
-    """The layout with the specs of every parameter.
+    """The layout of a model, outside any manual region, with the specs of every parameter (arrays or shapes).
 
-    Args:
-        layout: of the model, outside any manual region.
-        params: the model's parameters, arrays or shapes.
-        trained: path -> whether the parameter is trained, which ZeRO shards; None: all are.
-
-    Raises:
-        ConfigError: a row has another rank than its parameter, or a dim does not divide by an axis that changes the
-            computation.
+    `trained`: path -> whether the parameter is trained, which ZeRO shards; None: all are.
     """
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -128,13 +119,7 @@ def with_parameters(layout: Layout, params: Params, *, trained: Callable[[str], 
 
 
 def layout_of_part(layout: Layout, name: str, axes: AxesTable) -> Layout:
-    """The layout of a model that is a part of another one, whose paths begin with the part's name.
-
-    Args:
-        layout: of the whole.
-        name: of the part: "teacher" for parameters `teacher/...`.
-        axes: the part's own table.
-    """
+    """The layout of a model that is a part of another one, whose paths begin with the part's name: "teacher"."""
     prefix = f"{name}/"
     known = {path.removeprefix(prefix): specs for path, specs in layout.parameters.items() if path.startswith(prefix)}
     return replace(layout, axes=axes, parameters=known)
@@ -143,10 +128,7 @@ def layout_of_part(layout: Layout, name: str, axes: AxesTable) -> Layout:
 def parameter_specs(path: str, shape: tuple[int, ...], layout: Layout) -> ParameterSpecs:
     """The specs of a parameter, without the axes that the code being traced handles itself.
 
-    Args:
-        path: `blocks/attention/query/kernel`.
-        shape: the parameter's shape.
-        layout: its table is read; a parameter that is not in it (the arrays of a quantized kernel) follows the rules.
+    One that is not in the layout's table (the arrays of a quantized kernel) follows the rules.
     """
     known = layout.parameters.get(path)
     if known is None or known.shape != tuple(shape):
@@ -155,13 +137,9 @@ def parameter_specs(path: str, shape: tuple[int, ...], layout: Layout) -> Parame
 
 
 def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers: int) -> ParameterSpecs:
-    """The specs of one layer of a parameter that is stacked layer by layer.
+    """The specs of one layer (of this shape) of a parameter that is stacked layer by layer.
 
-    Args:
-        path: of the stacked parameter.
-        shape: of one layer.
-        layout: as in `parameter_specs`.
-        num_layers: size of the leading dim where the layers are stacked; on a pipeline stage, its own layers.
+    `num_layers` is the size of the leading dim where the layers are stacked; on a pipeline stage, its own layers.
     """
     known = layout.parameters.get(path)
     if known is None or known.shape[1:] != tuple(shape):
@@ -171,17 +149,7 @@ def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
-    """How a parameter is stored, or with `also` how its optimizer state is.
-
-    Args:
-        path: `blocks/attention/query/kernel`.
-        shape: the parameter's shape.
-        layout: mesh, rules and table.
-        also: further mesh axes to shard it over where a dim divides (ZeRO puts optimizer state on `data`).
-
-    Raises:
-        ConfigError: the row has another rank, or a dim does not divide by an axis that changes the computation.
-    """
+    """How a parameter is stored; with `also`, mesh axes that ZeRO adds, how its optimizer state is."""
     if also and also != layout.state_axes:
         return _derive_spec(path, shape, layout, also=also)
     specs = parameter_specs(path, shape, layout)
@@ -206,7 +174,6 @@ def _derive_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tup
 
 
 def _outside(specs: ParameterSpecs, manual: frozenset[str]) -> ParameterSpecs:
-    """The specs without the axes that the code being traced handles itself."""
     if not manual:
         return specs
     return ParameterSpecs(specs.shape, *(without_axes(spec, manual) for spec in _all_specs(specs)))
@@ -295,13 +262,18 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxtrai
 
 
 @contextlib.contextmanager
-def use_layout(layout: Layout | None) -> Iterator[None]:
-    """Give `constrain`, `gather_parameters` and the like a layout while a model is traced."""
-    token = _layout.set(layout)
+def during_trace(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a variable of the trace inside a `with`."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _layout.reset(token)
+        variable.reset(token)
+
+
+def use_layout(layout: Layout | None) -> contextlib.AbstractContextManager[None]:
+    """Give `constrain`, `gather_parameters` and the like a layout while a model is traced."""
+    return during_trace(_layout, layout)
 
 
 def current_layout() -> Layout | None:
@@ -323,10 +295,7 @@ def row_numbers(count: int) -> jax.Array:
 
 
 def sum_over_shards(x: jax.Array) -> jax.Array:
-    """Sum an array over those shards of a batch that the code being traced handles itself; elsewhere the array itself.
-
-    The compiler sums over the axes that it handles; of those that the code handles, `pipe` splits no batch.
-    """
+    """Sum an array over those shards of a batch that the code being traced handles itself; `pipe` splits no batch."""
     layout = _layout.get()
     if layout is None:
         return x

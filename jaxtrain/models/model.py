@@ -8,12 +8,11 @@ import jax
 
 from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.schema import LoraConfig
-from jaxtrain.layout.described import parameters_text
 from jaxtrain.layout.gather import gather_after
+from jaxtrain.layout.mesh import parameters_text
 from jaxtrain.layout.rules import check_axes
-from jaxtrain.layout.scatter import without_parts
+from jaxtrain.layout.scatter import hide_stack_sums, without_parts
 from jaxtrain.layout.sharding import path_name, shard_key
-from jaxtrain.layout.stack_sums import hide_stack_sums
 from jaxtrain.models.decoder import Decoder as Decoder
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.remat.policy import Remat

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.described import mesh_text, parameters_text
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
+from jaxtrain.layout.mesh import mesh_text, parameters_text
 from jaxtrain.layout.rules import FamilyTable, check_replicated_share, check_tensor_used, entry_axes
-from jaxtrain.layout.scatter import attach_parts, has_parts, waiting_paths
+from jaxtrain.layout.scatter import attach_parts, has_parts, hide_stack_sums, waiting_paths
 from jaxtrain.layout.sharding import (
     Layout,
     current_layout,
@@ -24,7 +24,6 @@ from jaxtrain.layout.sharding import (
     use_layout,
     with_parameters,
 )
-from jaxtrain.layout.stack_sums import hide_stack_sums
 from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, drawn_shapes, key_for
 from jaxtrain.ops.linear import use_linear_format
 from jaxtrain.precision.kernels import is_quantized

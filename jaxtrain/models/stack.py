@@ -10,8 +10,8 @@ from flax import nnx
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import gather_parameters
+from jaxtrain.layout.scatter import attach_sums, enter_stack, leave_stack
 from jaxtrain.layout.sharding import platform
-from jaxtrain.layout.stack_sums import attach_sums, enter_stack, leave_stack
 from jaxtrain.models.from_nnx import from_dict, linear_kernels, maker_of, metadata_axes, to_dict
 from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply, Rebuild, by_row_as
 from jaxtrain.remat.policy import Remat

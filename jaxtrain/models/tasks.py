@@ -13,7 +13,7 @@ from jaxtrain.config.base import CalledTask
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.order import turn_of
+from jaxtrain.layout.manual import turn_of
 from jaxtrain.layout.sharding import current_layout, sum_over_shards
 from jaxtrain.models.preferences import dpo, reward
 from jaxtrain.models.task import (

@@ -28,15 +28,12 @@ _DECAY_EXPONENT = 0.8
 
 
 class FactoredState(NamedTuple):
-    """The state of `scale_by_factored_rms`, in trees like the parameters.
+    """The state of `scale_by_factored_rms`, in trees like the parameters; zeros [1] where one has no such statistics.
 
     Attributes:
         count: updates done, int32 [].
-        v_row: mean squares over the larger of the two factored dims, float32, without that dim; zeros [1] for
-            parameters that are not factored.
-        v_col: mean squares over the smaller of the two, without that dim; zeros [1] for parameters that are not
-            factored.
-        v: mean squares of parameters that are not factored, float32; zeros [1] for those that are.
+        v_row, v_col: mean squares over the larger and the smaller of the two factored dims, float32, without that dim.
+        v: mean squares of parameters that are not factored, float32.
     """
 
     count: jax.Array
@@ -46,14 +43,9 @@ class FactoredState(NamedTuple):
 
 
 def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> optax.GradientTransformation:
-    """Divide updates by the root of their second moment, which matrices keep as means of rows and of columns.
+    """Divide updates (float32) by the root of their second moment, which matrices keep as means of rows and of columns.
 
-    Args:
-        counting: (path, shape) -> the dims that count layers and experts.
-        min_dim_size_to_factor: a layer is factored over its two largest dims where both have at least this size.
-
-    Returns:
-        gradients (float32) -> updates of the same shapes, with a `FactoredState`.
+    A layer is factored over its two largest dims where both have at least the given size.
     """
 
     def dims_of(path: jax.tree_util.KeyPath, shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -99,11 +91,7 @@ def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> op
 
 
 def clip_and_scale(counting: Counting) -> optax.GradientTransformation:
-    """Clip updates to an RMS of 1 over each layer, then multiply them by the parameter's RMS there (at least 1e-3).
-
-    Args:
-        counting: (path, shape) -> the dims that count layers and experts.
-    """
+    """Clip updates to an RMS of 1 over each layer, then multiply them by the parameter's RMS there (at least 1e-3)."""
 
     def update(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None

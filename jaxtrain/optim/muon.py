@@ -35,12 +35,7 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     """Make each matrix U S V^T of the updates orthogonal: approximately 0.2 sqrt(max(M, N)) U V^T.
 
-    Args:
-        matrix_of: (path, shape) -> the dims of the matrices of an update; every leaf must have some.
-        steps: Newton-Schulz iterations.
-
-    Returns:
-        updates -> updates of the same shapes and shardings; it has no state.
+    `matrix_of`: (path, shape) -> the dims of the matrices of an update, which every leaf must have.
     """
 
     def update(
@@ -58,15 +53,7 @@ def orthogonalize(
 
 
 def newton_schulz(x: jax.Array, steps: int) -> jax.Array:
-    """Compute approximately U V^T of each matrix x = U S V^T by Newton-Schulz iterations.
-
-    Args:
-        x: float32 [..., M, N] with M <= N.
-        steps: iterations.
-
-    Returns:
-        [..., M, N] with singular values between 0.7 and 1.2.
-    """
+    """Approximately U V^T of each x = U S V^T, float32 [..., M, N], M <= N: singular values between 0.7 and 1.2."""
     a, b, c = _COEFFICIENTS
 
     def step(_: int, x: jax.Array) -> jax.Array:
@@ -113,9 +100,6 @@ def _dealt(
         num_counts: number of dims that count matrices; the mesh axes over which they are sharded stay there.
         stored: mesh axes of every dim of x as it is stored.
         layout: of the step.
-
-    Returns:
-        The shape of x, sharded as it is stored.
     """
     parts = [entry_degree(entry, layout.degrees) for entry in stored[:num_counts]]
     # [counts...] as [parts..., matrices of a part], then the matrices of a part over one axis after the other.

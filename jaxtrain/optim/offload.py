@@ -3,7 +3,7 @@
 An update that treats every number on its own (AdamW, Lion, momentum) is the same for an array and for its slices, so
 large arrays pass in a loop over slices of their first dim, in place, and only a few slices are on the device at once.
 Without this loop, compilers copy the whole state to the device before they update any of it (seen with libtpu 0.0.51
-and with XLA's GPU compiler of jax 0.10.2). Only an update that is declared elementwise (`optim/elementwise.py`) runs in
+and with XLA's GPU compiler of jax 0.10.2). Only an update that is declared elementwise (`jt.elementwise`) runs in
 slices; for any other (Adafactor's sums over rows, norms, unknown ones) whole arrays are copied.
 """
 
@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -24,9 +23,9 @@ from jaxtrain.layout.sharding import (
     platform,
     possible_owners,
 )
-from jaxtrain.optim import update_slices
-from jaxtrain.optim.elementwise import ElementwiseTransformation
-from jaxtrain.optim.update_slices import num_slices
+from jaxtrain.optim import rules
+from jaxtrain.optim.rules import num_slices
+from jaxtrain.optim.wrappers import ElementwiseTransformation
 from jaxtrain.runtime.compiler import note_choice
 
 HOST_MEMORY = "pinned_host"
@@ -44,15 +43,7 @@ def lives_on_host(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def owners(optimizer_state: Tree, params: Tree) -> dict[str, str]:
-    """Find the parameter that each array of an optimizer state mirrors: one whose path ends its own, of its shape.
-
-    Args:
-        optimizer_state: arrays or shapes.
-        params: the trainable parameters, arrays or shapes.
-
-    Returns:
-        Path in the state -> path of the parameter, for those that mirror one.
-    """
+    """Path in an optimizer state -> the parameter that its array mirrors: one whose path ends its own, of its shape."""
     shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     possible, found = possible_owners(optimizer_state, params), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer_state):
@@ -63,27 +54,13 @@ def owners(optimizer_state: Tree, params: Tree) -> dict[str, str]:
 
 
 def why_not_in_slices(optimizer: optax.GradientTransformation, optimizer_state: Tree, params: Tree) -> str | None:
-    """Return why the arrays of an optimizer state may not be updated slice by slice, or None where they may.
-
-    Args:
-        optimizer: declared `elementwise`, or not.
-        optimizer_state: its state, arrays or shapes.
-        params: the trainable parameters, arrays or shapes.
-    """
+    """Why the arrays (or shapes) of an optimizer state may not be updated slice by slice, or None where they may."""
     if not isinstance(optimizer, ElementwiseTransformation):
         return "its update is not declared elementwise"
     mirrored = owners(optimizer_state, params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer_state):
         if leaf.ndim and path_name(path) not in mirrored:
             return f"{path_name(path)} of its state has no parameter's path and shape"
-    nothing = jax.tree.map(lambda _: None, params)
-    counts = _counts(optimizer_state, mirrored)
-    try:
-        _, moved = jax.eval_shape(lambda state: optimizer.update(nothing, state, nothing, value=jnp.float32(0)), counts)
-    except (TypeError, ValueError):
-        moved = None
-    if jax.tree.structure(moved) != jax.tree.structure(counts):
-        return "its update needs all parameters at once, as masks and labels by function do"
     return None
 
 
@@ -115,9 +92,6 @@ def update_on_host(
         optimizer: declares whether slices may be advanced alone.
         layout: of the step.
         also: mesh axes over which optimizer state is sharded in addition to those of its parameter.
-
-    Returns:
-        Parameters on the device, and optimizer state with its arrays on the host.
     """
     if all(leaf.ndim == 0 for leaf in jax.tree.leaves(optimizer_state)):
         note_choice("optimizer state", "on the device: it has counts alone", [])
@@ -182,7 +156,7 @@ def _select(tree: Tree, owner: dict[str, str], chosen: set[str]) -> Tree:
 
 def _groups(leaves: dict[str, jax.Array]) -> list[set[str]]:
     """Paths that are updated together: large arrays alone, small ones up to the size of a slice."""
-    large = [path for path, leaf in leaves.items() if 4 * leaf.size > update_slices.SLICE_BYTES]
+    large = [path for path, leaf in leaves.items() if 4 * leaf.size > rules.SLICE_BYTES]
     groups: list[set[str]] = []
     room = 0
     for path, leaf in leaves.items():
@@ -190,7 +164,7 @@ def _groups(leaves: dict[str, jax.Array]) -> list[set[str]]:
             continue
         if 4 * leaf.size > room:
             groups.append(set())
-            room = update_slices.SLICE_BYTES
+            room = rules.SLICE_BYTES
         groups[-1].add(path)
         room -= 4 * leaf.size
     return [*({path} for path in large), *groups]
@@ -199,16 +173,9 @@ def _groups(leaves: dict[str, jax.Array]) -> list[set[str]]:
 def _advance_group(
     advance: Advance, gradients: Tree, state: Tree, params: Tree, counts: Tree, scalars: Tree
 ) -> tuple[Tree, Tree]:
-    """Advance the arrays of one group in a loop over slices, in place.
+    """Advance the arrays of one group (the others are None) in a loop over slices, in place; the state is on the host.
 
-    Args:
-        advance: the update.
-        gradients, state, params: None outside the group; the state on the host.
-        counts: the scalars of the optimizer state before the update, None in the place of its arrays.
-        scalars: see `update_on_host`.
-
-    Returns:
-        Parameters on the device and state on the host, None outside the group.
+    `counts` are the scalars of the optimizer state before the update, None in the place of its arrays.
     """
     leaves = jax.tree.leaves(params)
     count = num_slices(leaves[0].shape) if len(leaves) == 1 else 1
@@ -228,14 +195,12 @@ def _advance_group(
 
 
 def _slice(x: jax.Array, number: jax.Array, count: int) -> jax.Array:
-    """Slice `number` of `count` equal ones of the first dim."""
     if count == 1:
         return x
     return jax.lax.dynamic_slice_in_dim(x, number * (x.shape[0] // count), x.shape[0] // count)
 
 
 def _put(array: jax.Array, part: jax.Array, number: jax.Array, count: int) -> jax.Array:
-    """The array with slice `number` of `count` replaced."""
     if count == 1:
         return part
     return jax.lax.dynamic_update_slice_in_dim(array, part, number * (array.shape[0] // count), 0)
@@ -265,15 +230,7 @@ def to_host(tree: Tree) -> Tree:
 
 
 def on_host(shardings: Tree, shapes: Tree) -> Tree:
-    """Place the arrays of an optimizer state in the host's memory.
-
-    Args:
-        shardings: a `NamedSharding` for each of its arrays and scalars.
-        shapes: of each.
-
-    Returns:
-        The shardings, those of arrays with the host's kind of memory.
-    """
+    """The shardings of an optimizer state (of these shapes), those of arrays with the host's kind of memory."""
 
     def one(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         return sharding.with_memory_kind(HOST_MEMORY) if lives_on_host(leaf) else sharding

@@ -1,15 +1,19 @@
-"""Optimizers as optax chains. A new one is a function of its config group and one line of the table.
+"""Optimizers as optax chains, learning rates over steps, and which parameters are decayed and trained.
 
-Every chain is a direction, then decoupled weight decay of matrices, then a product with minus the learning rate.
-Clipping, loss scaling and the guard against non-finite gradients belong to the step, which needs the gradient norm
-anyway.
+Every chain is a direction, then decoupled weight decay of matrices, then a product with minus the learning rate. A new
+optimizer is a function of its config group and one line of a table, and so is a new shape of learning rates. Clipping,
+loss scaling and the guard against non-finite gradients belong to the step, which needs the gradient norm anyway.
 """
 
-from collections.abc import Callable
+import fnmatch
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.config.optimizers import (
@@ -20,19 +24,26 @@ from jaxtrain.config.optimizers import (
     LionDirection,
     MuonDirection,
     OptimizerConfig,
+    ScheduleConfig,
     SGDDirection,
+    check_schedule,
 )
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import AxesTable
+from jaxtrain.layout.rules import AxesTable, counting_dims
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.layout.state_entries import counting_dims
 from jaxtrain.optim import adafactor
-from jaxtrain.optim.elementwise import elementwise
-from jaxtrain.optim.groups import by_group
-from jaxtrain.optim.masks import decay_mask
 from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
-from jaxtrain.optim.rules import NEWTON_SCHULZ_STEPS, Matrix, as_matrix, directions, updates_elementwise
+from jaxtrain.optim.rules import (
+    NEWTON_SCHULZ_STEPS,
+    VECTORS,
+    Matrix,
+    as_matrix,
+    check_patterns,
+    directions,
+    updates_elementwise,
+)
+from jaxtrain.optim.wrappers import by_group, elementwise
 from jaxtrain.runtime.call import call_function, described
 
 
@@ -149,3 +160,159 @@ def _chain(
 
 def _times(learning_rate: optax.Schedule, factor: float) -> optax.Schedule:
     return lambda count: factor * learning_rate(count)
+
+
+# --- Which parameters are decayed, and which are trained. ---
+
+
+def decay_mask(axes: AxesTable) -> Callable[[optax.Params], optax.Params]:
+    """Make the mask of weight decay: params -> tree of bool, True for matrices and kernels.
+
+    A parameter is decayed where it has two dims or more besides those that count layers and experts. Parameters named
+    `bias` or `scale` are not decayed, even where they have two, as attention biases [heads, head_dim] do.
+
+    Args:
+        axes: row of each parameter (`complete_axes`).
+    """
+
+    def mask(params: optax.Params) -> optax.Params:
+        def decays(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
+            name = path_name(path)
+            dims = leaf.ndim - len(counting_dims(name, leaf.shape, axes))
+            return dims >= 2 and name.rsplit("/", 1)[-1] not in VECTORS
+
+        return jax.tree_util.tree_map_with_path(decays, params)
+
+    return mask
+
+
+def trainable_predicate(freeze: tuple[str, ...], paths: list[str]) -> Callable[[str], bool] | None:
+    """Make the predicate that says whether the parameter at a path is trained; None where nothing is frozen.
+
+    Args:
+        freeze: patterns of frozen parameters, such as `embedding` or `blocks/attention/*`.
+        paths: all parameter paths, against which the patterns are checked.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or the patterns match all of them.
+    """
+    if not freeze:
+        return None
+    check_patterns("optimizer.freeze", freeze, paths)
+
+    def trainable(path: str) -> bool:
+        return not any(fnmatch.fnmatchcase(path, pattern) for pattern in freeze)
+
+    if not any(map(trainable, paths)):
+        raise ConfigError("optimizer.freeze matches every parameter; leave one to train")
+    return trainable
+
+
+# --- Learning rates: a linear warmup, then a shape. ---
+
+
+def _inverse_sqrt(peak: float, final: float, start: int, end: int) -> optax.Schedule:
+    """peak * sqrt(warmup / step) (Vaswani et al. 2017, section 5.3), with a warmup of at least 1."""
+    return lambda count: peak * jnp.sqrt(max(start, 1) / (jnp.asarray(count, jnp.float32) + max(start, 1)))
+
+
+# name -> (peak, final value, first step after warmup, step at which decay ends) -> schedule counted from `start`
+_SHAPES: dict[str, Callable[[float, float, int, int], optax.Schedule]] = {
+    "constant": lambda peak, final, start, end: optax.constant_schedule(peak),
+    "linear": lambda peak, final, start, end: optax.linear_schedule(peak, final, end - start),
+    # Half a period (Loshchilov and Hutter 2016).
+    "cosine": lambda peak, final, start, end: optax.cosine_decay_schedule(peak, end - start, alpha=final / peak),
+    "inverse_sqrt": _inverse_sqrt,
+}
+
+
+def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.Schedule:
+    """Build the learning rate as a function of the optimizer step, of which the first is 0.
+
+    A run that is shorter than its warmup is allowed, because users try a config with a few steps first; it ends while
+    the learning rate still rises.
+
+    Args:
+        config: shape, warmup and end.
+        peak: learning rate after warmup.
+        steps: steps of the run.
+
+    Returns:
+        count int32 [] -> learning rate float32 []. It reaches its final value one step after the last step of the run
+        and stays there; inverse_sqrt continues to fall.
+
+    Raises:
+        ConfigError: `decay_steps` does not fit between the warmup and the end of the run.
+    """
+    check_schedule(config, steps)
+    warmup = config.warmup_steps
+    final = peak * config.final_fraction
+    # Step `warmup` is the first at the peak; the learning rate of step 0 is above 0.
+    ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup) if warmup else None
+    if config.kind == "wsd":
+        # Warmup, stable, decay (Hu et al. 2024, MiniCPM): the decay ends with the run.
+        decay = config.decay_steps or max(min(steps // 10, steps - warmup), 1)
+        pieces = [optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)]
+        boundaries = [max(steps - decay, warmup)]
+    else:
+        end = config.decay_steps or max(steps, warmup + 1)
+        pieces, boundaries = [_SHAPES[config.kind](peak, final, warmup, end)], []
+    if ramp is not None:
+        pieces, boundaries = [ramp, *pieces], [warmup, *boundaries]
+    return optax.join_schedules(pieces, boundaries)
+
+
+# --- The learning rate of an optax optimizer, for the metrics: optax keeps it in closures, or in the state. ---
+
+
+def injected(count: Any) -> Any:
+    """Stands for the rate in the state of `optax.inject_hyperparams`, which `rate_in` reads; never called."""
+
+
+def rate_of(optimizer: optax.GradientTransformation) -> optax.Schedule | None:
+    """The product of the numbers and schedules at the end of an optimizer's chain; None where it has none, or 1."""
+    factors = []
+    for update in reversed(_parts(optimizer.update)):
+        cells, name = _made(update)
+        if name == "scale":
+            factors.append(cells["step_size"])
+        elif name == "scale_by_schedule":
+            factors.append(cells["step_size_fn"])
+        elif name.startswith("inject_"):
+            factors.append(injected)
+        else:
+            break
+    if injected in factors:
+        return injected if len(factors) == 1 else None
+    if not any(map(callable, factors)) and abs(np.prod(factors)) == 1:
+        return None  # the sign of an optimizer that has its rate elsewhere
+
+    def rate(count: Any) -> Any:
+        product: Any = 1.0
+        for factor in factors:
+            product = product * (factor(count) if callable(factor) else factor)
+        return jnp.abs(product)
+
+    return rate
+
+
+def _made(update: Any) -> tuple[Mapping[str, Any], str]:
+    """What an update holds, and the function of optax that made it."""
+    cells = inspect.getclosurevars(update).nonlocals if inspect.isfunction(update) else {}
+    return cells, getattr(update, "__qualname__", "").partition(".")[0]
+
+
+def _parts(update: Any) -> list[Any]:
+    """The updates of a chain of optax and of the chains in it, in order."""
+    cells, name = _made(update)
+    if name == "chain":
+        return [part for one in cells["update_fns"] for part in _parts(one)]
+    wrapped = {"with_extra_args_support": "tx", "apply_if_finite": "inner"}.get(name)
+    return _parts(cells[wrapped].update) if wrapped else [update]
+
+
+def rate_in(optimizer_state: Any) -> Any:
+    """The rate that the state of `optax.inject_hyperparams` holds; None where it has none."""
+    kind = optax.InjectStatefulHyperparamsState
+    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, kind))
+    return next((node.hyperparams.get("learning_rate") for node in nodes if isinstance(node, kind)), None)

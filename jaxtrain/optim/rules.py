@@ -20,8 +20,7 @@ from jaxtrain.config.optimizers import (
     SGDDirection,
 )
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import AxesTable
-from jaxtrain.layout.state_entries import COUNTING, is_stacked, named_dims
+from jaxtrain.layout.rules import COUNTING, AxesTable, is_stacked, named_dims
 
 # Moments of fewer elements (norm scales and biases) stay float32, because storing them in less saves hardly anything.
 SMALLEST_STORED = 4096
@@ -29,6 +28,9 @@ SMALLEST_STORED = 4096
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 128, 16
 # Number of shards of the last dim for which no block should be in two shards.
 _SHARDS = 8
+
+# The largest slice of one moment that an offloaded optimizer updates at once, in bytes of float32 per device.
+SLICE_BYTES = 128 * 2**20
 
 # Iterations that make the momentum of a matrix orthogonal (Jordan et al. 2024).
 NEWTON_SCHULZ_STEPS = 5
@@ -39,9 +41,6 @@ def updates_elementwise(config: OptimizerConfig) -> bool:
 
     Adafactor sums over rows and Muon multiplies matrices; int8 moments share exponents, and rounding to fewer bits
     draws its random numbers from an element's place in the whole array.
-
-    Args:
-        config: of the optimizer.
     """
     return not isinstance(config, CalledOptimizer) and all(
         isinstance(one, SGDDirection) or (isinstance(one, AdamWDirection | LionDirection) and one.moments == "float32")
@@ -50,21 +49,13 @@ def updates_elementwise(config: OptimizerConfig) -> bool:
 
 
 def directions(config: OptimizerConfig) -> list[DirectionConfig]:
-    """What updates each group of an optimizer's parameters, in order, and last the rest.
-
-    Args:
-        config: of the optimizer; one of the user's own updates by its function alone, and is not asked.
-    """
+    """What updates each group of an optimizer's parameters, in order, and last the rest."""
     assert not isinstance(config, CalledOptimizer)
     return [*(group.optimizer or config for group in config.groups), config]
 
 
 def adamw_patterns(config: OptimizerConfig) -> dict[str, tuple[str, ...]]:
-    """Key -> patterns of the matrices that Muon leaves to AdamW, of the keys that have any.
-
-    Args:
-        config: of the optimizer.
-    """
+    """Key -> patterns of the matrices that Muon leaves to AdamW, of the keys that have any."""
     if isinstance(config, CalledOptimizer):
         return {}
     groups = [f"optimizer.groups.{number}.optimizer.adamw" for number in range(len(config.groups))]
@@ -73,52 +64,19 @@ def adamw_patterns(config: OptimizerConfig) -> dict[str, tuple[str, ...]]:
 
 
 def group_number(path: str, groups: Sequence[Sequence[str]]) -> int:
-    """Return which group of patterns has a parameter: the first that matches; the number of groups where none does.
-
-    Args:
-        path: of the parameter.
-        groups: the patterns of each group.
-    """
+    """The group of patterns that has a parameter: the first that matches; the number of groups where none does."""
     matching = (
         number for number, patterns in enumerate(groups) if any(fnmatch.fnmatchcase(path, one) for one in patterns)
     )
     return next(matching, len(groups))
 
 
-def check_groups(key: str, groups: Sequence[Sequence[str]], paths: Collection[str]) -> None:
-    """Check that every pattern of every group matches a parameter.
-
-    A group may still be left with none, where earlier ones match all that its patterns do.
-
-    Args:
-        key: what holds the patterns, with `{}` for the number of the group, for the message.
-        groups: the patterns of each group.
-        paths: of the trained parameters.
-
-    Raises:
-        ConfigError: a pattern matches no parameter; names the nearest.
-    """
-    for number, patterns in enumerate(groups):
-        for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-                near = ", ".join(difflib.get_close_matches(pattern, paths, 3, 0.0))
-                raise ConfigError(
-                    f"{key.format(number)}: {pattern!r} matches no trained parameter; the nearest are {near}"
-                )
-
-
 def moment_block(shape: Sequence[int]) -> int | None:
-    """Choose how many elements along the last dim form a block of int8 moments.
+    """How many elements along the last dim form a block of int8 moments; None where they stay float32.
 
     The number divides the last dim of the global parameter, not of a shard, so that the state is the same on every
     layout. Where possible the number of blocks is a multiple of 8, so that up to 8 shards of the last dim hold
     complete blocks.
-
-    Args:
-        shape: shape of the global parameter.
-
-    Returns:
-        Elements of a block; None where the moments of this parameter stay float32.
     """
     if not is_stored(shape):
         return None
@@ -134,15 +92,9 @@ def is_stored(shape: Sequence[int]) -> bool:
 
 
 def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) -> tuple[int, int] | None:
-    """Return the two largest dims of one layer, over which Adafactor factors its second moment.
+    """The two largest dims of one layer, the larger one last, over which Adafactor factors its second moment.
 
-    Args:
-        shape: shape of the global parameter.
-        counting: its dims that count layers and experts.
-        smallest: size from which a dim is factored.
-
-    Returns:
-        The two dims, the larger one last; None where one of them is below `smallest`.
+    None where one of them is below `smallest`; `counting` are the dims that count layers and experts.
     """
     dims = sorted((dim for dim in range(len(shape)) if dim not in counting), key=lambda dim: (shape[dim], dim))
     if len(dims) < 2 or shape[dims[-2]] < smallest:
@@ -152,13 +104,7 @@ def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The dims of a parameter that is a stack of matrices.
-
-    Attributes:
-        batch: dims that count matrices, in order.
-        rows: dims of the inputs of a matrix, in order.
-        columns: dims of the outputs of a matrix, in order.
-    """
+    """The dims of a parameter that is a stack of matrices: those that count them, their inputs, their outputs."""
 
     batch: tuple[int, ...]
     rows: tuple[int, ...]
@@ -175,19 +121,12 @@ VECTORS = ("bias", "scale")
 
 
 def complete_axes(shapes: Mapping[str, tuple[int, ...]], axes: AxesTable, stack: str | None = None) -> AxesTable:
-    """Give each parameter of a model a row of logical axes: its own, else one that follows from names and shapes.
+    """Give each parameter (path -> shape) a row of logical axes: its own, else one that follows from names and shapes.
 
     Vectors (biases, scales, weights of norms) tell which leading dims count layers: those that they have besides the
     last and share with the kernel or weight beside them. Other parameters go by the nearest module around them that has
     vectors. In a layer, the last dims of a kernel are its outputs, as many as its bias has; the dims before are inputs.
-
-    Args:
-        shapes: path -> shape of every parameter.
-        axes: the model's table of logical axes.
-        stack: top-level path of the parameters that are stacked layer by layer.
-
-    Returns:
-        Path -> row. Optimizers go by it, and shardings by the model's own table.
+    Optimizers go by these rows, and shardings by the model's own table.
     """
     leading: dict[str, tuple[int, ...]] = {}
     for path, shape in shapes.items():
@@ -241,7 +180,7 @@ def _layer_row(path: str, shapes: Mapping[str, tuple[int, ...]], layers: int, st
 
 
 def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequence[str] = ()) -> Matrix | None:
-    """Find the matrices of a parameter that Muon makes orthogonal.
+    """Find the matrices of a parameter that Muon makes orthogonal; None where AdamW updates it.
 
     The names of the dims decide: besides layers and experts there must be exactly two sides, where heads and head_dim
     form one side, and neither may be the vocabulary. An unnamed dim belongs to the next named one (the window of a
@@ -252,9 +191,6 @@ def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequ
         shape: shape of the global parameter.
         axes: row of each parameter (`complete_axes`); one without a row goes by its own name and shape alone.
         exclude: patterns of paths that AdamW updates, whatever their dims are.
-
-    Returns:
-        The dims of the matrices; None where AdamW updates the parameter.
     """
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
         return None
@@ -281,18 +217,26 @@ def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequ
     return Matrix(tuple(batch), tuple(rows), tuple(columns))
 
 
-def check_patterns(key: str, patterns: tuple[str, ...], paths: list[str]) -> None:
-    """Check that each pattern of a config's key matches a parameter.
-
-    Args:
-        key: the key that holds the patterns, for the message.
-        patterns: patterns of paths, with `*`.
-        paths: all parameter paths.
-
-    Raises:
-        ConfigError: a pattern matches no parameter; the message names the pattern and some parameters.
-    """
+def check_patterns(key: str, patterns: Sequence[str], paths: Collection[str]) -> None:
+    """Raise a `ConfigError` where a pattern of paths under a config's key matches none; it names the nearest."""
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-            some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
-            raise ConfigError(f"{key}: {pattern!r} matches no parameter; there are {some}")
+            near = ", ".join(difflib.get_close_matches(pattern, paths, 3, 0.0))
+            raise ConfigError(f"{key}: {pattern!r} matches no parameter; the nearest are {near}")
+
+
+def check_groups(key: str, groups: Sequence[Sequence[str]], paths: Collection[str]) -> None:
+    """`check_patterns` of every group, with its number in place of the `{}` of `key`; one may be left with none."""
+    for number, patterns in enumerate(groups):
+        check_patterns(key.format(number), patterns, paths)
+
+
+def num_slices(shape: tuple[int, ...]) -> int:
+    """In how many slices of its first dim an array, of this shape on one device, is updated by an offloaded optimizer.
+
+    The smallest number that divides the first dim and keeps a slice within `SLICE_BYTES`, else the size of that dim.
+    """
+    least = math.ceil(4 * math.prod(shape) / SLICE_BYTES)
+    if least <= 1 or not shape:
+        return 1
+    return next((n for n in range(least, shape[0]) if shape[0] % n == 0), shape[0])

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import DEFAULT_RULES, nearest_multiples
-from jaxtrain.parallel.schedules import Schedule, check_interleaved, make_schedule, num_microbatches
+from jaxtrain.parallel.schedules import Schedule, make_schedule, num_microbatches
 
 
 class PipelineOptions(Protocol):
@@ -25,85 +25,46 @@ class PipelineOptions(Protocol):
 def check_model_axes(
     degrees: Mapping[str, int], *, model: str, task: str, has_parts: bool, has_sequence: bool, has_experts: bool
 ) -> None:
-    """Raise where a model or its rows have nothing to shard over an axis of the mesh.
-
-    Args:
-        degrees: of the mesh.
-        model, task: names for the message.
-        has_parts: whether the model declares its embedding, stack and head.
-        has_sequence: whether the rows have a sequence.
-        has_experts: whether the model has experts.
-
-    Raises:
-        ConfigError: names the axis.
-    """
-    if degrees["expert"] > 1 and not has_experts:
-        raise ConfigError(
-            f"parallel.expert={degrees['expert']}, but the model {model} has no experts; use parallel.expert=1"
-        )
-    if degrees["context"] > 1 and not has_sequence:
-        raise ConfigError(
-            f"parallel.context={degrees['context']}, but the rows of task {task} have no sequence; "
-            "use parallel.context=1"
-        )
-    if degrees["pipe"] > 1 and not has_parts:
-        raise ConfigError(
-            f"parallel.pipe={degrees['pipe']}, but the model {model} does not declare its embedding, stack and head; "
-            "build it with from_stages (or give it parts), or use parallel.pipe=1"
-        )
+    """Raise a `ConfigError` where a model or its rows have nothing to shard over an axis of the mesh."""
+    lacking = {
+        "expert": None if has_experts else f"the model {model} has no experts",
+        "context": None if has_sequence else f"the rows of task {task} have no sequence",
+        "pipe": None if has_parts else f"the model {model} does not declare its embedding, stack and head",
+    }
+    for axis, why in lacking.items():
+        if why and degrees[axis] > 1:
+            raise ConfigError(f"parallel.{axis}={degrees[axis]}, but {why}; use parallel.{axis}=1")
 
 
 def check_zero(degrees: Mapping[str, int], zero: int) -> None:
-    """Raise where ZeRO 3, which is the axis `fsdp`, has no such axis beside several devices on `data`.
-
-    Raises:
-        ConfigError: names the degree that works.
-    """
+    """Raise a `ConfigError` where ZeRO 3, which is the axis `fsdp`, has none beside several devices on `data`."""
     if zero == 3 and degrees["fsdp"] == 1 and degrees["data"] > 1:
         raise ConfigError(
-            f"parallel.zero=3 spreads parameters over fsdp, but the mesh has data={degrees['data']} and fsdp=1; "
+            f"parallel.zero=3 shards parameters over fsdp, but the mesh has data={degrees['data']} and fsdp=1; "
             f"use fsdp={degrees['data']}"
         )
 
 
 def check_task_stages(degrees: Mapping[str, int], *, task: str, calls_model: bool, rows: str = "separate") -> None:
-    """Raise where a task cannot be computed by the stages of a pipeline.
+    """Raise a `ConfigError` where the stages of a pipeline cannot compute a task.
 
-    Args:
-        degrees: of the mesh.
-        task: its name, for the message.
-        calls_model: whether its loss calls the model itself.
-        rows: what the loss of a row depends on, as in `Task`.
-
-    Raises:
-        ConfigError: its loss calls the model itself, or depends on rows of other microbatches or shards.
+    Its loss calls the model itself, or depends (`rows`, as in `Task`) on rows of other microbatches or shards.
     """
-    stages, shards = degrees["pipe"], degrees["data"]
-    if stages == 1:
-        return
+    shards, works = degrees["data"], "use parallel.pipe=1, with fsdp in its place"
     if calls_model:
-        raise ConfigError(
-            f"parallel.pipe={stages}, but the loss of task {task!r} calls the model itself, which a pipeline's "
-            "stages run once per microbatch; use parallel.pipe=1, with fsdp in its place"
-        )
-    if rows == "global":
-        raise ConfigError(
-            f"parallel.pipe={stages}, but task {task!r} has rows='global', and the last stage sees one microbatch "
-            "at a time; use parallel.pipe=1, with fsdp in its place"
-        )
-    if rows == "microbatch" and shards > 1:
-        raise ConfigError(
-            f"parallel.pipe={stages} and parallel.data={shards}, but task {task!r} has rows='microbatch', and a "
-            f"stage sees the rows of one shard of data; use parallel.data=1, with parallel.fsdp={shards} in its place"
-        )
+        why = f"the loss of task {task!r} calls the model itself"
+    elif rows == "global":
+        why = f"task {task!r} has rows='global', and the last stage sees one microbatch at a time"
+    elif rows == "microbatch" and shards > 1:
+        why = f"task {task!r} has rows='microbatch', and a stage sees one shard of data"
+        works = f"use parallel.data=1, with parallel.fsdp={shards} in its place"
+    else:
+        return
+    if degrees["pipe"] > 1:
+        raise ConfigError(f"parallel.pipe={degrees['pipe']}, but {why}; {works}")
 
 
-def check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
-    """Raise where layers do not divide over the stages and their chunks.
-
-    Raises:
-        ConfigError: names the counts that work.
-    """
+def _check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
     parts = num_stages * num_chunks
     if num_layers % parts == 0:
         return
@@ -138,25 +99,24 @@ def pipeline_schedule(
         ConfigError: microbatches without stages, two numbers of them, or layers that do not divide.
     """
     microbatches = options.microbatches
+    if microbatches is not None and (num_stages == 1 or accumulation_steps not in (1, microbatches)):
+        works = "use train.accumulation_steps" if num_stages == 1 else "set one of them"
+        raise ConfigError(
+            f"parallel.microbatches={microbatches} with parallel.pipe={num_stages} and train.accumulation_steps="
+            f"{accumulation_steps}: microbatches are of a pipeline, and are its accumulation; {works}"
+        )
     if num_stages == 1:
-        if microbatches is not None:
-            raise ConfigError(
-                f"parallel.microbatches={microbatches} is for pipelines, but parallel.pipe=1; "
-                "use train.accumulation_steps"
-            )
         return None
     assert num_layers is not None, "check_model_axes refuses a model without a stack"
-    if microbatches is not None and accumulation_steps not in (1, microbatches):
-        raise ConfigError(
-            f"parallel.microbatches={microbatches} and train.accumulation_steps={accumulation_steps} differ; "
-            "a pipeline's microbatches are its accumulation: set one of them"
-        )
     chunks = options.chunks or (2 if options.schedule == "interleaved_1f1b" else 1)
-    check_layers(num_layers, num_stages, chunks)
+    _check_layers(num_layers, num_stages, chunks)
     count = step_microbatches(options, num_stages, accumulation_steps)
-    if options.schedule == "interleaved_1f1b":
+    if options.schedule == "interleaved_1f1b" and count % num_stages:
         key = "train.accumulation_steps" if microbatches is None else "parallel.microbatches"
-        check_interleaved(num_stages, count, key=key)
+        raise ConfigError(
+            f"{key}={count} is not a multiple of parallel.pipe={num_stages}, as interleaved_1f1b needs; "
+            f"use {key}={nearest_multiples(count, num_stages)}, or parallel.schedule=1f1b"
+        )
     return make_schedule(options.schedule, num_stages, count, chunks)
 
 
@@ -171,16 +131,9 @@ def check_rows(
     microbatches: Mapping[str, int],
     axes: Sequence[str] = DEFAULT_RULES["batch"],
 ) -> None:
-    """Raise where a batch has no rows, or rows that do not divide by shards and microbatches.
+    """Raise a `ConfigError` where a batch has no rows, or rows that do not divide by shards and microbatches.
 
-    Args:
-        rows: of the global batch.
-        degrees: of the mesh.
-        microbatches: their number, by the name of the setting that gives it.
-        axes: mesh axes that the batch is sharded over.
-
-    Raises:
-        ConfigError: names the sizes that work.
+    `microbatches`: their number, by the name of the setting that gives it; `axes`: those that shard the batch.
     """
     multiple = batch_shards(degrees, axes) * math.prod(microbatches.values())
     if not rows or rows % multiple:
@@ -205,16 +158,7 @@ def sequence_axes(*, sequence_parallel: bool) -> tuple[str, ...]:
 
 
 def check_sequence(length: int, degrees: Mapping[str, int], axes: Sequence[str]) -> None:
-    """Raise where a sequence does not divide by the mesh axes that it is sharded over.
-
-    Args:
-        length: tokens per row.
-        degrees: of the mesh.
-        axes: from `sequence_axes`, or of a user's rules.
-
-    Raises:
-        ConfigError: names the lengths that work.
-    """
+    """Raise a `ConfigError` where a sequence of `length` tokens does not divide by the mesh axes that shard it."""
     parts = {axis: degrees[axis] for axis in axes}
     multiple = math.prod(parts.values())
     if length % multiple:

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, constrain, path_name
 from jaxtrain.models.task import Batch, TaskSums, row_dims
-from jaxtrain.parallel.divisors import as_means
-from jaxtrain.parallel.gradients import Gradients, constrain_gradients
-from jaxtrain.parallel.microbatches import Tree, split_microbatches
-from jaxtrain.parallel.reduction import sum_dtype
+from jaxtrain.parallel.gradients import Gradients, constrain_gradients, sum_dtype
+from jaxtrain.parallel.microbatches import Tree, as_means, split_microbatches
 
 
 @dataclass(frozen=True)
@@ -50,18 +48,9 @@ def global_row_gradients(
     zero: int,
     powers_of_two: bool = False,
 ) -> Gradients:
-    """Compute the gradients of a loss over all rows, with the model applied to one microbatch at a time.
+    """Compute the gradients of a loss over all rows, with the model applied to one of `count` microbatches at a time.
 
-    Args:
-        passes: model and loss.
-        params, fixed, model_state, batch, key: as for `compute_gradients`.
-        count: microbatches.
-        layout: of the step.
-        zero: ZeRO stage.
-        powers_of_two: as for `compute_gradients`.
-
-    Returns:
-        The gradients, and the sums over the global batch.
+    The other arguments are those of `compute_gradients`.
     """
     size = jax.tree.leaves(batch["inputs"])[0].shape[0] // count
     inputs = split_microbatches(batch["inputs"], count)
@@ -75,22 +64,23 @@ def global_row_gradients(
 
     def apply(params: Tree, state: Tree, index: jax.Array, rows: Any) -> tuple[tuple[Tree, Tree], Tree]:
         outputs, after = passes.outputs(params, fixed, state, rows, jax.random.fold_in(key, index))
-        return _floats_and_rest(outputs), jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+        is_float = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), outputs)
+        # Those that have a gradient and the others, each with None in the places of the other.
+        floats = jax.tree.map(lambda x, yes: x if yes else None, outputs, is_float)
+        rest = jax.tree.map(lambda x, yes: None if yes else x, outputs, is_float)
+        return (floats, rest), jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
 
     def first(state: Tree, microbatch: tuple[jax.Array, Any]) -> tuple[Tree, tuple[Tree, Tree]]:
         outputs, state = apply(params, state, *microbatch)
         return state, outputs
 
     def loss(floats: Tree, rest: Tree) -> tuple[jax.Array, TaskSums]:
-        together = _together(floats, rest)
+        together = jax.tree.map(lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda leaf: leaf is None)
         leaves = [_merge(x, yes) for x, yes in zip(jax.tree.leaves(together), has_rows, strict=True)]
         return passes.loss(jax.tree.unflatten(jax.tree.structure(together), leaves), fixed, batch)
 
     last_state, (floats, rest) = jax.lax.scan(first, model_state, (indices, inputs))
     of_outputs, sums = jax.grad(loss, has_aux=True)(floats, rest)
-
-    def keep_part(total: Tree) -> Tree:
-        return constrain_gradients(total, layout, zero)
 
     def second(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Any, Tree]) -> tuple[tuple[Tree, Tree], None]:
         total, state = carry
@@ -103,40 +93,24 @@ def global_row_gradients(
         _, pull, state = jax.vjp(outputs, params, has_aux=True)
         (tree,) = pull(of_rows)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, tree)
-        return (keep_part(total), state), None
+        return (constrain_gradients(total, layout, zero), state), None
 
-    zeros = keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))
-    (total, _), _ = jax.lax.scan(second, (zeros, model_state), (indices, inputs, of_outputs))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params)
+    start = (constrain_gradients(zeros, layout, zero), model_state)
+    (total, _), _ = jax.lax.scan(second, start, (indices, inputs, of_outputs))
     loss_sum, weight, metrics = sums
     total = as_means(total, weight, powers_of_two=powers_of_two)
     return Gradients(total, loss_sum, weight, last_state, metrics)
 
 
-def _floats_and_rest(tree: Tree) -> tuple[Tree, Tree]:
-    """The leaves that have a gradient and the others, each with None in the places of the other."""
-    is_float = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
-    floats = jax.tree.map(lambda x, yes: x if yes else None, tree, is_float)
-    return floats, jax.tree.map(lambda x, yes: None if yes else x, tree, is_float)
-
-
-def _together(floats: Tree, rest: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda leaf: leaf is None)
-
-
 def _which_have_rows(outputs: Callable[[Any], Tree], inputs: Any, size: int) -> list[bool]:
-    """Whether each output of a microbatch of this size has one entry per row, or none that depends on their number.
-
-    Raises:
-        ConfigError: an output is of neither kind, so that those of microbatches cannot be joined.
-    """
+    """Whether each output of a microbatch of this size has one entry per row, or none that depends on their number."""
     dims, shapes = row_dims(outputs, inputs, size)
     for (path, leaf), dim in zip(jax.tree_util.tree_leaves_with_path(shapes), dims, strict=True):
         if dim is not None and (dim != 0 or leaf.shape[0] != size):
-            name = path_name(path)
             raise ConfigError(
-                f"rows='global' joins the outputs of microbatches row by row, but {name or 'the output'} of the model "
-                f"has the shape {list(leaf.shape)} for {size} rows; return outputs [rows, ...], two views as a dict of "
-                "two, or use accumulation_steps=1"
+                f"rows='global' joins outputs row by row, but {path_name(path) or 'the output'} of the model has the "
+                f"shape {list(leaf.shape)} for {size} rows; return outputs [rows, ...], or use accumulation_steps=1"
             )
     return [dim == 0 for dim in dims]
 

@@ -1,29 +1,34 @@
 """Gradients of a batch: at once, or accumulated over microbatches and reduced over `data`.
 
 Accumulation has two programs. On shards (inside `jax.shard_map` over `data`) nothing crosses `data` before the loop
-over microbatches has ended. In automatic code the compiler places the collectives. `_choose_accumulation` chooses.
+over microbatches has ended. In automatic code the compiler places the collectives. Each microbatch's gradient is
+weighted by its rows; the average over the global batch is the one division at the end of `compute_gradients`.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as DimOrder
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout.scatter import Factors, Parts, use_parts
+from jaxtrain.layout.scatter import Factors, Parts, StackSums, scatter_in_pieces, use_parts, use_stack_sums
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
-from jaxtrain.layout.stack_sums import StackSums, use_stack_sums
 from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
-from jaxtrain.parallel.divisors import as_means, loss_constant, loss_divisor
-from jaxtrain.parallel.microbatches import Tree, batch_specs, split_microbatches
-from jaxtrain.parallel.reduction import DataReduction, sum_dtype
-from jaxtrain.parallel.traced import calls_back, traced
-from jaxtrain.runtime.compiler import note_choice
+from jaxtrain.parallel.microbatches import (
+    Tree,
+    as_means,
+    batch_specs,
+    loss_constant,
+    loss_divisor,
+    split_microbatches,
+)
 
 # What the loss of a microbatch gives besides the number to differentiate, which is the loss sum over the `loss_divisor`
 # of the weight, times the loss scale: loss sum, weight, model_state, metric sums.
@@ -32,11 +37,11 @@ LossParts = tuple[jax.Array, jax.Array, Tree, Sums]
 LossFunction = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[jax.Array, LossParts]]
 # By path, arrays of a tree of parameters.
 ByPath = dict[str, jax.Array]
-# (sums of the gradients of the stack, those of the other trained params, and the same arguments) -> (gradients of the
+# Trained params, what the loss reads besides, model_state, batch, key.
+Arguments = tuple[Tree, Tree, Tree, Batch, jax.Array]
+# (sums of the gradients of the stack, those of the other trained params, the loss's arguments) -> (gradients of the
 # sum over rows, of those that are in no sum yet, the other sums after this microbatch, the parts)
-Differentiate = Callable[[ByPath, ByPath, Tree, Tree, Tree, Batch, jax.Array], tuple[ByPath, ByPath, LossParts]]
-# The arguments of the loss -> (gradients summed over microbatches times their weights, model_state, sums)
-Accumulate = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[Tree, Tree, TaskSums]]
+Differentiate = Callable[[ByPath, ByPath, Arguments], tuple[ByPath, ByPath, LossParts]]
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +63,127 @@ class Gradients:
     metrics: Sums
 
 
+@dataclass(frozen=True)
+class DataReduction:
+    """A sum over a manual `data` axis, or a sum of which each shard keeps a part.
+
+    Attributes:
+        layout: of the step.
+        stage: ZeRO stage; from 1 on a device keeps the part of the gradient that its optimizer state needs, and from
+            2 on it does so in every microbatch, which costs communication and saves the memory of the full gradient.
+        stack: path of a stack of layers; None: there is none.
+    """
+
+    layout: Layout
+    stage: int
+    stack: str | None = None
+
+    @property
+    def each_microbatch(self) -> bool:
+        """Whether every microbatch's gradient is reduced by itself, not their sum."""
+        return self.stage >= 2
+
+    def dim(self, name: str, leaf: Any) -> int | None:
+        """The dim of a parameter (of global shape) over which its gradient is scattered; None: all keep the sum."""
+        if self.stage == 0:
+            return None
+        spec = parameter_spec(name, leaf.shape, self.layout, also=("data",))
+        dims = [d for d, entry in enumerate(spec) if entry == "data" or (isinstance(entry, tuple) and "data" in entry)]
+        return dims[0] if dims else None
+
+    def sum_dim(self, name: str, leaf: Any) -> int | None:
+        """The dim over which the sum over microbatches is scattered: `dim` but for tables outside the stack.
+
+        Of an embedding or an output layer a device sums some columns of the width for all ids of the vocabulary: the
+        gradients of single rows, and of blocks of ids, are then scattered evenly over the devices, whichever ids they
+        belong to. Where other axes shard parameters, their gradients are not made in that way.
+        """
+        dim, shards = self.dim(name, leaf), self.layout.mesh.shape["data"]
+        if dim is None or self.stack is None or name.startswith(f"{self.stack}/") or self.layout.mesh.size > shards:
+            return dim
+        is_table = len(leaf.shape) == 2 and leaf.shape[1 - dim] % shards == 0
+        return 1 - dim if is_table and leaf.shape[1 - dim] < leaf.shape[dim] else dim
+
+    def as_stored(self, total: Tree, params: Tree) -> Tree:
+        """Parts of sums over microbatches, as parts of the dims that the optimizer state is sharded over."""
+
+        def one(name: str, leaf: jax.Array, total: jax.Array) -> jax.Array:
+            dim, summed = self.dim(name, leaf), self.sum_dim(name, leaf)
+            if dim is None or summed is None or dim == summed:
+                return total
+            whole_rows = jax.lax.all_to_all(total, "data", split_axis=dim, concat_axis=summed, tiled=True)
+            # Otherwise libtpu lets the order of dims in which columns arrive decide that of the optimizer's arrays, and
+            # copies them before the loop over microbatches: 0.32 bytes per parameter of a 1B model (libtpu 0.0.51).
+            return with_layout_constraint(whole_rows, DimOrder(major_to_minor=tuple(range(whole_rows.ndim))))
+
+        return _map_named(one, params, total)
+
+    def specs(self, params: Tree) -> Tree:
+        """Specs over `data` of what `reduce` returns for these parameters."""
+
+        def spec(name: str, leaf: jax.Array) -> PartitionSpec:
+            dim = self.dim(name, leaf)
+            return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "data")
+
+        return _map_named(spec, params)
+
+    def reduce(self, tree: Tree, params: Tree) -> Tree:
+        """Sum local gradients over `data`: the sums, and each device's part of those that are scattered.
+
+        Args:
+            tree: gradients of this shard's rows.
+            params: arrays or shapes with the paths of the gradients and their global shapes.
+        """
+
+        def one(name: str, leaf: jax.Array, gradient: jax.Array) -> jax.Array:
+            dim = self.dim(name, leaf)
+            return jax.lax.psum(gradient, "data") if dim is None else scatter_in_pieces(gradient, dim)
+
+        return _map_named(one, params, tree)
+
+    def zeros(self, params: Tree) -> Tree:
+        """Sums of gradients before the first microbatch, with the shapes that a device accumulates in."""
+
+        def zero(name: str, leaf: jax.Array) -> jax.Array:
+            shape, dim = list(leaf.shape), self.sum_dim(name, leaf) if self.each_microbatch else None
+            if dim is not None:
+                shape[dim] //= self.layout.mesh.shape["data"]
+            return jnp.zeros(shape, sum_dtype(leaf))
+
+        return _map_named(zero, params)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What a loop over microbatches follows; see `compute_gradients`."""
+
+    loss: LossFunction
+    count: int
+    layout: Layout
+    zero: int
+    stack: str | None
+    powers_of_two: bool
+
+    def divisor(self, weight: jax.Array) -> jax.Array:
+        return loss_divisor(weight, powers_of_two=self.powers_of_two)
+
+    def summed_inside(self, params: Tree) -> list[str]:
+        """Paths of the parameters of a stack whose sums take the gradients of its layers one by one.
+
+        A parameter that is sharded over its layers, as one may be whose table does not name that dim, is not among
+        them.
+        """
+        if self.stack is None:
+            return []
+        also = ("data",) if self.zero else ()
+        return [
+            name
+            for name, leaf in _by_path(params).items()
+            if name.startswith(f"{self.stack}/")
+            and not any(parameter_spec(name, leaf.shape, self.layout, also=also)[:1])
+        ]
+
+
 def compute_gradients(
     loss: LossFunction,
     params: Tree,
@@ -75,7 +201,7 @@ def compute_gradients(
 ) -> Gradients:
     """Compute the gradients of the mean loss, over all microbatches.
 
-    The differentiated loss of a microbatch is its own mean (or nearly, see `parallel/divisors.py`); the sum over
+    The differentiated loss of a microbatch is its own mean (or nearly, see `parallel/microbatches.py`); the sum over
     microbatches weights each by its share of the global weight, so that the result is that of one large batch.
 
     Args:
@@ -89,9 +215,10 @@ def compute_gradients(
         layout: of the step.
         zero: ZeRO stage, see `DataReduction`.
         on_shards: whether microbatches may be accumulated on shards of `data`, where the loss sees a shard's rows only
-            and draws random numbers of these shapes.
+            and draws random numbers of these shapes. A model state (batch statistics) would differ between shards, so
+            that with one the compiler places the collectives.
         stack: path of a stack of layers that the loss runs once, by `scan_stack`; None: there is none. The sums over
-            microbatches take the gradient of each of its layers in the backward pass, see `layout/stack_sums.py`.
+            microbatches take the gradient of each of its layers in the backward pass, see `layout/scatter.py`.
         powers_of_two: as the loss got it for its `loss_divisor`.
 
     Returns:
@@ -103,107 +230,79 @@ def compute_gradients(
         )
         tree = as_means(tree, weight, powers_of_two=powers_of_two)
         return Gradients(tree, loss_sum, weight, model_state, metrics)
+    loop = _Loop(loss, accumulation_steps, layout, zero, stack, powers_of_two)
     arguments = (params, fixed, model_state, batch, key)
-    how = (accumulation_steps, layout, zero, stack, powers_of_two)
-    accumulate = _choose_accumulation(loss, arguments, *how) if on_shards else _automatic(loss, *how)
-    total, model_state, (loss_sum, weight, metrics) = accumulate(*arguments)
+    run = partial(_automatic, loop)
+    if on_shards and layout.mesh.shape["data"] > 1 and not jax.tree.leaves(model_state):
+        by_shard = jax.jit(partial(_on_shards, loop), inline=True)
+        # What prints (jax.debug.print) does not lower where data alone is manual (jax 0.10.2).
+        run = run if by_shard.trace(arguments).jaxpr.effects else by_shard
+    total, model_state, (loss_sum, weight, metrics) = run(arguments)
+    # The sums become the average over the global batch.
     total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)
 
 
-def _choose_accumulation(
+def compute_mean_loss(
     loss: LossFunction,
-    arguments: tuple[Tree, Tree, Tree, Batch, jax.Array],
-    count: int,
-    layout: Layout,
-    zero: int,
-    stack: str | None,
-    powers_of_two: bool,
-) -> Accumulate:
-    """Accumulate on shards of `data` where that gives the same numbers and can be compiled.
+    params: Tree,
+    fixed: Tree,
+    model_state: Tree,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    accumulation_steps: int,
+    **unused: Any,
+) -> jax.Array:
+    """The mean loss without its gradient, as often as an optimizer asks for it: float32 [], without its loss scale.
 
-    A shard sees its own rows only: a model state that is made from the batch (batch statistics) would differ from
-    shard to shard. A model or loss that calls back to Python does not lower where `data` alone is manual (jax 0.10.2).
-
-    Args:
-        loss: of a microbatch.
-        arguments: of the program.
-        count: microbatches.
-        layout: of the step.
-        zero: ZeRO stage.
-        stack, powers_of_two: see `compute_gradients`.
+    It is the loss that `compute_gradients` differentiates, with its microbatches and random numbers, and may itself be
+    differentiated twice. Arguments as there; those that say how gradients are summed change nothing.
     """
-    how = (count, layout, zero, stack, powers_of_two)
-    automatic = _automatic(loss, *how)
-    params, _, model_state, batch, _ = arguments
-    if layout.mesh.shape["data"] == 1 or jax.tree.leaves(model_state):
-        return automatic
-    on_shards, operations = traced(_on_shards(loss, params, batch, *how), *arguments)
-    if not calls_back(operations):
-        return on_shards
-    why = "the model or its loss calls back to Python (jax.debug.print), which jax cannot on a shard of data"
-    note_choice("accumulation", "gradients cross data in every microbatch", [("once a step", why)])
-    return automatic
+    if accumulation_steps == 1:
+        _, (total, weight, _, _) = loss(params, fixed, model_state, batch, jax.random.fold_in(key, 0))
+        return total / divisor(weight)
+
+    # Differentiated, it keeps the activations of one microbatch, as the gradient of the step does.
+    @jax.checkpoint
+    def one(params: Tree, state: Tree, index: jax.Array, rows: Batch) -> tuple[jax.Array, jax.Array, Tree]:
+        _, (total, weight, state, _) = loss(params, fixed, state, rows, jax.random.fold_in(key, index))
+        return total, weight, state
+
+    def step(state: Tree, microbatch: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
+        total, weight, new = one(params, state, *microbatch)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state), (total, weight)
+
+    microbatches = (jnp.arange(accumulation_steps), split_microbatches(batch, accumulation_steps))
+    _, (totals, weights) = jax.lax.scan(step, model_state, microbatches)
+    return jnp.sum(totals) / divisor(jnp.sum(weights))
 
 
-def _automatic(
-    loss: LossFunction, count: int, layout: Layout, zero: int, stack: str | None, powers_of_two: bool
-) -> Accumulate:
-    """Build the accumulation whose collectives the compiler places; arguments as those of `_on_shards`."""
+def _automatic(loop: _Loop, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
+    """Accumulate in code whose collectives the compiler places."""
 
     def keep_part(total: Tree) -> Tree:
         # With ZeRO the compiler reduces every microbatch into the part that a device keeps.
-        return constrain_gradients(total, layout, zero)
+        return constrain_gradients(total, loop.layout, loop.zero)
 
-    def zeros(params: Tree) -> Tree:
-        return keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params))
-
-    inside = partial(_inside, stack=stack, layout=layout, zero=zero)
-    differentiate = _differentiate(loss, None, stack, powers_of_two=powers_of_two)
-    return partial(_accumulate, differentiate, keep_part, count, zeros, inside)
+    zeros = keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), arguments[0]))
+    return _accumulate(loop, _differentiate(loop, None), keep_part, zeros, arguments)
 
 
-def _on_shards(
-    loss: LossFunction,
-    params: Tree,
-    batch: Batch,
-    count: int,
-    layout: Layout,
-    zero: int,
-    stack: str | None,
-    powers_of_two: bool,
-) -> Accumulate:
-    """Build the accumulation that is manual over `data`: each shard its own rows, reduced after the loop.
-
-    Args:
-        loss: of a microbatch.
-        params, batch: arrays or shapes, for their specs.
-        count: microbatches.
-        layout: of the step.
-        zero: ZeRO stage.
-        stack, powers_of_two: see `compute_gradients`.
-
-    Returns:
-        A function of global arrays.
-    """
-    reduction = DataReduction(layout, zero, stack)
+def _on_shards(loop: _Loop, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
+    """Accumulate in code that is manual over `data`: each shard its own rows, reduced after the loop."""
+    layout = loop.layout
+    reduction = DataReduction(layout, loop.zero, loop.stack)
     manual = dataclasses.replace(layout, manual=layout.manual | {"data"})
-    differentiate = _differentiate(
-        loss,
-        reduction if reduction.each_microbatch else None,
-        stack,
-        powers_of_two=powers_of_two,
-        adds_rest=zero == 1 and stack is not None,
-    )
-    inside = partial(_inside, stack=stack, layout=layout, zero=zero)
+    adds_rest = loop.zero == 1 and loop.stack is not None
+    differentiate = _differentiate(loop, reduction if reduction.each_microbatch else None, adds_rest=adds_rest)
 
-    def local(params: Tree, *rest: Tree) -> tuple[Tree, Tree, TaskSums]:
+    def local(*arguments: Any) -> tuple[Tree, Tree, TaskSums]:
+        params = arguments[0]
         with use_layout(manual):
-            total, model_state, sums = _accumulate(
-                differentiate, lambda total: total, count, reduction.zeros, inside, params, *rest
-            )
-            finish = reduction.as_stored if reduction.each_microbatch else reduction.reduce
-            total = finish(total, params)
+            zeros = reduction.zeros(params)
+            total, model_state, sums = _accumulate(loop, differentiate, lambda total: total, zeros, arguments)
+            total = (reduction.as_stored if reduction.each_microbatch else reduction.reduce)(total, params)
         return total, model_state, jax.lax.psum(sums, "data")
 
     # Unchecked: the check would ask for casts in the loops of users' models. The sums above are the only
@@ -211,43 +310,32 @@ def _on_shards(
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(batch), PartitionSpec()),
-        out_specs=(reduction.specs(params), PartitionSpec(), PartitionSpec()),
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(arguments[3]), PartitionSpec()),
+        out_specs=(reduction.specs(arguments[0]), PartitionSpec(), PartitionSpec()),
         axis_names={"data"},
         check_vma=False,
-    )
+    )(*arguments)
 
 
-def _differentiate(
-    loss: LossFunction,
-    reduction: DataReduction | None,
-    stack: str | None,
-    *,
-    powers_of_two: bool,
-    adds_rest: bool = False,
-) -> Differentiate:
+def _differentiate(loop: _Loop, reduction: DataReduction | None, *, adds_rest: bool = False) -> Differentiate:
     """Build the gradients of a microbatch, of which those of the stack are added to the sums as they arise.
 
     Args:
-        loss: of a microbatch.
+        loop: what is differentiated.
         reduction: given where each device keeps its part of every microbatch's gradient, as soon as a layer's is there
             (ZeRO-2). Then shards are summed before their gradients can be weighted, so that what is differentiated is
             the sum over rows, divided by the count of targets, so that fp16 gradients keep their range.
-        stack, powers_of_two: see `compute_gradients`.
         adds_rest: whether the backward pass adds the gradients outside the stack to their sums too, which a
             `reduction` does for those that it scatters.
     """
+    per = loop.divisor
 
-    per = partial(loss_divisor, powers_of_two=powers_of_two)
-
-    def differentiate(
-        sums: ByPath, others: ByPath, params: Tree, fixed: Tree, model_state: Tree, batch: Batch, key: jax.Array
-    ) -> tuple[ByPath, ByPath, LossParts]:
-        constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=powers_of_two)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        whole = {path_name(path): leaf for path, leaf in leaves}
+    def differentiate(sums: ByPath, others: ByPath, arguments: Arguments) -> tuple[ByPath, ByPath, LossParts]:
+        params, fixed, model_state, batch, key = arguments
+        constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=loop.powers_of_two)
+        whole, structure = _by_path(params), jax.tree.structure(params)
         zeros = {} if reduction is None else _by_path(reduction.zeros(params))
-        dims = {path_name(path): None if reduction is None else reduction.sum_dim(path, leaf) for path, leaf in leaves}
+        dims = {name: None if reduction is None else reduction.sum_dim(name, leaf) for name, leaf in whole.items()}
 
         def keep_part(name: str, gradient: jax.Array) -> jax.Array:
             return gradient if reduction is None else _scatter(gradient, dims[name], first_dim=1)
@@ -259,14 +347,14 @@ def _differentiate(
             chosen = [starts[name] if name in starts and dims[name] is None else leaf for name, leaf in whole.items()]
             given = {name: (part, dims[name]) for name, part in starts.items() if adds_rest or dims[name] is not None}
             parts = Parts(given, others, factors)
+            passing = StackSums(loop.stack or "", (sums, factor), keep_part)
             with contextlib.ExitStack() as contexts:
                 if given:
                     contexts.enter_context(use_parts(parts))
-                passing = StackSums(stack or "", (sums, factor), keep_part)
                 if sums:
                     contexts.enter_context(use_stack_sums(passing))
-                mean, found = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
-            assert passing.end is not None or not sums, f"{stack} is run by scan_stack"
+                mean, found = loop.loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
+            assert passing.end is not None or not sums, f"{loop.stack} is run by scan_stack"
             mean = mean if reduction is None else mean * (per(found[1]) / constant)
             return (mean, passing.end or (sums, factor), parts.ends), found
 
@@ -292,32 +380,26 @@ def _differentiate(
 
 
 def _accumulate(
+    loop: _Loop,
     differentiate: Differentiate,
     keep_part: Callable[[Tree], Tree],
-    count: int,
-    zeros: Callable[[Tree], Tree],
-    inside: Callable[[Tree], Collection[str]],
-    params: Tree,
-    fixed: Tree,
-    model_state: Tree,
-    batch: Batch,
-    key: jax.Array,
+    zeros: Tree,
+    arguments: Arguments,
 ) -> tuple[Tree, Tree, TaskSums]:
     """Loop over the microbatches.
 
     Args:
+        loop: their number, and the stack.
         differentiate: gradients of a microbatch.
         keep_part: the sum -> what a device keeps of it.
-        count: microbatches.
-        zeros: params -> the sum before the first microbatch.
-        inside: params -> paths of those whose gradients are added in the backward pass.
-        params, fixed, model_state, batch, key: see `compute_gradients`.
+        zeros: the sum before the first microbatch.
+        arguments: of the loss, for the whole batch.
 
     Returns:
         Gradients weighted and summed, model_state after the last microbatch, and the sums of the loss.
     """
-    structure = jax.tree.structure(params)
-    summed_inside = inside(params)
+    params, fixed, model_state, batch, key = arguments
+    summed_inside = loop.summed_inside(params)
 
     def step(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Tree]) -> tuple[tuple[Tree, Tree], TaskSums]:
         total, state = carry
@@ -326,18 +408,17 @@ def _accumulate(
         sums = {name: totals[name] for name in summed_inside}
         others = {name: total for name, total in totals.items() if name not in sums}
         weighted, sums, (loss_sum, weight, new_state, metrics) = differentiate(
-            sums, others, params, fixed, state, rows, jax.random.fold_in(key, index)
+            sums, others, (params, fixed, state, rows, jax.random.fold_in(key, index))
         )
         # The carry keeps its dtypes, whatever dtype a model computes its state in.
         state = jax.tree.map(
             lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), new_state, state
         )
         added = [sums[name] if name in sums else total + weighted[name] for name, total in totals.items()]
-        return (keep_part(jax.tree.unflatten(structure, added)), state), (loss_sum, weight, metrics)
+        return (keep_part(jax.tree.unflatten(jax.tree.structure(params), added)), state), (loss_sum, weight, metrics)
 
-    start = (zeros(params), model_state)
-    microbatches = (jnp.arange(count), split_microbatches(batch, count))
-    (total, model_state), sums = jax.lax.scan(step, start, microbatches)
+    microbatches = (jnp.arange(loop.count), split_microbatches(batch, loop.count))
+    (total, model_state), sums = jax.lax.scan(step, (zeros, model_state), microbatches)
     return total, model_state, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
@@ -345,19 +426,14 @@ def _by_path(tree: Tree) -> ByPath:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _inside(params: Tree, *, stack: str | None, layout: Layout, zero: int) -> list[str]:
-    """Paths of the parameters of a stack whose sums take the gradients of its layers one by one.
+def _map_named(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`jax.tree.map` of a function that gets the path's name first."""
+    return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_name(path), *leaves), tree, *rest)
 
-    A parameter that is sharded over its layers, as one may be whose table does not name that dim, is not among them.
-    """
-    if stack is None:
-        return []
-    also = ("data",) if zero else ()
-    return [
-        name
-        for name, leaf in _by_path(params).items()
-        if name.startswith(f"{stack}/") and not any(parameter_spec(name, leaf.shape, layout, also=also)[:1])
-    ]
+
+def sum_dtype(leaf: jax.Array) -> jnp.dtype:
+    """The dtype of a sum over microbatches: at least float32; complex numbers stay complex."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
 def _scatter(gradient: jax.Array, dim: int | None, *, first_dim: int = 0) -> jax.Array:
@@ -368,18 +444,12 @@ def _scatter(gradient: jax.Array, dim: int | None, *, first_dim: int = 0) -> jax
 
 
 def constrain_gradients(tree: Tree, layout: Layout, zero: int) -> Tree:
-    """Shard gradients (or parameters) as the optimizer state is: over `data` too from ZeRO-1 on.
-
-    Args:
-        tree: like the trainable parameters.
-        layout: of the step.
-        zero: ZeRO stage; without ZeRO the tree stays as it is.
-    """
+    """Gradients or parameters sharded as the optimizer state is: from ZeRO-1 on over `data` too, else as they are."""
     if zero == 0 or layout.mesh.size == 1:
         return tree
 
-    def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
-        spec = parameter_spec(path_name(path), leaf.shape, layout, also=("data",))
+    def one(name: str, leaf: jax.Array) -> jax.Array:
+        spec = parameter_spec(name, leaf.shape, layout, also=("data",))
         return jax.lax.with_sharding_constraint(leaf, layout.named(spec))
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return _map_named(one, tree)

@@ -1,5 +1,12 @@
-"""The microbatches of a batch, and how a batch enters a region that is manual over `data`."""
+"""The microbatches of a batch, and what the loss sum of some rows is divided by before it is differentiated.
 
+That is the weight of the rows, so that gradients keep the range of a mean (fp16); their gradient is weighted
+afterwards. Where layers round gradients to 8 bits, which rows are differentiated together must not show in what is
+rounded: the divisor is a power of two there, which commutes with rounding, and the rest of the division follows in
+float32.
+"""
+
+import math
 from typing import Any
 
 import jax
@@ -7,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.sharding import constrain
+from jaxtrain.models.task import divisor
 
 # A nested structure of arrays with None in some places. Its structure is the model's, so that no type describes it.
 Tree = Any
@@ -36,12 +44,30 @@ def split_microbatches(batch: Tree, count: int) -> Tree:
 
 
 def batch_specs(batch: Tree) -> Tree:
-    """Specs of a batch for a region that is manual over `data`: rows are sharded, scalars replicated.
-
-    Args:
-        batch: arrays or their shapes.
-
-    Returns:
-        A `PartitionSpec` for each.
-    """
+    """Specs of a batch for a region that is manual over `data`: rows are sharded, scalars replicated."""
     return jax.tree.map(lambda x: PartitionSpec("data") if jnp.ndim(x) else PartitionSpec(), batch)
+
+
+def loss_divisor(weight: jax.Array, *, powers_of_two: bool) -> jax.Array:
+    """What a loss sum of rows of this weight (float32 []) is divided by before it is differentiated.
+
+    `divisor(weight)`, or with `powers_of_two` the largest power of two that its magnitude reaches.
+    """
+    if not powers_of_two:
+        return divisor(weight)
+    bits = jax.lax.bitcast_convert_type(divisor(weight), jnp.int32)
+    # Without mantissa and sign; at least the smallest normal number.
+    return jax.lax.bitcast_convert_type(jnp.maximum(bits & 0x7F800000, 0x00800000), jnp.float32)
+
+
+def loss_constant(number: float, *, powers_of_two: bool) -> float:
+    """What loss sums are divided by that stages or shards add up before they are weighted: a number, or as above."""
+    return math.ldexp(0.5, math.frexp(number)[1]) if powers_of_two else float(number)
+
+
+def as_means(gradients: Tree, weight: jax.Array, *, powers_of_two: bool) -> Tree:
+    """Gradients of a loss sum over its `loss_divisor` as those of the mean: in float32 where they differ."""
+    if not powers_of_two:
+        return gradients
+    rest = loss_divisor(weight, powers_of_two=True) / divisor(weight)
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * rest, gradients)

@@ -1,9 +1,10 @@
 """One runner for every pipeline schedule: `jax.shard_map` over `pipe` and `data`, the other axes left to the compiler.
 
-The table of `schedules.py` says what each stage does in each tick. A tick is: store what arrived, at most one forward,
-at most one backward, then send activations up and gradients down. Computing is inside `lax.cond`, sending never is: if
-only some stages ran a collective-permute, they would wait for the others forever. A backward first computes the forward
-of its stage again from the saved input. The last stage has no separate forward: its backward computes the loss too.
+`pipeline_gradients` trains, `pipeline_sums` evaluates. The table of `schedules.py` says what each stage does in each
+tick: store what arrived, at most one forward, at most one backward, then send activations up and gradients down.
+Computing is inside `lax.cond`, sending never is: if only some stages ran a collective-permute, they would wait for the
+others forever. A backward first computes the forward of its stage again from the saved input. The last stage has no
+separate forward: its backward computes the loss too.
 
 To follow one microbatch: `_store_arrivals` and `_forward` on each stage in turn, `_backward_last` on the last one, then
 `_store_arrivals` and `_backward_middle` on each stage down to `_backward_first`; `_send` takes it from stage to stage.
@@ -20,13 +21,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.gather import constrain_parameters
-from jaxtrain.layout.order import turn_of
+from jaxtrain.layout.manual import turn_of
 from jaxtrain.models.task import TaskSums, divisor
 from jaxtrain.parallel import stage as on_stage
-from jaxtrain.parallel.divisors import loss_constant
-from jaxtrain.parallel.gradients import Gradients
-from jaxtrain.parallel.microbatches import Tree, batch_specs
-from jaxtrain.parallel.reduction import DataReduction
+from jaxtrain.parallel.gradients import DataReduction, Gradients
+from jaxtrain.parallel.microbatches import Tree, batch_specs, loss_constant
 from jaxtrain.parallel.schedules import Tables
 from jaxtrain.parallel.stage import Pipeline, Stage, StageCode
 from jaxtrain.precision.policy import cast_floats
@@ -125,7 +124,7 @@ def pipeline_gradients(
         key: random key; the index of the microbatch is folded into it.
         scale: float32 [], loss scale.
         zero: ZeRO stage, see `DataReduction`.
-        powers_of_two: whether losses are differentiated over a power of two, see `parallel/divisors.py`.
+        powers_of_two: whether losses are differentiated over a power of two, see `parallel/microbatches.py`.
 
     Returns:
         Gradients sharded over `pipe`, and over `data` as `DataReduction` says.
@@ -174,13 +173,7 @@ def _local_gradients(
     constant: float,
     *arguments: Tree,
 ) -> tuple[Tree, TaskSums]:
-    """Run every tick on one device, then sum over stages and shards.
-
-    Args:
-        pipeline, code, merge: see `pipeline_gradients`.
-        reduction, shapes, constant: see `_Work`.
-        arguments: outer, outer_fixed, stack, stack_fixed, batch, key and loss scale; local arrays.
-    """
+    """Run every tick on one device, then sum over stages and shards; `arguments` are those of `run` in the caller."""
     *held, scale = arguments
     stage = on_stage.make_stage(pipeline, code, merge, tuple(held))
     no_carry = on_stage.empty_carry(stage)
@@ -236,10 +229,9 @@ def _store_arrivals(moving: _Moving, tick: _Tick) -> _Moving:
 
 
 def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array | None]:
-    """Compute what this stage sends up; the last virtual stage computes its forward in its backward.
+    """What this stage sends up, and on CPU devices a 0 that is there as soon as that is.
 
-    Returns:
-        What it sends, and on CPU devices a 0 that is there as soon as that is.
+    The last virtual stage computes its forward in its backward.
     """
 
     layout = work.stage.pipeline.layout
@@ -325,14 +317,7 @@ def _backward_last(work: _Work, moving: _Moving, given: _Given) -> tuple[_Moving
 
 
 def _add(work: _Work, moving: _Moving, outer: Tree | None, stack: Tree, chunk: jax.Array) -> _Moving:
-    """Add one microbatch's gradients to the sums.
-
-    Args:
-        work, moving: of this device.
-        outer: gradients of parameters outside the stack; None where the stage uses none of them.
-        stack: gradients of one chunk, arrays [n, ...].
-        chunk: its number, int32 [].
-    """
+    """Add one microbatch's gradients to the sums: outside the stack (None: the stage uses none) and of one chunk."""
     name = work.stage.pipeline.stack
     if outer is None:
         outer = moving.outer
@@ -357,3 +342,55 @@ def _kept(work: _Work, gradients: Tree) -> Tree:
 def _send(work: _Work, moving: _Moving, up: Tree, down: Tree) -> _Moving:
     """Send the carry up and the gradient down, on every stage in every tick."""
     return dataclasses.replace(moving, up=on_stage.send_up(work.stage, up), down=on_stage.send_down(work.stage, down))
+
+
+# --- The forward half, for evaluation: what arrives in a tick is used in that tick, so nothing is stored. ---
+
+
+def pipeline_sums(pipeline: Pipeline, code: StageCode, params: Tree, batch: Tree, key: jax.Array) -> TaskSums:
+    """Sum the loss over a global batch, by the forward half of the pipeline's schedule.
+
+    Args:
+        pipeline: schedule, layout and stack; every forward of the schedule reads what arrived in its own tick.
+        code: what stages compute.
+        params: in the compute dtype, those outside the stack replicated over `fsdp`.
+        batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
+        key: folded with the microbatch's index.
+
+    Returns:
+        Loss sum and weight, float32 [], and the metric sums, the same on every device.
+    """
+    outer, stack = _without_stack(pipeline, params)
+    everywhere = PartitionSpec()
+    specs = (everywhere, PartitionSpec("pipe"), batch_specs(batch), everywhere)
+    return on_stage.enter(pipeline, partial(_local_sums, pipeline, code), specs, everywhere)(outer, stack, batch, key)
+
+
+def _local_sums(pipeline: Pipeline, code: StageCode, outer: Tree, stack: Tree, batch: Tree, key: jax.Array) -> TaskSums:
+    """Run every tick on one device, then sum over stages and shards."""
+    tables = pipeline.schedule.tables()
+    used = (tables.forward_microbatch >= 0).any(axis=1)
+    ticks = jnp.asarray(tables.forward_microbatch[used]), jnp.asarray(tables.forward_chunk[used])
+    stage = on_stage.make_stage(pipeline, code, lambda params, _: params, (outer, None, stack, None, batch, key))
+    no_carry = on_stage.empty_carry(stage)
+    no_sums = on_stage.empty_sums(stage, no_carry)
+
+    def last(microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> tuple[Tree, TaskSums]:
+        rows = on_stage.rows_of(stage, microbatch)
+        carry = on_stage.layers(stage, on_stage.index(stage.stack, chunk), carry, rows, microbatch, chunk)
+        return no_carry, on_stage.loss(stage, stage.outer, carry, rows)
+
+    def tick(moving: tuple[Tree, TaskSums], row: tuple[jax.Array, jax.Array]) -> tuple[tuple[Tree, TaskSums], None]:
+        arrived, sums = moving
+        microbatch, chunk = row[0][stage.number], jnp.maximum(row[1][stage.number], 0)
+        branches = (
+            lambda *args: (no_carry, no_sums),
+            lambda *args: (on_stage.forward(stage, *args), no_sums),
+            last,
+        )
+        kind = jnp.where(microbatch < 0, 0, jnp.where(on_stage.is_last(stage, chunk), 2, 1))
+        up, found = jax.lax.switch(kind, branches, microbatch, chunk, arrived)
+        return (on_stage.send_up(stage, up), jax.tree.map(jnp.add, sums, found)), None
+
+    (_, sums), _ = jax.lax.scan(tick, (no_carry, no_sums), ticks)
+    return jax.lax.psum(sums, ("pipe", "data"))

@@ -63,6 +63,9 @@ class Tables:
     num_gradient_slots: int
 
 
+ARRAYS = tuple(name for name, kind in Tables.__annotations__.items() if kind is np.ndarray)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A table tick x stage. Each tick a stage does at most one forward and then at most one backward."""
@@ -104,13 +107,10 @@ class Schedule:
         return (total - work) / total
 
     def peak_live(self, stage: int | None = None) -> int:
-        """The most microbatch inputs that a stage holds at once, counted from the table.
+        """The most microbatch inputs that a stage (None: any) holds at once, counted from the table.
 
         An input lives from its forward to its backward, both included. The tokens of virtual stage 0 count, although
         they take no slot in `tables`. With chunks, an input of one chunk counts as one.
-
-        Args:
-            stage: the stage to count; None gives the maximum over all stages.
         """
         return max(self._live) if stage is None else self._live[stage]
 
@@ -132,27 +132,6 @@ def num_microbatches(microbatches: int | None, num_stages: int, *, accumulation_
     return microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
 
 
-def check_interleaved(num_stages: int, num_microbatches: int, *, key: str = "parallel.microbatches") -> None:
-    """Raise where the microbatches of an interleaved schedule are no multiple of its stages.
-
-    Args:
-        num_stages: p, the degree of the `pipe` axis.
-        num_microbatches: m, microbatches of one optimizer step.
-        key: the setting that gives them.
-
-    Raises:
-        ConfigError: names the numbers that work.
-    """
-    rest = num_microbatches % num_stages
-    if rest:
-        below, above = num_microbatches - rest, num_microbatches - rest + num_stages
-        works = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(
-            f"{key}={num_microbatches} is not a multiple of parallel.pipe={num_stages}, "
-            f"as parallel.schedule=interleaved_1f1b needs; use {key}={works}, or parallel.schedule=1f1b"
-        )
-
-
 # A search asks for the same few again and again.
 @functools.lru_cache(maxsize=64)
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -161,18 +140,16 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
     Args:
         name: a row of `SCHEDULES`.
         num_stages: p, the degree of the `pipe` axis.
-        num_microbatches: m, microbatches of one optimizer step.
+        num_microbatches: m, microbatches of one optimizer step; a multiple of p if the schedule is interleaved.
         num_chunks: v, chunks of layers a stage; 1 unless the schedule is interleaved.
 
     Raises:
-        ConfigError: an unknown name, or counts that the schedule cannot do.
+        ConfigError: chunks that the schedule does not have.
     """
-    if name not in SCHEDULES:
-        raise ConfigError(f"parallel.schedule={name} is not a schedule; use one of {', '.join(SCHEDULES)}")
-    counts = {"pipe": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
-    for key, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"parallel.{key}={count} is too small; use 1 or more")
+    interleaved = name == "interleaved_1f1b"
+    if interleaved != (num_chunks > 1):
+        chunks = "2 or more" if interleaved else "1"
+        raise ConfigError(f"parallel.schedule={name} has parallel.chunks of {chunks}, not {num_chunks}")
     placed = list(SCHEDULES[name](num_stages, num_microbatches, num_chunks))
     num_ticks = 1 + max(p.backward_tick for p in placed)
     forward: list[list[Cell]] = [[None] * num_stages for _ in range(num_ticks)]
@@ -190,7 +167,6 @@ def _gpipe(p: int, m: int, v: int) -> Iterator[Placed]:
 
     The last stage starts the backwards in the tick of its last forward, which saves a tick and changes nothing else.
     """
-    _require_one_chunk("gpipe", v)
     for s in range(p):
         for i in range(m):
             yield Placed(s, 0, i, forward_tick=i + s, backward_tick=(m + p - 2) + (p - 1 - s) + i)
@@ -202,7 +178,6 @@ def _one_forward_one_backward(p: int, m: int, v: int) -> Iterator[Placed]:
     The order of PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503). There p - s inputs are live; in lock step
     a microbatch takes a whole tick, forward and backward, to pass a stage, so that nearly twice as many are.
     """
-    _require_one_chunk("1f1b", v)
     for s in range(p):
         for i in range(m):
             yield Placed(s, 0, i, forward_tick=i + s, backward_tick=i + 2 * (p - 1) - s)
@@ -214,12 +189,6 @@ def _interleaved(p: int, m: int, v: int) -> Iterator[Placed]:
     The order of Narayanan et al. 2021, arXiv:2104.04473, section 2.2: groups of p microbatches pass one chunk after
     the other, so that each arrives back at stage 0 just when it is due there.
     """
-    if v < 2:
-        raise ConfigError(
-            f"parallel.schedule=interleaved_1f1b needs parallel.chunks of 2 or more, not {v}; "
-            "set parallel.chunks=2 or parallel.schedule=1f1b"
-        )
-    check_interleaved(p, m)
     for s in range(p):
         for c in range(v):
             for i in range(m):
@@ -238,14 +207,6 @@ SCHEDULES: dict[str, Callable[[int, int, int], Iterator[Placed]]] = {
     "1f1b": _one_forward_one_backward,
     "interleaved_1f1b": _interleaved,
 }
-
-
-def _require_one_chunk(name: str, v: int) -> None:
-    if v != 1:
-        raise ConfigError(
-            f"parallel.chunks={v} does not go with parallel.schedule={name}; "
-            "set parallel.chunks=1 or parallel.schedule=interleaved_1f1b"
-        )
 
 
 def _ticks(table: Table) -> dict[tuple[int, int], int]:
@@ -283,20 +244,7 @@ def _assign(schedule: Schedule) -> Tables:
     p = schedule.num_stages
     last_virtual = p * schedule.num_chunks - 1
     shape = (schedule.num_ticks, p)
-    arrays = {
-        name: np.full(shape, -1, np.int32)
-        for name in (
-            "forward_microbatch",
-            "forward_chunk",
-            "forward_slot",
-            "receive_slot",
-            "backward_microbatch",
-            "backward_chunk",
-            "backward_slot",
-            "receive_gradient_slot",
-            "backward_gradient_slot",
-        )
-    }
+    arrays = {name: np.full(shape, -1, np.int32) for name in ARRAYS}
     placed = {(one.microbatch, one.chunk * p + one.stage): one for one in _placed(schedule)}
     inputs: list[tuple[int, int, Placed]] = []
     gradients: list[tuple[int, int, Placed]] = []

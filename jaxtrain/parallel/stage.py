@@ -20,7 +20,6 @@ from jaxtrain.models.task import TaskSums
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
 from jaxtrain.parallel.programs import collectives
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.parallel.traced import calls_back, traced
 
 
 class StageCode(Protocol):
@@ -71,13 +70,7 @@ def index(tree: Tree, number: jax.Array) -> Tree:
 
 
 def store(buffer: Tree, value: Tree, slot: jax.Array) -> Tree:
-    """Put a value into a slot of a buffer.
-
-    Args:
-        buffer: arrays [slots, ...].
-        value: arrays [...].
-        slot: int32 []; at -1 the buffer stays as it is.
-    """
+    """Put a value into a slot (int32 []) of a buffer [slots, ...]; at -1 the buffer stays as it is."""
 
     def one(slots: jax.Array, x: jax.Array) -> jax.Array:
         at = jnp.maximum(slot, 0)
@@ -88,20 +81,12 @@ def store(buffer: Tree, value: Tree, slot: jax.Array) -> Tree:
 
 
 def deal(leaf: jax.Array, stages: int, chunks: int) -> jax.Array:
-    """Bring each layer from the stage that stores it to the stage that runs it.
+    """Bring each layer from the stage that stores it to the stage that runs it: [v * n, ...] -> [v, n, ...].
 
     Parameters are stored in layer order on every layout, so that a checkpoint knows no schedule; with several chunks
     a stage runs others than it stores, and they change places once a step, in v rounds of a permutation each. In
     round r stage s sends its stored chunk (r + s // (p / g)) mod v, g = gcd(v, p), which is a permutation because
     stages with equal destinations (p / g apart) then send chunks of different remainders by g.
-
-    Args:
-        leaf: [v * n, ...], the layers that this stage stores, in the order of the stack.
-        stages: p.
-        chunks: v.
-
-    Returns:
-        [v, n, ...], the chunks that this stage runs.
     """
     own = leaf.reshape(chunks, leaf.shape[0] // chunks, *leaf.shape[1:])
     if chunks == 1:
@@ -121,15 +106,7 @@ def deal(leaf: jax.Array, stages: int, chunks: int) -> jax.Array:
 
 
 def undeal(stage: "Stage", dealt: Tree) -> Tree:
-    """Bring gradients of chunks back to the stage that stores their layers: the transpose of `deal`.
-
-    Args:
-        stage: of this device.
-        dealt: arrays [v, n, ...], of the chunks that it runs.
-
-    Returns:
-        Arrays [v * n, ...], of the layers that it stores.
-    """
+    """Bring gradients of chunks [v, n, ...] back to the stage that stores their layers: the transpose of `deal`."""
 
     def one(leaf: jax.Array) -> jax.Array:
         stored = jax.ShapeDtypeStruct((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), leaf.dtype)
@@ -183,9 +160,7 @@ def make_stage(
 ) -> Stage:
     """Deal the layers out and split the batch.
 
-    Args:
-        pipeline, code, merge: see `Stage`.
-        arguments: outer, outer_fixed, stack, stack_fixed, batch and key; local arrays, stacks in stored order.
+    `arguments`: outer, outer_fixed, stack, stack_fixed, batch and key; local arrays, stacks in stored order.
     """
     outer, outer_fixed, stack, stack_fixed, batch, key = arguments
     schedule = pipeline.schedule
@@ -208,11 +183,7 @@ def make_stage(
 
 
 def empty_carry(stage: Stage) -> Tree:
-    """Make what a stage sends when it has nothing to send: zeros like the carry between two stages.
-
-    Raises:
-        ConfigError: the carry holds something else than floats.
-    """
+    """What a stage sends when it has nothing to send: zeros like the carry between two stages, which are floats."""
     at = jnp.int32(0)
     carry = jax.eval_shape(lambda: embed(stage, stage.outer, rows_of(stage, at), at))
     for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
@@ -225,7 +196,7 @@ def empty_carry(stage: Stage) -> Tree:
 
 
 def empty_sums(stage: Stage, carry: Tree) -> TaskSums:
-    """Make the sums of the loss before the first microbatch: zeros like those of one microbatch with this carry."""
+    """The sums of the loss before the first microbatch: zeros like those of one microbatch with this carry."""
     return _zeros(jax.eval_shape(lambda: loss(stage, stage.outer, carry, rows_of(stage, jnp.int32(0)))))
 
 
@@ -285,16 +256,10 @@ def send_down(stage: Stage, gradient: Tree) -> Tree:
 
 
 def check_branches(text: str, layout: Layout) -> None:
-    """Check that no stage of a compiled pipeline waits forever: for a permutation in a branch that others do not take.
+    """Raise a `ConfigError` where a stage of a compiled pipeline (HLO text) would wait forever.
 
-    The compiler makes one when it moves an array between two automatic axes inside a stage.
-
-    Args:
-        text: the compiled program (HLO).
-        layout: of the step.
-
-    Raises:
-        ConfigError: names the operation.
+    It would for a permutation in a branch that others do not take, which the compiler makes to move an array between
+    two automatic axes inside a stage.
     """
     stuck = [c for c in collectives(text) if c.kind == "collective-permute" and c.in_branch]
     if not stuck:
@@ -309,16 +274,7 @@ def check_branches(text: str, layout: Layout) -> None:
 
 
 def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out_specs: Tree) -> Callable[..., Tree]:
-    """Run a function on the local shards of `pipe` and `data`.
-
-    Args:
-        pipeline: its layout has the mesh.
-        function: of local arrays.
-        in_specs, out_specs: a `PartitionSpec` (or tree of them) for each argument and result.
-
-    Returns:
-        A function of global arrays. It raises a `ConfigError` when it is called, where the model calls back to Python.
-    """
+    """Make a function of local shards of `pipe` and `data` one of global arrays; specs as for `jax.shard_map`."""
     inside = dataclasses.replace(pipeline.layout, manual=frozenset({"pipe", "data"}))
 
     def local(*args: Tree) -> Tree:
@@ -336,11 +292,11 @@ def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out
     )
 
     def checked(*args: Tree) -> Tree:
-        jitted, operations = traced(run, *args)
-        if calls_back(operations):
+        jitted = jax.jit(run, inline=True)
+        if jitted.trace(*args).jaxpr.effects:
             raise ConfigError(
-                f"parallel.pipe={pipeline.schedule.num_stages}, but the model or its loss calls back to Python "
-                "(jax.debug.print), which jax cannot in a pipeline stage; take that out, or use parallel.pipe=1"
+                f"parallel.pipe={pipeline.schedule.num_stages}, but the model or its loss prints (jax.debug.print), "
+                "which jax cannot in a stage; take that out, or use parallel.pipe=1"
             )
         return jitted(*args)
 

@@ -7,7 +7,7 @@ from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.optimizers import check_schedule
 from jaxtrain.config.schema import BLOCK_INPUT, Config
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.plan.compile import ExactMemory, ask
 from jaxtrain.plan.cost import Cost, Terms, run_cost, with_tokens
 from jaxtrain.plan.memory import Memory, reserved_bytes, step_memory

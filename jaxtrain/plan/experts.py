@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.ops.experts.rows import is_one_round, multiplied_rows, round_rows
 from jaxtrain.plan.targets import Target
 

@@ -8,11 +8,9 @@ import math
 from dataclasses import dataclass, field
 
 from jaxtrain.config.model import TransformerConfig, ViTConfig
-from jaxtrain.layout.pieces import num_pieces
-from jaxtrain.layout.zero import stage_over_data
-from jaxtrain.optim import update_slices
-from jaxtrain.optim.rules import updates_elementwise
-from jaxtrain.optim.update_slices import num_slices
+from jaxtrain.layout.rules import num_pieces, stage_over_data
+from jaxtrain.optim import rules as update_slices
+from jaxtrain.optim.rules import num_slices, updates_elementwise
 from jaxtrain.plan.activations import step_work
 from jaxtrain.plan.state import StateBytes, local_size
 from jaxtrain.plan.step import DeviceStep

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import AXES
 from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.plan.compile import ExactMemory, ask
 from jaxtrain.plan.cost import Terms

@@ -17,7 +17,7 @@ from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, TransformerCo
 from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
+from jaxtrain.layout.rules import AXES, config_degrees, resolve_degrees
 from jaxtrain.metrics.format import format_gib
 from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards

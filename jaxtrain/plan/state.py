@@ -17,9 +17,16 @@ from jaxtrain.config.optimizers import (
     SGDDirection,
 )
 from jaxtrain.config.schema import Config
-from jaxtrain.layout.rules import Entry, entry_axes, entry_degree, parameter_entries
-from jaxtrain.layout.state_entries import block_entries, counting_dims, kept_entries
-from jaxtrain.layout.zero import zero_axes
+from jaxtrain.layout.rules import (
+    Entry,
+    block_entries,
+    counting_dims,
+    entry_axes,
+    entry_degree,
+    kept_entries,
+    parameter_entries,
+    zero_axes,
+)
 from jaxtrain.optim.rules import (
     NEWTON_SCHULZ_STEPS,
     adamw_patterns,

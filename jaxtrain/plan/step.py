@@ -8,8 +8,14 @@ from functools import cached_property
 from jaxtrain.config.kinds import PREFERENCES, task_name
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
-from jaxtrain.layout.rules import DEFAULT_RULES, check_replicated_share, check_tensor_used
+from jaxtrain.layout.rules import (
+    AXES,
+    DEFAULT_RULES,
+    check_replicated_share,
+    check_tensor_used,
+    config_degrees,
+    resolve_degrees,
+)
 from jaxtrain.metrics.flops import lowest_trained_block
 from jaxtrain.models.shipped.shapes import Stack, Structure
 from jaxtrain.parallel.division import (

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxtrain.config.model import ResNetConfig
-from jaxtrain.layout.degrees import AXES
-from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.config.schema import AXES
+from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.models.shipped.shapes import Stack
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.plan.attention import attention_forms, context_way

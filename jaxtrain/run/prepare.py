@@ -18,8 +18,8 @@ from jaxtrain.config import Loaded
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.interop.settings import check_fits, fresh_notes
-from jaxtrain.layout.degrees import config_degrees
 from jaxtrain.layout.mesh import make_mesh, mesh_notes
+from jaxtrain.layout.rules import config_degrees
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.history import flat, read_rows
 from jaxtrain.metrics.progress import Phase, Progress

@@ -21,7 +21,7 @@ from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import MultiWriter, Scalars, flat_scalars, open_writers
 from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.models.tasks import is_shipped
-from jaxtrain.optim.masks import trainable_predicate
+from jaxtrain.optim.optimizers import trainable_predicate
 from jaxtrain.run.directory import TOKENIZER_DIGEST
 from jaxtrain.run.published import keep_published, keep_tokenizer
 from jaxtrain.runtime.devices import peak_flops

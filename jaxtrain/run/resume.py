@@ -15,7 +15,7 @@ from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.history import flat
-from jaxtrain.optim.evaluation import kept_nodes
+from jaxtrain.optim.wrappers import kept_nodes
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 

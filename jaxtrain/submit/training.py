@@ -10,7 +10,7 @@ from jaxtrain.config import Loaded, find_config, load_config
 from jaxtrain.config.files import is_run, read_run, read_yaml, shipped_configs
 from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, redacted_words
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import config_degrees, resolve_degrees
+from jaxtrain.layout.rules import config_degrees, resolve_degrees
 from jaxtrain.parallel.division import check_rows, step_microbatches
 from jaxtrain.plan.cost import young_interval
 from jaxtrain.run.directory import folder_of, run_folder

@@ -16,19 +16,16 @@ from jaxtrain.config.model import CalledModel, MLPConfig, OutputScale
 from jaxtrain.config.schema import Config, FinetuneConfig, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.settings import fresh_parts
-from jaxtrain.layout.degrees import AXES, config_degrees
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.zero import stage_over_data
+from jaxtrain.layout.rules import AXES, config_degrees, stage_over_data
 from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model, ModelState, Params, count_parameters, parameter_shapes, with_remat
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task, is_shipped
-from jaxtrain.optim.masks import trainable_predicate
-from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.optimizers import build_optimizer, build_schedule, trainable_predicate
 from jaxtrain.optim.rules import adamw_patterns, check_patterns, complete_axes
-from jaxtrain.optim.schedules import build_schedule
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.parallelism import Parallelism, shard_model
 from jaxtrain.train.reference import awaiting_reference, lacks_reference

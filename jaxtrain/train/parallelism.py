@@ -8,9 +8,8 @@ from jax.sharding import Mesh
 from jaxtrain.config.schema import ParallelConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.rules import DEFAULT_RULES
+from jaxtrain.layout.rules import DEFAULT_RULES, zero_axes
 from jaxtrain.layout.sharding import Layout
-from jaxtrain.layout.zero import zero_axes
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel, place_model
 from jaxtrain.models.task import Task

@@ -11,8 +11,7 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, Sums, Task, task_sums
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Gradients
-from jaxtrain.parallel.pipeline import pipeline_gradients
-from jaxtrain.parallel.pipeline_forward import pipeline_sums
+from jaxtrain.parallel.pipeline import pipeline_gradients, pipeline_sums
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.train.state import merge_leaves

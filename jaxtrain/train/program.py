@@ -15,10 +15,9 @@ from jaxtrain.models.model import Model, ModelState, Params, PartsApply
 from jaxtrain.models.sharded import ShardedModel, stored_params
 from jaxtrain.models.task import Batch, ModelCall, Task, TaskSums, calling_sums, task_sums
 from jaxtrain.optim.offload import to_host
-from jaxtrain.parallel.divisors import loss_divisor
 from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients
-from jaxtrain.parallel.gradients import compute_gradients
-from jaxtrain.parallel.mean_loss import compute_mean_loss
+from jaxtrain.parallel.gradients import compute_gradients, compute_mean_loss
+from jaxtrain.parallel.microbatches import loss_divisor
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, cast_floats
 from jaxtrain.train.pipelined import step_gradients

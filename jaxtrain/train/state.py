@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.layout.sharding import optimizer_shardings, parameter_shardings, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel, with_sharding
-from jaxtrain.optim.evaluation import evaluation_weights
 from jaxtrain.optim.offload import lives_on_host, on_host
+from jaxtrain.optim.wrappers import evaluation_weights
 from jaxtrain.precision.policy import LossScale, cast_floats
 from jaxtrain.train.spikes import SpikeHistory
 

@@ -21,7 +21,7 @@ from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
 from jaxtrain.models.task import Batch, Task
 from jaxtrain.models.tasks import named_task
-from jaxtrain.optim.rate import rate_of
+from jaxtrain.optim.optimizers import rate_of
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
 from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices

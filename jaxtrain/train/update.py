@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.layout.sharding import Layout
-from jaxtrain.layout.zero import stage_over_data
 from jaxtrain.models.model import Params
 from jaxtrain.models.task import Sums, divisor
 from jaxtrain.models.tasks import MACRO
 from jaxtrain.optim.offload import update_on_host
-from jaxtrain.optim.rate import injected, rate_in
+from jaxtrain.optim.optimizers import injected, rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats
 from jaxtrain.train.parallelism import Parallelism

@@ -15,7 +15,7 @@ import ours_published
 
 from jaxtrain.config import load_config
 from jaxtrain.interop.pretrained import save_pretrained
-from jaxtrain.optim.schedules import build_schedule
+from jaxtrain.optim.optimizers import build_schedule
 from jaxtrain.train.assemble import assemble, open_run_data
 
 

@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 
 from jaxtrain.config.schema import ParallelConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.degrees import AXES, config_degrees, resolve_degrees
 from jaxtrain.layout.mesh import crossing_axes, make_mesh, mesh_notes
+from jaxtrain.layout.rules import AXES, config_degrees, resolve_degrees
 
 # degrees asked for, devices, degrees that are not 1
 RESOLVED = [

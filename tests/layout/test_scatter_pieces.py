@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout import pieces, scatter
+from jaxtrain.layout import rules, scatter
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
 
@@ -25,7 +25,7 @@ ROWS = {
 def test_pieces_are_the_part_of_the_sum(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dim: int, piece: int, count: int
 ) -> None:
-    monkeypatch.setattr(pieces, "_PIECE", piece)
+    monkeypatch.setattr(rules, "PIECE", piece)
     layout = Layout(make_mesh(data=4, devices=jax.devices()[:4]), {}, {})
     gradients = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
     part = jax.ShapeDtypeStruct((*shape[:dim], shape[dim] // 4, *shape[dim + 1 :]), jnp.float32)

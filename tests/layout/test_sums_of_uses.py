@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout import pieces, scatter
+from jaxtrain.layout import rules, scatter
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import DEFAULT_RULES
 from jaxtrain.layout.sharding import Layout, use_layout
@@ -57,7 +57,7 @@ USES: dict[str, tuple[Callable[[Params, jax.Array], jax.Array], bool, bool]] = {
 def test_sums_are_those_of_plain_code(
     use: Callable[[Params, jax.Array], jax.Array], finds: bool, scattered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "_PIECE", 64)  # several blocks of ids
+    monkeypatch.setattr(rules, "PIECE", 64)  # several blocks of ids
     layout = Layout(make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES]), {}, DEFAULT_RULES)
     random = np.random.default_rng(0)
     shapes = {"embedding": (VOCABULARY, WIDTH), "output": (WIDTH, VOCABULARY), "bias": (VOCABULARY,)}

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.config.optimizers import OptimizerConfig
-from jaxtrain.optim.elementwise import ElementwiseTransformation
 from jaxtrain.optim.offload import why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.wrappers import ElementwiseTransformation
 
 RATE = optax.linear_schedule(0.1, 0.01, 5)
 RNG = np.random.default_rng(0)
@@ -91,7 +91,7 @@ def test_from_python_it_is_the_same_and_declared_where_all_are() -> None:
     parts = (jt.elementwise(optax.adamw(RATE)), jt.elementwise(optax.sgd(0.5)))
     made = jt.parameter_groups(parts[0], {"head/kernel": parts[1], "none/*": parts[1], "head/*": optax.lion(0.1)})
     assert not isinstance(made, ElementwiseTransformation)
-    with pytest.raises(jt.ConfigError, match=r"parameter_groups: 'none/\*' matches no trained parameter; the nearest"):
+    with pytest.raises(jt.ConfigError, match=r"parameter_groups: 'none/\*' matches no parameter; the nearest"):
         made.init(PARAMS)
     declared = jt.parameter_groups(parts[0], {"head/*": parts[1]})
     assert isinstance(declared, ElementwiseTransformation)
@@ -110,5 +110,5 @@ def test_a_wrong_group_is_one_line() -> None:
 
     with pytest.raises(jt.ConfigError, match=r"groups\.0\.match: 'block/mlp/\*' .* the nearest are blocks/mlp/"):
         state_of("[{match: ['block/mlp/*']}]")
-    with pytest.raises(jt.ConfigError, match=r"groups\.1\.match: 'embedding' matches no trained"):
+    with pytest.raises(jt.ConfigError, match=r"groups\.1\.match: 'embedding' matches no parameter"):
         state_of("[{match: ['*']}, {match: [embedding]}]")

@@ -11,8 +11,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.images import resnet
 from jaxtrain.models.shipped.transformer import transformer
-from jaxtrain.optim.masks import decay_mask, trainable_predicate
-from jaxtrain.optim.optimizers import build_optimizer
+from jaxtrain.optim.optimizers import build_optimizer, decay_mask, trainable_predicate
 from jaxtrain.optim.rules import complete_axes
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=11, max_sequence_length=6)
@@ -100,7 +99,7 @@ def test_frozen_parameters():
 
 
 def test_wrong_patterns():
-    with pytest.raises(ConfigError, match=r"optimizer\.freeze: 'block/\*' matches no parameter; there are embedding, "):
+    with pytest.raises(ConfigError, match=r"optimizer\.freeze: 'block/\*' matches no parameter; the nearest are "):
         trainable_predicate(("embedding", "block/*"), PATHS)
     with pytest.raises(ConfigError, match=r"optimizer\.freeze matches every parameter"):
         trainable_predicate(("*",), PATHS)

@@ -9,10 +9,9 @@ import optax
 import pytest
 
 from jaxtrain.config.optimizers import AdamWConfig
-from jaxtrain.optim.moments import store_moments
+from jaxtrain.optim.moments import from_codes, largest_exponents, store_moments, to_codes
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import moment_block
-from jaxtrain.optim.short_floats import from_codes, largest_exponents, to_codes
 
 
 @partial(jax.jit, static_argnames=("block", "signed"))

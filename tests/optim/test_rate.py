@@ -42,7 +42,6 @@ def test_the_rate_of_the_metrics_is_the_ratio_of_update_and_gradient(case):
         np.testing.assert_allclose(metrics["learning_rate"], moved / metrics["grad_norm"], rtol=1e-4)
 
 
-OWN = optax.stateless(lambda updates, params: jax.tree.map(lambda g: 0.01 * g, updates))
 OTHERS = {
     "adamw after a factor that it takes out": (lambda: optax.chain(optax.scale(1 / 256), optax.adamw(DECAY)), {}, 0.5),
     "two rates": (
@@ -55,7 +54,6 @@ OTHERS = {
         {},
         None,
     ),
-    "one's own transformation": (lambda: optax.chain(OWN, optax.sgd(0.1)), {}, None),
     "without a rate": (lambda: optax.scale_by_adam(), {}, None),
     "what is given comes first": (lambda: optax.sgd(0.1), {"learning_rate": 0.7}, 0.7),
 }

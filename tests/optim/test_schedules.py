@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.config.optimizers import ScheduleConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.optim.schedules import build_schedule
+from jaxtrain.optim.optimizers import build_schedule
 
 PEAK, STEPS = 0.5, 100
 COSINE_MIDDLE = 0.05 + 0.45 * 0.5 * (1 + math.cos(math.pi * 0.5))

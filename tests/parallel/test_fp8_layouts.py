@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from layouts import CASES, ONE, Layout, distance, layout, load_batches, make_step, transformer
 
-from jaxtrain.parallel.divisors import as_means, loss_constant, loss_divisor
+from jaxtrain.parallel.microbatches import as_means, loss_constant, loss_divisor
 from jaxtrain.precision.policy import Policy
 
 # Linear layers in 8 bits, all else in float32, so that a difference is one of the 8-bit products: in bf16 every sum in

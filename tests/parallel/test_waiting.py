@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from waiting import unordered
 
+from jaxtrain.layout.manual import after
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.order import after
 
 
 def around(x: jax.Array, times: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.layout.degrees import AXES
+from jaxtrain.layout.rules import AXES
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.plan.estimate import analyse
 from jaxtrain.plan.finetuned import finetuned

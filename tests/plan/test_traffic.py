@@ -9,8 +9,8 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout import mesh
-from jaxtrain.layout.degrees import AXES
 from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.rules import AXES
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.ops.attention.context import choose_context
 from jaxtrain.ops.attention.rules import AttentionForm

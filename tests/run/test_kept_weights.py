@@ -13,7 +13,7 @@ from optax.contrib import schedule_free_adamw, schedule_free_sgd
 import jaxtrain as jt
 from jaxtrain.checkpoint.kept_weights import find_kept_weights
 from jaxtrain.checkpoint.tree import describe, flatten
-from jaxtrain.optim.evaluation import evaluation_weights, kept_nodes
+from jaxtrain.optim.wrappers import evaluation_weights, kept_nodes
 
 X = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
 DATA = {"inputs": X, "targets": (X.sum(axis=1) > 0).astype(np.int32)}

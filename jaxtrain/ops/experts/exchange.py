@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout.manual import run_manually, spec_of, vary_alike, vary_like
-from jaxtrain.layout.order import after, needs_order
+from jaxtrain.layout.manual import after, needs_order, run_manually, spec_of, vary_alike, vary_like
 from jaxtrain.layout.rules import Entry, entry_axes, entry_degree
 from jaxtrain.layout.sharding import Layout, current_layout, sum_over_shards
 from jaxtrain.ops.experts.compute import (

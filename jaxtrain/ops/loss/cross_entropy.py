@@ -16,7 +16,7 @@ from jax import Array
 from jaxtrain.config.schema import Logits
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
-from jaxtrain.layout.pieces import num_pieces
+from jaxtrain.layout.rules import num_pieces
 from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, sum_and_scatter, use_and_add
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.ops.attention.reference import capped
