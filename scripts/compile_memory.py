@@ -38,7 +38,6 @@ def main(on: str, configs: list[str]) -> None:
             "state_bytes": memory.state_bytes,
             "peak_bytes": memory.peak_bytes,
             **({"host_bytes": memory.host_bytes} if memory.host_bytes else {}),
-            **({"compiler": list(memory.lines)} if memory.lines else {}),
             "compile_seconds": round(memory.compile_seconds),
             "jax": jax.__version__,
             "date": date.today().isoformat(),

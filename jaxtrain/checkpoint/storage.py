@@ -287,11 +287,14 @@ def everyone(succeeded: bool) -> bool:
     return bool(numpy.all(multihost_utils.process_allgather(numpy.asarray([succeeded]))))
 
 
-def _read(path: Place, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _read(path: Place, read: Callable[[], dict[str, Any]], *, again: bool = False) -> dict[str, Any]:
     """Return what `read` gives through Orbax; what is raised holds no error of Orbax, with its pending reads."""
     try:
         return read()
     except Exception as error:
+        if not again:  # a signal that came while TensorStore called Python looks like damage
+            free(error)
+            return _read(path, read, again=True)
         is_damage = not any(map(_is_of_this_machine, _chain(error)))
         reason = free(error)
     told = f"checkpoint {path} is damaged: {reason}" if is_damage else f"cannot read checkpoint {path}: {reason}"

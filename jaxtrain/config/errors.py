@@ -21,6 +21,7 @@ _LIMITS = ("than", "finite", "at least", "at most")
 _ALIASES = {
     "lr": "optimizer.learning_rate",
     "max_grad_norm": "optimizer.clip_norm",
+    "batch": "train.global_batch_size",
     "batch_size": "train.global_batch_size",
     "max_steps": "train.steps",
     "epochs": "train.steps",

@@ -1,5 +1,7 @@
 """Batches from an iterator, which has no index: read in order, and skipped up to the step that a run goes on from."""
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,6 +11,17 @@ import numpy as np
 from jaxtrain.data.batches import Batch, in_dtypes
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree import path_name
+
+# Iterators that were read from; an iterator that takes no weak reference is not remembered.
+_READ_FROM: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _check_unread(iterator: Iterable[Any]) -> None:
+    """Raises a DataError at the second call for an iterator: its first batches are gone, and would be skipped twice."""
+    if id(iterator) in _READ_FROM:
+        raise DataError("an earlier call has read from this iterator, so its first batches are gone; give a fresh one")
+    with contextlib.suppress(TypeError):
+        _READ_FROM[id(iterator)] = iterator
 
 
 class BatchStream:
@@ -28,6 +41,8 @@ class BatchStream:
         self._iterator = iter(batches)
         # Iterators return themselves; what does not can be read once more.
         self.restarts = self._iterator is not batches
+        if not self.restarts:
+            _check_unread(batches)
         self._position = 0
         self._first: Batch | None = self._read()  # batch 0 as NumPy arrays; None once it was loaded
         self._spec = jax.tree.map(

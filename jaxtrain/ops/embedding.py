@@ -86,8 +86,9 @@ def embedding_lookup(table_VD: Array, indices_BL: Array, *, rows: str | None) ->
     indices_BL = indices_BL.astype(jnp.int32)
     found = find_sum(table_VD)
     # Sent are rows in the dtype of the table, where those are fewer bytes than the table in float32.
-    fewer = indices_BL.size * table_VD.dtype.itemsize <= 4 * table_VD.shape[0]
-    if found is not None and (found.dim is None or (found.dim == 1 and fewer)):
+    if found is not None and (
+        found.dim is None or (found.dim == 1 and indices_BL.size * table_VD.dtype.itemsize <= 4 * table_VD.shape[0])
+    ):
         return _take_and_add(found, table_VD, indices_BL)
     layout = current_layout()
     batch = None if indices_BL.shape[0] == 1 else "batch"

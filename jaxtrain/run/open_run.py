@@ -399,7 +399,8 @@ class OpenedRun:
                     "a run on a table is evaluated on jaxtrain.open_data({...}, reading=...), not on arrays"
                 )
             given = rows_of(given)
-        rows = evaluated_rows(given, self.task, self.run_dir, own=own)
+        same = own and self._trained_on.get("fingerprint") == json.loads(json.dumps(self.data.fingerprint))
+        rows = evaluated_rows(given, self.task, self.run_dir, own=same)
         found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit)
         if isinstance(rows, Data) and self._own_model is None:
             check_data_fits(self.config, rows, self.sharded_model, own_task=self._own_task is not None)

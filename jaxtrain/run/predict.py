@@ -83,7 +83,7 @@ class Predictor:
                 outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
             except ConfigError as error:  # of the sharded model, which names the inputs
                 raise DataError(str(error)) from error
-            found.append(jax.tree.map(lambda leaf, left=left: leaf[:left], outputs))
+            found.append(_per_row(outputs, size, left))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
     def _apply(self, params: Params, model_state: ModelState, inputs: Any) -> Any:
@@ -95,6 +95,14 @@ class Predictor:
         return jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, outputs
         )
+
+
+def _per_row(outputs: Any, size: int, left: int) -> Any:
+    """The first rows of outputs, without the entries that have no value per row."""
+    if isinstance(outputs, Mapping):
+        found = {name: _per_row(value, size, left) for name, value in outputs.items()}
+        return {name: value for name, value in found.items() if value is not None}
+    return jax.tree.map(lambda leaf: leaf[:left] if leaf.shape[:1] == (size,) else None, outputs)
 
 
 def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model) -> grain.MapDataset:

@@ -147,7 +147,7 @@ RUN_MISTAKES = {
     "other images as text": (
         "eval {image} data.kind=text data.sequence_length=8",
         2,
-        r"the data has no classes",
+        r"model\.num_classes is not set",
     ),
 }
 

@@ -304,7 +304,6 @@ def test_choice():
 
 # implementation, mesh, heads, key-value heads, sequence length, message
 WRONG = {
-    "unknown": ("flash", dict(context=8), 8, 8, 32, "known: auto, ring, all_to_all, gather"),
     "ring in a pipeline": ("ring", dict(context=4, pipe=2), 8, 8, 32, "use all_to_all, gather or auto"),
     "heads for all-to-all": (
         "all_to_all", dict(context=4, tensor=2), 12, 4, 32,

@@ -159,11 +159,11 @@ SAME = {
     ),
     "nothing frozen": (
         *("quickstart", ["optimizer.freeze=['layerz/*']"], 1),
-        "optimizer.freeze: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",
+        "optimizer.freeze: 'layerz/*' matches no parameter; the nearest are blocks/attention/key/kernel, ",
     ),
     "muon leaves nothing": (
         *("quickstart", ["optimizer={kind: muon, adamw: ['layerz/*']}"], 1),
-        "optimizer.adamw: 'layerz/*' matches no parameter; there are blocks/attention/key/kernel, ",
+        "optimizer.adamw: 'layerz/*' matches no parameter; the nearest are blocks/attention/key/kernel, ",
     ),
     "tensor shards nothing": (
         *("digits_mlp", ["model.hidden_dims=[]", "parallel.tensor=2", "parallel.data=1"], 2),

@@ -8,8 +8,6 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.ops.low_precision import int8_matmul
-from jaxtrain.precision.kernels import QuantizedKernel
 
 MODEL = jt.from_functions(lambda key: {"w": jax.random.normal(key, (3, 2))}, lambda params, x: x @ params["w"])
 BATCH = {"inputs": np.ones((4, 3), np.float32), "targets": np.zeros((4, 2), np.float32)}
@@ -62,13 +60,6 @@ def test_weight_decay_of_bf16_parameters_is_not_rounded_before_it_counts():
 
     train(make(optax.GradientTransformation(lambda _: optax.EmptyState(), update), policy="bf16_pure"), 1)
     assert set(decays) == {jnp.dtype("float32")}
-
-
-def test_int8_products_of_many_inputs_do_not_overflow():
-    inputs = 140_000  # 127 x 127 x 133,144 is the largest that an int32 holds
-    kernel = QuantizedKernel(jnp.full((inputs, 1), 127, jnp.int8), jnp.ones((1, 1), jnp.float32), activations=True)
-    found = float(int8_matmul(jnp.ones((1, inputs), jnp.float32), kernel)[0, 0])
-    np.testing.assert_allclose(found, 127 * inputs, rtol=1e-5)
 
 
 READ_THE_LOSS = {

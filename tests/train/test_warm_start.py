@@ -167,7 +167,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         dict(params=ours({**HEAD, "bias": np.zeros(3, np.float32)})),
         r"head/bias is float32\[3\], wanted is float32\[4\]; write skip=\[\"head/\*\"\]",
     ),
-    "pattern of nothing": (dict(params=ours(HEAD), skip=["hed/*"]), r"skip: 'hed/\*' matches no parameter; there are"),
+    "pattern of nothing": (
+        dict(params=ours(HEAD), skip=["hed/*"]),
+        r"skip: 'hed/\*' matches no parameter; the",
+    ),
     "skip alone": (dict(skip=["head/*"]), "without anything to skip it in; give params="),
     "no folder": (dict(params="runs/nothing"), r"no checkpoint at runs/nothing; give a run \(runs/<name>\)"),
 }

@@ -101,7 +101,7 @@ ROWS = {
     "TrainStep: inputs of another width": (
         lambda: step()(step().init(0), {"inputs": X[:, :2], "targets": Y}),
         "float32[8, 2]",
-        "give inputs of the shape",
+        "cannot be applied to inputs",
     ),
     "TrainStep: no targets": (lambda: step()(step().init(0), {"inputs": X}), "inputs", "'targets'"),
 }

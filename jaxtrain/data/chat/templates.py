@@ -376,6 +376,10 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
     label = template.format.label
     whole = render(template, messages, prompt=False, where=where, tools=tools)
     if train_on == "all":
+        if not all(map(is_trained, messages)):
+            raise ConfigError(
+                f"{where} has messages that are not trained (weight 0), which data.train_on=all would train"
+            )
         return _Marked(where, whole.text, ((0, len(whole.text)),))
     said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
     answers = [i for i in said if i >= conversation.first and is_trained(messages[i])]

@@ -425,6 +425,8 @@ def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns:
     """
     if columns is None:
         columns = [name for name in column_names(path, what="the table") if name != target]
+        if all(number_in(name) is not None for name in columns):
+            raise DataError(f"{path}:1 holds only numbers; the first line must name the columns")
         if len(columns) != num_columns:
             raise DataError(
                 f"{path} has {len(columns)} columns ({', '.join(columns[:8])}), the run was trained on {num_columns} "

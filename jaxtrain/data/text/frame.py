@@ -5,10 +5,8 @@ Shapes: R rows, B rows of a batch, L tokens per row.
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -101,39 +99,6 @@ def _kept(lengths: list[int], room: int) -> list[int]:
         return [room - second, second]
     first = min(lengths[0], room // 2)
     return [first, room - first]
-
-
-def framed_file(text: str, tokenizer: BpeTokenizer, special: SpecialIds, *, pair: bool) -> str | None:
-    """Adds the frame of rows to the text of a tokenizer.json, by which other programs make the same rows.
-
-    None: it has a post-processor that adds tokens, or nothing is to be added.
-    """
-    frames = {"single": make_frame(tokenizer, special, pair=False)}
-    if pair or special.end is not None:
-        frames["pair"] = make_frame(tokenizer, special, pair=True)
-    else:  # of texts alone: readers ask for a pair all the same
-        frames["pair"] = Frame((*frames["single"].entries, ("second", 1)))
-    asked = frames["pair" if pair else "single"]
-    if not asked.num_special or any(isinstance(entry, int) for entry, _ in tokenizer.frame(pair=pair)):
-        return None
-    ids = dict.fromkeys(entry for frame in frames.values() for entry, _ in frame.entries if isinstance(entry, int))
-    names = {i: tokenizer.token_name(i) for i in ids}
-    template: dict[str, Any] = {"type": "TemplateProcessing"} | {
-        form: [
-            {"SpecialToken": {"id": names[entry], "type_id": kind}}
-            if isinstance(entry, int)
-            else {"Sequence": {"id": "A" if entry == "first" else "B", "type_id": kind}}
-            for entry, kind in frame.entries
-        ]
-        for form, frame in frames.items()
-    }
-    template["special_tokens"] = {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in names.items()}
-    content = json.loads(text)
-    # One that adds no tokens moves the places of characters, and goes on doing so.
-    before = content.get("post_processor") or {"type": "Sequence", "processors": []}
-    parts = before["processors"] if before.get("type") == "Sequence" else [before]
-    content["post_processor"] = {"type": "Sequence", "processors": [*parts, template]} if parts else template
-    return json.dumps(content, ensure_ascii=False, indent=2)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ def number_of(value: Any, *, where: str, column: str) -> float:
 
 def class_name(value: Any, *, where: str, column: str) -> str:
     """Returns the name of a class that is text, a whole number or a truth value; a DataError for others."""
+    if str(value).strip() in ("-1", "-100"):
+        raise DataError(f"{where} column '{column}' is {value}, which marks a row without a class; remove the row")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):

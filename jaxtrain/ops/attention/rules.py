@@ -186,7 +186,7 @@ def _cudnn_refusal(case: AttentionCase) -> str | None:
             case.head_dim % _CUDNN_HEAD_DIMS or case.head_dim > largest
         ),
         # jax refuses it where the kernel is differentiated.
-        f"the sequence is {case.length} long, it takes even lengths": bool(case.length % 2),
+        f"the sequence is {case.length} long, it takes even lengths": bool(case.length and case.length % 2),
     }
     return next((why for why, holds in reasons.items() if holds), None)
 
@@ -196,7 +196,9 @@ def _splash_refusal(case: AttentionCase) -> str | None:
         f"the platform is {case.platform}": case.platform != "tpu",
         "positions are relative": case.form.relative,
         "batch or heads do not divide by the mesh": not case.divides,
-        f"the sequence is {case.length} long, it takes multiples of {SPLASH_LANES}": bool(case.length % SPLASH_LANES),
+        f"the sequence is {case.length} long, it takes multiples of {SPLASH_LANES}": bool(
+            case.length and case.length % SPLASH_LANES
+        ),
         f"the head dim is {case.head_dim}, it takes multiples of {_SPLASH_HEAD_DIMS}": bool(
             case.head_dim % _SPLASH_HEAD_DIMS
         ),
