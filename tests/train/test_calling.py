@@ -262,7 +262,7 @@ def test_the_pipeline_refuses_what_needs_all_rows_in_one_place():
     calling, mixing = jt.Task.calling("once", calls_once), jt.Task("c", contrastive, rows="microbatch")
     with pytest.raises(jt.ConfigError, match="calls the model itself; use parallel"):
         jt.make_train_step(STAGES, calling, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, devices=jax.devices()[:2]))
-    with pytest.raises(jt.ConfigError, match=r"a stage sees the rows of one shard of data; use parallel\.data=1"):
+    with pytest.raises(jt.ConfigError, match="a stage sees one shard of data"):
         jt.make_train_step(STAGES, mixing, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, data=4))
     jt.make_train_step(STAGES, mixing, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, fsdp=4, data=1))
 
