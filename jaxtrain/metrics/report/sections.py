@@ -88,7 +88,7 @@ def settings(run: RunFiles) -> str:
     changed = {
         key.path: (key.value, "required" if key.default == "(required)" else key.default)
         for key in described
-        if (key.value != key.default or key.path.endswith(".kind")) and not is_replaced(key.path, own)
+        if key.value != key.default and not is_replaced(key.path, own)
     }
     shown = grid(("setting", "value", "default"), [(path, *values) for path, values in changed.items()])
     others = {path: value for path, value in every.items() if path not in changed}
