@@ -86,9 +86,9 @@ def settings(run: RunFiles) -> str:
     if not described:
         return section("Settings", facts(every))
     changed = {
-        key.path: (key.value, "required" if key.default == "(required)" else key.default)
+        key.path: (key.value, {"(required)": "required", key.value: ""}.get(key.default, key.default))
         for key in described
-        if key.value != key.default and not is_replaced(key.path, own)
+        if (key.value != key.default or key.path.endswith(".kind")) and not is_replaced(key.path, own)
     }
     shown = grid(("setting", "value", "default"), [(path, *values) for path, values in changed.items()])
     others = {path: value for path, value in every.items() if path not in changed}
