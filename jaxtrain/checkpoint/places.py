@@ -237,11 +237,6 @@ def is_incomplete(step: Place) -> bool:
     return bool(is_step) and not found & {COMMIT_FILE, _MOVING_FILE}
 
 
-def is_written(step: Place) -> bool:
-    """Whether the write of a step is done: on a disk it gets its name then, in a store its commit object."""
-    return (step / COMMIT_FILE).exists() if isinstance(step, RemotePath) else step.exists()
-
-
 class SeenComplete:
     """Whether a save in the background is complete, asked after every step: a store is asked every ten seconds."""
 

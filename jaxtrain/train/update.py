@@ -20,7 +20,7 @@ from jaxtrain.optim.optimizers import injected, rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import LossScaling, cast_floats
 from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.spikes import SpikeRule
+from jaxtrain.train.spikes import SpikeHistory, SpikeRule
 from jaxtrain.train.state import TrainState, floating_leaves, merge_leaves
 
 Metrics = dict[str, jax.Array]
@@ -77,39 +77,15 @@ def update_state(
         layout: of the step.
         settings: clipping, averages, loss scaling.
     """
-    scaled = state.loss_scale is not None
-
-    def unscaled(tree: Any, scale: jax.Array) -> Any:
-        return _unscaled(tree, scale if scaled else None)
-
     tree = constrain_gradients(gradients.tree, layout, settings.zero)
-    grad_norm = gradient_norm(unscaled(tree, scale), sliced=settings.sliced_norm)
+    unscale = scale if state.loss_scale is not None else None
+    grad_norm = gradient_norm(_unscaled(tree, unscale), sliced=settings.sliced_norm)
     loss = gradients.loss_sum / divisor(gradients.weight)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    # A batch without any weight says nothing: momentum and decay would move parameters by it, and its sum of 0 would be
-    # the best loss ever to an optimizer that reads one. Weights of both signs may sum to 0 too, and say something.
-    has_weight = gradients.weight != 0
-    weighs = has_weight | (gradients.loss_sum != 0) | (grad_norm != 0)
-    accepted = finite & weighs
-    history, seen, spiked = state.spikes, {}, None
-    if settings.spikes is not None and history is not None:
-        # A loss that is not divided by a weight cannot be compared with others.
-        spiked = accepted & has_weight & history.spiked(loss, grad_norm, settings.spikes)
-        accepted = accepted & ~spiked
-        history = history.after(loss, grad_norm, accepted=accepted & has_weight, spiked=spiked)
-        seen = {"spiked": spiked.astype(jnp.int32), "spikes": history.spikes}
-    clip = None
-    if settings.clip_norm is not None:
-        clip = settings.clip_norm / jnp.maximum(grad_norm, settings.clip_norm)
-
-    def keep(new: Any, old: Any, accepted: jax.Array) -> Any:
-        # A select, not a product with zero: NaN times zero is NaN. The dtype of the state never changes, whatever
-        # an optimizer makes of it.
-        return jax.tree.map(lambda n, o: jnp.where(accepted, n.astype(o.dtype), o), new, old)
+    found = _judge(state, gradients, loss, grad_norm, settings)
 
     def advance(gradients: Any, optimizer_state: Any, trained: Any, scalars: Any) -> tuple[Any, Any]:
         accepted, scale, clip, loss = scalars
-        updates = grad = unscaled(gradients, scale)
+        updates = grad = _unscaled(gradients, scale)
         if clip is not None:
             updates = jax.tree.map(lambda g: g * clip, updates)
         # In float32 as everything the optimizer reads: weight decay of bf16 parameters is rounded with the rest of the
@@ -117,64 +93,121 @@ def update_state(
         read = cast_floats(trained, jnp.float32)
         extra = _extra_arguments(loss, grad, mean_loss)
         updates, moved = _update_optimizer(optimizer, updates, optimizer_state, read, extra)
-        moved = keep(moved, optimizer_state, accepted)
-        return keep(optax.apply_updates(trained, updates), trained, accepted), moved
+        moved = _keep(moved, optimizer_state, accepted)
+        return _keep(optax.apply_updates(trained, updates), trained, accepted), moved
 
-    before = (tree, state.optimizer_state, trained, (accepted, scale, clip, loss))
+    limit = settings.clip_norm
+    clip = None if limit is None else limit / jnp.maximum(grad_norm, limit)
+    before = (tree, state.optimizer_state, trained, (found.accepted, unscale, clip, loss))
     if settings.offload_optimizer:
         trained, optimizer_state = update_on_host(
             advance, *before, optimizer=optimizer, layout=layout, also=layout.state_axes
         )
     else:
         trained, optimizer_state = advance(*before)
-    averages = (state.ema, state.ema_model_state)
-    if settings.ema_decay is not None:
-        decay = average_decay(settings.ema_decay, state.step - state.skipped.total)
-        values = (trained, floating_leaves(gradients.model_state))
-        averages = jax.tree.map(lambda e, x: decay * e + (1 - decay) * x.astype(e.dtype), averages, values)
-    ema, ema_model_state = keep(averages, (state.ema, state.ema_model_state), accepted)
-
-    # While a loss scale still falls, a skip is its search and no sign of divergence.
-    settled = state.loss_scale is None or state.loss_scale.scale <= settings.loss_scaling.minimum
-    is_bad = settled if spiked is None else settled | spiked
-    skipped = state.skipped.count(accepted, settled=is_bad & (weighs | ~finite))
+    ema, ema_model_state = _averages(state, trained, gradients.model_state, found.accepted, settings)
     loss_scale = state.loss_scale
+    # While a loss scale still falls, a skip is its search and no sign of divergence.
+    settled = loss_scale is None or loss_scale.scale <= settings.loss_scaling.minimum
+    is_bad = settled if found.spiked is None else settled | found.spiked
+    says = found.weighs | ~found.finite
     if loss_scale is not None:
         # Gradients that are 0 for want of a weight are no sign that the scale could grow.
-        loss_scale = keep(loss_scale.move(finite, settings.loss_scaling), loss_scale, weighs | ~finite)
+        loss_scale = _keep(loss_scale.move(found.finite, settings.loss_scaling), loss_scale, says)
     new_state = TrainState(
         step=state.step + 1,
         params=merge_leaves(trained, state.params),
         optimizer_state=optimizer_state,
-        model_state=keep(gradients.model_state, state.model_state, accepted),
+        model_state=_keep(gradients.model_state, state.model_state, found.accepted),
         loss_scale=loss_scale,
         key=state.key,
-        skipped=skipped,
+        skipped=state.skipped.count(found.accepted, settled=is_bad & says),
         ema=ema,
         ema_model_state=ema_model_state,
-        spikes=history,
+        spikes=found.history,
     )
+    return new_state, _metrics(state, new_state, gradients, loss, grad_norm, found, settings)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What a step is found to be: bool [] each; `accepted`: it changes the state; `weighs`: it says anything at all."""
+
+    accepted: jax.Array
+    finite: jax.Array
+    weighs: jax.Array
+    spiked: jax.Array | None
+    history: SpikeHistory | None
+
+
+def _judge(
+    state: TrainState, gradients: Gradients, loss: jax.Array, grad_norm: jax.Array, settings: StepSettings
+) -> _Verdict:
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    # A batch without any weight says nothing: momentum and decay would move parameters by it, and its sum of 0 would be
+    # the best loss ever to an optimizer that reads one. Weights of both signs may sum to 0 too, and say something.
+    has_weight = gradients.weight != 0
+    weighs = has_weight | (gradients.loss_sum != 0) | (grad_norm != 0)
+    accepted, history = finite & weighs, state.spikes
+    if settings.spikes is None or history is None:
+        return _Verdict(accepted, finite, weighs, None, history)
+    # A loss that is not divided by a weight cannot be compared with others.
+    spiked = accepted & has_weight & history.spiked(loss, grad_norm, settings.spikes)
+    accepted = accepted & ~spiked
+    history = history.after(loss, grad_norm, accepted=accepted & has_weight, spiked=spiked)
+    return _Verdict(accepted, finite, weighs, spiked, history)
+
+
+def _keep(new: Any, old: Any, accepted: jax.Array) -> Any:
+    """The new leaves where a step is accepted, in the dtypes of the old ones, whatever an optimizer makes of them."""
+    # A select, not a product with zero: NaN times zero is NaN.
+    return jax.tree.map(lambda n, o: jnp.where(accepted, n.astype(o.dtype), o), new, old)
+
+
+def _averages(
+    state: TrainState, trained: Any, model_state: Any, accepted: jax.Array, settings: StepSettings
+) -> tuple[Any, Any]:
+    """The moving averages of parameters and model_state after a step; both None where there are none."""
+    averages = (state.ema, state.ema_model_state)
+    if settings.ema_decay is None:
+        return averages
+    decay = average_decay(settings.ema_decay, state.step - state.skipped.total)
+    values = (trained, floating_leaves(model_state))
+    moved = jax.tree.map(lambda e, x: decay * e + (1 - decay) * x.astype(e.dtype), averages, values)
+    return _keep(moved, averages, accepted)
+
+
+def _metrics(
+    state: TrainState,
+    new_state: TrainState,
+    gradients: Gradients,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    found: _Verdict,
+    settings: StepSettings,
+) -> Metrics:
     metrics = {
         # Of a batch without any weight there is no mean.
         "loss": jnp.where(gradients.weight != 0, loss, jnp.nan),
         "grad_norm": grad_norm,
         "weight": gradients.weight,
-        "skipped_steps": skipped.total,
-        "skipped_in_a_row": skipped.in_a_row,
-        **seen,
-        **mean_metrics(gradients.metrics),
+        "skipped_steps": new_state.skipped.total,
+        "skipped_in_a_row": new_state.skipped.in_a_row,
     }
+    if found.spiked is not None and found.history is not None:
+        metrics |= {"spiked": found.spiked.astype(jnp.int32), "spikes": found.history.spikes}
+    metrics |= mean_metrics(gradients.metrics)
     # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
     shown = settings.learning_rate
     if shown is injected:
-        rate = None if settings.offload_optimizer else rate_in(optimizer_state)
+        rate = None if settings.offload_optimizer else rate_in(new_state.optimizer_state)
     else:
         rate = None if shown is None else shown(state.step - state.skipped.total)
     if rate is not None:
         metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
     if state.loss_scale is not None:
         metrics["loss_scale"] = state.loss_scale.scale
-    return new_state, metrics
+    return metrics
 
 
 def _extra_arguments(value: jax.Array, grad: Params, mean_loss: MeanLoss) -> dict[str, Any]:

@@ -4,17 +4,13 @@ Sources: Dosovitskiy et al. 2020 (arXiv 2010.11929), table 1; Touvron et al. 202
 the config.json published with each model.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
 from jaxtrain.interop.families.keys import HEAD_KEYS, fixed, ignored, mapped
 from jaxtrain.interop.formats.entries import Entry, Row, Skipped, biased, in_layers, normed, prefixed
-from jaxtrain.interop.formats.hub import read_json
 from jaxtrain.interop.formats.transforms import linear, patches, reshaped
 
 _FIXED = dict(kind="vit", pooling="first")
@@ -95,91 +91,3 @@ FAMILY = Family(
         "vit_large": _VIT | dict(num_layers=24, embed_dim=1024, num_heads=16),
     },
 )
-
-PROCESSOR_FILE = "preprocessor_config.json"
-# Kinds of processors -> whether one number as size is the shorter edge.
-_KINDS = {"ViT": False, "ConvNext": True, "Bit": True, "CLIP": True}
-# Kinds that keep the centre and scale with the cubic filter where the file does not say it; others do neither.
-_CENTRED = ("Bit", "CLIP")
-_LINEAR, _CUBIC = 2, 3
-# From this size on ConvNext squeezes the image; below it enlarges the image by `crop_pct` and takes its centre.
-_CONVNEXT_SQUEEZED = 384
-
-
-@dataclass(frozen=True)
-class ImageProcessing:
-    """The way from the pixels of an image to what a model reads.
-
-    Attributes:
-        shortest_edge: pixels that the shorter edge is scaled to, at the same aspect ratio; None: see `size`.
-        size: (height, width) that the image is squeezed into; None: it is not.
-        resample: number of the filter, as Pillow counts them.
-        crop: (height, width) of the centre that is kept; None: all.
-        scale: what pixels of 0 to 255 are multiplied by.
-        mean, deviation: of each channel, after that.
-    """
-
-    shortest_edge: int | None
-    size: tuple[int, int] | None
-    resample: int
-    crop: tuple[int, int] | None
-    scale: float
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
-
-
-def read_image_processing(folder: Path) -> ImageProcessing | None:
-    """Reads how a published model wants its images; None: the folder has no preprocessor_config.json.
-
-    Raises:
-        ConfigError: The file is no JSON, or asks for something that is not known.
-    """
-    file = folder / PROCESSOR_FILE
-    if not file.is_file():
-        return None
-    content = read_json(file)
-    kind = str(content.get("image_processor_type", content.get("feature_extractor_type")))
-    for ending in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
-        kind = kind.removesuffix(ending)
-    if kind not in _KINDS:
-        raise _unknown(file, "image_processor_type", kind, f"{', '.join(_KINDS)}")
-    if content.get("do_pad"):
-        raise _unknown(file, "do_pad", content["do_pad"], "false")
-    edge, size, crop = None, None, None
-    if content.get("do_resize", True):
-        edge, size = _size(file, content, "size", is_edge=_KINDS[kind])
-    if kind == "ConvNext" and edge is not None:
-        if edge >= _CONVNEXT_SQUEEZED:
-            edge, size = None, (edge, edge)
-        else:
-            edge, crop = int(edge / (content.get("crop_pct") or 224 / 256)), (edge, edge)
-    elif content.get("do_center_crop", kind in _CENTRED):
-        _, crop = _size(file, content, "crop_size", is_edge=False)
-    scale = content.get("rescale_factor", 1 / 255) if content.get("do_rescale", True) else 1.0
-    mean, deviation = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    if content.get("do_normalize", True):
-        mean, deviation = (tuple(content.get(key) or ()) for key in ("image_mean", "image_std"))
-        if len(mean) != 3 or len(deviation) != 3:
-            raise _unknown(file, "image_mean, image_std", [mean, deviation], "three numbers each")
-    resample = content.get("resample", _CUBIC if kind in _CENTRED else _LINEAR)
-    return ImageProcessing(edge, size, resample, crop, scale, mean, deviation)
-
-
-def _size(file: Path, content: Mapping[str, Any], key: str, *, is_edge: bool) -> tuple[Any, tuple[int, int] | None]:
-    """The length of the shorter edge, or (height, width)."""
-    match content.get(key):
-        case {"shortest_edge": int(edge), **rest} if not rest:
-            return edge, None
-        case {"height": int(height), "width": int(width)}:
-            return None, (height, width)
-        case int(edge):
-            return (edge, None) if is_edge else (None, (edge, edge))
-        case [int(width), int(height)]:  # older files
-            return None, (height, width)
-        case other:
-            raise _unknown(file, key, other, '{"shortest_edge": 224} or {"height": 224, "width": 224}')
-
-
-def _unknown(file: Path, key: str, value: Any, known: str) -> ConfigError:
-    shown = json.dumps(value, default=str)[:60]
-    return ConfigError(f"{file}: {key} is {shown}, and predict knows {known}; make the arrays yourself (.npy)")

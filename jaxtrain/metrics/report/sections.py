@@ -86,7 +86,7 @@ def settings(run: RunFiles) -> str:
     if not described:
         return section("Settings", facts(every))
     changed = {
-        key.path: (key.value, "required" if key.default == "(required)" else key.default)
+        key.path: (key.value, {"(required)": "required", key.value: ""}.get(key.default, key.default))
         for key in described
         if (key.value != key.default or key.path.endswith(".kind")) and not is_replaced(key.path, own)
     }
