@@ -43,8 +43,8 @@ def test_arrays_of_objects_are_refused(tmp_path, capsys):
     assert main(["train", "tabular_mlp", *words]) == 3
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line == (
-        f"jaxtrain: {tmp_path / 'a.npz'} is no .npz archive (Object arrays cannot be loaded when allow_pickle=False); "
-        "write it with numpy.savez"
+        f"jaxtrain: {tmp_path / 'a.npz'} cannot be read (Object arrays cannot be loaded when allow_pickle=False); "
+        "repair it, or fetch it again"
     )
 
 

@@ -243,7 +243,7 @@ def test_tokens_of_any_length_and_text(tmp_path):
     assert len(run.sample(["ab", "c"], new_tokens=3)) == 2
     for wrong, line in (
         (ids + 300, "holds"),
-        (ids.astype(np.float32), "but the inputs hold float32"),
+        (ids.astype(np.float32), "takes integers tokens"),
         (np.zeros((2, 40), np.int32), "40 tokens per row and the model 16 positions"),
     ):
         with pytest.raises(DataError) as caught:

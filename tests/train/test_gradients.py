@@ -94,7 +94,7 @@ def test_gradients_of_a_pipeline_which_computes_no_loss_again() -> None:
         found.append(jax.device_get((step.gradients(state, batch), step.gradients(state, batch))))
     search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
     step = jt.make_train_step(built, jt.language_modeling(), search, mesh=mesh)
-    with pytest.raises(jt.ConfigError, match=r"computes the loss again .* which a pipeline cannot"):
+    with pytest.raises(jt.ConfigError, match="computes the loss again"):
         step(step.init(0), batch)
     (one, _), (two, again) = found
     for a, b, c in zip(*map(jax.tree.leaves, (one.tree, two.tree, again.tree)), strict=True):
