@@ -62,23 +62,6 @@ def test_what_a_client_raises_is_one_reason():
         assert "\n" not in reason
 
 
-def test_a_step_in_a_store_is_written_once_its_commit_object_is_there(monkeypatch):
-    step = RemotePath("gs://bucket/run/10")
-    there = {"bucket/run/10/record/record.json"}  # the folder of a step has its name from the start
-
-    class Client:
-        def info(self, name: str, refresh: bool) -> dict[str, str]:
-            if not any(one == name or one.startswith(f"{name}/") for one in there):
-                raise FileNotFoundError(name)
-            return {"name": name}
-
-    monkeypatch.setattr(places, "_client", lambda scheme: Client())
-    assert step.exists()
-    assert not places.is_written(step)
-    there.add("bucket/run/10/commit_success.txt")
-    assert places.is_written(step)
-
-
 def with_step(folder: Path, step: int) -> Path:
     """A folder that holds a step, as far as names tell."""
     (folder / str(step) / "jaxtrain").mkdir(parents=True)
