@@ -20,6 +20,7 @@ from jaxtrain.config.data import (
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
 from jaxtrain.data.sources.texts import documents_of
+from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.tokens import token_dtype
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.train.assemble import assemble, open_run_data
@@ -295,3 +296,18 @@ def test_other_images_keep_the_class_numbers(tmp_path):
     assert data.num_outputs == 3
     with pytest.raises(DataError, match="dog is a class that training does not have"):
         open_data(config, reading={**reading, "classes": ["bird", "cat"]})
+
+
+def test_a_label_that_marks_no_class_is_no_class(tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("text,label\n" + "one,0\ntwo,1\nthree,-1\n" * 4)
+    config = {"kind": "labelled_text", "path": str(path), "tokenizer": {"kind": "byte"}, "sequence_length": 8}
+    with pytest.raises(DataError, match="is -1, which marks a row without a class"):
+        open_data(config)
+
+
+def test_an_iterator_is_read_by_one_call():
+    batches = ({"inputs": np.ones((2, 3), np.float32)} for _ in range(4))
+    BatchStream(batches)
+    with pytest.raises(DataError, match="an earlier call has read from this iterator"):
+        BatchStream(batches)
