@@ -80,7 +80,6 @@ def update_on_host(
     *,
     optimizer: optax.GradientTransformation,
     layout: Layout,
-    also: tuple[str, ...],
 ) -> tuple[Tree, Tree]:
     """Run `advance`; the arrays of the optimizer state are in host memory before and after.
 
@@ -91,7 +90,6 @@ def update_on_host(
         scalars: a tree of scalars that `advance` also reads.
         optimizer: declares whether slices may be advanced alone.
         layout: of the step.
-        also: mesh axes over which optimizer state is sharded in addition to those of its parameter.
     """
     if all(leaf.ndim == 0 for leaf in jax.tree.leaves(optimizer_state)):
         note_choice("optimizer state", "on the device: it has counts alone", [])
@@ -106,6 +104,7 @@ def update_on_host(
     note_choice("optimizer state", "on the host, slices pass by the device", on_cpu)
     if layout.mesh.size == 1:
         return _stream(advance, gradients, optimizer_state, params, scalars)
+    also = layout.state_axes
     specs = jax.tree.map(lambda one: one.spec, parameter_shardings(params, layout, also=also))
     state_specs = jax.tree.map(lambda one: one.spec, optimizer_shardings(optimizer_state, params, layout, also=also))
     replicated = jax.tree.map(lambda _: PartitionSpec(), scalars)

@@ -8,14 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.initializers import CannotFollowError, can_draw, follow
+from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
 from jaxtrain.train.start import Start
-from jaxtrain.train.state import TrainState, merge_leaves, paths_of, select_leaves
+from jaxtrain.train.state import TrainState, select_leaves
 
 # Each of several processes draws the whole state, where the program draws the part of its devices: up to this many
 # numbers, which take it two seconds.
@@ -80,7 +81,7 @@ class FirstState:
         traced = self._program(frozenset()).trace(key, params=None, model_state=None)
         shapes, structure = jax.tree.flatten(self._shapes)
         for like in shapes:
-            if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key) and like.dtype != key.dtype:
+            if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) and like.dtype != key.dtype:
                 raise CannotFollowError("a state with keys of several kinds")
         state: list[Any] = []
         here = next(device for device in self._devices if device.process_index == jax.process_index())
@@ -112,7 +113,7 @@ def _placed(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -> ja
         for device, index in like.sharding.addressable_devices_indices_map(value.shape).items()
     ]
     placed = jax.make_array_from_single_device_arrays(value.shape, like.sharding, shards)
-    if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(key))
     return placed
 

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import optax
 from jax.sharding import Mesh
 
+from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.schema import ParallelConfig
+from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.rules import DEFAULT_RULES, zero_axes
+from jaxtrain.layout.rules import DEFAULT_RULES, stage_over_data, zero_axes
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel, place_model
@@ -23,7 +27,25 @@ from jaxtrain.parallel.division import (
 )
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, get_policy
-from jaxtrain.train.checks import check_parts
+
+_PARTS = {
+    "model": (Model, "a jaxtrain.Model", "jaxtrain.from_nnx(Net), from_linen, from_functions or build_model"),
+    "task": (Task, "a jaxtrain.Task", "jaxtrain.classification() or jaxtrain.Task('name', loss)"),
+    "optimizer": (optax.GradientTransformation, "an optax transformation", "optax.adamw(1e-3)"),
+    "data": (Data, "a jaxtrain.Data", "jaxtrain.open_data({'kind': ...})"),
+}
+
+
+def check_parts(**parts: Any) -> None:
+    """Raise where a model, task, optimizer or data is something else; None stands for that of a config.
+
+    Raises:
+        ConfigError: what was given, what is wanted, and how to write it.
+    """
+    for name, value in parts.items():
+        kind, takes, write = _PARTS[name]
+        if value is not None:
+            check_kind(value, kind, what=name, takes=takes, write=write)
 
 
 @dataclass(frozen=True)
@@ -155,7 +177,8 @@ def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumu
     schedule = pipeline_schedule(parallelism, layout.mesh.shape["pipe"], num_layers, accumulation_steps)
     if schedule is None or model.parts is None:
         return None
-    return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers)
+    stage = stage_over_data(parallelism.zero)
+    return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers, stage)
 
 
 def microbatches(pipeline: Pipeline | None, accumulation_steps: int) -> dict[str, int]:

@@ -33,8 +33,7 @@ from jaxtrain.optim.rules import check_patterns
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.adapted_start import Given, as_adapted, original_params, with_adapter
 from jaxtrain.train.base import BaseRecord, base_of, run_of
-from jaxtrain.train.checks import random_key
-from jaxtrain.train.state import paths_of
+from jaxtrain.train.state import paths_of, random_key
 
 # Moving averages, which evaluation uses, stand in for what they are averages of.
 _AVERAGES = {"params": "ema", "model_state": "ema_model_state"}

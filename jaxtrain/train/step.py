@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.sharding import Layout, path_name
+from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
 from jaxtrain.models.task import Batch, Task
@@ -26,16 +26,23 @@ from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
 from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
 from jaxtrain.runtime.host import give_back_free_memory
-from jaxtrain.runtime.tree import first_deleted
+from jaxtrain.runtime.tree import first_deleted, path_name
 from jaxtrain.train.batch import BatchFeed, BatchSource
-from jaxtrain.train.checks import check_parts, random_key
 from jaxtrain.train.first_state import FirstState
-from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline, microbatches
-from jaxtrain.train.program import StepProgram, create_state, find_gradients, take_step
+from jaxtrain.train.parallelism import Parallelism, check_parts, make_layout, make_pipeline, microbatches
+from jaxtrain.train.program import find_gradients, take_step
 from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.start import accept_start
-from jaxtrain.train.state import TrainState, select_leaves, state_on_host, state_shardings
-from jaxtrain.train.update import MeanGradients, Metrics, StepSettings
+from jaxtrain.train.state import (
+    StepProgram,
+    StepSettings,
+    TrainState,
+    create_state,
+    random_key,
+    state_on_host,
+    state_shardings,
+)
+from jaxtrain.train.update import MeanGradients, Metrics
 
 
 class TrainStep:
@@ -46,10 +53,6 @@ class TrainStep:
 
     Attributes:
         program: what the step is made of, and what its pure functions take.
-        sharded_model: the model, its layout on the mesh and its number formats.
-        task: what outputs are compared with.
-        optimizer: the transformation that updates the trained parameters.
-        pipeline: schedule of the stages; None: the mesh has one.
         feed: how batches reach the mesh.
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_shardings: those shardings.
@@ -89,7 +92,7 @@ class TrainStep:
         self._first_state = FirstState(create, self.abstract_state, self.state_shardings)
         self._jitted = self._make_jitted()
         self._gradients = self._make_gradients()
-        self._compiled_gradients: dict[str, jax.stages.Compiled] = {}
+        self._compiled_gradients: dict[str, jax.stages.Compiled] = {}  # by the shapes of a batch, on a pipeline
         self._compiled: jax.stages.Compiled | None = None
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
         # all threads while an earlier one still waits in a collective, and XLA aborts after 40 s (jax 0.10.2, 0.12.0).
@@ -181,7 +184,8 @@ class TrainStep:
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
         """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
 
-        Loading raises a `DataError` where a row holds an id that the model does not have.
+        Loading raises a `DataError` where a row holds an id that the model does not have; batches that do not divide by
+        the devices or the microbatches are a `ConfigError`.
         """
         return self.feed.loader(batches)
 
@@ -206,14 +210,13 @@ class TrainStep:
         return self.trace(batch).lower()
 
     def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
-        """Trace as `lower` does, which it begins: the equations of the step, in `jaxpr`.
-
-        Raises:
-            ConfigError: as for `lower`.
-        """
+        """Trace as `lower` does, which it begins: the equations of the step, in `jaxpr`."""
         shardings = self.batch_shardings(batch)
         specs = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, _on_device(leaf.dtype), sharding=sharding),
+            # In the dtype that a host array gets on a device: int32 for NumPy's int64.
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True), sharding=sharding
+            ),
             dict(batch),
             shardings,
         )
@@ -331,16 +334,13 @@ class TrainStep:
         def _step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
             return take_step(program, state, batch)
 
-        return jax.jit(
-            _step,
-            donate_argnums=0,
-            out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
-            compiler_options={**self.compiler_options.used} or None,
-        )
+        shardings = (self.state_shardings, NamedSharding(self.mesh, PartitionSpec()))
+        options = {**self.compiler_options.used} or None
+        return jax.jit(_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
     def _make_gradients(self) -> Any:
         program, replicated = self.program, NamedSharding(self.mesh, PartitionSpec())
-        trained: Any = select_leaves(self.state_shardings.params, program.settings.trainable)
+        trained: Any = program.trained(self.state_shardings.params)
         return jax.jit(
             lambda state, batch: find_gradients(program, state, batch),
             out_shardings=MeanGradients(trained, *[replicated] * 3),  # pyright: ignore[reportArgumentType]
@@ -406,23 +406,10 @@ def make_train_step(
     """
     task = named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
-    if accumulation_steps < 1 or (clip_norm is not None and clip_norm <= 0) or not 0 <= (ema_decay or 0) < 1:
-        raise ConfigError(
-            f"accumulation_steps={accumulation_steps}, clip_norm={clip_norm}, ema_decay={ema_decay}; use a whole "
-            "number from 1, a number above 0 (None: no clipping) and one from 0 to below 1"
-        )
-    if task.calls_model and task.rows == "global" and accumulation_steps > 1:
-        raise ConfigError(
-            f"task {task.name!r} calls the model and wants all rows, which microbatches cannot; write Task(name, loss, "
-            "rows='global') with loss(outputs, batch), or use accumulation_steps=1"
-        )
     if trainable is None and model.adapted is not None and model.adapted.lora is not None:
         trainable = model.adapted.trains
     mesh = make_mesh() if mesh is None else mesh
-    parallelism = parallelism or Parallelism()
-    layout = make_layout(model, task, mesh, parallelism, rules)
-    policy = get_policy(policy)
-    check_sums(policy, mesh, backward=True)
+    parallelism, policy = parallelism or Parallelism(), get_policy(policy)
     if learning_rate is not None and not callable(learning_rate):
         learning_rate = optax.constant_schedule(learning_rate)
     settings = StepSettings(
@@ -437,17 +424,20 @@ def make_train_step(
         sliced_norm=mesh.size == 1 and mesh.devices.flat[0].platform == "cpu",
         spikes=spikes,
     )
+    settings.check(task)
+    layout = make_layout(model, task, mesh, parallelism, rules)
+    check_sums(policy, mesh, backward=True)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
     updates = mesh.size == 1 or model.convolutional
     options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, updates=updates)
-    sharded_model = place_model(
-        model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
-    )
+    fraction = parallelism.max_replicated_fraction
+    sharded_model = place_model(model, layout, policy, trainable=trainable, max_replicated_fraction=fraction)
     if trainable is not None and not trained_paths(sharded_model.abstract_params, trainable):
         raise ConfigError(f"trainable selects no parameter of {model.name}; leave one to train")
+    program = StepProgram(sharded_model, task, optimizer, settings, pipeline)
     if pipeline is not None:
-        pipeline = replace(pipeline, layout=sharded_model.layout)
-    return TrainStep(StepProgram(sharded_model, task, optimizer, settings, pipeline), options)
+        pipeline = replace(pipeline, layout=program.layout, powers_of_two=program.powers_of_two)
+    return TrainStep(replace(program, pipeline=pipeline), options)
 
 
 def check_not_donated(state: Any) -> None:
@@ -480,8 +470,3 @@ def _placed_state(state: TrainState, wanted: TrainState) -> TrainState:
             leaf = jnp.copy(jax.device_put(leaf, like.sharding))
         placed.append(leaf)
     return jax.tree.unflatten(structure, placed)
-
-
-def _on_device(dtype: Any) -> Any:
-    """The dtype that a host array gets on a device: int32 for NumPy's int64, unless JAX is told to keep 64 bits."""
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
