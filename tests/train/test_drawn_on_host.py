@@ -13,8 +13,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.models.initializers import CannotFollowError, follow, normal
+from jaxtrain.runtime.tree import paths_of
 from jaxtrain.train.first_state import FirstState
-from jaxtrain.train.state import paths_of
 
 # The embedding of 270,000 numbers takes more than one block.
 TRANSFORMER = {"kind": "transformer", "embed_dim": 64, "num_heads": 2, "mlp_dim": 32, "num_layers": 2}
