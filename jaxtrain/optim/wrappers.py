@@ -13,9 +13,8 @@ import optax.contrib
 from jax.core import Tracer
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.sharding import path_name
 from jaxtrain.optim.rules import check_groups, group_number
-from jaxtrain.runtime.tree import first_deleted, part_name
+from jaxtrain.runtime.tree import first_deleted, merge_leaves, part_name, path_name, paths_of
 
 # A nested structure of arrays with None in some places. Its structure is the model's, so that no type describes it.
 Tree = Any
@@ -111,7 +110,7 @@ def by_group(
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def init(params: Tree) -> GroupsState:
-        check_groups(key, matches, list(_by_path(params)))
+        check_groups(key, matches, list(paths_of(params)))
         own = [select(params, number) for number in range(len(each))]
         return GroupsState(
             tuple(part.init(tree) if jax.tree.leaves(tree) else None for part, tree in zip(each, own, strict=True))
@@ -126,7 +125,7 @@ def by_group(
                 states.append(None)
                 continue
             moved, new = part.update(own, cast(Any, old), select(params, number), **extra)
-            found = jax.tree.map(lambda a, b: b if a is None else a, found, moved, is_leaf=lambda leaf: leaf is None)
+            found = merge_leaves(found, moved)
             states.append(new)
         return found, GroupsState(tuple(states))
 
@@ -226,7 +225,7 @@ def evaluation_weights(optimizer_state: Any, params: Any) -> Any:
     keepers = _keepers(optimizer_state)
     if not keepers or first_deleted((optimizer_state, params)) is not None:
         return params
-    trees = [(node, _by_path(getattr(node, _KEEPERS[type(node)]))) for _, node in keepers]
+    trees = [(node, paths_of(getattr(node, _KEEPERS[type(node)]))) for _, node in keepers]
     kept = {path: (node, leaf) for node, tree in trees for path, leaf in tree.items()}
 
     def one(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
@@ -258,7 +257,3 @@ def _keepers(optimizer_state: Any) -> list[tuple[Any, Any]]:
     kinds = tuple(_KEEPERS)
     nodes = jax.tree_util.tree_leaves_with_path(optimizer_state, is_leaf=lambda node: isinstance(node, kinds))
     return [(path, node) for path, node in nodes if isinstance(node, kinds)]
-
-
-def _by_path(tree: Any) -> dict[str, jax.Array]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
