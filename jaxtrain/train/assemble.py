@@ -42,6 +42,7 @@ class OwnStep:
     """Parts of a step that came from Python; None: what the config says.
 
     Attributes:
+        task: in place of that of the config.
         optimizer: in place of that of the config.
         learning_rate: the rate that the metrics show, of such an optimizer; step -> rate, or a number.
         trainable: parameter path -> whether it is trained.
@@ -50,6 +51,7 @@ class OwnStep:
         params, model_state, skip: what training starts from, in place of what the model draws; see `TrainStep.init`.
     """
 
+    task: Task | None = None
     optimizer: optax.GradientTransformation | None = None
     learning_rate: optax.Schedule | float | None = None
     trainable: Callable[[str], bool] | None = None
@@ -64,14 +66,7 @@ class OwnStep:
 class Run:
     """What a config describes, ready to compile.
 
-    Attributes:
-        config: the resolved config.
-        name: of the run.
-        data: rows and what is known of them.
-        batches: batch k of the training rows, or of an iterable.
-        step: the train step, with model, task and mesh.
-        num_parameters: of the model.
-        awaits_reference: whether the rows hold NaN as their entry `reference` until the run has computed it.
+    `awaits_reference`: whether the rows hold NaN as their entry `reference` until the run has computed it.
     """
 
     config: Config
@@ -119,25 +114,15 @@ def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
 
 
 def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
-    """Raise where task, model and data do not belong together.
+    """Raise a `ConfigError` where task, model and data do not belong together.
 
-    Args:
-        config: with a model of its own.
-        data: what it was opened as.
-        targets: shape and dtype of a batch's targets; None: it has none, or nested ones.
-        own_task: whether the task comes from Python.
-
-    Raises:
-        ConfigError: names the settings that contradict one another.
+    `targets` are shape and dtype of a batch's targets; None: it has none, or nested ones.
     """
     check_kinds(config, own_task=own_task, own_data=True)
     own_task = own_task or isinstance(config.task, Call)
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:
-        raise ConfigError(
-            f"task={config.task} needs an entry 'targets' in the rows of the data, which have none; give them, or "
-            "bring a task of your own (Python)"
-        )
+        raise ConfigError(f"task={config.task} needs an entry 'targets' in the rows of the data, which have none")
     if config.task == "classification" and integers is False:
         named = " (and data.task=classification if they name classes)" if config.data.kind == "table" else ""
         raise ConfigError(f"task=classification, but the targets of the data are numbers; set task=regression{named}")
@@ -159,7 +144,6 @@ def build_step(
     vocab_size: int | None = None,
     num_outputs: int | None = None,
     model: Model | None = None,
-    task: Task | None = None,
     devices: Sequence[Any] | None = None,
     own: OwnStep | None = None,
 ) -> TrainStep:
@@ -170,7 +154,6 @@ def build_step(
         input_shape: of one row: (sequence length,) of tokens, (height, width, channels), ...
         vocab_size, num_outputs: used where the config leaves them out.
         model: your own model instead of the config's.
-        task: your own task instead of the config's.
         devices: devices to use, real or compile-only; None: all.
         own: further parts that came from Python.
 
@@ -197,7 +180,7 @@ def build_step(
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
     return make_train_step(
         model,
-        task or build_task(config),
+        own.task or build_task(config),
         own.optimizer or build_optimizer(optimizer, schedule, axes=axes),
         mesh=mesh,
         policy=config.precision.policy,
@@ -223,34 +206,23 @@ def build_sharded_model(
     model: Model | None = None,
     task: Task | None = None,
     mesh: Mesh | None = None,
-    devices: Sequence[Any] | None = None,
-    as_trained: bool = False,
 ) -> ShardedModel:
     """The model of a config on its mesh, for all that does not train it.
 
-    Args:
-        config: the run.
-        input_shape: of one row, as for `build_step`.
-        vocab_size, num_outputs: used where the config leaves them out.
-        model: your own model instead of the config's.
-        task: your own task instead of the config's.
-        mesh: instead of one with the degrees of the config.
-        devices: devices to use, real or compile-only; None: all.
-        as_trained: whether parameters are sharded over `data` as ZeRO 1 and 2 store them; else they are replicated over
-            it, so that nothing is gathered for each batch or token.
+    Parameters are replicated over `data` where ZeRO 1 and 2 would shard them, so that nothing is gathered for each
+    batch or token. Arguments are those of `build_step` and `OwnStep`.
 
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
-    mesh = make_mesh(**config_degrees(config.parallel), devices=devices) if mesh is None else mesh
     parallelism = parallelism_of(config)
-    if not as_trained and stage_over_data(parallelism.zero):
+    if stage_over_data(parallelism.zero):
         parallelism = replace(parallelism, zero=0)
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     model = finetuned(config, model_of(config, **sizes, model=model))
     return shard_model(
         model,
-        mesh=mesh,
+        mesh=mesh or make_mesh(**config_degrees(config.parallel)),
         policy=config.precision.policy,
         parallelism=parallelism,
         trainable=trainable_of(config, model),
@@ -268,47 +240,30 @@ def model_of(
 ) -> Model:
     """The model of a config, or your own one in its place, with the remat policy of the config.
 
-    Args:
-        config: the run.
-        input_shape, vocab_size, num_outputs, model: as for `build_step`.
+    Raises a `ConfigError` where your model was built with another policy, or cannot apply one.
     """
     remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
-    if model is None and isinstance(config.model, CalledModel):
-        model = build_model(config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
-    if model is not None:
-        return _remat_of_config(model, remat)
-    return build_model(
-        config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
-    )
+    sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
+    if model is None and not isinstance(config.model, CalledModel):
+        return build_model(config.model, **sizes, remat=remat)
+    model = build_model(config.model, **sizes) if model is None else model
+    applied = with_remat(model, remat) if model.remat is None else None
+    default = RematConfig()
+    # What is at its default asks for nothing.
+    asks = remat not in (model.remat, Remat(), Remat(default.policy, default.names, default.offload))
+    if applied is None and asks:
+        why = "is one function, which no policy reaches"
+        why = why if model.remat is None else f"was built with another policy ({model.remat.policy})"
+        raise ConfigError(
+            f"remat.policy={remat.policy}, but the model {model.name} {why}; leave it out, build the model with "
+            "from_stages, or use jax.checkpoint (nnx.remat, nn.remat) inside it"
+        )
+    return applied or model
 
 
 def parallelism_of(config: Config) -> Parallelism:
     """The options of a config's mesh axes besides their degrees."""
     return Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"}))
-
-
-def _remat_of_config(model: Model, remat: Remat) -> Model:
-    """Your own model with the remat policy of a config.
-
-    Raises:
-        ConfigError: it was built with another policy, or cannot apply one.
-    """
-    applied = with_remat(model, remat) if model.remat is None else None
-    if applied is not None:
-        return applied
-    default = RematConfig()
-    # What is at its default asks for nothing.
-    if remat in (model.remat, Remat(), Remat(default.policy, default.names, default.offload)):
-        return model
-    if model.remat is None:
-        raise ConfigError(
-            f"remat.policy={remat.policy}, but the model {model.name} is one function, which no policy reaches; build "
-            "it with from_stages, or use jax.checkpoint (nnx.remat, nn.remat) inside it and remat.policy=none"
-        )
-    raise ConfigError(
-        f"remat.policy={remat.policy}, but the model {model.name} was built with another policy "
-        f"({model.remat.policy}); set one of them only"
-    )
 
 
 def assemble(
@@ -323,14 +278,7 @@ def assemble(
 ) -> Run:
     """Build model, optimizer, mesh and step from a config.
 
-    Args:
-        config: the run.
-        data: from `open_run_data`, or your own `Data`.
-        name: of the run.
-        model: your own model instead of the config's.
-        task: your own task instead of the config's.
-        devices: devices to use; None: all.
-        own: further parts that came from Python.
+    `data` is from `open_run_data`, or your own; the others are those of `build_step` and `OwnStep`.
 
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
@@ -348,9 +296,8 @@ def assemble(
         vocab_size=data.vocab_size,
         num_outputs=data.num_outputs,
         model=model,
-        task=task,
         devices=devices,
-        own=own,
+        own=replace(own or OwnStep(), task=task),
     )
     awaits = lacks_reference(step.task, spec)
     if awaits:
@@ -363,13 +310,7 @@ def assemble(
 def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Model:
     """The model with the adapters of a config, and its frozen kernels in the format of the config.
 
-    Args:
-        config: the run.
-        model: of the config, or your own.
-        drawn: patterns of parameters that are drawn although others are given: they are trained too.
-
-    Raises:
-        ConfigError: targets, ranks or formats that the model cannot have.
+    Parameters that match `drawn` are drawn although others are given: they are trained too.
     """
     settings = config.finetune
     if settings.lora is None:
@@ -404,13 +345,7 @@ def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task
     A layer that begins with outputs of size 1 takes thousands of steps of Adam to reach prices. The config of a run
     stays without it, because a run on another table takes the scale of that.
 
-    Args:
-        config: the run.
-        reading: `Data.reading` of the data that it is trained on.
-        task: name of the shipped task; anything else: it is one of the user's, whose outputs may be no numbers.
-
-    Raises:
-        ConfigError: the config has a scale, and its task is not of numbers.
+    `reading` is that of the data; `task` the name of the shipped task: outputs of a user's may be no numbers.
     """
     model = config.model
     if not isinstance(model, MLPConfig) or not isinstance(task, str):

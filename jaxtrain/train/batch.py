@@ -115,10 +115,7 @@ def batch_shardings(
         batch: arrays or shapes, global.
         layout: of the step.
         batch_axes: see `Task.batch_axes`.
-        microbatches: their number under the name that people know it by.
-
-    Raises:
-        ConfigError: sizes that do not divide by the devices or by the microbatches.
+        microbatches: their number, by which the rows divide, under the name that people know it by.
     """
     mesh = layout.mesh
 
@@ -163,15 +160,10 @@ def _id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any]
 
 
 def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str) -> None:
-    """Raise where host arrays hold ids that the model does not have, or integers that jax would truncate to 32 bits.
+    """Raise a `DataError` at ids that the model does not have, or integers that jax would truncate to 32 bits.
 
-    Args:
-        batch: NumPy arrays; entries of other types are passed over.
-        limits: entry -> number of ids it may hold. Negative `targets`, and those of weight 0, are ignored.
-        where: the batch, in the message.
-
-    Raises:
-        DataError: the entry, the id, and the ids that there are.
+    Of NumPy arrays alone. `limits`: entry -> number of ids it may hold; negative `targets`, and those of weight 0, are
+    ignored. `where` is the batch in the message.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
         if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:

@@ -44,12 +44,7 @@ class FirstState:
         self._programs: dict[frozenset[str], Any] = {frozenset(): jax.jit(create, out_shardings=shardings)}
 
     def __call__(self, key: jax.Array, start: Start) -> TrainState:
-        """The state, its arrays shared with nobody but `start`.
-
-        Args:
-            key: typed key.
-            start: what it starts from.
-        """
+        """The state from a typed key and a start, its arrays shared with nobody else."""
         if start.params is None and start.model_state is None and self._is_on_host(key):
             try:
                 return self._drawn_on_host(key)
@@ -68,21 +63,17 @@ class FirstState:
 
     def _is_on_host(self, key: jax.Array) -> bool:
         # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
-        known = not isinstance(key, Tracer)
-        processes = {device.process_index for device in self._devices}
-        if jax.process_index() not in processes:
+        if isinstance(key, Tracer) or any(device.platform != "cpu" for device in self._devices):
             return False
-        alone = len(processes) == 1
+        processes = {device.process_index for device in self._devices}
+        kinds = {leaf.dtype for leaf in jax.tree.leaves(self._shapes)}
+        one_kind = all(kind == key.dtype for kind in kinds if jnp.issubdtype(kind, jax.dtypes.prng_key))
         few = sum(leaf.size for leaf in jax.tree.leaves(self._shapes.params)) <= _MOST_DRAWN_BY_EACH
-        on_cpu = all(device.platform == "cpu" for device in self._devices)
-        return on_cpu and (alone or few) and known and can_draw(key)
+        return jax.process_index() in processes and (len(processes) == 1 or few) and one_kind and can_draw(key)
 
     def _drawn_on_host(self, key: jax.Array) -> TrainState:
         traced = self._program(frozenset()).trace(key, params=None, model_state=None)
         shapes, structure = jax.tree.flatten(self._shapes)
-        for like in shapes:
-            if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) and like.dtype != key.dtype:
-                raise CannotFollowError("a state with keys of several kinds")
         state: list[Any] = []
         here = next(device for device in self._devices if device.process_index == jax.process_index())
         # A program whose only argument is a key moves nothing to a device, whatever a user's guard says.

@@ -37,11 +37,7 @@ _PARTS = {
 
 
 def check_parts(**parts: Any) -> None:
-    """Raise where a model, task, optimizer or data is something else; None stands for that of a config.
-
-    Raises:
-        ConfigError: what was given, what is wanted, and how to write it.
-    """
+    """Raise a `ConfigError` where a model, task, optimizer or data is something else; None: that of a config."""
     for name, value in parts.items():
         kind, takes, write = _PARTS[name]
         if value is not None:
@@ -86,18 +82,9 @@ class Parallelism:
 def make_layout(
     model: Model, task: Task | None, mesh: Mesh, parallelism: Parallelism, rules: Mapping[str, tuple[str, ...]] | None
 ) -> Layout:
-    """The layout of a model on a mesh.
+    """The layout of a model on a mesh, with `rules` added to `DEFAULT_RULES`.
 
-    Args:
-        model: gives the axes of its parameters.
-        task: whose rows need a sequence where `context` > 1; None: not checked.
-        mesh: from `make_mesh`.
-        parallelism: its options.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
-            replaces the default.
-
-    Raises:
-        ConfigError: an axis or option that this model or task cannot use.
+    Raises a `ConfigError` at an axis or option that this model or task (None: not checked) cannot use.
     """
     check_zero(mesh.shape, parallelism.zero)
     check_model_axes(
@@ -148,7 +135,7 @@ def shard_model(
             replaces the default.
         parallelism: as for `make_train_step`; None: the defaults.
         trainable: parameter path -> whether it was trained; others keep the dtype of `model.init`. None: all were.
-        task: see `make_layout`.
+        task: whose rows need a sequence where `context` > 1; None: not checked.
 
     Raises:
         ConfigError: sizes that do not divide by the mesh, too many replicated bytes, or an axis that the model cannot
@@ -168,11 +155,7 @@ def shard_model(
 
 
 def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumulation_steps: int) -> Pipeline | None:
-    """The pipeline of a model, or None where the mesh has one stage.
-
-    Raises:
-        ConfigError: layers or microbatches that do not fit.
-    """
+    """The pipeline of a model, or None where the mesh has one stage; a `ConfigError` where layers do not fit."""
     num_layers = None if model.parts is None else model.parts.num_layers
     schedule = pipeline_schedule(parallelism, layout.mesh.shape["pipe"], num_layers, accumulation_steps)
     if schedule is None or model.parts is None:

@@ -80,11 +80,7 @@ def _fixed(program: StepProgram, state: TrainState, scale: jax.Array) -> _Fixed:
 
 
 def _mean_loss(program: StepProgram, state: TrainState, trained: Params, batch: Batch) -> jax.Array:
-    """The loss of a step at other trained parameters (float32), with the random numbers of the step: float32 [].
-
-    Raises:
-        ConfigError: on a pipeline, with a loss scale, or with microbatches of a task over all rows.
-    """
+    """The loss of a step at other trained parameters (float32), with the random numbers of the step: float32 []."""
     all_rows = program.task.rows == "global" and program.settings.accumulation_steps > 1
     if program.pipeline is not None or state.loss_scale is not None or all_rows:
         raise ConfigError(

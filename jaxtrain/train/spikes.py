@@ -50,7 +50,7 @@ class SpikeRule:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SpikeHistory:
-    """What spikes are told by, replicated on all devices.
+    """What spikes are told by.
 
     Attributes:
         losses: float32 [window], of the last accepted steps; step i of them is at i % window.

@@ -64,7 +64,7 @@ class Start:
 
 @dataclass(frozen=True)
 class _Target:
-    """A model to fill: what it draws as shapes, patterns of what is drawn, which are wanted, and which are trained."""
+    """A model to fill: what it draws as shapes, patterns of what stays drawn, which are wanted, which are trained."""
 
     model: ShardedModel
     drawn: tuple[Params, ModelState]
@@ -84,9 +84,8 @@ class _Given:
         name: what they are, in messages.
         leaves: path -> array, or the shape and dtype of a saved one.
         fetch: gives path -> array.
-        fetch_quantized: path of a kernel, what is wanted of it as a quantized one (by the names of its arrays, such as
-            "codes"), and its numbers of input and output dims; gives name -> array. None: kernels are fetched whole, as
-            floats.
+        fetch_quantized: path of a kernel, what is wanted of it as a quantized one (by the names of its arrays), and its
+            numbers of input and output dims; gives name -> array. None: kernels are fetched whole, as floats.
         theirs: paths of arrays that a user holds: what is fetched for them may share their memory.
     """
 
@@ -110,21 +109,12 @@ def accept_start(
     """Parameters and model state to start from, in the structure and the shardings of a model.
 
     Args:
-        params: tree of jax or NumPy arrays, path of a run, of a checkpoint or of a published model, or None.
-        model_state: tree of jax or NumPy arrays, or None.
-        skip: patterns of paths that are drawn, whatever is given.
+        params, model_state, skip, adapter: see `TrainStep.init`.
         sharded_model: the model.
         only: parameter path -> whether it is taken.
         trains: parameter path -> whether it is trained; None: all are. Frozen ones are cast to the dtype that they are
             stored in as soon as they are read.
-        adapter: folder of an adapter of the published model that `params` names, or None.
-
-    Raises:
-        ConfigError: another structure, shape or dtype, or a pattern that matches nothing; names the first.
-        CheckpointError: no intact checkpoint at the path.
     """
-    if skip and params is None and model_state is None:
-        raise ConfigError(f"skip={_listed(skip)} without anything to skip it in; give params=, or leave skip out")
     target = _Target(sharded_model, sharded_model.drawn_shapes(), tuple(skip), only, trains or (lambda path: True))
     own = None if model_state is None else _given_tree("model_state", model_state)
     if isinstance(params, str | Path) and is_published(params):
@@ -157,10 +147,9 @@ def _placed(
 
 
 def _taken(given: _Given, drawn: Any, wanted: Any, free: Collection[str], target: _Target) -> Any:
-    """The given arrays in the structure of the model and the shardings of the step, None for those that are skipped.
+    """The given arrays in the structure (`drawn`) and the shardings (`wanted`) of the model, None where skipped.
 
-    `drawn` are shapes of what the model draws, `wanted` those that it stores with their shardings, and paths in `free`
-    need not be given.
+    Paths in `free` need not be given.
     """
     expected, stored = paths_of(drawn), paths_of(wanted)
     chosen = [path for path in expected if target.only(path) and not target.skips(path)]
@@ -268,11 +257,6 @@ def _from_checkpoint(path: str | Path, own: _Given | None, target: _Target) -> S
                 record = base_of(info.metadata)
                 if record is not None:
                     params = _with_base(params, path, record, target)
-                if not params.leaves:
-                    raise ConfigError(
-                        f"step {step} of {path} was not saved from a TrainState: it holds no params/...; read it with "
-                        "Checkpointer(folder).restore(target), and give the arrays as params="
-                    )
                 start = _placed(params, own or state, target)
             except DamagedError as error:
                 damaged.append(str(error))
@@ -298,12 +282,12 @@ def _saved_part(
         found = {inner: read[sources[inner]] for inner in wanted}
         return found if part != "params" else read_kept_weights(checkpointer, found, step=info.step)
 
-    def shape(entry: tuple[tuple[int, ...], str]) -> jax.ShapeDtypeStruct:
-        is_key = entry[1].startswith("key<")
-        kind: Any = jax.eval_shape(lambda: jax.random.key(0)).dtype if is_key else jnp.dtype(entry[1])
-        return jax.ShapeDtypeStruct(entry[0], kind)
-
-    leaves = {inner: shape(info.leaves[name]) for inner, name in sources.items()}
+    key: Any = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    saved = {inner: info.leaves[name] for inner, name in sources.items()}
+    leaves = {
+        inner: jax.ShapeDtypeStruct(shape, key if dtype.startswith("key<") else jnp.dtype(dtype))
+        for inner, (shape, dtype) in saved.items()
+    }
     return _Given(f"{part} of {path}, step {info.step},", leaves, fetch)
 
 
@@ -323,8 +307,8 @@ def _with_base(saved: _Given, path: str | Path, record: BaseRecord, target: _Tar
 
     def fetch(wanted: Wanted) -> Mapping[str, Any]:
         own = saved.fetch({name: like for name, like in wanted.items() if name in saved.leaves})
-        below = restore_base(model, record, run_dir=path, only=lambda name: name in wanted and name in known)
-        return {**own, **paths_of(below)}
+        only = wanted.keys() & known.keys()
+        return {**own, **paths_of(restore_base(model, record, run_dir=path, only=only.__contains__))}
 
     return _Given(saved.name, {**saved.leaves, **known}, fetch)
 
@@ -337,20 +321,10 @@ def restore_base(
     only: Callable[[str], bool],
     moved_to: str | None = None,
 ) -> Params:
-    """The frozen parameters of an adapter run, from where it took them, once their digests are compared.
+    """The frozen parameters of an adapter run (`run_dir`, in messages), once their digests are compared.
 
-    Args:
-        sharded_model: the adapted model, into whose shardings they are read.
-        record: what a checkpoint of the run says of them.
-        run_dir: the run, in messages.
-        only: parameter path -> whether it is wanted.
-        moved_to: where the base is; None: where it was.
-
-    Returns:
-        A tree like the parameters, None in place of those that are not wanted.
-
-    Raises:
-        CheckpointError: the base is gone, or is another one than the adapters were trained on.
+    A tree like the parameters of the adapted model in its shardings, None in place of those that are not wanted
+    (`only`), from `moved_to` or where the run took them. A `CheckpointError` where the base is gone or another one.
     """
     record.check_scale(sharded_model.model, run_dir=run_dir)
     source = moved_to or record.path
@@ -358,7 +332,7 @@ def restore_base(
 
     def recorded(path: tuple, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         # In the dtypes whose digests were recorded: a policy may ask for others.
-        dtype = record.digests.get(path_name(path), (str(like.dtype),))[0]
+        dtype, *_ = record.digests.get(path_name(path), (str(like.dtype),))
         return jax.ShapeDtypeStruct(like.shape, jnp.dtype(dtype), sharding=like.sharding)
 
     shapes = jax.tree_util.tree_map_with_path(recorded, sharded_model.abstract_params)
@@ -396,8 +370,7 @@ def _drawn_again(sharded_model: ShardedModel, seed: int, wanted: Wanted) -> dict
         drawn = paths_of(sharded_model.init(jax.random.split(key)[0])[0])
         return {path: drawn[path].astype(like.dtype) for path, like in wanted.items()}
 
-    key = random_key(seed, jax.eval_shape(lambda: jax.random.key(0)))
-    return jax.jit(draw, out_shardings={path: like.sharding for path, like in wanted.items()})(key)
+    return jax.jit(draw, out_shardings={path: like.sharding for path, like in wanted.items()})(random_key(seed))
 
 
 def _kernels(params: Params) -> dict[str, Any]:
@@ -406,10 +379,7 @@ def _kernels(params: Params) -> dict[str, Any]:
 
 
 def _original_params(sharded_model: ShardedModel) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters of the model that an adapted one was made of, in the dtypes and shardings to read them in.
-
-    Of a model without adapters these are its own; kernels that the model stores quantized are float32.
-    """
+    """What to read for a model or the one that it was made of; kernels that are stored quantized as float32."""
     adapted = sharded_model.model.adapted
     if adapted is None:
         return paths_of(sharded_model.abstract_params)
@@ -425,9 +395,9 @@ def _original_params(sharded_model: ShardedModel) -> dict[str, jax.ShapeDtypeStr
 
 
 def _as_adapted(given: _Given, sharded_model: ShardedModel, drawn: Params) -> tuple[_Given, frozenset[str]]:
-    """What is given for a model or for the one that it was made of, by the paths of the model.
+    """What is given, by the paths of an adapted model, and the paths that need not be given: its adapters.
 
-    Kernels are quantized when they are fetched. The paths that need not be given, adapters, come second.
+    Kernels are quantized when they are fetched.
     """
     if sharded_model.model.adapted is None:
         return given, frozenset()
@@ -492,15 +462,11 @@ def _with_adapter(given: _Given, adapter: OpenedAdapter, sharded_model: ShardedM
     """What is given, with the factors of an adapter and what it trains whole in the place of its own."""
     adapted = sharded_model.model.adapted
     lora = None if adapted is None else adapted.lora
-    if lora is None:
+    wanted, own = ((0, 0.0) if one is None else (one.rank, one.scale) for one in (adapter.lora, lora))
+    if wanted[0] != own[0] or not math.isclose(wanted[1], own[1], rel_tol=1e-6):
         raise ConfigError(
-            f"{adapter.path} is an adapter, and the model {sharded_model.model.name} has none; make it with adapt, or "
-            "set finetune.adapter"
-        )
-    if lora.rank != adapter.lora.rank or not math.isclose(lora.scale, adapter.lora.scale, rel_tol=1e-6):
-        raise ConfigError(
-            f"{adapter.path} has factors of rank {adapter.lora.rank} times {adapter.lora.scale:g}, and finetune.lora "
-            f"of rank {lora.rank} times {lora.scale:g}; leave rank, alpha and rank_stabilised to the adapter"
+            f"{adapter.path} has factors of rank {wanted[0]} times {wanted[1]:g}, and finetune.lora of rank "
+            f"{own[0]} times {own[1]:g}; leave rank, alpha and rank_stabilised to the adapter"
         )
 
     def place(array: np.ndarray, like: Any) -> jax.Array:

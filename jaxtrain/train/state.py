@@ -64,12 +64,8 @@ class StepSettings:
 class StepProgram:
     """What a train step is made of, which all of its pure functions take.
 
-    Attributes:
-        sharded_model: the model, its layout and its number formats.
-        task: what outputs are compared with.
-        optimizer: the transformation that updates the trained parameters.
-        settings: clipping, averages, accumulation and the like.
-        pipeline: schedule of the stages; None: the mesh has one.
+    The model with its layout and number formats, what outputs are compared with, what updates the trained parameters,
+    clipping, averages and the like, and the schedule of the stages; None: the mesh has one.
     """
 
     sharded_model: ShardedModel
@@ -110,10 +106,10 @@ class SkippedSteps:
     total: jax.Array
     in_a_row: jax.Array
 
-    def count(self, accepted: jax.Array, *, settled: jax.Array | bool) -> "SkippedSteps":
-        """The counts after a step that was accepted or not (bool []), whose skip is a bad sign where `settled`."""
+    def count(self, accepted: jax.Array, *, is_bad: jax.Array | bool) -> "SkippedSteps":
+        """The counts after a step that was accepted or not (bool []), whose skip is a bad sign or none."""
         skipped = jnp.where(accepted, 0, 1).astype(jnp.int32)
-        in_a_row = self.in_a_row + jnp.where(settled, 1, 0).astype(jnp.int32)
+        in_a_row = self.in_a_row + jnp.where(is_bad, 1, 0).astype(jnp.int32)
         return SkippedSteps(self.total + skipped, in_a_row * skipped)
 
 
@@ -185,19 +181,9 @@ class TrainState:
         return averaged_model_state(self.ema_model_state, self.model_state)
 
 
-def random_key(seed: Any, like: Any) -> jax.Array:
-    """The typed key of a seed.
-
-    Args:
-        seed: an integer of 32 bits, Python's or NumPy's, or a typed key.
-        like: shape and dtype of the keys that the step carries.
-
-    Raises:
-        ConfigError: no whole number, more bits, of which jax would drop some, or a key of another kind.
-    """
+def random_key(seed: Any) -> jax.Array:
+    """The typed key of a seed: an integer of 32 bits, Python's or NumPy's, or a typed key already."""
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        if (seed.shape, seed.dtype) != (like.shape, like.dtype):
-            raise ConfigError(f"the key is {seed.dtype}{list(seed.shape)}, but the step carries {like.dtype}")
         return seed
     seed = operator.index(seed)  # a TypeError where it is no whole number
     if not -(2**31) <= seed < 2**32:
@@ -210,14 +196,7 @@ def random_key(seed: Any, like: Any) -> jax.Array:
 def create_state(
     program: StepProgram, key: jax.Array, *, params: Params | None = None, model_state: ModelState | None = None
 ) -> TrainState:
-    """The state at step 0.
-
-    Args:
-        program: of the step.
-        key: typed key; parameters and the random numbers of every step derive from it.
-        params: parameters to start from; None, also in place of single ones: those that the model draws.
-        model_state: batch statistics and the like to start from, in the same form.
-    """
+    """The state at step 0, from a typed key and what is given; None, also in place of single leaves: what is drawn."""
     settings, policy = program.settings, program.sharded_model.policy
     init_key, run_key = jax.random.split(key)
     drawn = program.sharded_model.init(init_key)

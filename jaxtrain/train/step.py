@@ -1,5 +1,6 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
+import functools
 import math
 import os
 import weakref
@@ -26,7 +27,7 @@ from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
 from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
 from jaxtrain.runtime.host import give_back_free_memory
-from jaxtrain.runtime.tree import first_deleted, path_name
+from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.batch import BatchFeed, BatchSource
 from jaxtrain.train.first_state import FirstState
 from jaxtrain.train.parallelism import Parallelism, check_parts, make_layout, make_pipeline, microbatches
@@ -53,6 +54,7 @@ class TrainStep:
 
     Attributes:
         program: what the step is made of, and what its pure functions take.
+        sharded_model, task, optimizer, pipeline: its parts.
         feed: how batches reach the mesh.
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_shardings: those shardings.
@@ -83,7 +85,6 @@ class TrainStep:
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
             return create_state(program, key, params=params, model_state=model_state)
 
-        # One function for both uses: jax then traces it once.
         shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
         offload = program.settings.offload_optimizer
         self.state_shardings: TrainState = state_shardings(shapes, self.sharded_model, offload_optimizer=offload)
@@ -91,8 +92,6 @@ class TrainStep:
         self.abstract_state: TrainState = jax.tree.map(with_sharding, shapes, self.state_shardings)
         self._first_state = FirstState(create, self.abstract_state, self.state_shardings)
         self._jitted = self._make_jitted()
-        self._gradients = self._make_gradients()
-        self._compiled_gradients: dict[str, jax.stages.Compiled] = {}  # by the shapes of a batch, on a pipeline
         self._compiled: jax.stages.Compiled | None = None
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
         # all threads while an earlier one still waits in a collective, and XLA aborts after 40 s (jax 0.10.2, 0.12.0).
@@ -163,13 +162,9 @@ class TrainStep:
         Example:
             >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
         """
-        key = random_key(seed, self.abstract_state.key)
-        trains = self.program.settings.trainable
         params = os.fspath(params) if isinstance(params, os.PathLike) else params
-        start = accept_start(
-            params, model_state, skip, sharded_model=self.sharded_model, trains=trains, adapter=adapter
-        )
-        state = self._first_state(key, start)
+        own = {"sharded_model": self.sharded_model, "trains": self.program.settings.trainable}
+        state = self._first_state(random_key(seed), accept_start(params, model_state, skip, adapter=adapter, **own))
         give_back_free_memory()  # what reading took beside the arrays
         return state
 
@@ -190,22 +185,13 @@ class TrainStep:
         return self.feed.loader(batches)
 
     def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of host arrays, numbers or arrays elsewhere, on the mesh.
-
-        Raises:
-            ConfigError: no dict with `inputs`, or sizes that do not divide.
-            DataError: a host array with an id that the model does not have.
-        """
+        """A batch of host arrays, numbers or arrays elsewhere, on the mesh; raises what `loader` does."""
         return self.feed.place(batch)
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace and lower for a batch of these global shapes (arrays or `ShapeDtypeStruct`s).
 
-        The step itself does not change: `compile` or `use` makes it run a program. What is chosen in tracing is
-        collected by `record_choices` around this call.
-
-        Raises:
-            ConfigError: a batch that does not fit, or something asked of the model that shows in tracing.
+        The step itself does not change: `compile` or `use` makes it run a program.
         """
         return self.trace(batch).lower()
 
@@ -235,12 +221,8 @@ class TrainStep:
     def use(self, compiled: jax.stages.Compiled, *, choices: Sequence[str] | None = None) -> jax.stages.Compiled:
         """Make later calls run this compiled program (the result of `lower(batch).compile(...)`).
 
-        Args:
-            compiled: takes a state and a batch.
-            choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
-
-        Raises:
-            ConfigError: a pipeline stage would wait for other stages for ever.
+        `choices` is what `record_choices` collected while it was lowered; None: that of the step stays. A program
+        whose pipeline stages would wait for one another for ever is a `ConfigError`.
         """
         if self.pipeline is not None:
             check_branches(compiled.as_text() or "", self.layout)
@@ -295,23 +277,11 @@ class TrainStep:
         Returns:
             Gradients like the trained parameters and sharded as they are, float32, with loss, weight and metrics.
 
-        Raises:
-            ConfigError: a state or batch that was donated before, or that does not fit this step.
-
         Example:
             >>> found = step.gradients(state, batch)
             >>> norm = optax.tree.norm(found.tree)
         """
-        state, batch = self._accept(state, batch)
-        run: Any = self._gradients
-        if self.pipeline is not None:
-            shapes = str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), dict(batch)))
-            if shapes not in self._compiled_gradients:
-                run = self._gradients.lower(state, batch).compile()
-                check_branches(run.as_text() or "", self.layout)  # stages that would wait for each other for ever
-                self._compiled_gradients[shapes] = run
-            run = self._compiled_gradients[shapes]
-        found = run(state, batch)
+        found = self._gradients(*self._accept(state, batch))
         if self._one_at_a_time:
             jax.block_until_ready(found)
         return found
@@ -338,11 +308,12 @@ class TrainStep:
         options = {**self.compiler_options.used} or None
         return jax.jit(_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
-    def _make_gradients(self) -> Any:
+    @functools.cached_property
+    def _gradients(self) -> Any:
         program, replicated = self.program, NamedSharding(self.mesh, PartitionSpec())
         trained: Any = program.trained(self.state_shardings.params)
         return jax.jit(
-            lambda state, batch: find_gradients(program, state, batch),
+            functools.partial(find_gradients, program),
             out_shardings=MeanGradients(trained, *[replicated] * 3),  # pyright: ignore[reportArgumentType]
             compiler_options={**self.compiler_options.used} or None,
         )
@@ -441,11 +412,7 @@ def make_train_step(
 
 
 def check_not_donated(state: Any) -> None:
-    """Raise where arrays of a state are gone, which ends the process on several devices.
-
-    Raises:
-        ConfigError: names the first of them.
-    """
+    """Raise a `ConfigError` where arrays of a state are gone, which ends the process on several devices."""
     gone = first_deleted(state)
     if gone is not None:
         raise ConfigError(
@@ -458,10 +425,7 @@ def _placed_state(state: TrainState, wanted: TrainState) -> TrainState:
     """A state of jax or NumPy arrays, anywhere, as a step takes it over; containers (a list for a tuple) may differ."""
     leaves, structure = jax.tree.flatten(wanted)
     placed = []
-    for (path, leaf), like in zip(jax.tree_util.tree_leaves_with_path(state), leaves, strict=True):
-        if jnp.shape(leaf) != like.shape:
-            shapes = f"{list(jnp.shape(leaf))}, wanted is {list(like.shape)}"
-            raise ConfigError(f"the state does not fit this step: {path_name(path)} is {shapes}")
+    for leaf, like in zip(jax.tree.leaves(state), leaves, strict=True):
         if not isinstance(leaf, jax.Array):
             # A copy first: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax 0.10.2).
             leaf = jax.device_put(np.array(leaf, like.dtype), like.sharding)

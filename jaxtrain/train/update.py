@@ -36,12 +36,7 @@ def update_state(
 ) -> tuple[TrainState, Metrics]:
     """The state after a step, and what the step reports.
 
-    Args:
-        program: of the step.
-        state: before the step.
-        gradients: of its trained parameters, times the loss scale.
-        scale: float32 [], the loss scale.
-        mean_loss: trained parameters -> the loss of this batch, for optimizers that compute it again.
+    `gradients` are times the loss scale (float32 []); `mean_loss` is for optimizers that compute the loss again.
     """
     settings, layout, trained = program.settings, program.layout, program.trained(state.params)
     tree = constrain_gradients(gradients.tree, layout, settings.zero)
@@ -86,7 +81,7 @@ def update_state(
         model_state=_keep(gradients.model_state, state.model_state, found.accepted),
         loss_scale=loss_scale,
         key=state.key,
-        skipped=state.skipped.count(found.accepted, settled=is_bad & says),
+        skipped=state.skipped.count(found.accepted, is_bad=is_bad & says),
         ema=ema,
         ema_model_state=ema_model_state,
         spikes=found.history,
