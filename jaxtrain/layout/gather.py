@@ -67,7 +67,7 @@ def gather_parameters(
     Called inside a scanned block it gathers one layer at a time, in the forward and again in the backward pass.
 
     Args:
-        params: a tree of parameters, as `hold_parameters` gives them.
+        params: as `hold_parameters` gives them.
         prefix: path of the tree inside the model ("blocks").
         num_layers: given when the leaves are one layer of parameters stored with a leading dim of this size.
         skip: sub-trees ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their own scans).

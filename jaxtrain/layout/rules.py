@@ -72,10 +72,7 @@ PIECE = 2**24
 def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: int) -> dict[str, int]:
     """The degree of each of the six axes, in mesh order, whose product is the number of devices of all processes.
 
-    An axis that is left out has degree 1; one may be auto.
-
-    Raises:
-        ConfigError: Two degrees are auto, or the product is another; the message says what would work.
+    An axis that is left out has degree 1; one may be auto. Another product is a `ConfigError`.
     """
     autos = [axis for axis in AXES if degrees.get(axis, 1) == "auto"]
     if len(autos) > 1:
@@ -100,8 +97,8 @@ def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: i
 def config_degrees(config: ParallelConfig) -> dict[str, int | Literal["auto"]]:
     """Returns the degrees of all six axes, in mesh order, as the group `parallel` says; one of them may be auto.
 
-    `data` is auto by default; it becomes 1 where the user set another axis to auto and did not set `data`. ZeRO stage 3
-    over `data` is what the axis `fsdp` does, so with `zero=3` the degree of `data` moves to `fsdp` unless that is set.
+    `data` is auto unless another axis is. ZeRO stage 3 over `data` is what the axis `fsdp` does: with `zero=3` the
+    degree of `data` moves to `fsdp` unless that is set.
     """
     degrees: dict[str, int | Literal["auto"]] = {axis: getattr(config, axis) for axis in AXES}
     others_auto = any(degrees[axis] == "auto" for axis in AXES if axis != "data")
@@ -135,12 +132,9 @@ def entry_degree(entry: Entry, degrees: Mapping[str, int]) -> int:
 def logical_entries(
     names: Sequence[str | None], degrees: Mapping[str, int], rules: Mapping[str, tuple[str, ...]]
 ) -> list[Entry]:
-    """Returns the mesh axes that shard each dim of an array, by the logical names of its dims (None: not sharded).
+    """Returns the mesh axes, but those of size 1, that shard each dim of an array, by the logical names of its dims.
 
-    Axes of size 1 are left out.
-
-    Raises:
-        ConfigError: A name has no rule, or two dims would be sharded over the same mesh axis.
+    A `ConfigError` where a name has no rule, or two dims would be sharded over the same mesh axis.
     """
     used: dict[str, str] = {}
     entries: list[Entry] = []
@@ -175,10 +169,7 @@ def _near_divisors(number: int, degree: int) -> list[int]:
 
 
 def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
-    """Returns the logical name of each dim of the parameter at a path, such as `blocks/attention/query/kernel`.
-
-    The row of exactly this path, or else of the first pattern (`blocks_*/bias`) that matches; None where none does.
-    """
+    """Returns the row of exactly this path, or else of the first pattern (`blocks_*/bias`) that matches, or None."""
     if path in axes:
         return axes[path]
     return next((row for pattern, row in axes.items() if "*" in pattern and fnmatch.fnmatchcase(path, pattern)), None)
@@ -222,13 +213,8 @@ def spread_axis(
 ) -> list[Entry]:
     """Shards an array over one more mesh axis: in its largest unsharded dim that divides, or else in a sharded one.
 
-    Args:
-        entries: Mesh axes of each dim; changed in place, unless no dim divides.
-        shape: Shape of the array.
-        axis: The mesh axis to add; `fsdp` is put on an unsharded dim only.
-        degrees: Size of each mesh axis.
-        skip: Dims that must not be sharded over the axis.
-        outermost: Whether to take the outermost dim that divides in place of the largest.
+    `entries` are changed in place, unless no dim divides; dims in `skip` stay. `fsdp` is put on an unsharded dim only.
+    With `outermost` the outermost dim that divides is taken in place of the largest.
     """
     if 0 in shape:  # a collective over a dim of size 0 is no program
         return entries
@@ -266,13 +252,9 @@ def parameter_entries(
         path: Path of the parameter, such as `blocks/attention/query/kernel`.
         shape: Shape of the parameter.
         degrees: Size of each mesh axis; 1 for an axis that the code around handles itself (a manual region).
-        axes: The model's axes table.
-        rules: Logical name -> mesh axes.
+        axes, rules: The model's axes table, and logical name -> mesh axes.
         stack: Top-level path of the parameters that are stacked layer by layer; None: no such stack.
         also: More mesh axes to shard the parameter over where a dim divides (ZeRO shards optimizer state over `data`).
-
-    Raises:
-        ConfigError: The row has another rank, or a dim does not divide by a mesh axis that changes the computation.
     """
     row = table_row(path, axes)
     stacked = is_stacked(path, stack)
@@ -309,10 +291,7 @@ def parameter_entries(
 
 
 def block_entries(entries: Sequence[Entry], num_blocks: int, degrees: Mapping[str, int]) -> tuple[Entry, ...]:
-    """Returns how an array with one number per block of a parameter's last dim is sharded: as the parameter is.
-
-    Its last dim is not where the number of blocks does not divide.
-    """
+    """Returns how one number per block of a parameter's last dim is sharded: as that, if the blocks divide."""
     last = entries[-1] if num_blocks % entry_degree(entries[-1], degrees) == 0 else None
     return (*entries[:-1], last)
 
@@ -327,9 +306,8 @@ def kept_entries(
 ) -> tuple[Entry, ...] | None:
     """Returns how statistics of shape `kept`, which lack one dim of their parameter, are sharded, as its others are.
 
-    Of several dims of equal size the last one is taken for the missing one. Mesh axes that store the missing dim shard
-    another dim instead, if one divides. `counting` dims are not sharded over more axes. None where no dim of the
-    parameter can be the missing one.
+    Of several dims of equal size the last is taken for the missing one; None where none can be it. Mesh axes that store
+    the missing dim shard another dim instead, if one divides; `counting` dims are not sharded over more axes.
     """
     for gone in reversed(range(len(shape))):
         if (*shape[:gone], *shape[gone + 1 :]) == tuple(kept):

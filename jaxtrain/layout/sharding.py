@@ -5,10 +5,8 @@ which mesh axes a name is sharded. Parameters are *stored* sharded over `fsdp`, 
 *held* during a step, and *gathered* over `fsdp` for compute, one layer at a time (`gather.py`). The specs of a
 parameter are derived once, by `with_parameters`, and looked up by path afterwards.
 
-A layout reaches code in one of two ways, never in both. Code that a step calls takes it as an argument. Code that a
-model or an optimizer calls, whose signature is not ours to extend, reads the layout of the trace (`current_layout`,
-and what is built on it: `constrain`, `platform`, `gather.py`, ...), which `use_layout` sets; where it needs the layout
-in a helper, it passes it on as an argument.
+Code that a step calls takes the layout as an argument. Code that a model or an optimizer calls, whose signature is not
+ours to extend, reads that of the trace (`current_layout`, and what is built on it), which `use_layout` sets.
 """
 
 import collections
@@ -34,7 +32,7 @@ from jaxtrain.layout.rules import (
     logical_entries,
     parameter_entries,
 )
-from jaxtrain.runtime.tree import path_name
+from jaxtrain.runtime.tree import path_name, paths_of
 
 # A nested dict of arrays, shapes or shardings, one per parameter.
 Params = Any
@@ -57,6 +55,10 @@ class ParameterSpecs:
     held: PartitionSpec
     gathered: PartitionSpec
     optimizer_state: PartitionSpec
+
+    def map(self, change: Callable[[PartitionSpec], PartitionSpec], shape: tuple[int, ...]) -> "ParameterSpecs":
+        """The specs changed, of a parameter of this shape."""
+        return ParameterSpecs(shape, *map(change, (self.stored, self.held, self.gathered, self.optimizer_state)))
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,10 @@ def with_parameters(layout: Layout, params: Params, *, trained: Callable[[str], 
 
     `trained`: path -> whether the parameter is trained, which ZeRO shards; None: all are.
     """
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = path_name(path)
-        found[name] = _derive_specs(name, leaf.shape, layout, trained=trained is None or trained(name))
+    found = {
+        name: _derive_specs(name, leaf.shape, layout, trained=trained is None or trained(name))
+        for name, leaf in paths_of(params).items()
+    }
     return replace(layout, parameters=found)
 
 
@@ -144,8 +146,7 @@ def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers
     known = layout.parameters.get(path)
     if known is None or known.shape[1:] != tuple(shape):
         known = _derive_specs(path, (num_layers, *shape), layout)
-    known = _outside(known, layout.manual)
-    return ParameterSpecs(tuple(shape), *(PartitionSpec(*spec[1:]) for spec in _all_specs(known)))
+    return _outside(known, layout.manual).map(lambda spec: PartitionSpec(*spec[1:]), tuple(shape))
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
@@ -162,10 +163,6 @@ def _derive_specs(path: str, shape: tuple[int, ...], layout: Layout, *, trained:
     return ParameterSpecs(tuple(shape), state if trained else held, held, without_axes(held, {"fsdp"}), state)
 
 
-def _all_specs(specs: ParameterSpecs) -> tuple[PartitionSpec, ...]:
-    return specs.stored, specs.held, specs.gathered, specs.optimizer_state
-
-
 def _derive_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
     entries = parameter_entries(
         path, shape, degrees=layout.degrees, axes=layout.axes, rules=layout.rules, stack=layout.stack, also=also
@@ -174,9 +171,7 @@ def _derive_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tup
 
 
 def _outside(specs: ParameterSpecs, manual: frozenset[str]) -> ParameterSpecs:
-    if not manual:
-        return specs
-    return ParameterSpecs(specs.shape, *(without_axes(spec, manual) for spec in _all_specs(specs)))
+    return specs.map(lambda spec: without_axes(spec, manual), specs.shape) if manual else specs
 
 
 def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
@@ -204,9 +199,8 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
     Optimizers keep trees of the parameters' structure inside their states, so a leaf belongs to the parameter whose
     path ends its own. One number per block of the last dim is sharded as the blocks are, and sums over one dim
     (Adafactor's) as the other dims are, so that a stack of layers meets its statistics on the devices that hold it.
-    Other shapes take the default: the largest dim that divides.
     """
-    shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    shapes = {path: leaf.shape for path, leaf in paths_of(params).items()}
     owners = possible_owners(optimizer_state, params)
     unknown = Layout(layout.mesh, {}, layout.rules)
 
@@ -230,10 +224,8 @@ def possible_owners(optimizer_state: Any, params: Params) -> dict[str, list[str]
     The slow weights `slow/head` of Lookahead are those of `head`, also where there is a parameter `slow/head`: the
     likeliest is the one whose tree in the state has the most parameters.
     """
-    known = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(optimizer_state)]
-    found: dict[str, list[tuple[str, str]]] = {}
-    for path in paths:
+    known, found = paths_of(params), dict[str, list[tuple[str, str]]]()
+    for path in paths_of(optimizer_state):
         parts = path.split("/")
         splits = [("/".join(parts[:start]), "/".join(parts[start:])) for start in range(len(parts))]
         found[path] = [(tree, owner) for tree, owner in splits if owner in known]
