@@ -27,9 +27,9 @@ from jaxtrain.layout.sharding import (
 
 
 def hold_parameters(params: Params) -> Params:
-    """Parameters, stored or cast, replicated over the mesh axes of ZeRO; their gradients go back to the stored layout.
+    """Parameters, stored or cast, replicated over the mesh axes of ZeRO unless they are held already.
 
-    Where the layout says that they are held already, and without ZeRO, they stay as they are.
+    Their gradients go back to the stored layout.
     """
     layout = current_layout()
     if layout is None or layout.holds or not _shards_state(layout):

@@ -129,8 +129,7 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Let jax follow all arrays as varying over the mesh axes that any of them varies over.
 
-    For the arguments of a `jax.custom_vjp` and of loops inside a manual region: gradients that its backward pass gives
-    of an array are then summed over the axes that the array itself does not vary over.
+    For the arguments of a `jax.custom_vjp` and of loops inside a manual region, so that gradients are summed over axes.
     """
     axes = frozenset[str]().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
     return tuple(_vary(array, axes) for array in arrays)
@@ -163,10 +162,7 @@ def divides(layout: Layout, x: Any, *names: str | None) -> bool:
 
 
 def needs_order(layout: Layout | None) -> bool:
-    """Whether exchanges of the code being traced, manual over all axes, have to wait for one another: on CPU devices.
-
-    Elsewhere an array is of all devices, and looking at a number of it would be another exchange.
-    """
+    """Whether exchanges of the code being traced, manual over all axes, have to wait for one another: on CPU."""
     if layout is None or not _is_cpu(layout):
         return False
     several = {axis for axis, degree in layout.mesh.shape.items() if degree > 1}

@@ -81,12 +81,11 @@ def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: i
     product = math.prod(fixed.values())
     if num_devices % product if autos else product != num_devices:
         shown = " x ".join(f"{axis}={degree}" for axis, degree in fixed.items() if degree > 1) or "all degrees 1"
+        works = f"use degrees that multiply to {num_devices}, or parallel.data=auto for what the other axes leave"
         if product > num_devices:
             works = f"lower a degree, or use {product} devices (on CPU: --emulate {product})"
         elif autos:
             works = f"use {' or '.join(map(str, _near_divisors(num_devices, product)))}"
-        else:
-            works = f"use degrees that multiply to {num_devices}, or parallel.data=auto for what the other axes leave"
         verb = "does not divide" if autos else "is not"
         raise ConfigError(
             f"parallel: {shown} makes {product}, which {verb} the number of devices ({num_devices}); {works}"
@@ -243,10 +242,9 @@ def parameter_entries(
 ) -> list[Entry]:
     """The mesh axes that shard each dim of a parameter as it is stored.
 
-    A parameter with a row in the table is sharded as the row says. One without a row is sharded over `fsdp` in its
-    largest dim that divides. `fsdp` only decides where bytes are stored, so if the row's dim does not divide by
-    `fsdp`, another dim is sharded over it. For any other axis that is an error. Parameters of the layer stack are
-    sharded over `pipe` in their layer dim; every other parameter over `pipe` in any dim that divides, or not at all.
+    A parameter with a row in the table is sharded as the row says; one without a row, or whose dim does not divide by
+    `fsdp`, over `fsdp` in its largest dim that divides. For any other axis that is a `ConfigError`. Parameters of the
+    layer stack are sharded over `pipe` in their layer dim; others over `pipe` in any dim that divides, or not at all.
 
     Args:
         path: Path of the parameter, such as `blocks/attention/query/kernel`.

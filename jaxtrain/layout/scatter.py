@@ -335,11 +335,9 @@ class StackSums:
     """The sums of the stack, at a path, of the model that is being traced.
 
     Attributes:
-        begin: what enters the scan over its layers; the values are never read.
+        begin, end: what enters the scan over its layers, of which the values are never read, and what left it.
         keep_part: see `KeepPart`.
-        entered: whether a scan has taken them. A second one over a stack of this path is another model's, which the
-            head or the loss calls (a teacher).
-        end: what left the scan; None before.
+        entered: whether a scan has taken them. A second one over a stack of this path is another model's (a teacher).
     """
 
     stack: str

@@ -67,14 +67,11 @@ class Layout:
 
     Attributes:
         mesh: six axes, always all present.
-        axes: parameter path -> logical axes.
-        rules: logical axis -> mesh axes.
+        axes, rules: parameter path -> logical axes -> mesh axes.
         stack: top-level path of the parameters that are stacked layer by layer; their first dim goes to `pipe`.
         context_attention: how attention works on a sequence sharded over `context`: ring, all_to_all, gather or auto.
-        state_axes: mesh axes that ZeRO shards trained parameters and their optimizer state over besides those of the
-            rules.
-        holds: whether the traced code gets parameters that are replicated over `state_axes`, as in a train step;
-            elsewhere they come as they are stored.
+        state_axes: mesh axes that ZeRO shards trained parameters and their optimizer state over.
+        holds: whether the traced code gets parameters that are replicated over these, as in a train step.
         manual: mesh axes that the code being traced handles itself (inside `jax.shard_map`); they leave every spec.
         parameters: path -> specs of each parameter of the model; empty before `with_parameters`.
     """
@@ -109,10 +106,7 @@ def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec
 
 
 def with_parameters(layout: Layout, params: Params, *, trained: Callable[[str], bool] | None = None) -> Layout:
-    """The layout of a model, outside any manual region, with the specs of every parameter (arrays or shapes).
-
-    `trained`: path -> whether the parameter is trained, which ZeRO shards; None: all are.
-    """
+    """The layout of a model with the specs of every parameter; ZeRO shards those that are `trained` (None: all)."""
     found = {
         name: _derive_specs(name, leaf.shape, layout, trained=trained is None or trained(name))
         for name, leaf in paths_of(params).items()
@@ -128,10 +122,7 @@ def layout_of_part(layout: Layout, name: str, axes: AxesTable) -> Layout:
 
 
 def parameter_specs(path: str, shape: tuple[int, ...], layout: Layout) -> ParameterSpecs:
-    """The specs of a parameter, without the axes that the code being traced handles itself.
-
-    One that is not in the layout's table (the arrays of a quantized kernel) follows the rules.
-    """
+    """The specs of a parameter; one that is not in the table (parts of a quantized kernel) follows the rules."""
     known = layout.parameters.get(path)
     if known is None or known.shape != tuple(shape):
         return _derive_specs(path, shape, layout)
@@ -139,10 +130,7 @@ def parameter_specs(path: str, shape: tuple[int, ...], layout: Layout) -> Parame
 
 
 def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers: int) -> ParameterSpecs:
-    """The specs of one layer (of this shape) of a parameter that is stacked layer by layer.
-
-    `num_layers` is the size of the leading dim where the layers are stacked; on a pipeline stage, its own layers.
-    """
+    """The specs of one layer (of this shape) of a parameter that is stacked, by its own number, layer by layer."""
     known = layout.parameters.get(path)
     if known is None or known.shape[1:] != tuple(shape):
         known = _derive_specs(path, (num_layers, *shape), layout)
@@ -219,10 +207,9 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
 
 
 def possible_owners(optimizer_state: Any, params: Params) -> dict[str, list[str]]:
-    """Path in an optimizer's state -> the parameters whose path ends it, the likeliest first.
+    """Path in an optimizer's state -> the parameters whose path ends it, that of the largest tree in the state first.
 
-    The slow weights `slow/head` of Lookahead are those of `head`, also where there is a parameter `slow/head`: the
-    likeliest is the one whose tree in the state has the most parameters.
+    The slow weights `slow/head` of Lookahead are those of `head`, also where there is a parameter `slow/head`.
     """
     known, found = paths_of(params), dict[str, list[tuple[str, str]]]()
     for path in paths_of(optimizer_state):
@@ -297,10 +284,7 @@ def sum_over_shards(x: jax.Array) -> jax.Array:
 
 
 def shard_key(key: jax.Array) -> jax.Array:
-    """The key of this shard of `data` in code that handles the axis itself; elsewhere the key as it is.
-
-    There a shape is that of a shard's rows, so that equal keys would draw equal numbers for different rows.
-    """
+    """The key of this shard of `data` in code that handles the axis itself, where a shape is that of a shard's rows."""
     layout = _layout.get()
     if layout is None or "data" not in layout.manual or layout.mesh.shape["data"] == 1:
         return key
