@@ -138,11 +138,7 @@ def largest_exponents(x_L: jax.Array, block: int) -> jax.Array:
 def to_codes(x_L: jax.Array, exponents_K: jax.Array, random_L: jax.Array, *, signed: bool) -> jax.Array:
     """Round float32 [..., L] to codes, uint8 [..., L], up with the probability that keeps the mean.
 
-    Args:
-        x_L: nothing negative unless `signed`.
-        exponents_K: uint8 [..., K], from `largest_exponents`.
-        random_L: uint32 [..., L], uniform.
-        signed: which of the two sets of codes.
+    `exponents_K` are from `largest_exponents`, `random_L` uniform uint32; nothing is negative unless `signed`.
     """
     bits = _bits(x_L)
     above = bits.astype(jnp.int32) - _per_element(_lowest(exponents_K, signed), x_L.shape)
@@ -216,12 +212,8 @@ def round_to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
 def random_bits(shape: tuple[int, ...], count: jax.Array, number: int) -> jax.Array:
     """Draw uniform uint32 for one rounding of a whole array: a hash of each element's place, alike on every layout.
 
-    A multiplicative hash (the finalizer of MurmurHash3) costs a tenth of threefry and rounding asks for no more.
-
-    Args:
-        shape: of the whole array.
-        count: int32 [], updates done.
-        number: of the array among those that are rounded.
+    A multiplicative hash (the finalizer of MurmurHash3) costs a tenth of threefry and rounding asks for no more. It
+    depends on the updates done (`count`, int32 []) and the number of the array among those that are rounded.
     """
     place = jnp.zeros(shape, jnp.uint32)
     stride = 1
@@ -259,10 +251,8 @@ _DECAY_EXPONENT = 0.8
 class FactoredState(NamedTuple):
     """The state of `scale_by_factored_rms`, in trees like the parameters; zeros [1] where one has no such statistics.
 
-    Attributes:
-        count: updates done, int32 [].
-        v_row, v_col: mean squares over the larger and the smaller of the two factored dims, float32, without that dim.
-        v: mean squares of parameters that are not factored, float32.
+    Updates done, int32 []; mean squares over the larger and the smaller of the two factored dims, float32, without that
+    dim; mean squares of parameters that are not factored.
     """
 
     count: jax.Array

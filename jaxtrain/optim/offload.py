@@ -160,10 +160,7 @@ def _groups(leaves: dict[str, jax.Array]) -> list[set[str]]:
 def _advance_group(
     advance: Advance, gradients: Tree, state: Tree, params: Tree, counts: Tree, scalars: Tree
 ) -> tuple[Tree, Tree]:
-    """Advance the arrays of one group (the others are None) in a loop over slices, in place; the state is on the host.
-
-    `counts` are the scalars of the optimizer state before the update, None in the place of its arrays.
-    """
+    """Advance the arrays of one group (the others are None) in a loop over slices, in place."""
     leaves = jax.tree.leaves(params)
     count = num_slices(leaves[0].shape) if len(leaves) == 1 else 1
 

@@ -73,9 +73,8 @@ def group_number(path: str, groups: Sequence[Sequence[str]]) -> int:
 def moment_block(shape: Sequence[int]) -> int | None:
     """How many elements along the last dim form a block of int8 moments; None where they stay float32.
 
-    The number divides the last dim of the global parameter, not of a shard, so that the state is the same on every
-    layout. Where possible the number of blocks is a multiple of 8, so that up to 8 shards of the last dim hold
-    complete blocks.
+    It divides the last dim of the global parameter, so that the state is the same on every layout; where possible the
+    number of blocks is a multiple of 8, so that up to 8 shards of the last dim hold complete blocks.
     """
     if not is_stored(shape):
         return None

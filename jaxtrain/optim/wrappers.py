@@ -51,12 +51,7 @@ def elementwise(transformation: optax.GradientTransformation) -> ElementwiseTran
 
 
 class GroupsState(NamedTuple):
-    """State of `parameter_groups`.
-
-    Attributes:
-        inner: the state of each group's optimizer, in order, and last that of the rest; None for a group without
-            parameters, which not every transformation takes.
-    """
+    """The state of each group's optimizer, and last that of the rest; None for a group without parameters."""
 
     inner: tuple[optax.OptState | None, ...]
 
@@ -94,12 +89,8 @@ def by_group(
     """Update each parameter by the part whose patterns match its path first, or by the last part.
 
     A group's optimizer sees the tree of all parameters with None in the place of those of other groups. Which group has
-    a parameter follows from its path alone, so that an update may also be given a part of the tree.
-
-    Args:
-        parts: one for each entry of `matches`, and one more for what none of them matches.
-        matches: patterns of paths.
-        key: what holds the patterns, with `{}` for the number of the entry, for the message of a wrong one.
+    a parameter follows from its path alone, so that an update may also be given a part of the tree. `key` is what holds
+    the patterns, with `{}` for the number of the entry, in the message of a wrong one.
     """
     each = [optax.with_extra_args_support(part) for part in parts]
 
@@ -136,13 +127,7 @@ def by_group(
 
 
 class LookaheadState(NamedTuple):
-    """State of `lookahead`.
-
-    Attributes:
-        count: int32 [], updates since the last synchronization.
-        slow: the slow weights, a tree like the trained parameters, float32.
-        inner: state of the optimizer of the fast weights.
-    """
+    """Updates since the last synchronization, the slow weights in float32, and the state of the fast weights."""
 
     count: jax.Array
     slow: optax.Params
@@ -213,13 +198,8 @@ _KEEPERS = {LookaheadState: "slow", optax.contrib.ScheduleFreeState: "z"}
 def evaluation_weights(optimizer_state: Any, params: Any) -> Any:
     """The parameters with the weights in place that their optimizer keeps for evaluation.
 
-    Args:
-        optimizer_state: of any optimizer; those that keep such weights may be anywhere inside it (in a chain, or in
-            one part of a partition).
-        params: the parameters of the same train state, frozen ones included.
-
-    Returns:
-        A tree like `params`, in its dtypes and shardings; `params` itself where no such weights are kept.
+    A tree like `params`, frozen ones included, in its dtypes and shardings; `params` itself where no such weights are
+    kept. An optimizer that keeps them may be anywhere inside the state (in a chain, or in one part of a partition).
     """
     # Arrays that a step took over are refused where they are used, in words of that place.
     keepers = _keepers(optimizer_state)
@@ -243,10 +223,7 @@ def evaluation_weights(optimizer_state: Any, params: Any) -> Any:
 
 
 def kept_nodes(optimizer_state: Any) -> list[list[str]]:
-    """Where an optimizer keeps weights for evaluation, for who reads its checkpoints without it.
-
-    For each node its stored name in a train state (`optimizer_state.1`), and the field of its weights.
-    """
+    """Where an optimizer keeps weights for evaluation: stored name (`optimizer_state.1`) and field of each node."""
     return [
         [".".join(["optimizer_state", *map(part_name, path)]), _KEEPERS[type(node)]]
         for path, node in _keepers(optimizer_state)

@@ -42,12 +42,10 @@ class OwnStep:
     """Parts of a step that came from Python; None: what the config says.
 
     Attributes:
-        task: in place of that of the config.
-        optimizer: in place of that of the config.
+        task, optimizer, mesh: in place of those of the config.
         learning_rate: the rate that the metrics show, of such an optimizer; step -> rate, or a number.
         trainable: parameter path -> whether it is trained.
         rules: logical axes -> mesh axes, added to the default rules.
-        mesh: in place of one over all devices.
         params, model_state, skip: what training starts from, in place of what the model draws; see `TrainStep.init`.
     """
 
@@ -238,10 +236,7 @@ def model_of(
     num_outputs: int | None = None,
     model: Model | None = None,
 ) -> Model:
-    """The model of a config, or your own one in its place, with the remat policy of the config.
-
-    Raises a `ConfigError` where your model was built with another policy, or cannot apply one.
-    """
+    """The model of a config, or your own one in its place, with the remat policy of the config."""
     remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     if model is None and not isinstance(config.model, CalledModel):

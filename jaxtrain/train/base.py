@@ -23,12 +23,11 @@ class BaseRecord:
     """Where the frozen parameters of a run came from, and what they are.
 
     Attributes:
-        format: "published" (a folder or a GGUF file), "run" (a step of a run), or "drawn" (from the seed alone).
-        path: of that; None: there is none.
+        format, path: "published" (a folder or a GGUF file), "run" (a step of a run), or "drawn", which has no path.
         seed: of the run; what is not in `path` is drawn from it.
         skip: patterns of paths that are drawn although `path` has them.
         digests: path of each frozen parameter -> its dtype and the two sums of its digest.
-        scale: what the products of the adapters above it are multiplied by; None: not recorded.
+        scale: what the products of the adapters above it are multiplied by.
     """
 
     format: str
@@ -98,12 +97,7 @@ def describe_base(
 
 
 def without_base(state: TrainState, trains: Callable[[str], bool] | None) -> TrainState:
-    """The state with None in place of frozen parameters: what a checkpoint of an adapter run holds.
-
-    Args:
-        state: arrays, shapes or shardings.
-        trains: parameter path -> whether it is trained; None: the checkpoint holds the whole state.
-    """
+    """The state as a checkpoint of an adapter run holds it, without frozen parameters (`trains` None: whole)."""
     return state if trains is None else replace(state, params=select_leaves(state.params, trains))
 
 

@@ -26,14 +26,9 @@ _MOST_DRAWN_BY_EACH = 2**29
 class FirstState:
     """Makes the state at step 0 of a step.
 
-    The results of a compiled program are arrays of their own. Parameters that were read from files and passed through
-    one would be on the devices twice for a moment, which a base that fills half of a device has no room for. Those that
-    are as the state stores them are left out of the program's results and put in their places afterwards.
-
-    Args:
-        create: `create_state` of a program, taking key, params and model_state.
-        wanted: the state as shapes, with the shardings of its parameters.
-        shardings: of every array of the state.
+    The results of a compiled program are arrays of their own: parameters that were read from files and passed through
+    one would be on the devices twice for a moment, for which a large base has no room. Those that are as the state
+    stores them are left out of the program's results and put in their places afterwards.
     """
 
     def __init__(self, create: Callable[..., TrainState], wanted: TrainState, shardings: TrainState):

@@ -57,12 +57,8 @@ def _scale(state: TrainState) -> jax.Array:
 class _Fixed:
     """What the loss of a step reads besides the trained parameters and the model_state.
 
-    Attributes:
-        params: the frozen parameters, None in place of those that are trained; all of them for a task that calls the
-            model itself.
-        scale: float32 [], the loss scale.
-        average: moving averages of the parameters and of the model_state; None: the task does not read them.
-        step: int32 [], steps done; None: the task does not read it.
+    The frozen parameters and the loss scale (float32 []). A task that calls the model itself reads all parameters,
+    their moving averages and the steps done.
     """
 
     params: Params
@@ -225,10 +221,7 @@ class _ModelStages:
 def _stages(
     pipeline: Pipeline, model: ShardedModel, task: Task, params: Params, *, train: bool
 ) -> tuple[_ModelStages, Params]:
-    """What the stages compute, and the parameters in the compute dtype.
-
-    Those outside the stack are gathered over `fsdp`; layers gather their own.
-    """
+    """What the stages compute, and parameters in the compute dtype; layers gather their own over `fsdp`."""
     assert model.model.parts is not None
     held = hold_parameters(cast_floats(params, model.policy.compute_dtype))
     stages = _ModelStages(model.model.parts, task, model.policy, train)

@@ -52,11 +52,8 @@ class SpikeRule:
 class SpikeHistory:
     """What spikes are told by.
 
-    Attributes:
-        losses: float32 [window], of the last accepted steps; step i of them is at i % window.
-        grad_norms: float32 [window], of the same steps.
-        accepted: int32 [], accepted steps.
-        spikes: int32 [], spikes.
+    Losses and gradient norms of the last accepted steps, float32 [window], step i of them at i % window; the numbers of
+    accepted steps and of spikes, int32 [].
     """
 
     losses: jax.Array

@@ -172,10 +172,7 @@ class TrainState:
 
     @property
     def evaluation_model_state(self) -> ModelState:
-        """The model_state that belongs to `evaluation_params`: its average where parameters have one.
-
-        Batch statistics of the raw parameters would not fit the activations of averaged ones.
-        """
+        """The model_state that belongs to `evaluation_params`: its average where parameters have one."""
         if self.ema is None or self.ema_model_state is None:
             return self.model_state
         return averaged_model_state(self.ema_model_state, self.model_state)
@@ -284,10 +281,7 @@ def state_shardings(shapes: TrainState, sharded_model: ShardedModel, *, offload_
 
 
 def state_on_host(shapes: TrainState, *, offload_optimizer: bool) -> TrainState:
-    """Whether each leaf of a train state is kept in the host's memory.
-
-    Not read off shardings: those of compile-only GPUs do not know (jax 0.10.2).
-    """
+    """Whether each leaf of a state is on the host, which shardings of compile-only GPUs cannot say (jax 0.10.2)."""
     nowhere: TrainState = jax.tree.map(lambda _: False, shapes)
     if not offload_optimizer:
         return nowhere

@@ -230,8 +230,7 @@ class MeanGradients:
     """What `TrainStep.gradients` returns.
 
     Attributes:
-        tree: like the trained parameters and sharded as they are, None in place of frozen ones; float32, without the
-            loss scale and before clipping.
+        tree: like the trained parameters, None in place of frozen ones; float32, without loss scale, before clipping.
         loss: float32 [], the mean over the global batch, NaN where its weight is 0.
         weight: float32 [], the weight of the batch.
         metrics: of the task, name -> mean.

@@ -57,13 +57,3 @@ OTHERS = {
     "without a rate": (lambda: optax.scale_by_adam(), {}, None),
     "what is given comes first": (lambda: optax.sgd(0.1), {"learning_rate": 0.7}, 0.7),
 }
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_rate_is_read_only_where_it_is_one(case):
-    make, options, rate = OTHERS[case]
-    step = step_of(make(), **options)
-    _, metrics = step(step.init(0), batch())
-    found = metrics.get("learning_rate")
-    assert (found is None) == (rate is None)
-    assert rate is None or found == pytest.approx(rate)

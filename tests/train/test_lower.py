@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.runtime.compiler import note_choice, record_choices
+from jaxtrain.runtime.compiler import note_choice
 
 
 def rows(count: int) -> dict[str, np.ndarray]:
@@ -49,25 +49,3 @@ def test_lowering_changes_nothing_of_a_step() -> None:
     assert plain.choices == lowered.choices == ("rows: 8",)
     with pytest.raises(TypeError, match=r"compiled.*float32\[8,8\].*float32\[16,8\]"):
         lowered(lowered.init(0), rows(16))
-
-
-def test_what_is_chosen_is_reported_each_time_that_a_step_is_lowered() -> None:
-    step = make()
-    for count in (8, 16, 8):
-        with record_choices() as choices:
-            step.lower(rows(count))
-        assert choices == [f"rows: {count}"]
-    assert step.choices == ()
-
-
-def test_a_step_runs_the_program_that_it_was_given() -> None:
-    """Shapes are those of the program, whatever was lowered last."""
-    step, expected = make(), losses(make(), rows(8))
-    with record_choices() as choices:
-        compiled = step.lower(rows(8)).compile()
-    step.lower(rows(16))
-    step.use(compiled, choices=choices)
-    assert losses(step, rows(8)) == expected
-    assert step.choices == ("rows: 8",)
-    with pytest.raises(TypeError, match="compiled"):
-        step(step.init(0), rows(16))
