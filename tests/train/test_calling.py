@@ -240,16 +240,6 @@ STAGES = jt.build_model(
 )
 
 
-def test_a_model_of_models_is_sharded_as_its_parts_are():
-    """Each part keeps its table: the transformer's layers are gathered in its scan, not before it."""
-    mesh = jt.make_mesh(fsdp=4, tensor=2)
-    both = jt.shard_model(jt.from_models({"student": STAGES, "teacher": STAGES}), mesh=mesh)
-    alone = jt.shard_model(STAGES, mesh=mesh)
-    wanted = jax.tree.map(lambda a: a.sharding.spec, alone.abstract_params)
-    for name in ("student", "teacher"):
-        assert jax.tree.map(lambda a: a.sharding.spec, both.abstract_params[name]) == wanted
-
-
 def test_the_pipeline_refuses_what_needs_all_rows_in_one_place():
     calling, mixing = jt.Task.calling("once", calls_once), jt.Task("c", contrastive, rows="microbatch")
     with pytest.raises(jt.ConfigError, match="calls the model itself; use parallel"):

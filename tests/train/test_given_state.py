@@ -123,18 +123,6 @@ def test_other_parameters_are_refused_by_the_first_path(step: TrainStep) -> None
     step(state, BATCH)
 
 
-def test_numpy_arrays_and_numbers_from_an_init_function() -> None:
-    def init(key: jax.Array) -> dict[str, Any]:
-        return {"kernel": np.full((8, 4), 0.1, np.float32), "bias": np.zeros(4), "scale": 1.0}
-
-    model = jt.from_functions(init, lambda p, x: (x @ p["kernel"] + p["bias"]) * p["scale"])
-    step = make(dict(data=8), model=model)
-    step.compile(BATCH)
-    state, _ = step(step.init(0), BATCH)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
-    assert float(state.params["scale"]) != 1.0
-
-
 @pytest.fixture(scope="module")
 def trained() -> dict[str, np.ndarray]:
     """Parameters that classify BATCH well."""

@@ -120,14 +120,6 @@ def test_negative_targets_are_ignored_as_weight_0_is(logits, layout):
     chex.assert_trees_all_equal(state.params, same.params)
 
 
-def test_integer_regression_targets_are_numbers():
-    inputs = RNG.normal(size=(6, 3)).astype(np.float32)
-    targets = RNG.integers(-100, 100, (6, 4)).astype(np.int32)
-    found = evaluate(linear(4), jt.regression(), ArrayRows({"inputs": inputs, "targets": targets}), size=4)
-    true = np.mean((inputs.sum(1, dtype=np.float64)[:, None] - targets) ** 2)
-    np.testing.assert_allclose(found["eval_loss"], true, rtol=1e-6)
-
-
 def plain(name: str = "plain"):
     """A task that knows nothing of weights."""
 
@@ -195,14 +187,6 @@ def test_signed_weights_give_one_gradient_however_the_batch_is_divided():
         np.testing.assert_allclose([one["loss"] for one in found], wanted, rtol=1e-4, atol=1e-5)
         norms = [float(one["grad_norm"]) for one in found]
         np.testing.assert_allclose(norms, norms[0], rtol=1e-4, atol=1e-5)
-
-
-def test_a_missing_number_of_weight_0_counts_nothing():
-    batch = {"inputs": X, "targets": np.array([[1.0], [np.nan], [1.0], [1.0]], np.float32)}
-    batch["weights"] = np.array([1, 0, 1, 1], np.float32)
-    step = jt.make_train_step(linear(1), jt.regression(), optax.sgd(0.1), mesh=one_device())
-    _, metrics = step(step.init(0), batch)
-    assert (float(metrics["loss"]), int(metrics["skipped_steps"])) == (4.0, 0)
 
 
 def test_integers_of_more_than_32_bits_are_refused():
