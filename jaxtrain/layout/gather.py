@@ -53,8 +53,8 @@ def hold_parameters(params: Params) -> Params:
 def _layer_by_layer(shardings: tuple[NamedSharding, ...], x: jax.Array) -> jax.Array:
     """`_constrain` of each layer of a stack [layers, ...].
 
-    Collectives of NVIDIA gather the outermost dim in memory. Of a stack that is gathered over another dim the compiler
-    keeps two copies during the step, one of them transposed (seen with jax 0.10.2); layers it transposes one at a time.
+    Of a stack that is gathered over another dim than the outermost, the compiler for NVIDIA keeps two copies during the
+    step, one of them transposed (seen with jax 0.10.2); layers it transposes one at a time.
     """
     return jax.lax.map(partial(_constrain, shardings), x)
 

@@ -180,10 +180,7 @@ def is_stacked(path: str, stack: str | None) -> bool:
 
 
 def named_dims(path: str, shape: Sequence[int], axes: AxesTable, stack: str | None) -> tuple[str | None, ...] | None:
-    """Returns the logical name of each dim of a parameter; None where the table has no row of its rank.
-
-    The first dim of a stacked parameter is "layers" even if the row does not name it.
-    """
+    """Returns the logical name of each dim of a parameter, the first of a stacked one "layers"; None: no such row."""
     row = table_row(path, axes)
     if row is None or len(row) != len(shape):
         return None
@@ -343,10 +340,7 @@ def num_pieces(elements: int, size: int) -> int:
 
 
 def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int, max_fraction: float) -> None:
-    """Raise a `ConfigError` where more than a fraction of the `total` parameter bytes is replicated over `fsdp` > 1.
-
-    `replicated`: path -> bytes of each parameter that is not sharded over it.
-    """
+    """Raise a `ConfigError` where more than a fraction of parameter bytes (`replicated`, by path) is so over `fsdp`."""
     fraction = sum(replicated.values()) / max(total, 1)
     if fraction > max_fraction:
         largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
@@ -360,10 +354,7 @@ def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int,
 def check_tensor_used(
     sizes: Mapping[str, int], sharded: Collection[str], tensor: int, rules: Mapping[str, tuple[str, ...]], *, model: str
 ) -> None:
-    """Raise a `ConfigError` where no parameter is sharded over `tensor`, which would repeat the work of one device.
-
-    `sizes`: path -> elements of each parameter; `sharded`: paths of those that are sharded over it.
-    """
+    """Raise a `ConfigError` where no parameter (path -> elements) is sharded over `tensor`, which would repeat work."""
     if tensor == 1 or sharded:
         return
     largest = max(sizes, key=lambda path: sizes[path], default="")

@@ -23,10 +23,7 @@ from jaxtrain.layout.sharding import Params, current_layout, during_trace, path_
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scattered:
-    """A stack [layers, ...], whose layers are attached to their parts inside the scan over it.
-
-    Gradients are scattered over `dim`, which `part`, float32 and else of the shape of `whole`, has a shard of.
-    """
+    """A stack [layers, ...], whose layers are attached inside its scan to `part`, float32, a shard of `dim` of it."""
 
     whole: jax.Array
     part: jax.Array

@@ -86,9 +86,8 @@ def _adafactor(config: AdafactorDirection, axes: AxesTable) -> list[optax.Gradie
 
 def _called(config: CalledOptimizer, learning_rate: optax.Schedule | None) -> optax.GradientTransformation:
     """Call the function of `optimizer.call`, which gets the schedule of the config where it sets a learning rate."""
-    must_take = () if learning_rate is None else ("learning_rate",)
-    offered = {"learning_rate": learning_rate} if must_take else {}
-    made = call_function("optimizer", config.call, config.args, offered=offered, must_take=must_take)
+    offered = {} if learning_rate is None else {"learning_rate": learning_rate}
+    made = call_function("optimizer", config.call, config.args, offered=offered, must_take=tuple(offered))
     if isinstance(made, optax.GradientTransformation):
         return made
     raise ConfigError(
@@ -114,8 +113,7 @@ def build_optimizer(
     Args:
         config: the kind of optimizer and its settings.
         learning_rate: optimizer step -> learning rate; None where a function of your own has one itself.
-        axes: row of each parameter (`complete_axes`). It says which dims count layers and experts, and which parameters
-            are matrices for Muon.
+        axes: row of each parameter (`complete_axes`): which dims count layers, and what are matrices for Muon.
     """
     if isinstance(config, CalledOptimizer):
         return _called(config, learning_rate)

@@ -92,7 +92,7 @@ def is_stored(shape: Sequence[int]) -> bool:
 def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) -> tuple[int, int] | None:
     """The two largest dims of one layer, the larger one last, over which Adafactor factors its second moment.
 
-    None where one of them is below `smallest`; `counting` are the dims that count layers and experts.
+    None where one of them is below `smallest`; `counting` dims count layers and experts.
     """
     dims = sorted((dim for dim in range(len(shape)) if dim not in counting), key=lambda dim: (shape[dim], dim))
     if len(dims) < 2 or shape[dims[-2]] < smallest:

@@ -156,8 +156,6 @@ def check_sums(policy: Policy, mesh: Mesh, *, backward: bool) -> None:
     Gloo drops one of the two numbers about once in 10,000 sums of float16 (54,944 - 100 is -100), with no error. Sums
     in bfloat16, which XLA makes in float32, are right, and so are those of a process that joined no cluster.
 
-    Whether a program on the mesh computes gradients decides which numbers it adds up between devices.
-
     Raises:
         ConfigError: the policy computes in float16, and the program adds such numbers up through Gloo.
     """

@@ -121,11 +121,11 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:
         raise ConfigError(f"task={config.task} needs an entry 'targets' in the rows of the data, which have none")
-    if config.task == "classification" and integers is False:
-        named = " (and data.task=classification if they name classes)" if config.data.kind == "table" else ""
-        raise ConfigError(f"task=classification, but the targets of the data are numbers; set task=regression{named}")
-    if config.task == "regression" and integers:
-        raise ConfigError("task=regression, but the targets of the data are classes; set task=classification")
+    if (config.task == "classification" and integers is False) or (config.task == "regression" and integers):
+        kinds, works = ("classes", "classification") if integers else ("numbers", "regression")
+        if not integers and config.data.kind == "table":
+            works += " (and data.task=classification if they name classes)"
+        raise ConfigError(f"task={config.task}, but the targets of the data are {kinds}; set task={works}")
     check_sizes(
         config,
         vocab_size=data.vocab_size,
@@ -352,9 +352,6 @@ def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task
     mean, deviation = ((reading or {}).get(name) for name in ("target_mean", "target_deviation"))
     if task != "regression" or mean is None or deviation is None:
         return config
-    try:
-        # A constant is learned as it is.
-        scale = OutputScale(mean=tuple(mean), deviation=tuple(one or 1.0 for one in deviation))
-    except ConfigError:  # numbers near the ends of float32, which nothing brings to size 1
-        return config
+    # A constant is learned as it is.
+    scale = OutputScale(mean=tuple(mean), deviation=tuple(one or 1.0 for one in deviation))
     return config.model_copy(update={"model": model.model_copy(update={"output_scale": scale})})

@@ -30,13 +30,7 @@ class BatchSource(Protocol):
 
 
 class BatchFeed:
-    """How batches reach a model on its mesh: sharded, and with ids that the model has.
-
-    Args:
-        sharded_model: that takes them.
-        task: that reads them.
-        microbatches: their number, by which the rows divide, under the name that people know it by.
-    """
+    """How batches reach a model on its mesh: sharded, and with ids that the model has."""
 
     def __init__(self, sharded_model: ShardedModel, task: Task, microbatches: Mapping[str, int]):
         self.sharded_model, self.task, self.microbatches = sharded_model, task, microbatches
@@ -111,11 +105,8 @@ def batch_shardings(
 ) -> dict[str, NamedSharding]:
     """Rows sharded over the batch axes; scalars are replicated.
 
-    Args:
-        batch: arrays or shapes, global.
-        layout: of the step.
-        batch_axes: see `Task.batch_axes`.
-        microbatches: their number, by which the rows divide, under the name that people know it by.
+    `batch` are arrays or shapes, global; `batch_axes` those of the task; `microbatches` their number, by which the rows
+    divide, under the name that people know it by.
     """
     mesh = layout.mesh
 

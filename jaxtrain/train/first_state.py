@@ -18,8 +18,7 @@ from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, select_leaves
 
-# Each of several processes draws the whole state, where the program draws the part of its devices: up to this many
-# numbers, which take it two seconds.
+# Each of several processes draws the whole state: up to this many numbers, which take it two seconds.
 _MOST_DRAWN_BY_EACH = 2**29
 
 
@@ -35,7 +34,7 @@ class FirstState:
         self._create, self._shardings, self._shapes = create, shardings, wanted
         self._devices = list(jax.tree.leaves(shardings)[0].mesh.devices.flat)
         self._wanted = paths_of(wanted.params)
-        # What is left out -> the program; that of a state that is drawn is traced where its shapes were found.
+        # What is left out -> the program.
         self._programs: dict[frozenset[str], Any] = {frozenset(): jax.jit(create, out_shardings=shardings)}
 
     def __call__(self, key: jax.Array, start: Start) -> TrainState:

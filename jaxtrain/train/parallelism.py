@@ -58,9 +58,6 @@ class Parallelism:
         chunks: of layers per stage, under interleaved_1f1b; None: 2.
         max_replicated_fraction: share of parameter bytes that may be replicated although `fsdp` > 1.
 
-    Raises:
-        ConfigError: a value that the option does not have.
-
     Example:
         >>> step = jt.make_train_step(
         ...     model, jt.classification(), optax.adamw(1e-3), parallelism=jt.Parallelism(zero=1)
@@ -131,15 +128,13 @@ def shard_model(
         model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
         mesh: from `make_mesh`; None: all devices on the `data` axis.
         policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
-            replaces the default.
+        rules: logical axes -> mesh axes, in place of those of `DEFAULT_RULES` or added to them.
         parallelism: as for `make_train_step`; None: the defaults.
         trainable: parameter path -> whether it was trained; others keep the dtype of `model.init`. None: all were.
         task: whose rows need a sequence where `context` > 1; None: not checked.
 
     Raises:
-        ConfigError: sizes that do not divide by the mesh, too many replicated bytes, or an axis that the model cannot
-            use.
+        ConfigError: sizes that do not divide, too many replicated bytes, or an axis that the model cannot use.
 
     Example:
         >>> sharded = jt.shard_model(model, policy="bf16")

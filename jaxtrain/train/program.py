@@ -105,8 +105,7 @@ def _gradients(
     if settings.zero > 0 and not task.calls_model:
         trained = hold_parameters(cast_floats(trained, sharded_model.policy.compute_dtype))
         layout = replace(layout, holds=True)
-    # A shard of data holds some rows of a microbatch only. Models of ours add up over the shards what they count; of
-    # another one nobody knows whether it mixes rows.
+    # Models of ours add up over the shards of data what they count; of another nobody knows whether it mixes rows.
     is_ours = isinstance(sharded_model.model.axes, FamilyTable)
     plan = Accumulation(
         settings.accumulation_steps,

@@ -85,7 +85,6 @@ def reference_rows(
         The rows with an entry `reference`, float32.
 
     Raises:
-        ConfigError: a task without reference, or an argument of another type.
         DataError: a number that is not finite.
 
     Example:
@@ -102,11 +101,6 @@ def reference_rows(
 
     check_rows(rows, what="reference_rows", write="reference_rows(step, state, jaxtrain.ArrayRows({...}))")
     batch_size = check_whole(batch_size, what="reference_rows: batch_size", least=1, write="batch_size=32")
-    if step.task.reference is None:
-        raise ConfigError(
-            f"reference_rows: task {step.task.name!r} compares with no model that training starts from; write "
-            "make_train_step(model, jaxtrain.dpo(), ...)"
-        )
     if isinstance(state, TrainState):
         state = EvaluationState(state.params, state.model_state)
     params, model_state = state.evaluation_params, state.evaluation_model_state
@@ -125,16 +119,8 @@ def compute_reference(
 ) -> np.ndarray:
     """Compute the entry `reference` of N rows, float32 [N, ...]; with several processes all call this, and get all.
 
-    Args:
-        step: of a task with a `reference`.
-        params, model_state: of the model, on the mesh.
-        rows: with an index.
-        batch_size: over all devices.
-        workers: threads that read rows one by one; None: the cores of this process.
-        what: the rows in messages.
-
-    Raises:
-        DataError: a number that is not finite.
+    `batch_size` is that over all devices, `workers` threads that read rows one by one (None: all cores),
+    `what` the rows in messages. A number that is not finite is a `DataError`.
     """
     from jaxtrain.data import Batches
 

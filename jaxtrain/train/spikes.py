@@ -26,9 +26,6 @@ class SpikeRule:
         sigmas: above 0.
         watch: "loss", "grad_norm" or "both".
 
-    Raises:
-        ConfigError: a value of another type or out of range.
-
     Example:
         >>> rule = jt.SpikeRule(window=128, sigmas=6.0)
         >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), spikes=rule)

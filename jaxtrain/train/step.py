@@ -171,8 +171,7 @@ class TrainStep:
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
 
-        Raises:
-            ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
+        Without `inputs`, or where rows do not divide by devices and microbatches, a `ConfigError`.
         """
         return self.feed.shardings(batch)
 
@@ -346,29 +345,21 @@ def make_train_step(
         optimizer: any optax transformation, already made with its learning rate.
         mesh: from `make_mesh`; None: all devices on the `data` axis.
         policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
-        accumulation_steps: microbatches per step; results equal those of one large batch, except that batch
-            statistics are those of each (global) microbatch.
+        accumulation_steps: microbatches per step; results equal those of one large batch, but for batch statistics.
         clip_norm: largest global norm of the gradient; None: no clipping.
-        ema_decay: keep a moving average of the parameters and of model_state (batch statistics); evaluation uses the
-            average. The decay after t updates is min(ema_decay, (1 + t) / (10 + t)).
-        trainable: parameter path -> whether it is trained, True for some and False for others; None: all are, or of
-            an adapted model its adapters.
-        learning_rate: the rate that the metrics show, which does not change the optimizer; None: that of the optimizer,
-            where it can be read from its chain or from `optax.inject_hyperparams`.
+        ema_decay: keep a moving average of parameters and model_state, which evaluation uses; its decay after t updates
+            is min(ema_decay, (1 + t) / (10 + t)).
+        trainable: parameter path -> whether it is trained; None: all are, or of an adapted model its adapters.
+        learning_rate: the rate that the metrics show; None: that of the optimizer's chain, where it can be read.
         loss_scaling: how the fp16 loss scale moves.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
-            replaces the default.
+        rules: logical axes -> mesh axes, in place of those of `DEFAULT_RULES` or added to them.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
         compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
         spikes: when a finite step leaves the state as it was, as one that is not finite does; None: never.
 
-    Returns:
-        A `TrainStep`.
-
     Raises:
-        ConfigError: sizes that the mesh does not divide, too many replicated bytes, or a setting that would have no
-            effect on this model.
+        ConfigError: sizes that the mesh does not divide, too many replicated bytes, or a setting without effect.
 
     Example:
         >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), clip_norm=1.0)
@@ -399,8 +390,8 @@ def make_train_step(
     layout = make_layout(model, task, mesh, parallelism, rules)
     check_sums(policy, mesh, backward=True)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    updates = mesh.size == 1 or model.convolutional
-    options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, updates=updates)
+    first, updates = mesh.devices.flat[0], mesh.size == 1 or model.convolutional
+    options = choose_options(first, mesh.size, compiler_options, updates=updates)
     fraction = parallelism.max_replicated_fraction
     sharded_model = place_model(model, layout, policy, trainable=trainable, max_replicated_fraction=fraction)
     if trainable is not None and not trained_paths(sharded_model.abstract_params, trainable):

@@ -171,8 +171,7 @@ def _metrics(
 def _extra_arguments(value: jax.Array, grad: Params, mean_loss: MeanLoss) -> dict[str, Any]:
     """What optimizers of optax may read besides gradients, state and parameters, by the names that optax has for it.
 
-    `value` is the mean loss of the batch, `grad` its gradient before clipping; `value_fn` (line searches), `obj_fn`
-    (Sophia) and `grad_fn` (SAM) compute the loss at other parameters, and cost nothing where they are not called.
+    `value_fn` (line searches), `obj_fn` (Sophia) and `grad_fn` (SAM) cost nothing where they are not called.
     """
 
     # Line searches of optax raise where an argument is none of theirs and none of the function's.
@@ -257,8 +256,7 @@ def _unscaled(tree: Any, scale: jax.Array | None) -> Any:
 def average_decay(decay: float, updates: jax.Array) -> jax.Array:
     """What a moving average keeps of itself after so many finite updates (int32 []): float32 [].
 
-    (1 + t) / (10 + t), at most `decay`. The first parameters are random numbers, of which a constant 0.999 would keep
-    three quarters for 300 steps; with this the average covers about the last tenth of the updates.
+    (1 + t) / (10 + t), at most `decay`: of the first parameters, random numbers, 0.999 would keep much for long.
 
     Source: `tf.train.ExponentialMovingAverage` with `num_updates`, as in Tan and Le 2019 (EfficientNet).
     """
