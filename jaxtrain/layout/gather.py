@@ -37,7 +37,7 @@ def hold_parameters(params: Params) -> Params:
 
     def hold(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         specs = parameter_specs(path_name(path), leaf.shape, layout)
-        if specs.stored == specs.held or _is_key(leaf):
+        if specs.stored == specs.held or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
         stored, held = layout.named(specs.stored), layout.named(specs.held)
         counting = counting_dims(path_name(path), leaf.shape, layout.axes, stack=layout.stack)
@@ -80,8 +80,8 @@ def gather_parameters(
 
     def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         name = path_name(path)
-        # A key is the same on every device.
-        if _is_key(leaf) or any(name == one or name.startswith(f"{one}/") for one in skip):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # the same on every device
+        if is_key or any(name == one or name.startswith(f"{one}/") for one in skip):
             return leaf
         full = f"{prefix}/{name}" if prefix else name
         if num_layers is None:
@@ -129,10 +129,6 @@ def constrain_parameters(tree: Params) -> Params:
 def _shards_state(layout: Layout) -> bool:
     """Whether ZeRO shards parameters over an axis that the compiler handles."""
     return any(layout.degree(axis) > 1 for axis in layout.state_axes)
-
-
-def _is_key(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _constrain(shardings: tuple[NamedSharding, ...], x: jax.Array) -> jax.Array:

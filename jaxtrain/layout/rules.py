@@ -1,7 +1,6 @@
 """Which mesh axes shard each dim of a parameter and of optimizer state. No jax here: the planner asks for thousands.
 
-The degrees of the six mesh axes; rules from the logical names that a model gives each dim of its parameters, in a path
-table, to mesh axes; and what ZeRO adds. `sharding.py` makes jax's PartitionSpecs from what these functions return.
+`sharding.py` makes jax's PartitionSpecs from what these functions return.
 """
 
 import fnmatch

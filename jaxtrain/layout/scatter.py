@@ -1,8 +1,8 @@
 """Gradients that are scattered over `data` layer by layer, in code that handles that axis itself (ZeRO-2).
 
-There a parameter is replicated and its gradient a sum over the rows of one shard. What is differentiated is not the
-parameter but an array of the shape of a device's part, which is attached to the parameter where it is used: there the
-backward pass sums the gradient over `data`, and keeps the part. So only one layer at a time has a whole gradient.
+There a parameter is replicated. What is differentiated is not the parameter but an array of the shape of a device's
+part, which is attached to the parameter where it is used: there the backward pass sums the gradient over `data`, and
+keeps the part. So only one layer at a time has a whole gradient.
 """
 
 import contextlib

@@ -2,8 +2,7 @@
 
 A model names the axes of its parameters in a path table and of its activations by `constrain`; the rules say over
 which mesh axes a name is sharded. Parameters are *stored* sharded over `fsdp`, and with ZeRO over `data`; they are
-*held* during a step, and *gathered* over `fsdp` for compute, one layer at a time (`gather.py`). The specs of a
-parameter are derived once, by `with_parameters`, and looked up by path afterwards.
+*held* during a step, and *gathered* over `fsdp` for compute, one layer at a time (`gather.py`).
 
 Code that a step calls takes the layout as an argument. Code that a model or an optimizer calls, whose signature is not
 ours to extend, reads that of the trace (`current_layout`, and what is built on it), which `use_layout` sets.

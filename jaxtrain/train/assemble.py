@@ -23,7 +23,7 @@ from jaxtrain.models.model import Model, ModelState, Params, count_parameters, p
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
-from jaxtrain.models.tasks import build_task, is_shipped
+from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.optimizers import build_optimizer, build_schedule, trainable_predicate
 from jaxtrain.optim.rules import adamw_patterns, check_patterns, complete_axes
 from jaxtrain.remat.policy import Remat
@@ -112,10 +112,7 @@ def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
 
 
 def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
-    """Raise a `ConfigError` where task, model and data do not belong together.
-
-    `targets` are shape and dtype of a batch's targets; None: it has none, or nested ones.
-    """
+    """Raise a `ConfigError` where task, model and data, whose batches may have `targets`, do not belong together."""
     check_kinds(config, own_task=own_task, own_data=True)
     own_task = own_task or isinstance(config.task, Call)
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
@@ -271,20 +268,14 @@ def assemble(
     devices: Sequence[Any] | None = None,
     own: OwnStep | None = None,
 ) -> Run:
-    """Build model, optimizer, mesh and step from a config.
-
-    `data` is from `open_run_data`, or your own; the others are those of `build_step` and `OwnStep`.
-
-    Raises:
-        ConfigError: parts that do not fit together, or sizes that do not divide.
-    """
+    """Build model, optimizer, mesh and step from a config; see `build_step` and `OwnStep`."""
     batches = training_batches(config, data)
     spec = batches.spec()
     if model is None:
         targets = spec.get("targets")
         shape = targets if isinstance(targets, jax.ShapeDtypeStruct) else None
         check_fit(config, data, shape, own_task=task is not None)
-    named = config.task if task is None else task.name if is_shipped(task) else None
+    named = config.task if task is None else task.name
     step = build_step(
         config if model is not None else with_output_scale(config, data.reading, task=named),
         input_shape=data.input_shape,

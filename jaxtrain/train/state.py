@@ -65,7 +65,7 @@ class StepProgram:
     """What a train step is made of, which all of its pure functions take.
 
     The model with its layout and number formats, what outputs are compared with, what updates the trained parameters,
-    clipping, averages and the like, and the schedule of the stages; None: the mesh has one.
+    clipping, averages and the like, and the schedule of the stages (None: there is one).
     """
 
     sharded_model: ShardedModel
