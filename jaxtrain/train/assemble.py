@@ -217,7 +217,7 @@ def build_sharded_model(
     model = finetuned(config, model_of(config, **sizes, model=model))
     return shard_model(
         model,
-        mesh=mesh or make_mesh(**config_degrees(config.parallel)),
+        mesh=mesh or make_mesh(**config_degrees(config.parallel), devices=None),
         policy=config.precision.policy,
         parallelism=parallelism,
         trainable=trainable_of(config, model),
