@@ -3,7 +3,7 @@
 from jaxtrain.data.batches import Batch, Batches, prefetch
 from jaxtrain.data.sources.dataset import Data
 from jaxtrain.data.sources.open import open_data
-from jaxtrain.data.sources.prepare import prepare_tokens
+from jaxtrain.data.sources.shards import prepare_tokens
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.data.tokens import check_tokens
 

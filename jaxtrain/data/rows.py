@@ -9,7 +9,6 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grain
@@ -25,37 +24,11 @@ from jaxtrain.runtime.tree import path_name
 # Entry -> array, or a nested dict of arrays.
 Row = dict[str, Any]
 
+# A target that the loss ignores.
+IGNORED = -100
+
 # A function from positions in the endless training order, int64 [B], to row numbers, int64 [B].
 Order = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Rows of a source, and what `Data` says of them; see there.
-
-    `identity` is for the fingerprint.
-    """
-
-    train: grain.MapDataset
-    validation: grain.MapDataset | None
-    identity: dict[str, Any]
-    description: tuple[str, ...]
-    num_outputs: int | None = None
-    input_shape: tuple[int, ...] = ()
-    reading: dict[str, Any] | None = None
-    tokenizer: Tokenizer | None = None
-    decoder_length: int | None = None
-    counts: dict[str, int] | None = None
-
-
-def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:
-    """Returns a saved `Data.reading` if it belongs to a source of this kind, else None."""
-    return reading if reading is not None and reading.get("kind") == kind else None
-
-
-def grain_seed(seed: int) -> int:
-    """Returns a seed of 32 bits, as grain needs it, made from a seed of any size."""
-    return int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
 
 
 class Rows(grain.MapDataset):

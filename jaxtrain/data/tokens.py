@@ -1,8 +1,6 @@
 """Documents of text, and the streams of token ids that they become: compact arrays, split for evaluation."""
 
 import hashlib
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,57 +9,57 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
+from jaxtrain.data.files import decode_utf8, find_files
+from jaxtrain.data.formats.open import DataFile, find_rows, pass_over_file, text_of
 from jaxtrain.data.permutation import num_held_out
-from jaxtrain.data.skipped import SkippedRecords
+from jaxtrain.data.python_texts import read_builtin
 from jaxtrain.data.tokenizer import BpeTokenizer, Tokenizer, build_tokenizer, encode_all, named_end, tokenizer_sha256
 from jaxtrain.errors import DataError
 
 # Characters that are encoded at a time: enough to use every core, and few enough for their ids as Python objects.
 _CHUNK_CHARACTERS = 4 * 2**20
-# Folders beside the standard library's source that hold tests, generated files or other packages.
-_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
+
+# The sources whose texts become tokens.
+TextSource = TextData | JsonlData | DocumentsData
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts that can be read more than once.
-
-    `files` are (name, size in bytes), the same on every machine that has the data; `skipped` counts bad records of the
-    last pass (None: one is an error).
-    """
+    """Texts that can be read more than once; `files` are (name, size in bytes), the same wherever the data is."""
 
     label: str
     files: tuple[tuple[str, int], ...]
     read: Callable[[], Iterator[str]]
-    skipped: SkippedRecords | None = None
 
 
-def builtin_documents(name: str) -> Documents:
-    """Returns `python_prose`, the language reference, or `python_source`, the standard library, of this Python."""
-    if name == "python_prose":
-        return Documents("built-in python_prose", (), _read_prose)
-    return Documents(f"built-in python_source of Python {sys.version.split()[0]}", (), _read_source)
+def documents_of(config: TextSource) -> Documents:
+    """Finds the documents of a source without reading them; calling their `read` reads them.
 
+    Raises:
+        DataError: A file is missing, empty or of no known format. `read` raises it where a file or a text is wrong.
+    """
+    field = "text"
+    if not isinstance(config, TextData):
+        field = config.field
+    if isinstance(config, DocumentsData):
+        files = find_rows(config.path, what="data.path")
+    elif config.path is not None:
+        suffix, form = (".txt", "text") if isinstance(config, TextData) else (".jsonl", "lines")
+        files = [DataFile(name, path, form) for name, path in find_files(config.path, suffix=suffix)]
+    elif config.builtin is not None:
+        return Documents(*read_builtin(config.builtin))
+    else:
+        raise DataError("data.path and data.builtin are both null; set one, such as data.builtin=python_prose")
 
-def _read_prose() -> Iterator[str]:
-    from pydoc_data.topics import topics
+    def read() -> Iterator[str]:
+        for file in files:
+            for where, row in pass_over_file(file, [("field", field)]):
+                value = row[field]
+                # Members of tar files with other endings than .txt are bytes.
+                value = decode_utf8(value, path=Path(where)) if isinstance(value, bytes) else value
+                yield text_of(value, where=where, column=field)
 
-    for name in sorted(topics):
-        yield topics[name]
-
-
-def _read_source() -> Iterator[str]:
-    library = Path(sysconfig.get_paths()["stdlib"])
-    named = sorted((path.relative_to(library).as_posix(), path) for path in library.rglob("*.py"))
-    for name, path in named:
-        # The few files in other encodings are fixtures; skipping them loses no text.
-        if _NOT_SOURCE.isdisjoint(name.split("/")):
-            try:
-                text = path.read_bytes().decode("utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            if text:
-                yield text
+    return Documents(str(config.path), tuple((file.name, file.path.stat().st_size) for file in files), read)
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ class TokenSource:
     label: str
     num_documents: int | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    skipped: SkippedRecords | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +111,7 @@ def chunks(found: Iterable[Any], size_of: Callable[[Any], int], *, most: int) ->
         yield chunk
 
 
-def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
+def divided(config: TextSource, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
     """Yields documents; files of plain text are divided where they write the tokenizer's end of text.
 
     As GPT-2's and TinyStories' files do. Only a name with bars (`<|endoftext|>`) is looked for: `</s>` is also HTML.
@@ -131,9 +128,7 @@ def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], 
         yield from (part for part in parts if part.strip() or len(parts) == 1)
 
 
-def encoded_source(
-    config: TextData | JsonlData | DocumentsData, documents: Documents, *, tokenizer: Tokenizer | None = None
-) -> TokenSource:
+def encoded_source(config: TextSource, documents: Documents, *, tokenizer: Tokenizer | None = None) -> TokenSource:
     """Encodes documents into memory, with the tokenizer of the config or another.
 
     Raises:
@@ -151,8 +146,6 @@ def encoded_source(
         digest.update(encoded[-1].tobytes())
     if not encoded:
         raise DataError(f"{documents.label} holds no document; give a file with text")
-    if documents.skipped is not None:
-        documents.skipped.tell()
     return TokenSource(
         segments=(np.concatenate(encoded),),
         vocab_size=tokenizer.vocab_size,
@@ -166,7 +159,6 @@ def encoded_source(
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
             **named_end(tokenizer),
         },
-        skipped=documents.skipped,
     )
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from jaxtrain.data.chat.conversations import Conversation
+from jaxtrain.data.chat.rows import Conversation
 from jaxtrain.data.chat.templates import ChatFormat, chat_encoder, compile_template, masked_tokens
 from jaxtrain.data.tokenizer import load_tokenizer
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxtrain.config.data import ChatData, TokenizerConfig
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.conversations import Conversation, read_conversations
+from jaxtrain.data.chat.rows import Conversation, read_conversations
 from jaxtrain.data.chat.templates import chat_encoder, chat_format, compile_template, masked_tokens, render
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import ConfigError, DataError

@@ -19,7 +19,7 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.sources.texts import documents_of
+from jaxtrain.data.tokens import documents_of
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.tokens import token_dtype
 from jaxtrain.errors import ConfigError, DataError

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxtrain.data import open_data
-from jaxtrain.data.text.frame import Frame, fill_frame, framed_texts, framed_tokens, framed_words
+from jaxtrain.data.sources.texts import Frame, fill_frame, framed_texts, framed_tokens, framed_words
 from jaxtrain.data.tokenizer import BpeTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 

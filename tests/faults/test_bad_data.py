@@ -11,8 +11,8 @@ from jaxtrain.cli import main
 from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenizerConfig
 from jaxtrain.data import open_data
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.data.sources.prepare import prepare_tokens
-from jaxtrain.data.sources.texts import documents_of
+from jaxtrain.data.sources.shards import prepare_tokens
+from jaxtrain.data.tokens import documents_of
 from jaxtrain.errors import DataError
 
 PIL = pytest.importorskip("PIL.Image")

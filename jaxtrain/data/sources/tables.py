@@ -1,7 +1,6 @@
 """Tables of numbers: files of rows (CSV, Parquet, Arrow, JSON lines), NumPy archives, and those of scikit-learn."""
 
 import hashlib
-import math
 import re
 from array import array
 from collections.abc import Mapping, Sequence
@@ -14,13 +13,23 @@ import numpy as np
 from jaxtrain.config.data import TableData
 from jaxtrain.data.files import reading, require_file
 from jaxtrain.data.formats.arrow import with_names
-from jaxtrain.data.formats.open import DataFile, find_rows, good_rows, named_classes, pass_over_file
-from jaxtrain.data.formats.reader import Cells, missing_column
+from jaxtrain.data.formats.open import (
+    DataFile,
+    exact_number,
+    few,
+    find_rows,
+    first_row,
+    named_classes,
+    number_in,
+    number_of,
+    pass_over_file,
+    read_records,
+    wrong_value,
+)
+from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.data.rows import ArrayRows, matching_reading
-from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
+from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.dataset import Data, example_data
-from jaxtrain.data.text.records import column_names, exact_number, float_of, number_in, number_of, read_records
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.terminal import print_remark
 
@@ -45,7 +54,6 @@ class _Table:
         targets: Texts or numbers, [N] or [N, K].
         are_classes: Whether the targets are classes; None: their values decide.
         columns: Names of the input columns; None: the file has none.
-        skipped: Counts the rows that were; None: a bad row is an error.
     """
 
     label: str
@@ -53,7 +61,6 @@ class _Table:
     targets: np.ndarray
     are_classes: bool | None
     columns: tuple[str, ...] | None = None
-    skipped: SkippedRecords | None = None
 
 
 def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Data:
@@ -72,7 +79,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         DataError: The file is missing, or a row or value is wrong, which the message locates by file and line; or the
             table has columns or classes that `reading` does not have.
     """
-    reading = matching_reading(reading, kind="table")
+    reading = reading if reading is not None and reading.get("kind") == "table" else None
     table = _read(config, task=task, reading=reading)
     if len(table.inputs) == 0:
         raise DataError(f"{table.label} has no rows; give a table with at least one")
@@ -100,11 +107,10 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         kind = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
     else:
         num_outputs = len(names)
-        kind = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if num_outputs > 5 else ''})"
+        kind = f"classification into {num_outputs} classes ({few(names)})"
     columns = [{"inputs": inputs[side], "targets": targets[side]} for side in sides]
     return example_data(
-        ArrayRows(columns[0]),
-        ArrayRows(columns[1]) if len(sides[1]) else None,
+        *map(ArrayRows, columns),
         identity={
             "kind": "table",
             "content_sha256": hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest(),
@@ -126,7 +132,6 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             # By which other files are read, whatever the order of their columns is.
             "columns": None if table.columns is None else list(table.columns),
         },
-        skipped=() if table.skipped is None else (table.skipped,),
     )
 
 
@@ -202,44 +207,35 @@ def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Ta
 
     Args:
         config: Which files and columns.
-        as_numbers: Whether a target that is no number is a bad row.
+        as_numbers: Whether a target that is no number is an error.
         keeps_codes: Whether 01 and 1 of a CSV file stay apart, for classes that a model was trained on.
     """
     files = find_rows(config.path, what="data.path")
     target, names = _chosen_columns(config, files)
-    skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
     classes = None if as_numbers else named_classes(files[0], target)
-    values = array("d")
-
-    def read(row: Cells, where: str) -> float | str:
-        value = row[target] if classes is None else with_names(row[target], classes)
-        if classes is not None and isinstance(value, int):
-            raise BadRecordError(f"{where} column '{target}' is {value}, no class that the file names; remove it")
-        numbers = [_number(row[name], where, name) for name in names]
-        value = _target(value, where=where, column=target, as_numbers=as_numbers)
-        values.extend(numbers)
-        return value
-
     wanted = [*(("columns" if config.columns else None, name) for name in names), ("target", target)]
-    targets: list[Any] = list(good_rows(files, wanted, read, skipped=skipped))
-    if skipped is not None:
-        skipped.tell()
+    values, targets = array("d"), []
+    for file in files:
+        for where, row in pass_over_file(file, wanted):
+            values.extend(number_of(row[name], where=where, column=name) for name in names)
+            value = with_names(row[target], classes)
+            if classes is not None and isinstance(value, int):
+                raise wrong_value(value, "a class that the file names", where=where, column=target)
+            targets.append(_target(value, where=where, column=target, as_numbers=as_numbers))
     if files[0].format == "csv" and not (as_numbers or keeps_codes):
         found = [number_in(text) for text in targets]
         targets = targets if None in found else found  # a column of numbers alone: 01 is 1
     inputs = np.array(values, np.float64).reshape(len(targets), len(names))
-    return _Table(config.path, inputs, _array(targets), None, names, skipped)
+    return _Table(config.path, inputs, _array(targets), None, names)
 
 
 def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
     """Returns the column to predict and the input columns."""
-    # The first file with rows: writers in parallel leave empty ones.
-    first = next((row for file in files for _, row in pass_over_file(file, None, bad=lambda _: None)), {})
-    there, file = list(first), str(files[0].path)
+    where, row = first_row(files)
+    there, file = list(row), str(files[0].path)
     if len(there) < 2:
-        raise DataError(f"{file} has {len(there)} columns; give at least one input and the target")
-    if files[0].format == "csv" and all(number_in(name) is not None for name in there):
-        raise DataError(f"{file}:1 holds only numbers; the first line must name the columns")
+        raise DataError(f"{where} has {len(there)} columns; give at least one input and the target")
+    _check_header(file, there, files[0].format)
     usual = [name for name in there if not _INDEX.fullmatch(name)]
     target = usual[-1] if config.target is None else _named(config.target, there)
     if target not in there:
@@ -260,16 +256,13 @@ def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, 
     return target, columns
 
 
+def _check_header(file: str, there: Sequence[str], format: str) -> None:
+    if format == "csv" and all(number_in(name) is not None for name in there):
+        raise DataError(f"{file}:1 holds only numbers; the first line must name the columns")
+
+
 def _named(name: str, there: Sequence[str]) -> str:
     return name if name in there else name.strip()
-
-
-def _number(value: Any, where: str, name: str) -> float:
-    number = float_of(value)
-    if math.isnan(number):
-        found = "is empty" if value is None or value == "" else f"is {repr(value)[:40]}, not a number"
-        raise BadRecordError(f"{where} column '{name}' {found}; fill it, or remove the row or the column")
-    return number
 
 
 def _target(value: Any, *, where: str, column: str, as_numbers: bool) -> float | str:
@@ -280,12 +273,8 @@ def _target(value: Any, *, where: str, column: str, as_numbers: bool) -> float |
         return value.strip()
     if number is not None:
         return number
-    if is_text:
-        raise BadRecordError(
-            f"{where} column '{column}' is {repr(value.strip())[:40]}, not a number; fix or remove the row, or set "
-            "task=classification and data.task=classification"
-        )
-    raise BadRecordError(f"{where} column '{column}' has no value; fill it, or remove the row or the column")
+    wanted = "a number (or a class: task=classification and data.task=classification)"
+    raise wrong_value(value, wanted, where=where, column=column)
 
 
 def _array(values: Sequence[Any]) -> np.ndarray:
@@ -365,10 +354,9 @@ def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | 
     # Of a code that is not written so, the class of the same number.
     found = [numbers.get(name, numbers.get(str(number_in(name)))) for name in names]
     if None in found:
-        shown = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
         raise DataError(
-            f"{label} has class '{names[found.index(None)]}', which the run was not trained on (its classes: {shown}); "
-            "remove these rows or rename the class"
+            f"{label} has class '{names[found.index(None)]}', which the run was not trained on (its classes: "
+            f"{few(known)}); remove these rows or rename the class"
         )
     return np.array(found, np.int32)[classes], list(known)
 
@@ -424,22 +412,18 @@ def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns:
         DataError: A column is missing, or a value is no finite number; names file and row.
     """
     if columns is None:
-        columns = [name for name in column_names(path, what="the table") if name != target]
-        if all(number_in(name) is not None for name in columns):
-            raise DataError(f"{path}:1 holds only numbers; the first line must name the columns")
+        files = find_rows(path, what="the table")
+        there = list(first_row(files)[1])
+        _check_header(path, there, files[0].format)
+        columns = [name for name in there if name != target]
         if len(columns) != num_columns:
             raise DataError(
-                f"{path} has {len(columns)} columns ({', '.join(columns[:8])}), the run was trained on {num_columns} "
+                f"{path} has {len(columns)} columns ({few(columns)}), the run was trained on {num_columns} "
                 "without names; give a table of these columns alone, in the same order"
             )
     records = read_records(path, [(None, name) for name in columns], what="the table")
-    return np.array(
-        [
-            [
-                number_of(value, where=record.where, column=name)
-                for name, value in zip(columns, record.values, strict=True)
-            ]
-            for record in records
-        ],
-        np.float64,
-    )
+    values = [
+        [number_of(value, where=one.where, column=name) for name, value in zip(columns, one.values, strict=True)]
+        for one in records
+    ]
+    return np.array(values, np.float64)
