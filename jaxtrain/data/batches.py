@@ -53,7 +53,7 @@ class Batches:
 
     Raises:
         DataError: `rows` is not a dataset with an index, or is empty.
-        ConfigError: The batch size, the seed or `workers` is of another type or out of range.
+        ConfigError: The batch size is no number above 0.
 
     Example:
         >>> batches = jt.Batches(rows, 8, seed=0, shuffle=True)
@@ -77,7 +77,6 @@ class Batches:
         check_rows(rows, what="Batches", write="Batches(jaxtrain.ArrayRows({...}), ...)")
         example = "Batches(rows, 32, seed=0, shuffle=True)"
         self._size = check_whole(global_batch_size, what="Batches: global_batch_size", least=1, write=example)
-        seed = check_whole(seed, what="Batches: seed", least=None, write=example)
         if len(rows) == 0:
             raise DataError("the data has no rows; give data with at least one row")
         self._rows = rows

@@ -77,7 +77,11 @@ class ArrayRows(Rows):
     """
 
     def __init__(self, columns: Row):
-        columns = jax.tree_util.tree_map_with_path(_array, columns, is_leaf=lambda value: isinstance(value, list))
+        columns = jax.tree_util.tree_map_with_path(
+            lambda path, value: as_numbers(value, where=path_name(path)),
+            columns,
+            is_leaf=lambda value: isinstance(value, list),
+        )
         leaves = jax.tree_util.tree_leaves_with_path(columns)
         lengths = {path_name(path): len(leaf) if leaf.ndim else "no" for path, leaf in leaves}
         if len(set(lengths.values())) != 1 or "no" in lengths.values():
@@ -96,13 +100,21 @@ class ArrayRows(Rows):
         return jax.tree.map(lambda column: column[indices], self._columns)
 
 
-def _array(path: Any, value: Any) -> np.ndarray:
+def as_numbers(value: Any, *, where: str) -> np.ndarray:
+    """Returns what a program gives (`where` names it) as an array.
+
+    Raises:
+        DataError: It cannot become an array, holds something other than numbers, or is masked: the mask would be lost.
+    """
+    if np.ma.is_masked(value):
+        raise DataError(f"{where} has masked values; fill them, and leave their rows out or give weights of 0")
     try:
         array = np.asarray(value)
-    except ValueError:
-        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise DataError(f"{where} cannot become an array ({reason}); give numbers of one shape") from None
     if array.dtype.kind in "OUSMm":
-        raise DataError(f"{path_name(path)} holds {array.dtype}, not numbers; give ids for texts and classes")
+        raise DataError(f"{where} is of type {array.dtype}, which is no number; leave the entry out, or give numbers")
     return array
 
 

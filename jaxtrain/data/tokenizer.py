@@ -352,12 +352,12 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
     """
     if config.kind == "byte":
         return ByteTokenizer(special)
-    if config.kind == "file":
-        if config.path is None:
-            raise DataError("data.tokenizer.kind is file but data.tokenizer.path is null; set it to a tokenizer.json")
-        tokenizer = load_tokenizer(config.path)
-    else:
+    if config.kind == "bpe":
         tokenizer = _trained(texts, vocab_size=config.vocab_size, special=special)
+    elif config.path is None:
+        raise DataError("data.tokenizer.kind is file but data.tokenizer.path is null; set it to a tokenizer.json")
+    else:
+        tokenizer = load_tokenizer(config.path)
     if config.end is not None and isinstance(tokenizer, BpeTokenizer):
         tokenizer.end_of_text = special_ids(tokenizer, config).end
     return tokenizer

@@ -1,6 +1,7 @@
 """Data that needs no files: scikit-learn's digits, and random tokens, images and tables that a model can learn."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,15 @@ _NUM_NOISE_IMAGES = 61
 _PATTERN_SIZE = 4
 
 
+def scikit_learn(what: str) -> Any:
+    """Returns the data sets of scikit-learn; a DataError, which says `what` needs it, where it is not installed."""
+    try:
+        import sklearn.datasets
+    except ImportError:
+        raise DataError(f"{what} needs scikit-learn; run: pip install scikit-learn") from None
+    return sklearn.datasets
+
+
 def open_digits(config: DigitsData) -> Data:
     """Loads 1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI).
 
@@ -36,11 +46,7 @@ def open_digits(config: DigitsData) -> Data:
     Raises:
         DataError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise DataError("data.kind digits needs scikit-learn; run: pip install scikit-learn") from None
-    images, labels = load_digits(return_X_y=True)
+    images, labels = scikit_learn("data.kind digits").load_digits(return_X_y=True)
     inputs = ((images.reshape(-1, 8, 8, 1) - _MEAN) / _DEVIATION).astype(np.float32)
     targets = labels.astype(np.int32)
     train, validation = (

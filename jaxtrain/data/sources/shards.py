@@ -2,8 +2,7 @@
 
 A folder holds shard-00000.bin, ... (token ids, little-endian uint16 or uint32, nothing else), metadata.json
 (`ShardMetadata`) and tokenizer.json. What is unfinished lies in `.NAME.partial` beside it, with progress.json, which
-says how many blocks of documents are in the shards: a call that was ended at any moment goes on where it was. A shard may
-hold more than that after a kill; what is too much is cut off.
+says how many blocks of documents are in the shards: a call that was ended at any moment goes on where it was.
 """
 
 import contextlib
@@ -19,12 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import TokenData, added_tokens
-from jaxtrain.data.files import require_file, require_folder, sampled_sha256, with_local_paths
+from jaxtrain.data.files import reading, require_file, require_folder, sampled_sha256, with_local_paths
 from jaxtrain.data.tokenizer import build_tokenizer, load_tokenizer
 from jaxtrain.data.tokens import (
     Documents,
@@ -78,17 +76,18 @@ def shard_source(config: TokenData) -> TokenSource:
         DataError: A file is missing, has another size than metadata.json says, or holds an id outside the vocabulary.
     """
     folder = require_folder(config.path, what="data.path")
-    metadata = _read_metadata(folder)
+    path = folder / METADATA
+    if not path.exists():
+        raise DataError(f"data.path {folder} has no {METADATA}; make the folder with: jaxtrain data prepare")
+    with reading(path):
+        metadata = ShardMetadata.model_validate_json(path.read_bytes())
     segments, identity = [], []
     dtype = np.dtype(metadata.dtype).newbyteorder("<")
     for shard in metadata.shards:
         path = require_file(folder / shard.file, what="token shard")
         size, wanted = path.stat().st_size, shard.num_tokens * dtype.itemsize
         if size != wanted:
-            raise DataError(
-                f"token shard {path} has {size} bytes, {METADATA} says {wanted}; copy it again, or write the folder "
-                "again with: jaxtrain data prepare"
-            )
+            raise DataError(f"token shard {path} has {size} bytes, {METADATA} says {wanted}; copy it again")
         segments.append(np.memmap(path, dtype=dtype, mode="r"))
         if metadata.vocab_size <= np.iinfo(dtype).max:
             check_tokens(segments[-1], metadata.vocab_size, str(path))
@@ -106,30 +105,11 @@ def shard_source(config: TokenData) -> TokenSource:
     )
 
 
-def _read_metadata(folder: Path) -> ShardMetadata:
-    path = folder / METADATA
-    if not path.exists():
-        raise DataError(f"data.path {folder} has no {METADATA}; make the folder with: jaxtrain data prepare")
-    try:
-        return ShardMetadata.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise DataError(
-            f"{path} is not what jaxtrain data prepare writes ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
-            "write the folder again"
-        ) from None
-
-
 @dataclass
 class Prepared:
-    """How far the writing of shards is, as progress.json holds it.
+    """How far the writing of shards is, as progress.json holds it: full blocks of documents, and what they hold.
 
-    Attributes:
-        identity: What must be equal for an unfinished folder to be gone on with.
-        blocks: Blocks of documents in the shards.
-        documents: Documents in the shards.
-        tokens: Tokens in the shards.
-        shards: Those that are full: file, num_tokens, sha256.
+    `identity` must be equal for an unfinished folder to be gone on with; `shards` are those that are full.
     """
 
     identity: dict[str, Any]

@@ -29,9 +29,9 @@ from jaxtrain.data.formats.open import (
 from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.rows import ArrayRows
+from jaxtrain.data.sources.builtin import scikit_learn
 from jaxtrain.data.sources.dataset import Data, example_data
 from jaxtrain.errors import DataError
-from jaxtrain.runtime.terminal import print_remark
 
 _BUILTIN = "builtin:"
 # What pandas writes of the numbers of its rows, by which a table in the order of its classes is learned by heart.
@@ -46,14 +46,9 @@ _SAY_TASK = "set task=regression and data.task=regression, or task=classificatio
 
 @dataclass(frozen=True)
 class _Table:
-    """A table as it was read.
+    """A table as it was read: `inputs` float64 [N, D], `targets` texts or numbers, [N] or [N, K].
 
-    Attributes:
-        label: Name of the table in messages.
-        inputs: float64 [N, D].
-        targets: Texts or numbers, [N] or [N, K].
-        are_classes: Whether the targets are classes; None: their values decide.
-        columns: Names of the input columns; None: the file has none.
+    `are_classes`: whether the targets are; None: their values decide. `columns` name the inputs, where the file does.
     """
 
     label: str
@@ -81,8 +76,6 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     """
     reading = reading if reading is not None and reading.get("kind") == "table" else None
     table = _read(config, task=task, reading=reading)
-    if len(table.inputs) == 0:
-        raise DataError(f"{table.label} has no rows; give a table with at least one")
     known = None if reading is None else reading["classes"]
     targets, names = _targets(table, known=known)
     sides = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
@@ -91,8 +84,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     units: tuple[Any, Any] = (None, None)
     if reading is not None:
         if config.standardize != (reading["mean"] is not None):
-            given, saved = str(config.standardize).lower(), str(not config.standardize).lower()
-            raise DataError(f"data.standardize={given} differs from the run, which has {saved}; leave it out")
+            raise DataError(f"data.standardize={str(config.standardize).lower()} differs from the run; leave it out")
         mean, deviation = reading["mean"], reading["deviation"]
         units = (reading.get("target_mean"), reading.get("target_deviation"))
     elif config.standardize:
@@ -143,22 +135,20 @@ def scaled_like(reading: Mapping[str, Any], inputs: np.ndarray, *, label: str) -
 def _scaled(inputs: np.ndarray, mean: Any, deviation: Any, *, label: str) -> np.ndarray:
     if mean is not None:
         if len(mean) != inputs.shape[1]:
-            raise DataError(
-                f"{label} has {inputs.shape[1]} input columns, the run was trained on {len(mean)}; give a table with "
-                "the same columns"
-            )
+            raise _other_columns(label, inputs.shape[1], len(mean))
         inputs = (inputs - np.array(mean)) / np.array(deviation)
     return _as_float32(inputs, f"{label} input")
+
+
+def _other_columns(label: str, found: int, trained: int) -> DataError:
+    return DataError(f"{label} has {found} input columns, the run was trained on {trained}; give the same ones alone")
 
 
 def _as_float32(values: np.ndarray, what: str) -> np.ndarray:
     bad = np.argwhere(~(np.abs(values) <= np.finfo(np.float32).max))
     if len(bad):
         row, column = bad[0].tolist()
-        raise DataError(
-            f"{what} is {values[row, column]:.6g} in row {row + 1}, column {column + 1}, beyond what float32 holds "
-            "(3.4e38); rescale the column or remove the row"
-        )
+        raise DataError(f"{what} is {values[row, column]:.6g} in row {row + 1}, beyond float32; rescale or remove it")
     return values.astype(np.float32)
 
 
@@ -192,12 +182,12 @@ def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
     """Returns a table with its inputs in the order of the columns that a model was trained on."""
     if columns is None or table.columns is None or len(columns) != len(table.columns):
         return table
-    for name in columns:
-        if name not in table.columns:
-            raise DataError(
-                f"{table.label} has no input column '{name}', which the run was trained on (it has: "
-                f"{', '.join(table.columns)}); rename one, or set data.target and data.columns"
-            )
+    missing = next((name for name in columns if name not in table.columns), None)
+    if missing is not None:
+        raise DataError(
+            f"{table.label} has no input column '{missing}', which the run was trained on (it has: "
+            f"{', '.join(table.columns)}); rename one, or set data.target and data.columns"
+        )
     places = [table.columns.index(name) for name in columns]
     return replace(table, inputs=table.inputs[:, places], columns=tuple(columns))
 
@@ -241,18 +231,13 @@ def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, 
     if target not in there:
         raise missing_column(file, "target", target, there)
     if config.columns is None:
-        if "" in there:
-            print_remark(
-                f"{file}: a column without a name (row numbers of pandas) is no input; to use it, list all inputs in "
-                "data.columns, '' among them"
-            )
         return target, tuple(name for name in usual if name != target)
     columns = tuple(_named(name, there) for name in config.columns)
-    for number, name in enumerate(columns):
+    for name in columns:
         if name not in there:
             raise missing_column(file, "columns", name, there)
-        if name == target or name in columns[:number]:
-            raise DataError(f"data.columns names '{name}', which is the target or stands there twice; leave it out")
+    if target in columns:
+        raise DataError(f"data.columns names '{target}', which is the target; leave it out")
     return target, columns
 
 
@@ -312,10 +297,6 @@ def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray,
         are_classes = values.ndim == 1 and (values.dtype.kind == "U" or _are_class_numbers(values, table.label))
     if are_classes:
         return _numbered_classes(values, table.label, known=known)
-    if values.dtype.kind == "U":
-        raise DataError(
-            f"{table.label} target '{values[0]}' is not a number; set task=classification and data.task=classification"
-        )
     columns = values.astype(np.float64).reshape(len(values), -1)
     return _as_float32(columns, f"{table.label} target"), None
 
@@ -337,13 +318,11 @@ def _are_class_numbers(values: np.ndarray, label: str) -> bool:
 
 def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
     """Returns the number of each class, int32 [N], and the names of the classes: `known`, or those of the table."""
-    if values.ndim != 1:
-        raise DataError(f"{label} has targets of shape {values.shape}; classes need one column")
     distinct, classes = np.unique(values, return_inverse=True)
-    if len(distinct) > _MAX_CLASSES:
+    if values.ndim != 1 or len(distinct) > _MAX_CLASSES:
         raise DataError(
-            f"{label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set data.target, or "
-            "task=regression and data.task=regression"
+            f"{label} has targets {list(values.shape)} of {len(distinct)} values, which are no classes (one column, at "
+            f"most {_MAX_CLASSES}); set data.target, or task=regression and data.task=regression"
         )
     names = [
         str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
@@ -366,26 +345,18 @@ def _read_builtin(name: str) -> _Table:
     known = {"breast_cancer": True, "wine": True, "diabetes": False}
     if name not in known:
         raise DataError(f"data.path builtin:{name} is unknown; known are {', '.join(_BUILTIN + k for k in known)}")
-    try:
-        from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
-    except ImportError:
-        raise DataError(f"data.path builtin:{name} needs scikit-learn; run: pip install scikit-learn") from None
-    load = {"breast_cancer": load_breast_cancer, "wine": load_wine, "diabetes": load_diabetes}[name]
-    inputs, targets = load(return_X_y=True)
-    return _Table(f"scikit-learn {name}", np.asarray(inputs), np.asarray(targets), are_classes=known[name])
+    datasets = scikit_learn(f"data.path builtin:{name}")
+    inputs, targets = getattr(datasets, f"load_{name}")(return_X_y=True)
+    return _Table(f"scikit-learn {name}", inputs, targets, are_classes=known[name])
 
 
 def _read_npz(path: Path) -> _Table:
     with reading(path), np.load(path, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
-    inputs, targets = arrays.get("inputs"), arrays.get("targets")
-    if inputs is None or targets is None:
-        raise DataError(f"{path} has the arrays {', '.join(arrays) or 'none'}; save inputs and targets by these names")
+    inputs, targets = (arrays.get(name, np.zeros(())) for name in ("inputs", "targets"))
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets):
-        raise DataError(
-            f"{path} has inputs {inputs.shape} and targets {targets.shape}; they must be [rows, columns] and [rows] or "
-            "[rows, columns] with as many rows"
-        )
+        shown = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()) or "nothing"
+        raise DataError(f"{path} holds {shown}; save inputs [rows, columns] and targets [rows] or [rows, columns]")
     for name, values in (("inputs", inputs), ("targets", targets)):
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             place = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
@@ -417,10 +388,7 @@ def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns:
         _check_header(path, there, files[0].format)
         columns = [name for name in there if name != target]
         if len(columns) != num_columns:
-            raise DataError(
-                f"{path} has {len(columns)} columns ({few(columns)}), the run was trained on {num_columns} "
-                "without names; give a table of these columns alone, in the same order"
-            )
+            raise _other_columns(path, len(columns), num_columns)
     records = read_records(path, [(None, name) for name in columns], what="the table")
     values = [
         [number_of(value, where=one.where, column=name) for name, value in zip(columns, one.values, strict=True)]
