@@ -161,17 +161,8 @@ def is_hidden(parts: Iterable[str]) -> bool:
 def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tuple[str, Path], ...]:
     """Lists the files that a path names: a file, a folder (all its files of one suffix, at any depth) or a glob.
 
-    Args:
-        path: What the user wrote.
-        suffix: Ending of the files taken from a folder, such as ".txt"; compressed ones (.txt.gz, .txt.zst) too.
-        what: Where it was written, for messages.
-
-    Returns:
-        (name, file) pairs in the order of the names; a name is relative to the folder, so that it does not depend on
-        the location of the folder.
-
-    Raises:
-        DataError: The path does not exist, a folder or glob matches no file, or a file is empty.
+    Returns (name, file) pairs in the order of the names; a name is relative to the folder, so that it does not depend
+    on the location of the folder. Compressed files (.txt.gz, .txt.zst) of the suffix count; an empty file is an error.
     """
     root = local_path(path, what=what, error=DataError).expanduser()
     is_glob = any(character in path for character in _GLOB_CHARACTERS) and not root.exists()
@@ -222,17 +213,8 @@ def with_local_paths(config: Any) -> Any:
 def local_copy(path: str, *, what: str, cache: str | None) -> str:
     """Returns the local path of what an address names, which is copied where it is not there or has changed.
 
-    Args:
-        path: Of a file, a folder or a glob; https:// of a file alone. A local path is returned as it is.
-        what: Where it was written, for messages.
-        cache: Folder of the copies; None: the user's cache folder.
-
-    Returns:
-        A file, or a folder that holds what the address names and nothing else.
-
-    Raises:
-        DataError: A package, the credentials or the files are missing, or the store cannot be reached and there is no
-            copy.
+    An address is that of a file, a folder or a glob, https:// of a file alone; a local path is returned as it is. The
+    copies lie in `cache`, or in the user's cache folder; `what` says where the path was written, for messages.
     """
     if path.partition("://")[0] not in _PACKAGES or "://" not in path:
         return path

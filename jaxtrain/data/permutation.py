@@ -76,11 +76,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:
-    """Returns how many of so many rows (or tokens) a validation fraction takes; 0 where it is 0.
-
-    Raises:
-        ConfigError: The fraction is 1.
-    """
+    """Returns how many of so many rows (or tokens) a validation fraction takes; 0 where it is 0."""
     if fraction == 1:
         raise ConfigError(
             "data.validation_fraction=1 leaves no rows to train on; give less, or evaluate a run on all rows: jaxtrain "
@@ -90,12 +86,7 @@ def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:
 
 
 def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Splits rows at random, in every run alike: the numbers of training and validation rows, int64 each.
-
-    Raises:
-        ConfigError: The fraction is 1.
-        DataError: There are too few rows for both parts.
-    """
+    """Splits rows at random, in every run alike: the numbers of training and validation rows, int64 each."""
     held_out = num_held_out(num_rows, validation_fraction)
     if num_rows <= held_out:
         raise DataError(

@@ -329,11 +329,7 @@ def mean_tokens(rows: Any) -> float | None:
 
 
 def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
-    """Splits rows into two at random; which are in the second, of this share, depends on their number and the seed.
-
-    Raises:
-        DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
-    """
+    """Splits rows into two at random; which are in the second, of this share, depends on their number and the seed."""
     count = max(1, round(len(rows) * share))
     if _is_weighted(rows) or count >= len(rows):
         why = "takes rows out of a weighted mixture" if _is_weighted(rows) else "leaves none to train on"
@@ -345,31 +341,14 @@ def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grai
 
 
 def training_order(rows: grain.MapDataset, seed: int) -> Order:
-    """Returns the endless training order of rows, or of what transformations of grain made from a `Rows`.
-
-    Where each row is made from one row of the `Rows`, the order is that of the `Rows`.
-
-    Raises:
-        DataError: A transformation moves, drops or repeats rows of a mixture, whose weights would be lost.
-    """
+    """Returns the endless training order of rows, or of what transformations of grain made from a `Rows`."""
     if isinstance(rows, Rows):
         return rows.order(seed)
-    if isinstance(rows, _one_to_one()):
-        return training_order(rows.parents[0], seed)
     if _is_weighted(rows):
         raise DataError(
-            f"{type(rows).__name__} loses the weights of a mixture; only .map, .map_with_index and .random_map keep "
-            "them: apply it to each part before ConcatenatedRows instead"
+            f"{type(rows).__name__} loses the weights of a mixture; apply it to each part before ConcatenatedRows"
         )
     return functools.partial(permuted, num_rows=len(rows), seed=seed)
-
-
-@functools.cache
-def _one_to_one() -> tuple[type, ...]:
-    """Returns the types of the transformations whose row i is made from row i alone; they have no public name."""
-    rows = grain.MapDataset.source([0])
-    drawn = rows.random_map(lambda row, random: row, seed=0)
-    return tuple(map(type, (rows.map(id), rows.map_with_index(max), drawn, rows.seed(0))))
 
 
 def _is_weighted(rows: grain.MapDataset) -> bool:

@@ -52,15 +52,7 @@ class BatchStream:
         return dict(self._spec)
 
     def load(self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Batch], None] | None = None) -> Batch:
-        """Reads batch k, and what lies before it and was not read yet.
-
-        Args:
-            k: Number of the batch, from 0; not below that of the last call.
-            shardings: The sharding of each entry of `spec()`.
-            check: Called with the batch as NumPy arrays before it is moved to devices.
-
-        Returns:
-            Arrays in these shardings.
+        """Reads batch k, not below that of the last call, and what was not read before it; see `Batches.load`.
 
         Raises:
             DataError: The iterator ended, or a batch has another shape than the first.
@@ -121,11 +113,7 @@ def named_entries(value: Any) -> Any:
 
 
 def host_arrays(value: Any, *, where: str) -> Batch:
-    """Returns a row or a batch as a dict of NumPy arrays; `where` it is from is for messages.
-
-    Raises:
-        DataError: It is no dict or named tuple (of nested dicts) and no pair (inputs, targets), or holds no numbers.
-    """
+    """Returns a row or a batch as a dict of NumPy arrays; `where` it is from is for messages."""
     value = named_entries(value)
     if type(value) in (tuple, list) and len(value) == 2:
         value = {"inputs": value[0], "targets": value[1]}

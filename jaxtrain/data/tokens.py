@@ -33,11 +33,7 @@ class Documents:
 
 
 def documents_of(config: TextSource) -> Documents:
-    """Finds the documents of a source without reading them; calling their `read` reads them.
-
-    Raises:
-        DataError: A file is missing, empty or of no known format. `read` raises it where a file or a text is wrong.
-    """
+    """Finds the documents of a source without reading them; calling their `read` reads them."""
     field = "text"
     if not isinstance(config, TextData):
         field = config.field
@@ -129,11 +125,7 @@ def divided(config: TextSource, texts: Iterable[str], tokenizer: Tokenizer) -> I
 
 
 def encoded_source(config: TextSource, documents: Documents, *, tokenizer: Tokenizer | None = None) -> TokenSource:
-    """Encodes documents into memory, with the tokenizer of the config or another.
-
-    Raises:
-        DataError: The text cannot be read, or is empty.
-    """
+    """Encodes documents into memory, with the tokenizer of the config or another."""
     if tokenizer is None:
         tokenizer = build_tokenizer(config.tokenizer, documents.read(), special=added_tokens(config))
     encoded: list[np.ndarray] = []
@@ -175,12 +167,7 @@ class Span:
 
 
 def split_tokens(source: TokenSource, *, sequence_length: int, validation_fraction: float) -> tuple[Span, Span | None]:
-    """Splits a stream into training tokens and, from its end, validation tokens (None: no fraction), of at least a row.
-
-    Raises:
-        ConfigError: The fraction is 1.
-        DataError: There are too few tokens for a row in each part.
-    """
+    """Splits a stream into training tokens and, from its end, validation tokens: None, or those of at least a row."""
     total, row = source.num_tokens, sequence_length + 1
     held_out = num_held_out(total, validation_fraction, least=row)
     if total - held_out < row:

@@ -80,16 +80,12 @@ class Pair:
 
 
 def read_conversations(path: str | Sequence[str], *, key: str = "data.path") -> list[Conversation]:
-    """Reads conversations of `ChatData.path`; `key` names it in messages.
-
-    Raises:
-        DataError: A file is missing or malformed, or a row is no conversation, or has an empty answer or none.
-    """
+    """Reads conversations of `ChatData.path`; `key` names it in messages."""
     return documented() if path == PYTHON_DOCS else _made(path, key, _conversation)
 
 
 def read_pairs(path: str | Sequence[str], *, key: str = "data.path") -> list[Pair]:
-    """Reads pairs of answers; see `read_conversations`. Equal answers are an error too."""
+    """Reads pairs of answers; see `read_conversations`."""
     return _documented_pairs() if path == PYTHON_DOCS else _made(path, key, _pair)
 
 
@@ -225,12 +221,7 @@ def masked_tokens(
     *,
     train_on: str,
 ) -> Iterator[MaskedTokens]:
-    """Encodes conversations and marks what is trained, as `ChatData.train_on` says.
-
-    Raises:
-        DataError: The template refuses a conversation.
-        ConfigError: The template fails, or the tokens of an answer or its stop token cannot be found.
-    """
+    """Encodes conversations and marks what is trained, as `ChatData.train_on` says."""
 
     marked = (_marked(one, template, train_on=train_on) for one in conversations)
     for chunk in chunks(marked, lambda one: len(one.text), most=_CHUNK_CHARACTERS):
@@ -324,20 +315,10 @@ def open_chat(
 ) -> Data:
     """Opens conversations or, for a task on preferences, pairs of answers.
 
-    Args:
-        config: Which ones.
-        sequence_length: L.
-        task: The task of the run; under "reward" the last token of each answer is scored, and so must be an input.
-        reading: `Data.reading` of what a model was trained on, whose template is used; None: that of the config.
-
     Returns:
         Rows of conversations: `inputs` int32 [L] or, where several are packed into a row, `tokens`, `segments` and
         `positions` int32 [L] each; `targets` int32 [L]; `weights` float32 [L], 1 for the targets that are trained.
         Rows of pairs: `inputs`, `targets` and `weights` [2, L], the chosen answer first.
-
-    Raises:
-        DataError: A file or row is wrong; names file and line.
-        ConfigError: The template is wrong or missing; names its line.
     """
     pairs = gives_pairs(config, task)
     if pairs and config.train_on == "all":
@@ -424,11 +405,7 @@ def _read(config: ChatData, label: str, *, pairs: bool) -> tuple[list[Conversati
 
 
 def _fit(conversations: Iterable[MaskedTokens], *, most: int, too_long: str, together: int) -> _Fitted:
-    """Cuts or drops conversations of more than `most` tokens; `together` neighbours (2 for pairs) are left as one.
-
-    Raises:
-        DataError: A conversation is too long and may be neither cut nor dropped, or both of a pair are equal.
-    """
+    """Cuts or drops conversations of more than `most` tokens; `together` neighbours (2 for pairs) are left as one."""
     kept: list[int] = []
     tokens: list[MaskedTokens] = []
     cut = dropped = 0

@@ -82,12 +82,7 @@ def format_of_reading(reading: Mapping[str, Any] | None) -> ChatFormat | None:
 
 
 def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
-    """Finds the format of a config: its template, else that beside the tokenizer's file, else chatml.
-
-    Raises:
-        ConfigError: There is no template, or no token at which the model stops.
-        DataError: A file cannot be read.
-    """
+    """Finds the format of a config: its template, else that beside the tokenizer's file, else chatml."""
     path = config.tokenizer.path or ""
     files = {} if config.tokenizer.kind != "file" else files_beside(Path(path))
     name = config.template or ("chatml" if config.tokenizer.kind != "file" else None)
@@ -221,9 +216,7 @@ def render(
 ) -> Rendered:
     """Writes messages of `where` as text; with `prompt` it ends where the answer begins (`add_generation_prompt`).
 
-    Raises:
-        DataError: The template refuses the messages, such as for the order of their roles; names its line.
-        ConfigError: The template fails.
+    The template may refuse the messages, such as for the order of their roles (DataError), or fail (ConfigError).
     """
     values: Mapping[str, Any] = {
         **template.format.tokens,

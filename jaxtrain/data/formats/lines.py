@@ -32,9 +32,7 @@ def whole_text(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[s
 def csv_rows(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
     """Yields file and line, and the texts of each row; commas, tabs or semicolons are between them, names come first.
 
-    Raises:
-        DataError: A row has more or fewer fields than the header, or a quote is closed wrongly or nowhere, by which
-            the rows after it would be lost.
+    A quote that is closed wrongly or nowhere is an error, since the rows after it would be lost.
     """
     rows = _fields(path)
     header = [name.strip() for name in next(rows, ("", []))[1]]

@@ -49,13 +49,7 @@ _MAX_CLASSES = 100_000
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of rows.
-
-    Attributes:
-        name: Relative to what the user named, so that it does not depend on the location of the data.
-        path: The file.
-        format: A value of `SUFFIXES`.
-    """
+    """A file of rows: its name does not depend on the location of the data, its format is a value of `SUFFIXES`."""
 
     name: str
     path: Path
@@ -70,13 +64,7 @@ class DataFile:
 def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFile, ...]:
     """Lists the files that a path names: a file, a glob, a folder of files of one format, or one of `save_to_disk`.
 
-    Args:
-        path: What the user wrote.
-        what: Where it was written, for messages.
-        one_format: Whether files of several formats are refused.
-
-    Raises:
-        DataError: There is no file, a file is empty or of no known format, or a folder holds several formats.
+    `what` is where the path was written. With `one_format`, files of several formats are an error.
     """
     root = local_path(path, what=what, error=DataError).expanduser()
     saved = saved_files(root, what=what) if root.is_dir() else None
@@ -104,12 +92,7 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
 
 
 def open_rows(files: Sequence[DataFile], columns: Sequence[Column] | None) -> Reader:
-    """Opens files for reading any row; a DataError where one is damaged, lacks a column, or can be read in passes only.
-
-    Args:
-        files: As `find_rows` lists them.
-        columns: Those that are read; None: all.
-    """
+    """Opens files for reading any row of the columns (None: all)."""
     other = next((file for file in files if file.format not in _READERS), None)
     if other is not None:
         raise DataError(f"{other.path} has no rows by number; give files of {', '.join(_READERS)}")
@@ -124,11 +107,7 @@ def pass_over_file(file: DataFile, columns: Sequence[Column] | None) -> Iterator
 
 
 def first_row(files: Sequence[DataFile]) -> tuple[str, Cells]:
-    """Returns the first row and where it comes from; the first files may be empty, as writers in parallel leave them.
-
-    Raises:
-        DataError: There is no row.
-    """
+    """Returns the first row and where it comes from; writers in parallel may leave empty files before it."""
     found = next((row for file in files for row in pass_over_file(file, None)), None)
     if found is None:
         raise DataError(f"{files[0].path} has no rows; give a file with at least one")
@@ -153,9 +132,6 @@ def read_records(path: str, columns: Sequence[Column], *, what: str, named: str 
     """Reads columns (key of the config or None, name) of a file or folder, which `what` names in messages.
 
     The numbers of a column `named` become the names of classes that a Parquet or Arrow file gives them.
-
-    Raises:
-        DataError: The file is missing, empty or of another format, or a row lacks a column.
     """
     records = []
     for file in find_rows(path, what=what):
@@ -257,9 +233,6 @@ def class_names(
 
     Those that a model was trained on (`known`), else those that the file names (`named`), else those found, sorted
     (whole numbers by their value).
-
-    Raises:
-        DataError: A class is not known, or there are too many.
     """
     distinct, given = set(found), named if known is None else known
     if given is not None:

@@ -57,12 +57,9 @@ class JoinedReader:
 def by_part(
     starts: np.ndarray, numbers: Sequence[int], read: Callable[[int, list[int]], Sequence[Cells]]
 ) -> list[Cells]:
-    """Reads rows that lie in parts (files, row groups), each part once.
+    """Reads rows by their numbers from parts (files, row groups), each part once.
 
-    Args:
-        starts: The first row of each part, and the end of the last one.
-        numbers: Of the rows.
-        read: (part, numbers of rows inside of it) -> these rows.
+    `starts` are the first row of each part, and the end of the last one; `read` takes a part and numbers inside of it.
     """
     wanted = np.asarray(numbers, np.int64)
     which = np.searchsorted(starts, wanted, side="right") - 1

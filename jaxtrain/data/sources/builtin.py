@@ -37,14 +37,7 @@ def scikit_learn(what: str) -> Any:
 def open_digits(config: DigitsData) -> Data:
     """Loads 1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI).
 
-    Args:
-        config: Fraction of the images for validation.
-
-    Returns:
-        Rows of inputs float32 [8, 8, 1] with mean about 0 and variance about 1, and targets int32 [].
-
-    Raises:
-        DataError: scikit-learn is not installed.
+    Rows of inputs float32 [8, 8, 1] with mean about 0 and variance about 1, and targets int32 [].
     """
     images, labels = scikit_learn("data.kind digits").load_digits(return_X_y=True)
     inputs = ((images.reshape(-1, 8, 8, 1) - _MEAN) / _DEVIATION).astype(np.float32)
@@ -65,14 +58,7 @@ def open_digits(config: DigitsData) -> Data:
 
 
 def open_synthetic_examples(config: SyntheticData) -> Data:
-    """Generates images or table rows: a pattern for each class, plus noise.
-
-    Args:
-        config: Task "images" or "table", and the sizes.
-
-    Returns:
-        Rows of inputs, float32 [H, W, C] for images or [D] for tables, and targets int32 [].
-    """
+    """Generates images [H, W, C] or table rows [D], float32: a pattern for each class, plus noise; targets int32 []."""
     count, side, channels = config.num_rows, config.image_size, config.num_channels
     random = np.random.default_rng(SYNTHETIC_SEED)
     labels = random.integers(0, config.num_classes, count + max(1, count // 8)).astype(np.int32)

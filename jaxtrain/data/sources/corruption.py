@@ -74,9 +74,6 @@ def noise_of(
     """Finds what is hidden in rows of L tokens of a stream; None: nothing.
 
     Where no tokenizer made the stream, special tokens are added above its ids.
-
-    Raises:
-        DataError: A token that is needed is missing, or rows are too short.
     """
     if config.corruption is None:
         return None

@@ -81,12 +81,8 @@ def example_data(
 ) -> Data:
     """Returns the data of rows with an index, whose numbers it adds to the fingerprint and the description.
 
-    Args:
-        train, validation: As for `Data`; no validation rows are left out.
-        identity: What identifies the rows beside their numbers.
-        description: Lines that describe them, before that with the numbers.
-        after: Lines that follow it.
-        more: Other attributes of `Data`.
+    `identity` is what identifies them beside their numbers, `description` are lines before that with the numbers,
+    `after` those that follow it, `more` other attributes of `Data`. No validation rows are left out.
     """
     sizes = [len(train), 0 if validation is None else len(validation)]
     return Data(

@@ -62,23 +62,13 @@ _Encoded = Callable[[int], tuple[str, Any]]
 
 
 def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Data:
-    """Lists a folder of images.
+    """Lists a folder of images; an image is decoded when its row is read.
 
     Training rows are random crops, half of them flipped, which depend on seed, epoch and row; validation rows are the
-    centre of the image.
-
-    Args:
-        config: Which folder.
-        seed: Decides the augmentation.
-        reading: Class names of the images that a model was trained on, of which some may be missing here; None: the
-            names of the folders.
+    centre of the image. `reading` has the class names of the images that a model was trained on.
 
     Returns:
         Rows of inputs float32 [image_size, image_size, 3] and targets int32 [].
-
-    Raises:
-        DataError: There are no images, or fewer than two classes. Reading a row raises it where the image cannot be
-            decoded.
     """
     root = require_folder(config.path, what="data.path")
     parted = (root / "train").is_dir()
@@ -109,17 +99,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
 
 
 def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Data:
-    """Opens images in files of rows (tar shards, Parquet, Arrow); rows are those of `open_image_folder`.
-
-    Args:
-        config: Which files.
-        seed: Decides the augmentation.
-        reading: Class names of the images that a model was trained on; None: those of the data.
-
-    Raises:
-        DataError: There are no images, fewer than two classes, or a file is damaged or lacks a column. Reading a row
-            raises it where the image cannot be decoded.
-    """
+    """Opens images in files of rows (tar shards, Parquet, Arrow); rows are those of `open_image_folder`."""
     parts = [find_rows(config.path, what="data.path")]
     if config.validation_path is not None:
         parts.append(find_rows(config.validation_path, what="data.validation_path"))
@@ -197,11 +177,7 @@ def _image_data(
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Returns the image files in a folder and the folders below it, in the order of their paths.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Returns the image files in a folder and the folders below it, in the order of their paths."""
     files = [file for file in files_below(folder) if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise DataError(f"{folder} holds no image; give a folder with files ({' '.join(sorted(_SUFFIXES))})")
@@ -305,16 +281,9 @@ def _row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
 
 
 def read_part(name: str, content: Any, choose_box: Callable[[int, int], Box], *, size: int) -> "Image.Image":
-    """Reads a part of an image, scaled to a square.
+    """Reads the part of an image that `choose_box(width, height)` names, scaled to a square of `size` pixels a side.
 
-    Args:
-        name: What the image is called in messages.
-        content: Its file, or its bytes as a file in memory.
-        choose_box: (width, height) -> the part to read.
-        size: Side of the square.
-
-    Raises:
-        DataError: It cannot be decoded.
+    `content` is its file, or its bytes as a file in memory; a DataError says that `name` cannot be decoded.
     """
     from PIL import Image
 

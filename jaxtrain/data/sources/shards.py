@@ -70,11 +70,7 @@ class ShardMetadata(Group):
 
 
 def shard_source(config: TokenData) -> TokenSource:
-    """Maps the shards of a folder into memory and checks every id.
-
-    Raises:
-        DataError: A file is missing, has another size than metadata.json says, or holds an id outside the vocabulary.
-    """
+    """Maps the shards of a folder into memory and checks every id."""
     folder = require_folder(config.path, what="data.path")
     path = folder / METADATA
     if not path.exists():

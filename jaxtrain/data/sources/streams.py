@@ -33,18 +33,10 @@ def open_streams(
     sequence_length: int,
     seed: int,
 ) -> Data:
-    """Opens one or several streams of tokens.
-
-    Args:
-        config: Which ones, with what is hidden of their tokens.
-        sequence_length: L, tokens per row.
-        seed: Decides what is hidden in training.
+    """Opens one or several streams of tokens; the seed decides what is hidden in training.
 
     Returns:
         Rows of inputs and targets int32 [L]; see `jaxtrain.data.sources.corruption` for those with hidden tokens.
-
-    Raises:
-        DataError: A stream cannot be read, is too short, or a special token is missing.
     """
     weights = [component.weight for component in config.components] if isinstance(config, MixtureData) else None
     sources = _sources(config)
@@ -106,9 +98,6 @@ def _sources(config: Any) -> list[TokenSource]:
     """Opens the streams of a config with one tokenizer; BPE is trained on all its texts.
 
     Token shards contain the ids of their own tokenizer; a mixture of shards alone uses that one.
-
-    Raises:
-        DataError: A source cannot be read, or shards were made with another tokenizer than the rest.
     """
     if isinstance(config, SyntheticData):  # its tokens follow when it is known how many of them a row takes
         return [TokenSource((), config.vocab_size, None, "synthetic tokens")]

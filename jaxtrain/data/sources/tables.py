@@ -59,20 +59,13 @@ class _Table:
 
 
 def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Data:
-    """Reads a table.
+    """Reads a table; `reading` has the scales and class names of the rows that a model was trained on.
 
-    Args:
-        config: Which table.
-        task: The task of the run. Under "regression", integers that could be classes are numbers; under
-            "classification", which shipped configs set, the values decide.
-        reading: Scales and class names of the rows that a model was trained on; None: those of this table.
+    Under the task "regression", integers that could be classes are numbers; under "classification", which shipped
+    configs set, the values decide.
 
     Returns:
         Rows of inputs float32 [D], and targets int32 [] for classes or float32 [K] for numbers.
-
-    Raises:
-        DataError: The file is missing, or a row or value is wrong, which the message locates by file and line; or the
-            table has columns or classes that `reading` does not have.
     """
     reading = reading if reading is not None and reading.get("kind") == "table" else None
     table = _read(config, task=task, reading=reading)
@@ -195,10 +188,8 @@ def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
 def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Table:
     """Reads the columns of files of rows into memory.
 
-    Args:
-        config: Which files and columns.
-        as_numbers: Whether a target that is no number is an error.
-        keeps_codes: Whether 01 and 1 of a CSV file stay apart, for classes that a model was trained on.
+    With `as_numbers` a target that is no number is an error; with `keeps_codes` 01 and 1 of a CSV file stay apart, for
+    classes that a model was trained on.
     """
     files = find_rows(config.path, what="data.path")
     target, names = _chosen_columns(config, files)
@@ -367,20 +358,10 @@ def _read_npz(path: Path) -> _Table:
 
 
 def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns: int, target: str | None) -> np.ndarray:
-    """Reads the columns that a model takes, in their own units, of a file without targets.
+    """Reads the columns that a model takes, in their own units, of a file without targets: float64 [N, num_columns].
 
-    Args:
-        path: A file of rows; its other columns are not read.
-        columns: Names of the columns that the model was trained on, in their order; None: they had none, and all
-            columns of the file but `target` are taken in its order.
-        num_columns: How many the model takes.
-        target: Column that is no input where `columns` is None; the file need not have it.
-
-    Returns:
-        float64 [N, num_columns].
-
-    Raises:
-        DataError: A column is missing, or a value is no finite number; names file and row.
+    `columns` are those that the model was trained on, in their order; None: they had no names, and all columns of the
+    file but `target` are taken in its order.
     """
     if columns is None:
         files = find_rows(path, what="the table")

@@ -68,11 +68,7 @@ class Frame:
 
 
 def make_frame(tokenizer: NamedTokens, special: SpecialIds, *, pair: bool, sequence_length: int | None = None) -> Frame:
-    """Finds the frame of a tokenizer: that of its own file, or start, text, end where the file says none.
-
-    Raises:
-        DataError: A pair has no token between its texts, or rows of `sequence_length` have no room for a text.
-    """
+    """Finds the frame of a tokenizer: that of its own file, or start, text, end where the file says none."""
     frame = _frame(tokenizer, special, pair=pair)
     if sequence_length is not None and sequence_length <= frame.num_special:
         raise DataError(
@@ -217,9 +213,6 @@ def framed_texts(
 
     Returns:
         The entries `tokens` and, for pairs whose tokenizer tells the texts apart, `token_types`; which rows were cut.
-
-    Raises:
-        DataError: The rows have no room for any text, or a pair has no token between its texts.
     """
     width = len(texts[0])
     frame = make_frame(tokens.tokenizer, tokens.special, pair=width > 1, sequence_length=sequence_length)
@@ -318,14 +311,9 @@ def open_labelled_text(
 ) -> Data:
     """Opens texts, or pairs of texts, with a class or, under the task "regression", a number each.
 
-    The classes are those of what a model was trained on (`reading`), or those of the data.
-
     Returns:
         Rows of `inputs`: `tokens`, `segments` (1 for a token, 0 for what fills the row up) and, for pairs whose
         tokenizer tells them apart, `token_types`, int32 [L] each; `targets`: int32 [], or float32 [1] for numbers.
-
-    Raises:
-        DataError: A file cannot be read, a value is missing or wrong, or a special token is missing.
     """
     names = [("text", config.text), *([("second_text", config.second_text)] if config.second_text else [])]
     is_class = task != "regression"
@@ -353,9 +341,6 @@ def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: M
 
     Returns:
         Rows of `inputs`: `tokens` and `segments` int32 [L]; `targets` int32 [L], -100 where there is no class.
-
-    Raises:
-        DataError: As for `open_labelled_text`, or a row has not as many classes as words.
     """
     records = _read(config, [("words", config.words), ("tags", config.tags)], None, named=config.tags)
     words = [[str(word) for word in row] for row in records.column(0, config.words, list_of)]
@@ -387,9 +372,6 @@ def open_text_pairs(config: TextPairData, *, sequence_length: int) -> Data:
     Returns:
         Rows of `inputs`: `tokens` and `segments` int32 [L], `decoder_tokens` (the targets one place later, after
         `config.decoder_start`) and `decoder_segments` int32 [T]; `targets` int32 [T], -100 after the end.
-
-    Raises:
-        DataError: As for `open_labelled_text`.
     """
     target_length = config.target_length or sequence_length
     records = _read(config, [("source", config.source), ("target", config.target)], _named_docstrings)
