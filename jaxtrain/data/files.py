@@ -120,29 +120,27 @@ def sampled_sha256(path: Path) -> str:
 
 def require_file(path: str | Path, *, what: str) -> Path:
     """Returns `path` (`what` in messages) if it is a file with content, else raises a DataError."""
-    path = _required(path, what=what)
-    if path.is_dir():
-        raise DataError(f"{what} {path} is a folder; give a file")
-    if path.stat().st_size == 0:
-        raise DataError(f"{what} {path} is empty; give a file with content")
-    return path
+    return _required(path, what=what, is_folder=False)
 
 
 def require_folder(path: str | Path, *, what: str) -> Path:
     """Returns `path` (`what` in messages) if it is a folder, else raises a DataError."""
-    path = _required(path, what=what)
-    if not path.is_dir():
-        raise DataError(f"{what} {path} is a file; give a folder")
-    return path
+    return _required(path, what=what, is_folder=True)
 
 
-def _required(path: str | Path, *, what: str) -> Path:
+def _required(path: str | Path, *, what: str, is_folder: bool) -> Path:
     path = local_path(path, what=what, error=DataError).expanduser()
+    absolute = path.absolute()
     if not path.exists():
-        absolute = path.absolute()
         nearest = next((parent for parent in absolute.parents if parent.exists()), absolute.anchor)
-        raise DataError(f"{what} {path} does not exist; the nearest existing path is {nearest}")
-    return path
+        wrong = f"does not exist; the nearest existing path is {nearest}"
+    elif path.is_dir() != is_folder:
+        wrong = "is a file; give a folder" if is_folder else "is a folder; give a file"
+    elif not is_folder and path.stat().st_size == 0:
+        wrong = "is empty; give a file with content"
+    else:
+        return path
+    raise DataError(f"{what} {path} {wrong}")
 
 
 def files_below(root: Path) -> list[Path]:
@@ -168,15 +166,13 @@ def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tupl
     is_glob = any(character in path for character in _GLOB_CHARACTERS) and not root.exists()
     if root.is_dir():
         files, start = [file for file in files_below(root) if plain_suffix(file) == suffix], root
-        if not files:
-            raise DataError(f"{what} {path} holds no {suffix} file; give a folder with {suffix} files or a glob")
     elif is_glob:
         start = _glob_root(root)
         files = [Path(found) for found in glob.glob(str(root), recursive=True) if os.path.isfile(found)]
-        if not files:
-            raise DataError(f"{what} {path} matches no file; the nearest existing path is {start}")
     else:
         files, start = [require_file(root, what=what)], root.parent
+    if not files:
+        raise DataError(f"{what} {path} holds, or matches, no {suffix} file; the nearest existing path is {start}")
     if suffix == ".txt" and (lines := next((file for file in files if plain_suffix(file) == ".jsonl"), None)):
         raise DataError(f"{what} {lines} holds JSON lines, not plain text; set data.kind=jsonl")
     named = sorted((file.absolute().relative_to(start.absolute()).as_posix(), file) for file in files)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxtrain.config.data import DOCSTRING_PACKAGES
-from jaxtrain.errors import DataError
 
 # Folders beside the standard library's source that hold tests, generated files or other packages.
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
@@ -92,7 +91,7 @@ def docstrings(package: str) -> tuple[tuple[str, str, str], ...]:
                 cleaned = inspect.cleandoc(doc)
                 if len(cleaned.split()) >= _LEAST_WORDS:
                     found.append((str(name), function, cleaned))
-    return _checked(found)
+    return tuple(found)
 
 
 @functools.cache
@@ -108,13 +107,7 @@ def questions() -> tuple[tuple[str, str, str], ...]:
             if _FEWEST_WORDS <= len(answer.split()) <= _MOST_WORDS and answer.isascii():
                 question = _QUESTIONS[_number(name) % len(_QUESTIONS)].format(name)
                 found.setdefault(answer, (name, question, answer))
-    return _checked(sorted(found.values(), key=lambda one: _number(one[0])))
-
-
-def _checked(found: list[tuple[str, str, str]]) -> tuple[tuple[str, str, str], ...]:
-    if len(found) < 2:
-        raise DataError(f"the standard library in {_library()} has no source; set data.path to files of your own")
-    return tuple(found)
+    return tuple(sorted(found.values(), key=lambda one: _number(one[0])))
 
 
 def _number(name: str) -> int:

@@ -6,7 +6,6 @@ vectorised call, which costs microseconds per row, where Python calls for each r
 
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -106,15 +105,14 @@ def as_numbers(value: Any, *, where: str) -> np.ndarray:
     Raises:
         DataError: It cannot become an array, holds something other than numbers, or is masked: the mask would be lost.
     """
-    if np.ma.is_masked(value):
-        raise DataError(f"{where} has masked values; fill them, and leave their rows out or give weights of 0")
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise DataError(f"{where} cannot become an array ({reason}); give numbers of one shape") from None
-    if array.dtype.kind in "OUSMm":
-        raise DataError(f"{where} is of type {array.dtype}, which is no number; leave the entry out, or give numbers")
+    if array.dtype.kind in "OUSMm" or np.ma.is_masked(value):
+        shown = "masked values" if np.ma.is_masked(value) else str(array.dtype)
+        raise DataError(f"{where} holds {shown}, not numbers; fill them with numbers, or leave the entry out")
     return array
 
 
@@ -122,12 +120,11 @@ class ConcatenatedRows(Rows):
     """Rows of several sources, one source after another.
 
     Args:
-        parts: The sources, with the same entries and shapes.
-        weights: Relative share of each source in the training order, of any sum; None: by its number of rows.
+        parts: The sources, with the same entries and shapes; each has rows.
+        weights: Relative share of each source in the training order, above 0, of any sum; None: by its number of rows.
 
     Raises:
-        DataError: The rows of the parts differ in entries, shapes or dtypes, a weight is not a finite number above 0,
-            or a part with a weight has no rows.
+        DataError: The rows of the parts differ in entries, shapes or dtypes.
     """
 
     def __init__(self, parts: Sequence[Rows], *, weights: Sequence[float] | None = None):
@@ -136,9 +133,6 @@ class ConcatenatedRows(Rows):
             if kind != kinds[0]:
                 raise DataError(f"the sources hold different rows: {kinds[0]}, and {kind}; give them the same entries")
         super().__init__(sum(len(part) for part in parts))
-        for part, weight in zip(parts, weights or (), strict=weights is not None):
-            if not (math.isfinite(weight) and weight > 0 and len(part)):
-                raise DataError(f"a part of {len(part)} rows has the weight {weight}; give rows, and a weight above 0")
         self._parts = parts
         # Where there are some, the training order takes from the parts by weight.
         self.weights = weights

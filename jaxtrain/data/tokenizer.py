@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxtrain.config.data import TokenizerConfig
-from jaxtrain.data.files import require_file
+from jaxtrain.data.files import reading, require_file
 from jaxtrain.errors import DataError
 from jaxtrain.interop.formats.gguf import read_gguf
 from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
@@ -252,10 +252,8 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
 
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:
     """Returns the object in one of `files_beside`; empty where there is none."""
-    try:
+    with reading(f"{name} beside the tokenizer"):
         found = json.loads(files.get(name, "{}"))
-    except ValueError as error:
-        raise DataError(f"{name} beside the tokenizer is not JSON ({error}); fetch it again") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -267,10 +265,8 @@ def special_names(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _text(path: Path) -> str:
-    try:
+    with reading(path):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text ({error}); fetch it again") from None
 
 
 def described(tokenizer: Tokenizer) -> str:

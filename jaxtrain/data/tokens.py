@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
 from jaxtrain.data.files import decode_utf8, find_files
-from jaxtrain.data.formats.open import DataFile, find_rows, pass_over_file, text_of
+from jaxtrain.data.formats.open import DataFile, find_rows, pass_over_files, text_of
 from jaxtrain.data.permutation import num_held_out
 from jaxtrain.data.python_texts import read_builtin
 from jaxtrain.data.tokenizer import BpeTokenizer, Tokenizer, build_tokenizer, encode_all, named_end, tokenizer_sha256
@@ -42,18 +42,15 @@ def documents_of(config: TextSource) -> Documents:
     elif config.path is not None:
         suffix, form = (".txt", "text") if isinstance(config, TextData) else (".jsonl", "lines")
         files = [DataFile(name, path, form) for name, path in find_files(config.path, suffix=suffix)]
-    elif config.builtin is not None:
-        return Documents(*read_builtin(config.builtin))
     else:
-        raise DataError("data.path and data.builtin are both null; set one, such as data.builtin=python_prose")
+        return Documents(*read_builtin(config.builtin or "python_prose"))
 
     def read() -> Iterator[str]:
-        for file in files:
-            for where, row in pass_over_file(file, [("field", field)]):
-                value = row[field]
-                # Members of tar files with other endings than .txt are bytes.
-                value = decode_utf8(value, path=Path(where)) if isinstance(value, bytes) else value
-                yield text_of(value, where=where, column=field)
+        for where, row in pass_over_files(files, [("field", field)]):
+            value = row[field]
+            # Members of tar files with other endings than .txt are bytes.
+            value = decode_utf8(value, path=Path(where)) if isinstance(value, bytes) else value
+            yield text_of(value, where=where, column=field)
 
     return Documents(str(config.path), tuple((file.name, file.path.stat().st_size) for file in files), read)
 
@@ -136,8 +133,6 @@ def encoded_source(config: TextSource, documents: Documents, *, tokenizer: Token
         # One array per chunk and not per document: each of a million short documents would take 100 bytes more.
         encoded.append(np.concatenate(chunk))
         digest.update(encoded[-1].tobytes())
-    if not encoded:
-        raise DataError(f"{documents.label} holds no document; give a file with text")
     return TokenSource(
         segments=(np.concatenate(encoded),),
         vocab_size=tokenizer.vocab_size,

@@ -24,7 +24,7 @@ from jaxtrain.data.chat.templates import (
     format_of_reading,
     render,
 )
-from jaxtrain.data.formats.open import find_rows, pass_over_file
+from jaxtrain.data.formats.open import find_rows, pass_over_files
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.python_texts import questions
 from jaxtrain.data.rows import Row, Rows, padded
@@ -96,14 +96,14 @@ def is_trained(message: Message) -> bool:
 
 def _made(path: str | Sequence[str], key: str, make: Callable[[str, Mapping[str, Any]], Any]) -> list[Any]:
     """Returns what is made of (file and line, object) of each row of all files that paths name."""
-    found: list[Any] = []
-    for one in [path] if isinstance(path, str) else path:
-        for file in find_rows(one, what=key, one_format=False):
-            for where, row in pass_over_file(file, None):
-                found.append(make(where, _without_nulls(row) if file.format in _COLUMNAR else row))
-    if not found:
-        raise DataError(f"{key} {path} has no rows; give a file with at least one")
-    return found
+    files = [
+        file
+        for one in ([path] if isinstance(path, str) else path)
+        for file in find_rows(one, what=key, one_format=False)
+    ]
+    is_columnar = any(file.format in _COLUMNAR for file in files)
+    rows = pass_over_files(files, None)
+    return [make(where, _without_nulls(row) if is_columnar else row) for where, row in rows]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -157,11 +157,10 @@ def _messages(where: str, value: Any, role: str | None = None) -> tuple[Message,
         found = {name: held for name, held in said.items() if held is not None or name == "content"}
         content = found.get("content")
         is_said = isinstance(content, str) or (content is None and "tool_calls" in found)
-        if not isinstance(found.get("role"), str) or not is_said:
-            raise DataError(f"{where} messages[{len(messages)}] is not {{role: user, content: text}}")
-        messages.append(found)
-    if not messages:
-        raise DataError(f"{where} has {value!r:.40} for messages; write [{{role: user, content: ...}}, ...]")
+        if isinstance(found.get("role"), str) and is_said:
+            messages.append(found)
+    if not messages or len(messages) < len(value):
+        raise DataError(f"{where} has {value!r:.60} for messages; write [{{role: user, content: text}}, ...]")
     return tuple(messages)
 
 
@@ -169,12 +168,13 @@ def _checked(conversation: Conversation) -> Conversation:
     """Returns a conversation up to its last answer."""
     where, messages = conversation.where, conversation.messages
     answers = [i for i in range(conversation.first, len(messages)) if messages[i]["role"] == ANSWERS]
-    if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0:
+    is_empty = [not ((messages[i].get("content") or "").strip() or messages[i].get("tool_calls")) for i in answers]
+    if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0 or any(is_empty):
         roles = ", ".join(dict.fromkeys(one["role"] for one in messages))
-        raise DataError(f"{where} has no answer to train (roles: {roles}); write one with role: {ANSWERS}")
-    for i in answers:
-        if not (messages[i].get("content") or "").strip() and not messages[i].get("tool_calls"):
-            raise DataError(f"{where} has an empty answer (message {i + 1}); fill it in, or remove the row")
+        raise DataError(
+            f"{where} has no answer to train, or an empty one (roles: {roles}); write it with role: {ANSWERS}, or remove "
+            "the row"
+        )
     return replace(conversation, messages=messages[: answers[-1] + 1])
 
 

@@ -228,13 +228,12 @@ def render(
     label = template.format.label
     try:
         text = template.compiled.render(values)
-    except _RefusedError as error:
-        raise DataError(f"{where}: the chat template {label} refuses the conversation: {_reason(error)}") from None
     except Exception as error:  # a template is somebody's code, and may fail in any way
-        raise ConfigError(
-            f"the chat template {label} fails on {where}: {type(error).__name__}: "
-            f"{_reason(error)}; mend it, or set data.template to another"
-        ) from None
+        if isinstance(error, _RefusedError):
+            kind, why = DataError, "refuses the conversation"
+        else:
+            kind, why = ConfigError, f"fails: {type(error).__name__}"
+        raise kind(f"{where}: the chat template {label} {why}: {_reason(error)}; mend it, or data.template") from None
     if not template.marks_answers:
         return Rendered(text, ())
     # Every other part stands inside of marks.

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,15 @@ _LOCK = threading.Lock()
 class _TableReader:
     """Rows of a file that consists of tables: the batches of Arrow, the row groups of Parquet."""
 
-    def __init__(self, path: Path, schema: Any, sizes: Sequence[int], columns: Sequence[Column] | None):
-        self.path, self.schema = path, schema
+    def __init__(
+        self,
+        path: Path,
+        schema: Any,
+        sizes: Sequence[int],
+        columns: Sequence[Column] | None,
+        table: Callable[[int], Any],
+    ):
+        self.path, self.schema, self._table = path, schema, table
         self.columns = check_columns(schema.names, columns, where=str(path))
         self._starts = np.cumsum([0, *sizes])
 
@@ -36,11 +43,8 @@ class _TableReader:
     def name_of(self, number: int) -> str:
         return f"{self.path} row {number + 1}"
 
-    def table(self, part: int) -> Any:
-        raise NotImplementedError
-
     def _rows_of_part(self, part: int, inside: list[int]) -> list[Cells]:
-        table = self.table(part)
+        table = self._table(part)
         columns = {name: table.column(name) for name in self.columns}
         return [{name: self._value(column, place, name, part) for name, column in columns.items()} for place in inside]
 
@@ -65,11 +69,8 @@ class ArrowReader(_TableReader):
                 is_file = mapped.read(6) == b"ARROW1"
                 mapped.seek(0)
                 table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(mapped).read_all()
-        self._batches = table.to_batches()
-        super().__init__(path, table.schema, [len(batch) for batch in self._batches], columns)
-
-    def table(self, part: int) -> Any:
-        return self._batches[part]
+        batches = table.to_batches()
+        super().__init__(path, table.schema, [len(batch) for batch in batches], columns, batches.__getitem__)
 
 
 class ParquetReader(_TableReader):
@@ -82,9 +83,9 @@ class ParquetReader(_TableReader):
             with parquet.ParquetFile(path) as opened:
                 self._metadata, schema = opened.metadata, opened.schema_arrow
         sizes = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
-        super().__init__(path, schema, sizes, columns)
+        super().__init__(path, schema, sizes, columns, self._group)
 
-    def table(self, part: int) -> Any:
+    def _group(self, part: int) -> Any:
         from pyarrow import parquet
 
         with _LOCK:  # one thread decodes a group, which the others then find in memory

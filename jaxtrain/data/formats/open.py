@@ -106,12 +106,18 @@ def pass_over_file(file: DataFile, columns: Sequence[Column] | None) -> Iterator
     return pass_over(_READERS[file.format](file.path, columns))
 
 
-def first_row(files: Sequence[DataFile]) -> tuple[str, Cells]:
-    """Returns the first row and where it comes from; writers in parallel may leave empty files before it."""
-    found = next((row for file in files for row in pass_over_file(file, None)), None)
-    if found is None:
+def pass_over_files(files: Sequence[DataFile], columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
+    """Yields where each row of files comes from, and its columns; a DataError where there is no row.
+
+    Some of the files may be empty, as writers in parallel leave them.
+    """
+    is_empty = True
+    for file in files:
+        for found in pass_over_file(file, columns):
+            is_empty = False
+            yield found
+    if is_empty:
         raise DataError(f"{files[0].path} has no rows; give a file with at least one")
-    return found
 
 
 def named_classes(file: DataFile, column: str) -> list[str] | None:
@@ -133,14 +139,12 @@ def read_records(path: str, columns: Sequence[Column], *, what: str, named: str 
 
     The numbers of a column `named` become the names of classes that a Parquet or Arrow file gives them.
     """
+    files = find_rows(path, what=what)
+    names = named_classes(files[0], named) if named else None
     records = []
-    for file in find_rows(path, what=what):
-        names = named_classes(file, named) if named else None
-        for where, found in pass_over_file(file, columns):
-            values = (with_names(found[name], names) if name == named else found[name] for _, name in columns)
-            records.append(Record(where, tuple(values)))
-    if not records:
-        raise DataError(f"{what} {path} has no rows; give a file with at least one")
+    for where, found in pass_over_files(files, columns):
+        values = (with_names(found[name], names) if name == named else found[name] for _, name in columns)
+        records.append(Record(where, tuple(values)))
     return records
 
 
@@ -175,14 +179,13 @@ def number_of(value: Any, *, where: str, column: str) -> float:
 
 def class_name(value: Any, *, where: str, column: str) -> str:
     """Returns the name of a class that is text, a whole number or a truth value; a DataError for others."""
-    if str(value).strip() in ("-1", "-100"):
-        raise DataError(f"{where} column '{column}' is {value}, which marks a row without a class; remove the row")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return str(int(value))
-    if not isinstance(value, str) or not value.strip():
-        raise wrong_value(value, "a class (a text or a whole number)", where=where, column=column)
+        value = str(int(value))
+    # Rows without a class are marked by -1 and -100 in published data.
+    if not isinstance(value, str) or value.strip() in ("", "-1", "-100"):
+        raise wrong_value(value, "a class (a text or a whole number from 0)", where=where, column=column)
     return value.strip()
 
 

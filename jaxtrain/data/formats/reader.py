@@ -95,9 +95,9 @@ def missing_column(where: str, key: str | None, name: str, there: Sequence[str])
 def json_object(text: str, *, where: str) -> Cells:
     """Returns the object of a text of JSON at `where`; a DataError where it holds none."""
     try:
-        found = json.loads(text)
+        found, reason = json.loads(text), "no object"
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON ({error}); fix or remove the line") from None
+        found, reason = None, str(error)
     if not isinstance(found, dict):
-        raise DataError(f"{where} is {type(found).__name__} and no object; write one object per line")
+        raise DataError(f"{where} is not JSON ({reason}); write one object per line, or remove the line")
     return found

@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxtrain.data.files import is_hidden, reading
 from jaxtrain.data.formats.reader import Cells, Column, missing_column
-from jaxtrain.errors import DataError
 
 # The column that holds the name of the group.
 _KEY = "__key__"
@@ -98,8 +97,6 @@ class TarReader:
 def _decoded(ending: str, content: bytes, *, where: str) -> Any:
     if ending != "json" and ending not in _TEXTS:
         return content
-    try:
+    with reading(f"{where} .{ending}"):
         text = content.decode("utf-8")
         return json.loads(text) if ending == "json" else text.strip() if ending == "cls" else text
-    except ValueError as error:
-        raise DataError(f"{where} has a .{ending} that cannot be read ({error}); fix or remove it") from None

@@ -18,9 +18,10 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.tree import path_name
 
 _FORMS = (
-    "{'inputs': x, 'targets': y} or a pair of arrays, rows with an index (jaxtrain.ArrayRows, a torch or Hugging Face "
+    "{'inputs': x, 'targets': y} or a pair of arrays (.to_numpy() of tables), rows with an index (jaxtrain.ArrayRows, a torch or Hugging Face "
     "dataset), a jaxtrain.Data, or an iterable of batches"
 )
+_NO_ROWS = (tuple, str, bytes, np.ndarray, jax.Array)
 # Rows whose content goes into the fingerprint of a dataset that is too large, or too slow, to be read whole.
 _PROBED_ROWS = 8
 # Arrays of up to 1 GiB are digested whole, in about a second; of larger ones (on disk, perhaps) so many rows.
@@ -197,9 +198,8 @@ def _rows(given: Any, name: str) -> tuple[grain.MapDataset, dict[str, Any], str]
         given = ArrayRows(host_arrays(given, where=name))
     if isinstance(given, grain.MapDataset):
         rows = given
-    elif isinstance(given, IndexedDataset) and not isinstance(given, (tuple, str, bytes, np.ndarray, jax.Array)):
-        if hasattr(given, "iloc"):  # a table of pandas, whose [0] is a column
-            raise ConfigError(f"{name} is a table of pandas; write {name}=(table[['a', 'b']].to_numpy(), table['y'])")
+    # [0] of a table of pandas, which has `iloc`, is a column.
+    elif isinstance(given, IndexedDataset) and not (isinstance(given, _NO_ROWS) or hasattr(given, "iloc")):
         rows = grain.MapDataset.source(_Mapped(given, lambda row, i: host_arrays(row, where=f"row {i} of {name}")))
     else:
         shown = f"an array {list(given.shape)}" if isinstance(given, (np.ndarray, jax.Array)) else _kind(given)

@@ -18,11 +18,10 @@ from jaxtrain.data.formats.open import (
     class_names,
     few,
     find_rows,
-    first_row,
     named_classes,
     numbered,
     open_rows,
-    pass_over_file,
+    pass_over_files,
     saved_classes,
     wrong_value,
 )
@@ -104,7 +103,7 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
     if config.validation_path is not None:
         parts.append(find_rows(config.validation_path, what="data.validation_path"))
     files = [file for part in parts for file in part]
-    where, there = first_row(files)
+    where, there = next(pass_over_files(files, None))
     image = _column(where, there, "image", config.image, _IMAGES)
     label = _column(where, there, "label", config.label, _LABELS)
     if config.image is None and all(file.format == "tar" for file in files):
@@ -115,8 +114,7 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
     labels = [
         [
             class_name(with_names(row[label], named), where=where, column=label)
-            for file in part
-            for where, row in pass_over_file(file, [("label", label)])
+            for where, row in pass_over_files(part, [("label", label)])
         ]
         for part in parts
     ]

@@ -19,7 +19,7 @@ from jaxtrain.config.data import (
 )
 from jaxtrain.data.files import with_local_paths
 from jaxtrain.data.sources.dataset import Data
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import DataError
 from jaxtrain.runtime.call import call_function
 
 
@@ -51,8 +51,6 @@ def open_data(
     """
     if isinstance(config, Mapping):
         config = load_config({"data": config}).config.data
-    if not hasattr(config, "kind"):
-        raise ConfigError(f"open_data takes a dict with the kind of data ({{'kind': 'digits'}}), not {config!r:.60}")
     opened: Any = with_local_paths(config)
     match opened:
         case DigitsData():

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -170,9 +169,6 @@ def prepare_tokens(
                 if progress is not None:
                     progress(state)
             shards.finish()
-        if not state.tokens:
-            shutil.rmtree(partial)
-            raise DataError(f"{documents.label} holds no document; give a file with text")
         metadata = ShardMetadata(
             dtype="uint16" if dtype.itemsize == 2 else "uint32",
             vocab_size=tokenizer.vocab_size,

@@ -18,11 +18,10 @@ from jaxtrain.data.formats.open import (
     exact_number,
     few,
     find_rows,
-    first_row,
     named_classes,
     number_in,
     number_of,
-    pass_over_file,
+    pass_over_files,
     read_records,
     wrong_value,
 )
@@ -127,14 +126,14 @@ def scaled_like(reading: Mapping[str, Any], inputs: np.ndarray, *, label: str) -
 
 def _scaled(inputs: np.ndarray, mean: Any, deviation: Any, *, label: str) -> np.ndarray:
     if mean is not None:
-        if len(mean) != inputs.shape[1]:
-            raise _other_columns(label, inputs.shape[1], len(mean))
+        _check_columns(label, inputs.shape[1], len(mean))
         inputs = (inputs - np.array(mean)) / np.array(deviation)
     return _as_float32(inputs, f"{label} input")
 
 
-def _other_columns(label: str, found: int, trained: int) -> DataError:
-    return DataError(f"{label} has {found} input columns, the run was trained on {trained}; give the same ones alone")
+def _check_columns(label: str, found: int, trained: int) -> None:
+    if found != trained:
+        raise DataError(f"{label} has {found} input columns, the run was trained on {trained}; give the same ones")
 
 
 def _as_float32(values: np.ndarray, what: str) -> np.ndarray:
@@ -196,13 +195,12 @@ def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Ta
     classes = None if as_numbers else named_classes(files[0], target)
     wanted = [*(("columns" if config.columns else None, name) for name in names), ("target", target)]
     values, targets = array("d"), []
-    for file in files:
-        for where, row in pass_over_file(file, wanted):
-            values.extend(number_of(row[name], where=where, column=name) for name in names)
-            value = with_names(row[target], classes)
-            if classes is not None and isinstance(value, int):
-                raise wrong_value(value, "a class that the file names", where=where, column=target)
-            targets.append(_target(value, where=where, column=target, as_numbers=as_numbers))
+    for where, row in pass_over_files(files, wanted):
+        values.extend(number_of(row[name], where=where, column=name) for name in names)
+        value = with_names(row[target], classes)
+        if classes is not None and isinstance(value, int):
+            raise wrong_value(value, "a class that the file names", where=where, column=target)
+        targets.append(_target(value, where=where, column=target, as_numbers=as_numbers))
     if files[0].format == "csv" and not (as_numbers or keeps_codes):
         found = [number_in(text) for text in targets]
         targets = targets if None in found else found  # a column of numbers alone: 01 is 1
@@ -212,29 +210,26 @@ def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Ta
 
 def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
     """Returns the column to predict and the input columns."""
-    where, row = first_row(files)
+    where, row = next(pass_over_files(files, None))
     there, file = list(row), str(files[0].path)
-    if len(there) < 2:
-        raise DataError(f"{where} has {len(there)} columns; give at least one input and the target")
-    _check_header(file, there, files[0].format)
+    _check_header(file, there, files[0].format, least=2)
     usual = [name for name in there if not _INDEX.fullmatch(name)]
     target = usual[-1] if config.target is None else _named(config.target, there)
-    if target not in there:
-        raise missing_column(file, "target", target, there)
     if config.columns is None:
-        return target, tuple(name for name in usual if name != target)
-    columns = tuple(_named(name, there) for name in config.columns)
-    for name in columns:
+        columns = tuple(name for name in usual if name != target)
+    else:
+        columns = tuple(_named(name, there) for name in config.columns)
+    for key, name in [("target", target), *(("columns", name) for name in columns)]:
         if name not in there:
-            raise missing_column(file, "columns", name, there)
+            raise missing_column(file, key, name, there)
     if target in columns:
         raise DataError(f"data.columns names '{target}', which is the target; leave it out")
     return target, columns
 
 
-def _check_header(file: str, there: Sequence[str], format: str) -> None:
-    if format == "csv" and all(number_in(name) is not None for name in there):
-        raise DataError(f"{file}:1 holds only numbers; the first line must name the columns")
+def _check_header(file: str, there: Sequence[str], format: str, *, least: int) -> None:
+    if len(there) < least or (format == "csv" and all(number_in(name) is not None for name in there)):
+        raise DataError(f"{file}:1 holds {few(there)}; the first line must name the columns, at least {least}")
 
 
 def _named(name: str, there: Sequence[str]) -> str:
@@ -365,11 +360,10 @@ def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns:
     """
     if columns is None:
         files = find_rows(path, what="the table")
-        there = list(first_row(files)[1])
-        _check_header(path, there, files[0].format)
+        there = list(next(pass_over_files(files, None))[1])
+        _check_header(path, there, files[0].format, least=1)
         columns = [name for name in there if name != target]
-        if len(columns) != num_columns:
-            raise _other_columns(path, len(columns), num_columns)
+        _check_columns(path, len(columns), num_columns)
     records = read_records(path, [(None, name) for name in columns], what="the table")
     values = [
         [number_of(value, where=one.where, column=name) for name, value in zip(columns, one.values, strict=True)]
