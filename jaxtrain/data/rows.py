@@ -325,9 +325,9 @@ def mean_tokens(rows: Any) -> float | None:
 def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
     """Splits rows into two at random; which are in the second, of this share, depends on their number and the seed."""
     count = max(1, round(len(rows) * share))
-    if _is_weighted(rows) or count >= len(rows):
-        why = "takes rows out of a weighted mixture" if _is_weighted(rows) else "leaves none to train on"
-        raise DataError(f"validation={share:g} of {len(rows)} rows {why}; give the rows for validation themselves")
+    _check_unweighted(rows, f"validation={share:g}")
+    if count >= len(rows):
+        raise DataError(f"validation={share:g} of {len(rows)} rows leaves none to train on; give less, or the rows")
     order = np.random.default_rng(np.random.SeedSequence(seed % 2**64)).permutation(len(rows))
     # Each part in the order of the rows, so that a file is read forwards.
     train, validation = np.sort(order[count:]), np.sort(order[:count])
@@ -338,19 +338,17 @@ def training_order(rows: grain.MapDataset, seed: int) -> Order:
     """Returns the endless training order of rows, or of what transformations of grain made from a `Rows`."""
     if isinstance(rows, Rows):
         return rows.order(seed)
-    if _is_weighted(rows):
-        raise DataError(
-            f"{type(rows).__name__} loses the weights of a mixture; apply it to each part before ConcatenatedRows"
-        )
+    _check_unweighted(rows, type(rows).__name__)
     return functools.partial(permuted, num_rows=len(rows), seed=seed)
 
 
-def _is_weighted(rows: grain.MapDataset) -> bool:
-    if isinstance(rows, MappedRows):
-        return _is_weighted(rows.rows)
-    if isinstance(rows, Rows):
-        return isinstance(rows, ConcatenatedRows) and rows.weights is not None
-    return any(map(_is_weighted, rows.parents))
+def _check_unweighted(rows: grain.MapDataset, what: str) -> None:
+    """Raises a DataError where rows are made of a mixture, whose weights would be lost."""
+    if isinstance(rows, ConcatenatedRows) and rows.weights is not None:
+        raise DataError(f"{what} loses the weights of a mixture; apply it to each part before ConcatenatedRows")
+    if not isinstance(rows, Rows) or isinstance(rows, MappedRows):
+        for parent in [rows.rows] if isinstance(rows, MappedRows) else rows.parents:
+            _check_unweighted(parent, what)
 
 
 def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:

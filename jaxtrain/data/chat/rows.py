@@ -96,14 +96,13 @@ def is_trained(message: Message) -> bool:
 
 def _made(path: str | Sequence[str], key: str, make: Callable[[str, Mapping[str, Any]], Any]) -> list[Any]:
     """Returns what is made of (file and line, object) of each row of all files that paths name."""
-    files = [
-        file
-        for one in ([path] if isinstance(path, str) else path)
-        for file in find_rows(one, what=key, one_format=False)
+    paths = [path] if isinstance(path, str) else path
+    files = [file for one in paths for file in find_rows(one, what=key, one_format=False)]
+    return [
+        make(where, _without_nulls(row) if file.format in _COLUMNAR else row)
+        for file in files
+        for where, row in pass_over_files([file], None)
     ]
-    is_columnar = any(file.format in _COLUMNAR for file in files)
-    rows = pass_over_files(files, None)
-    return [make(where, _without_nulls(row) if is_columnar else row) for where, row in rows]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -172,8 +171,7 @@ def _checked(conversation: Conversation) -> Conversation:
     if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0 or any(is_empty):
         roles = ", ".join(dict.fromkeys(one["role"] for one in messages))
         raise DataError(
-            f"{where} has no answer to train, or an empty one (roles: {roles}); write it with role: {ANSWERS}, or remove "
-            "the row"
+            f"{where} has no answer to train, or an empty one (roles: {roles}); write one with role: {ANSWERS}"
         )
     return replace(conversation, messages=messages[: answers[-1] + 1])
 
@@ -205,45 +203,32 @@ class MaskedTokens:
     trained: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Marked:
-    """A conversation as text, and (start, end) in characters of what is trained."""
-
-    where: str
-    text: str
-    spans: tuple[tuple[int, int], ...]
-
-
 def masked_tokens(
-    conversations: Sequence[Conversation],
-    template: Template,
-    encoder: ChatEncoder,
-    *,
-    train_on: str,
+    conversations: Sequence[Conversation], template: Template, encoder: ChatEncoder, *, train_on: str
 ) -> Iterator[MaskedTokens]:
     """Encodes conversations and marks what is trained, as `ChatData.train_on` says."""
-
-    marked = (_marked(one, template, train_on=train_on) for one in conversations)
-    for chunk in chunks(marked, lambda one: len(one.text), most=_CHUNK_CHARACTERS):
-        encoded = encoder.encode([one.text for one in chunk])
-        for one, found in zip(chunk, encoded, strict=True):
+    marked = ((one.where, *_marked(one, template, train_on=train_on)) for one in conversations)
+    for chunk in chunks(marked, lambda one: len(one[1]), most=_CHUNK_CHARACTERS):
+        encoded = encoder.encode([text for _, text, _ in chunk])
+        for (where, _, spans), found in zip(chunk, encoded, strict=True):
             trained = np.zeros(len(found.ids), bool)
-            for start, stop in one.spans:
+            for start, stop in spans:
                 # A token that begins before the answer belongs to the prompt.
                 first, last = np.searchsorted(found.starts, (start, stop))
                 ends = first + np.flatnonzero(np.isin(found.ids[first:last], template.format.stop))
                 if not len(ends):
                     raise ConfigError(
                         f"the chat template {template.format.label} writes no stop token (id "
-                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({one.where}), so a "
+                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({where}), so a "
                         "model would never learn to stop; set data.stop to the token that it writes there"
                     )
                 # What a template writes after the stop token (a line end) nobody generates.
                 trained[first : last if template.marks_answers or train_on == "all" else ends[-1] + 1] = True
-            yield MaskedTokens(one.where, found.ids, trained)
+            yield MaskedTokens(where, found.ids, trained)
 
 
-def _marked(conversation: Conversation, template: Template, *, train_on: str) -> _Marked:
+def _marked(conversation: Conversation, template: Template, *, train_on: str) -> tuple[str, Sequence[tuple[int, int]]]:
+    """Returns a conversation as text, and (start, end) in characters of what is trained."""
     where, messages, tools = conversation.where, conversation.messages, conversation.tools
     label = template.format.label
     whole = render(template, messages, prompt=False, where=where, tools=tools)
@@ -252,7 +237,7 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
             raise ConfigError(
                 f"{where} has messages that are not trained (weight 0), which data.train_on=all would train"
             )
-        return _Marked(where, whole.text, ((0, len(whole.text)),))
+        return whole.text, [(0, len(whole.text))]
     said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
     answers = [i for i in said if i >= conversation.first and is_trained(messages[i])]
     answers = answers[-1:] if train_on == "last" else answers
@@ -262,7 +247,7 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
                 f"the chat template {label} marks {len(whole.answers)} answers by {{% generation %}}, but {where} has "
                 f"{len(said)}; let it mark each message of role {ANSWERS} once"
             )
-        return _Marked(where, whole.text, tuple(whole.answers[said.index(i)] for i in answers))
+        return whole.text, [whole.answers[said.index(i)] for i in answers]
     spans = []
     for i in answers:
         before = render(template, messages[:i], prompt=True, where=where, tools=tools).text
@@ -278,7 +263,7 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
                     "cannot be told apart; mark answers by {% generation %} (data.template), or try data.train_on=last"
                 )
         spans.append((len(before), len(after.text)))
-    return _Marked(where, whole.text, tuple(spans))
+    return whole.text, spans
 
 
 @dataclass(frozen=True)

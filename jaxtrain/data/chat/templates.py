@@ -99,14 +99,10 @@ def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
         source, label = require_file(name, what="data.template (a file, chatml or plain)").read_text("utf-8"), name
     tokens, stop = published_tokens(files, tokenizer)
     if config.stop is not None:
-        i = tokenizer.token_id(config.stop)
-        if i is None:
-            raise DataError(f"data.stop={config.stop!r} is no token of the tokenizer; give the name of one")
-        stop = (i,)
+        named = tokenizer.token_id(config.stop)
+        stop = () if named is None else (named,)
     if not stop:
-        raise ConfigError(
-            "the tokenizer's files name no token at which the model stops (eos_token); set data.stop to its name"
-        )
+        raise ConfigError(f"the tokenizer has no token at which a model stops (data.stop={config.stop}); set its name")
     return ChatFormat(source, label, tokens, stop)
 
 

@@ -44,7 +44,6 @@ _MAY_BE_PACKED = ("lines", "csv", "text")
 _TRUTH = {"true": 1.0, "false": 0.0}
 # Beyond it float64 has no room for every whole number.
 _EXACT = 2**53
-_MAX_CLASSES = 100_000
 
 
 @dataclass(frozen=True)
@@ -244,8 +243,6 @@ def class_names(
             which = "which the run was not trained on" if known is not None else "none of those that the file names"
             raise DataError(f"{label} has class '{unknown[0]}', {which} (its classes: {few(given)}); remove these rows")
         return list(given)
-    if len(distinct) > _MAX_CLASSES:
-        raise DataError(f"{label} has {len(distinct):,} classes; set task=regression, or data.label to another column")
     are_numbers = all(name.removeprefix("-").isdecimal() for name in distinct)
     return sorted(distinct, key=lambda name: (int(name), name) if are_numbers else (0, name))
 

@@ -18,8 +18,8 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.tree import path_name
 
 _FORMS = (
-    "{'inputs': x, 'targets': y} or a pair of arrays (.to_numpy() of tables), rows with an index (jaxtrain.ArrayRows, a torch or Hugging Face "
-    "dataset), a jaxtrain.Data, or an iterable of batches"
+    "{'inputs': x, 'targets': y} or a pair of arrays (.to_numpy() of tables), rows with an index (jaxtrain.ArrayRows, "
+    "a torch or Hugging Face dataset), a jaxtrain.Data, or an iterable of batches"
 )
 _NO_ROWS = (tuple, str, bytes, np.ndarray, jax.Array)
 # Rows whose content goes into the fingerprint of a dataset that is too large, or too slow, to be read whole.
@@ -204,11 +204,9 @@ def _rows(given: Any, name: str) -> tuple[grain.MapDataset, dict[str, Any], str]
     else:
         shown = f"an array {list(given.shape)}" if isinstance(given, (np.ndarray, jax.Array)) else _kind(given)
         raise ConfigError(f"{name} is {shown}; give {_FORMS}")
-    if len(rows) == 0:
-        raise DataError(f"{name} has no rows; give at least one")
-    first: Any = rows[0]
+    first: Any = rows[0] if len(rows) else None
     if not isinstance(first, Mapping):
-        raise DataError(f"a row of {name} is {_kind(first)}, not a dict of entries such as 'inputs' and 'targets'")
+        raise DataError(f"{name} has no rows, or no dicts of entries such as 'inputs' and 'targets': {_kind(first)}")
     if isinstance(rows, ArrayRows):
         return rows, _array_identity(rows), f"arrays: {_shown(first)}"
     identity = _dataset_identity(rows)

@@ -158,8 +158,8 @@ def _image_data(
     read = _Images(encoded, targets, size)
     drawn = int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])  # of 32 bits, as grain needs it
     return example_data(
-        train.random_map(_Augmented(read), seed=drawn) if config.augment else train.map(_Centered(read)),
-        validation.map(_Centered(read)),
+        train.random_map(read.augmented, seed=drawn) if config.augment else train.map(read.centered),
+        validation.map(read.centered),
         identity={
             "kind": config.kind,
             "classes_sha256": hashlib.sha256(_bytes("\0".join(classes))).hexdigest(),
@@ -188,7 +188,7 @@ def centered_images(files: Sequence[Path], *, image_size: int) -> grain.MapDatas
     Reading a row raises a DataError where the image cannot be decoded.
     """
     images = _Images(lambda i: (str(files[i]), files[i]), np.zeros(len(files), np.int32), image_size)
-    return grain.MapDataset.source(range(len(files))).map(_Centered(images))
+    return grain.MapDataset.source(range(len(files))).map(images.centered)
 
 
 def _bytes(names: str) -> bytes:
@@ -201,11 +201,10 @@ def _folders(folder: Path) -> list[str]:
 
 def _classes(folder: Path) -> list[str]:
     classes = _folders(folder)
-    if len(classes) < 2:
-        raise DataError(f"{folder} holds {len(classes)} class folders; give one folder per class, at least 2")
     parts = [name for name in classes if name.lower() in _PARTS]
-    if len(parts) > 1 and all(_folders(folder / name) for name in parts):
-        raise DataError(f"{folder} holds {' and '.join(parts)}, which are no classes; name them train/ and val/")
+    if len(classes) < 2 or (len(parts) > 1 and all(_folders(folder / name) for name in parts)):
+        shown = few(classes) or "none"
+        raise DataError(f"{folder} holds the folders {shown}; give one per class, at least 2 (parts: train/ and val/)")
     return classes
 
 
@@ -246,36 +245,20 @@ class _Images:
     def __init__(self, encoded: _Encoded, targets: np.ndarray, size: int):
         self._encoded, self._targets, self._size = encoded, targets, size
 
-    def read(self, number: int, choose_box: Callable[[int, int], Box]) -> "tuple[Image.Image, int]":
-        """Returns the part of an image that `choose_box(width, height)` returns, and its class."""
-        return read_part(*self._encoded(number), choose_box, size=self._size), int(self._targets[number])
+    def centered(self, number: int) -> dict[str, np.ndarray]:
+        """Returns the row of an image's centre."""
+        return self._row(number, read_part(*self._encoded(int(number)), center_box, size=self._size))
 
-
-class _Centered(grain.transforms.Map):
-    """Takes the centre of the image, scaled to a square."""
-
-    def __init__(self, images: _Images):
-        self._images = images
-
-    def map(self, element: int) -> dict[str, np.ndarray]:
-        return _row(*self._images.read(int(element), center_box))
-
-
-class _Augmented(grain.transforms.RandomMap):
-    """Takes a random crop, scaled to a square and flipped half of the time."""
-
-    def __init__(self, images: _Images):
-        self._images = images
-
-    def random_map(self, element: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def augmented(self, number: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Returns the row of a random crop, flipped half of the time."""
         from PIL import Image
 
-        image, label = self._images.read(int(element), lambda width, height: random_box(width, height, rng))
-        return _row(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image, label)
+        name, content = self._encoded(int(number))
+        image = read_part(name, content, lambda width, height: random_box(width, height, rng), size=self._size)
+        return self._row(number, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image)
 
-
-def _row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
-    return {"inputs": normalized(np.asarray(image)), "targets": np.array(label, np.int32)}
+    def _row(self, number: int, image: "Image.Image") -> dict[str, np.ndarray]:
+        return {"inputs": normalized(np.asarray(image)), "targets": np.array(self._targets[number], np.int32)}
 
 
 def read_part(name: str, content: Any, choose_box: Callable[[int, int], Box], *, size: int) -> "Image.Image":

@@ -210,8 +210,7 @@ def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Ta
 
 def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
     """Returns the column to predict and the input columns."""
-    where, row = next(pass_over_files(files, None))
-    there, file = list(row), str(files[0].path)
+    there, file = list(next(pass_over_files(files, None))[1]), str(files[0].path)
     _check_header(file, there, files[0].format, least=2)
     usual = [name for name in there if not _INDEX.fullmatch(name)]
     target = usual[-1] if config.target is None else _named(config.target, there)
