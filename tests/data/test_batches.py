@@ -101,15 +101,6 @@ def test_evaluation_is_in_order_and_weighs_the_filling_zero(make, expected):
     np.testing.assert_array_equal(inputs, rows.gather(np.array([0, 1, 2, 3, 4, 5, 0, 0]))["inputs"])
 
 
-def test_training_batches_have_no_weights():
-    assert Batches(numbered(6), 4, seed=0, shuffle=True).spec().keys() == {"inputs", "targets"}
-
-
-def test_regression_targets_count_by_row():
-    rows = ArrayRows({"inputs": np.zeros((3, 2), np.float32), "targets": np.zeros((3, 2), np.float32)})
-    assert Batches(rows, 2, seed=0, shuffle=False).spec()["weights"].shape == (2,)
-
-
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
@@ -220,27 +211,7 @@ def test_a_mixture_takes_by_weight_and_covers_each_part():
     assert stream.tolist() == row_numbers(Batches(rows, 8, seed=0, shuffle=True), range(15))
 
 
-class _Same(grain.transforms.RandomMap):
-    def random_map(self, element, rng):
-        return element
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda rows: rows.map(dict), lambda rows: rows.seed(1).random_map(_Same()).map(dict)],
-    ids=["map", "random_map"],
-)
-def test_a_transformed_mixture_keeps_its_weights(change):
-    parts = [numbered(50), ArrayRows({name: c + 100 for name, c in numbered(450).gather(np.arange(450)).items()})]
-    rows = ConcatenatedRows(parts, weights=[0.9, 0.1])
-    stream = row_numbers(Batches(change(rows), 20, seed=0, shuffle=True), range(10))
-    assert np.mean(np.array(stream) < 100) == pytest.approx(0.9, abs=0.01)
-    assert stream == row_numbers(Batches(rows, 20, seed=0, shuffle=True), range(10))
-
-
-@pytest.mark.parametrize(
-    "change", [lambda rows: rows.shuffle(seed=0).map(dict), lambda rows: rows[:5]], ids=["shuffle", "slice"]
-)
+@pytest.mark.parametrize("change", [lambda rows: rows.map(dict), lambda rows: rows[:5]], ids=["map", "slice"])
 def test_a_transformation_that_loses_the_weights_is_an_error(change):
     mixture = ConcatenatedRows([numbered(10), numbered(30)], weights=[3.0, 1.0])
     with pytest.raises(DataError, match="loses the weights of a mixture"):
@@ -262,29 +233,6 @@ def test_positions_are_independent_of_each_other():
     assert whole.tolist() == [int(permuted(np.array([p]), num_rows=100, seed=1)[0]) for p in range(500)]
 
 
-def test_seeds_and_epochs_give_different_orders():
-    orders = {
-        tuple(epoch)
-        for seed in (0, 1, 2, 2**40, -1)
-        for epoch in permuted(np.arange(300), num_rows=100, seed=seed).reshape(3, 100).tolist()
-    }
-    assert len(orders) == 15
-
-
 def test_the_order_is_part_of_the_contract():
     """A run resumed by a later version must see the rows it would have seen."""
     assert permuted(np.arange(10), num_rows=10, seed=0).tolist() == [9, 2, 5, 6, 3, 8, 4, 1, 0, 7]
-
-
-@pytest.mark.parametrize("num_rows", [5, 200])
-def test_each_row_is_as_likely_at_each_place(num_rows):
-    epochs = 4000
-    rows = permuted(np.arange(epochs * num_rows), num_rows=num_rows, seed=3).reshape(epochs, num_rows)
-    for place in (0, num_rows // 2, num_rows - 1):
-        counts = np.bincount(rows[:, place], minlength=num_rows)
-        chi_squared = float(((counts - epochs / num_rows) ** 2 / (epochs / num_rows)).sum())
-        # Mean num_rows - 1, deviation sqrt(2 (num_rows - 1)); six deviations happen by chance once in 10^6 or less.
-        assert chi_squared < num_rows - 1 + 6 * np.sqrt(2 * (num_rows - 1)) + 6
-    # Neighbours stay neighbours as rarely as in a random permutation: once in an epoch, on average.
-    kept = float((np.diff(rows, axis=1) == 1).sum(axis=1).mean())
-    assert kept == pytest.approx(1 - 1 / num_rows, abs=0.1)

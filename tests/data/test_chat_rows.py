@@ -8,8 +8,7 @@ import pytest
 from chat_files import ENCODER, FOLDER, TOKENIZER, messages, write_rows
 
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.rows import documented
-from jaxtrain.data.chat.rows import packed
+from jaxtrain.data.chat.rows import documented, packed
 from jaxtrain.data.rows import shown_rows
 from jaxtrain.errors import ConfigError, DataError
 

@@ -127,7 +127,7 @@ def test_the_classes_that_a_file_names_are_the_classes(tmp_path):
         )
         with pytest.raises(DataError, match=f"'?{more}'?, no"):
             open_data(group | {"path": wrong}, sequence_length=8)
-        with pytest.raises(DataError, match=f"is {more}, no class"):
+        with pytest.raises(DataError, match=f"is {more}, not a class"):
             open_data({"kind": "table", "path": wrong, "columns": ["x"]})
     tags = {"feature": {"names": ["O", "B-PER"], "_type": "ClassLabel"}, "_type": "List"}
     path = save_classes(tmp_path / "b.parquet", {"tags": tags}, words=[["a", "b"]] * 8, tags=[[1, 0]] * 8)

@@ -19,9 +19,8 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.tokens import documents_of
 from jaxtrain.data.stream import BatchStream
-from jaxtrain.data.tokens import token_dtype
+from jaxtrain.data.tokens import documents_of, token_dtype
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.train.assemble import assemble, open_run_data
 
@@ -302,7 +301,7 @@ def test_a_label_that_marks_no_class_is_no_class(tmp_path):
     path = tmp_path / "labels.csv"
     path.write_text("text,label\n" + "one,0\ntwo,1\nthree,-1\n" * 4)
     config = {"kind": "labelled_text", "path": str(path), "tokenizer": {"kind": "byte"}, "sequence_length": 8}
-    with pytest.raises(DataError, match="is -1, which marks a row without a class"):
+    with pytest.raises(DataError, match="is -1, not a class"):
         open_data(config)
 
 
