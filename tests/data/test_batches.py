@@ -80,11 +80,6 @@ def test_the_order_depends_on_the_seed_and_not_on_the_batch_size():
     assert len({tuple(order) for order in stream.values()}) == 3
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_fewer_rows_than_a_batch_repeat(num_rows):
-    assert set(row_numbers(Batches(numbered(num_rows), 8, seed=0, shuffle=True), [0, 1])) == set(range(num_rows))
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [(numbered, [[1, 1, 1, 1], [1, 1, 0, 0]]), (tokens, [[[1] * 4] * 4, [[1] * 4] * 2 + [[0] * 4] * 2])],
@@ -113,33 +108,6 @@ def test_numbers_that_32_bits_cannot_hold_are_refused(numbers, said):
     batches = Batches(ArrayRows({"targets": numbers}), 2, seed=0, shuffle=False)
     with pytest.raises(DataError, match=f"batch 0 holds {said}"):
         batches.load(0, on_one_device(batches))
-
-
-def test_rows_that_a_filter_leaves_out_are_named():
-    batches = Batches(numbered(8).filter(lambda row: int(row["targets"]) < 2), 4, seed=0, shuffle=False)
-    with pytest.raises(DataError, match="those that a filter of grain leaves out are None"):
-        batches.load(0, on_one_device(batches))
-
-
-class _Seen(ArrayRows):
-    """Records the rows it is asked for."""
-
-    def __init__(self, columns):
-        super().__init__(columns)
-        self.asked = []
-
-    def gather(self, indices):
-        self.asked += indices.tolist()
-        return super().gather(indices)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_row_is_read_once_a_load(layout):
-    rows = _Seen({"inputs": np.zeros((16, 8), np.int32), "targets": np.zeros((16, 8), np.int32)})
-    batches = Batches(rows, 16, seed=0, shuffle=False)
-    rows.asked.clear()
-    batches.load(0, dict.fromkeys(batches.spec(), LAYOUTS[layout]()))
-    assert rows.asked == list(range(16))
 
 
 class _OneOfTwoProcesses:
@@ -193,12 +161,6 @@ def test_a_plain_grain_dataset_gives_the_same_rows():
     )
 
 
-def test_grain_transformations_apply_to_rows():
-    rows = numbered(10)
-    assert [int(row["targets"]) for row in rows[2:8:3]] == [2, 5]
-    assert int(rows.map(lambda row: {"targets": row["targets"] * 2})[13]["targets"]) == 6
-
-
 def test_a_mixture_takes_by_weight_and_covers_each_part():
     parts = [numbered(10), ArrayRows({name: c + 100 for name, c in numbered(30).gather(np.arange(30)).items()})]
     rows = ConcatenatedRows(parts, weights=[3.0, 1.0])
@@ -226,11 +188,6 @@ def test_every_epoch_holds_every_row_once(num_rows):
     positions = np.arange(first_epoch * num_rows, (first_epoch + 3) * num_rows)
     for epoch in permuted(positions, num_rows=num_rows, seed=7).reshape(3, num_rows):
         np.testing.assert_array_equal(np.sort(epoch), np.arange(num_rows))
-
-
-def test_positions_are_independent_of_each_other():
-    whole = permuted(np.arange(500), num_rows=100, seed=1)
-    assert whole.tolist() == [int(permuted(np.array([p]), num_rows=100, seed=1)[0]) for p in range(500)]
 
 
 def test_the_order_is_part_of_the_contract():

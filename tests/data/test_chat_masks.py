@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxtrain.config.data import ChatData, TokenizerConfig
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.rows import Conversation, read_conversations
-from jaxtrain.data.chat.templates import chat_encoder, chat_format, compile_template, masked_tokens, render
-from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from jaxtrain.data.chat.rows import Conversation, masked_tokens
+from jaxtrain.data.chat.templates import chat_encoder, chat_format, compile_template, render
+from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import ConfigError, DataError
 
 CASES = [(name, chat) for name, chats in EXPECTED.items() for chat in chats]
@@ -83,27 +83,6 @@ def test_what_is_trained_is_what_was_marked_by_hand(name, train_on):
     assert found.ids.tolist() == ids
     assert found.trained.tolist() == ([True] * len(ids) if train_on == "all" else mask)
     assert TOKENIZER.token_id(STOPS[name]) in found.ids[found.trained]
-
-
-def test_messages_of_the_prompt_are_not_trained():
-    found = masked(template_of("chatml"), CONVERSATIONS["two turns"], first=2)
-    assert TOKENIZER.decode(found.ids[found.trained]) == "6, naïvely 🙂<|im_end|>"
-
-
-def test_bytes_read_special_tokens_too():
-    tokenizer = ByteTokenizer(("<a>", "<ab>"))
-    found = next(chat_encoder(tokenizer).encode(["é<ab>x<a>"]))
-    assert found.ids.tolist() == [0xC3, 0xA9, 257, ord("x"), 256]
-    assert found.starts.tolist() == [0, 0, 1, 5, 6]
-    assert [len(one.ids) for one in chat_encoder(ByteTokenizer()).encode(["", "ab"])] == [0, 2]
-
-
-def test_an_answer_that_shares_a_token_with_the_prompt():
-    # "\n\n" may be one token; it begins in the prompt, so that only what follows is trained.
-    found = masked(template_of("chatml"), messages("x", "\n\nA model."))
-    text = TOKENIZER.decode(found.ids[found.trained])
-    assert text.endswith("A model.<|im_end|>")
-    assert np.flatnonzero(found.trained)[0] > 4
 
 
 # id: (source, messages, error, what is said)
@@ -225,22 +204,6 @@ def test_templates_get_the_tools_of_a_row_and_content_that_is_none(suffix, tmp_p
     data = open_data({"kind": "chat", "template": str(template), **settings}, sequence_length=64)
     texts = [data.tokenizer.decode(data.train[i]["inputs"].tolist()).partition("<|im_end|>")[0] for i in range(2)]
     assert [text.replace("<pad>", "") for text in texts] == ["2;x;A:call", "no tools;x;A:y"]
-
-
-@pytest.mark.parametrize(("suffix", "unit"), [("jsonl", {"unit": None}), ("parquet", {})])
-def test_arguments_that_only_other_rows_have_are_not_said(suffix, unit, tmp_path):
-    """A column of a Parquet file has every key in every row; a null that a line of JSON says is kept."""
-    said = [{"city": "Paris", **unit}, {"day": "Monday"}]
-    calls = [[{"function": {"name": "f", "arguments": one}}] for one in said]
-    tools = [[{"name": "f", "parameters": {name: {"type": "string"} for name in one}}] for one in said]
-    question = {"role": "user", "content": "x"}
-    rows = [
-        {"messages": [question, {"role": "assistant", "content": None, "tool_calls": call}], "tools": tool}
-        for call, tool in zip(calls, tools, strict=True)
-    ]
-    found = read_conversations(write_rows(tmp_path, rows, name=f"rows.{suffix}"))
-    assert [one.messages[1] for one in found] == [row["messages"][1] for row in rows]
-    assert [one.tools for one in found] == tools
 
 
 @pytest.mark.long

@@ -5,10 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
-from chat_files import ENCODER, FOLDER, TOKENIZER, messages, write_rows
+from chat_files import FOLDER, TOKENIZER, messages, write_rows
 
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.rows import documented, packed
+from jaxtrain.data.chat.rows import documented
 from jaxtrain.data.rows import shown_rows
 from jaxtrain.errors import ConfigError, DataError
 
@@ -132,15 +132,6 @@ def test_a_packed_row_holds_its_conversations(tmp_path):
     assert found["weights"].sum() == single["weights"].sum() == whole.counts["trained_tokens"]
 
 
-@pytest.mark.parametrize("sizes", [[1] * 7, [10, 10], [7, 3, 5, 5, 2, 8, 1]], ids=str)
-def test_packing_is_tight_and_complete(sizes):
-    rows = packed(np.array(sizes), 10)
-    assert sorted(number for row in rows for number in row) == list(range(len(sizes)))
-    assert all(sum(sizes[number] for number in row) <= 10 for row in rows)
-    assert len(rows) == -(-sum(sizes) // 10)
-    assert packed(np.array(sizes), 10) == rows
-
-
 def test_packed_rows_have_the_losses_of_separate_ones(tmp_path):
     """float32 sums in another order: 1e-6 of the sum is ten times what was seen."""
     import jax
@@ -213,16 +204,6 @@ def test_a_scored_answer_ends_in_an_input(tmp_path):
     assert scored["inputs"][0][longer][-1] == scored["targets"][0][longer][-2] == row["targets"][0][longer][count - 2]
 
 
-def test_a_pair_is_left_out_as_a_whole(tmp_path):
-    long = {**PAIR, "rejected": "n" * 100}
-    assert opened(tmp_path, [PAIR, long, PAIR], pairs=True, too_long="drop").counts["dropped"] == 1
-    cut = opened(tmp_path, [PAIR, long, PAIR], pairs=True)
-    assert (cut.counts["pairs"], cut.counts["cut"]) == (3, 1)
-    prompt, answer = (len(next(ENCODER.encode([text])).ids) for text in TEXT.removesuffix("]]").split("[["))
-    # An answer's tokens are targets from the last token of the prompt on.
-    assert rows_of(cut)["weights"].sum(-1).tolist()[1] == [answer, 64 - (prompt - 1)]
-
-
 def test_equal_prompts_are_on_one_side(tmp_path):
     rows = [{"prompt": f"question {i % 10}", "completion": f"answer {i}"} for i in range(40)]
     data = opened(tmp_path, rows, validation_fraction=0.3)
@@ -250,27 +231,38 @@ def test_built_in_answers_are_on_one_side():
 
 # id: (row, more keys of the config, error, what is said)
 WRONG = {
-    "no JSON": ("{", {}, DataError, r"rows.jsonl:2 is not JSON"),
+    "an answer that is not wanted": (
+        {**FORMS["texts"], "label": False},
+        {},
+        DataError,
+        r"rows.jsonl:2 .* label: false",
+    ),
     "no form": ({"text": "x"}, {}, DataError, r"rows.jsonl:2 is no conversation \(it has text\); write messages"),
-    "no role": ({"messages": [{"content": "x"}]}, {}, DataError, r"rows.jsonl:2 messages\[0\] has no role"),
-    "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "a content that is no text"),
-    "no answer": ({"messages": messages("x")}, {}, DataError, r"rows.jsonl:2 has no answer to train \(roles: user\)"),
-    "an empty answer": ({"messages": messages("x", " ")}, {}, DataError, r"rows.jsonl:2 has an empty answer"),
+    "an empty answer": (
+        {"messages": messages("x", " ")},
+        {},
+        DataError,
+        r"rows.jsonl:2 has no answer to train, or an empty",
+    ),
     "too long": (
         {"messages": messages("x", "y" * 99)},
         {"too_long": "error"},
         DataError,
         r"rows.jsonl:2 has 1\d\d tok",
     ),
-    "a pair": (PAIR, {}, DataError, r"rows.jsonl:2 is a pair of answers; set task=dpo"),
-    "equal answers": ({**PAIR, "chosen": "A man."}, {"pairs": True}, DataError, r"rows.jsonl:2 has equal answers"),
+    "a pair": (PAIR, {}, DataError, r"set task=dpo or task=reward"),
+    "equal answers": (
+        {**PAIR, "chosen": "A man."},
+        {"pairs": True},
+        DataError,
+        r"rows.jsonl:2 has answers that are equal",
+    ),
     "no common beginning": (
         {"chosen": messages("x", "y"), "rejected": messages("z", "y")},
         {"pairs": True},
         DataError,
-        r"rows.jsonl:2 has no common beginning",
+        r"rows.jsonl:2 has answers that are equal, or no common",
     ),
-    "another stop": (None, {"stop": "<|eos|>"}, DataError, r"data.stop='<|eos|>' is no token"),
     "nothing fits": (None, {"sequence_length": 4}, DataError, "no conversation with an answer within 4 tokens"),
 }
 

@@ -139,15 +139,10 @@ WRONG = {
         "a.arrow row 1 column 'first' is 0.0, not text",
     ),
     "images in lines": (
-        lambda d: (
-            lambda: open_data({"kind": "images", "path": str(write_rows(d, "lines", [{"image": "a", "label": 1}]))})
-        ),
+        lambda d: lambda: open_data({"kind": "images", "path": str(write_rows(d, "lines", [{"jpg": "", "cls": 1}]))}),
         r"a.jsonl has no rows by number; give files of parquet, arrow, tar",
     ),
-    "a text that is not UTF-8": (
-        lambda d: documents(not_utf8(d)),
-        r"row 2 column 'text' cannot be read \(text is not UTF-8",
-    ),
+    "no UTF-8": (lambda d: documents(not_utf8(d)), r"row 2 column 'text' cannot be read \(text is not UTF-8"),
     "a damaged header": (
         lambda d: documents(damaged_header(d), field="txt"),
         r"a\.tar cannot be read \(.*damaged or cut off at byte 2048",

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 
 import jax
 import numpy as np
@@ -57,18 +56,6 @@ def test_closing_stops_the_thread():
     assert threads() == []
     # At most `depth` batches beyond those taken, and one that was under way.
     assert len(loaded) <= taken + 3
-
-
-def test_depth_bounds_what_lies_ready():
-    loaded = []
-    batches = prefetch(lambda k: loaded.append(k) or {"k": k}, 0, 100, depth=3)
-    next(batches)
-    deadline = time.monotonic() + 5
-    while len(loaded) < 4 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.05)
-    assert loaded == [0, 1, 2, 3]
-    batches.close()
 
 
 LEFT_OPEN = """

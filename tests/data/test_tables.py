@@ -57,16 +57,6 @@ def test_large_class_ids_stay_apart(name, form, tmp_path):
     assert np.bincount([data.train[i]["targets"] for i in range(20)]).tolist() == [5] * 4
 
 
-def test_truth_values_and_texts_of_numbers_are_read_alike_in_training_and_prediction(tmp_path):
-    path = tmp_path / "a.jsonl"
-    values = [True, "2.5", 3, False, 0.5]
-    path.write_text(lines(*(json.dumps({"a": value, "y": i / 3}) for i, value in enumerate(values))))
-    data = rows_of(path, validation_fraction=0.0, standardize=False)
-    trained = sorted(data.train[i]["inputs"].tolist() for i in range(5))
-    predicted = read_input_columns(str(path), ["a"], num_columns=1, target="y").tolist()
-    assert trained == sorted(predicted) == [[0.0], [0.5], [1.0], [2.5], [3.0]]
-
-
 def with_gap(form, tmp_path, numbers):
     """A file of numbers to predict, one of which is NA."""
     path = tmp_path / f"a.{form}"
@@ -162,17 +152,6 @@ def test_other_rows_must_fit_the_reading(table, settings, error, tmp_path):
     with pytest.raises(DataError, match=re.escape(error)) as caught:
         open_data(TableData(path=str(tmp_path / "a.csv"), **settings), reading=reading)
     assert "\n" not in str(caught.value)
-
-
-def test_a_constant_column_carries_nothing(tmp_path):
-    for name, unseen in (("a", 0.1), ("b", 0.6)):
-        rows = "".join(f"{unseen if i == 0 else 0.1},{i},{'ab'[i % 2]}\n" for i in range(30))
-        (tmp_path / f"{name}.csv").write_text("x,z,y\n" + rows)
-    first = open_data(TableData(path=str(tmp_path / "a.csv")))
-    assert not gathered(first.train)["inputs"][:, 0].any()
-    other = open_data(TableData(path=str(tmp_path / "b.csv")), reading=first.reading)
-    seen = [*gathered(other.train)["inputs"][:, 0], *gathered(other.validation)["inputs"][:, 0]]
-    assert max(seen) == pytest.approx(0.5)
 
 
 # Codes of the run's table, codes of another one, the classes that its rows have; None: the one that is refused.

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxtrain.data import open_data
-from jaxtrain.data.sources.texts import Frame, fill_frame, framed_texts, framed_tokens, framed_words
+from jaxtrain.data.sources.texts import framed_texts, framed_tokens, framed_words
 from jaxtrain.data.tokenizer import BpeTokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 
@@ -84,26 +84,6 @@ def test_pairs_are_framed_and_padded(suffix, post_processor, tmp_path):
     assert "1 of 4 texts are longer than 10 tokens and truncated" not in data.description
 
 
-@pytest.mark.parametrize(
-    ("texts", "length", "kept", "cut"),
-    [
-        ([[1, 2, 3]], 5, [8, 1, 2, 3, 9], False),
-        ([[1, 2, 3, 4]], 5, [8, 1, 2, 3, 9], True),
-        ([[1, 2, 3, 4], [5]], 6, [8, 1, 2, 9, 5, 9], True),
-        ([[1], [2, 3, 4, 5]], 6, [8, 1, 9, 2, 3, 9], True),
-        ([[1, 2, 3], [4, 5, 6]], 8, [8, 1, 2, 9, 4, 5, 6, 9], True),
-        ([[1, 2, 3, 4], [5, 6, 7]], 8, [8, 1, 2, 3, 9, 5, 6, 9], True),
-        ([[1, 2, 3], [4, 5, 6]], 9, [8, 1, 2, 3, 9, 4, 5, 6, 9], False),
-    ],
-    ids=["fits", "one text", "a long first", "a long second", "equal", "both cut", "a pair that fits"],
-)
-def test_the_longer_text_gives_way(texts, length, kept, cut):
-    single = ((8, 0), ("first", 0), (9, 0))
-    frame = Frame((*single, ("second", 1), (9, 1)) if len(texts) > 1 else single)
-    ids, types, was_cut = fill_frame(frame, texts, length)
-    assert (ids, len(types), was_cut) == (kept, len(kept), cut)
-
-
 def test_pairs_are_truncated_as_the_tokenizers_library_does(tmp_path):
     config = write_bert(tmp_path)
     model, tokens = Tokenizer.from_file(config["path"]), framed_tokens(load_tokenizer(config["path"]), None)
@@ -158,12 +138,6 @@ def test_numbers_under_regression(tmp_path):
     targets = in_file_order(data)["targets"]
     assert (targets.tolist(), targets.dtype, data.num_outputs) == ([[0.5], [-2.0]], np.float32, 1)
     assert data.reading == {"kind": "labelled_text", "classes": None}
-
-
-def test_truncation_is_told(tmp_path):
-    data = labelled(tmp_path, [{"text": "abcdefgh", "label": 0}, {"text": "ab", "label": 1}], length=8)
-    assert "1 of 2 texts are longer than 8 tokens and truncated" in data.description
-    assert in_file_order(data)["inputs"]["tokens"][0, -1] == 258
 
 
 def test_a_file_of_its_own_for_evaluation(tmp_path):

@@ -105,14 +105,6 @@ def test_documents_end_as_config_file_and_names_say(name, tmp_path):
     # The ids of a text do not depend on it; the rows do.
     usual = build_tokenizer(TokenizerConfig(kind="file", path=str(published(tmp_path / "bare", names))), [])
     assert data.fingerprint.get("end_of_text") == (None if made.end_of_text == usual.end_of_text else wanted)
-    for rows in (open_data({**config, "kind": "documents", "rows": "document"}, sequence_length=24),):
-        row = rows.train[0]
-        assert row["targets"][int(row["weights"].sum()) - 1] == wanted
-        assert rows.fingerprint.get("end_of_text") == data.fingerprint.get("end_of_text")
-    # What is saved is read with the same end.
-    (tmp_path / "kept").mkdir()
-    made.save(tmp_path / "kept" / "tokenizer.json")
-    assert load_tokenizer(tmp_path / "kept" / "tokenizer.json").end_of_text == made.end_of_text
 
 
 def test_shards_and_mixtures_keep_the_end(tmp_path):
