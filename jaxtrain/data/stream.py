@@ -119,7 +119,7 @@ def host_arrays(value: Any, *, where: str) -> Batch:
         value = {"inputs": value[0], "targets": value[1]}
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is a {type(value).__name__}; give {{'inputs': ..., 'targets': ...}} or such a pair")
-    return {str(name): _host(entry, f"{where} holds {name!r}") for name, entry in value.items()}
+    return {str(name): _host(entry, f"{where} {name!r}") for name, entry in value.items()}
 
 
 def _host(value: Any, where: str) -> Any:

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxtrain.data import Batches
-from jaxtrain.data.batches import _needed_rows, _Window
 from jaxtrain.data.permutation import permuted
 from jaxtrain.data.rows import ArrayRows, ConcatenatedRows, Rows
 from jaxtrain.errors import DataError
@@ -110,30 +109,9 @@ def test_numbers_that_32_bits_cannot_hold_are_refused(numbers, said):
         batches.load(0, on_one_device(batches))
 
 
-class _OneOfTwoProcesses:
-    """A sharding whose second half belongs to another process."""
-
-    def __init__(self, sharding, *, mine):
-        self._sharding, self._mine = sharding, mine
-
-    def addressable_devices_indices_map(self, shape):
-        everywhere = self._sharding.devices_indices_map(shape)
-        return {device: index for device, index in everywhere.items() if device.id in self._mine}
-
-
-@pytest.mark.parametrize(
-    ("mine", "expected"),
-    [((0, 1, 2, 3), range(8)), ((4, 5, 6, 7), range(8, 16)), ((1, 6), [2, 3, 12, 13])],
-    ids=["first half", "second half", "scattered"],
-)
-def test_a_process_reads_only_the_rows_of_its_devices(mine, expected):
-    sharding = _OneOfTwoProcesses(LAYOUTS["data=8"](), mine=mine)
-    spec = {"inputs": jax.ShapeDtypeStruct((16, 3), np.int32)}
-    needed = _needed_rows(spec, {"inputs": sharding})  # pyright: ignore[reportArgumentType] a stand-in
-    assert needed.tolist() == list(expected)
-    window = _Window(needed * 10, needed)
-    for index in sharding.addressable_devices_indices_map((16,)).values():
-        np.testing.assert_array_equal(window(index), np.arange(16)[index] * 10)
+def test_masked_values_are_refused():
+    with pytest.raises(DataError, match="inputs holds masked values, not numbers"):
+        ArrayRows({"inputs": np.ma.masked_equal([1.0, 2.0], 2.0)})
 
 
 def _noisy(row, rng):
@@ -180,14 +158,6 @@ def test_a_transformation_that_loses_the_weights_is_an_error(change):
         Batches(change(mixture), 4, seed=0, shuffle=True)
     Batches(change(mixture), 4, seed=0, shuffle=False)
     Batches(change(ConcatenatedRows([numbered(10), numbered(30)])), 4, seed=0, shuffle=True)
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 64, 65, 4097])
-def test_every_epoch_holds_every_row_once(num_rows):
-    first_epoch = 10**9
-    positions = np.arange(first_epoch * num_rows, (first_epoch + 3) * num_rows)
-    for epoch in permuted(positions, num_rows=num_rows, seed=7).reshape(3, num_rows):
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(num_rows))
 
 
 def test_the_order_is_part_of_the_contract():

@@ -12,7 +12,6 @@ from format_files import png, write_rows, write_stream, write_tar
 from pyarrow import parquet
 
 from jaxtrain.data import Batches, open_data
-from jaxtrain.data.formats import open as opened
 from jaxtrain.errors import DataError
 
 ROWS = [
@@ -199,27 +198,3 @@ def test_a_file_behind_an_address_is_copied_once(tmp_path, capsys):
     assert "reading the copy in" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"cannot be reached .*; check the address and the network"):
         documents(f"{address}.other")()
-
-
-def test_files_of_one_format_come_before_those_of_the_next(tmp_path):
-    for name in ("z.jsonl", "10.jsonl", "2.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}\n')
-    parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
-    found = opened.find_rows(str(tmp_path), what="data.path", one_format=False)
-    assert [file.name for file in found] == ["10.jsonl", "2.jsonl", "z.jsonl", "b.parquet"]
-
-
-def test_empty_files_before_others_do_not_matter(tmp_path):
-    rows = {
-        "image": [png(i) for i in range(12)],
-        "x": [float(i) for i in range(12)],
-        "label": [i % 2 for i in range(12)],
-    }
-    table = pyarrow.table(rows)
-    parquet.write_table(table.slice(0, 0), tmp_path / "0.parquet")
-    parquet.write_table(table, tmp_path / "1.parquet")
-    assert len(open_data({"kind": "images", "path": str(tmp_path), "validation_fraction": 0}).train) == 12
-    settings = {"kind": "table", "columns": ["x"], "target": "label", "validation_fraction": 0}
-    assert len(open_data({**settings, "path": str(tmp_path)}).train) == 12
-    with pytest.raises(DataError, match=r"0.parquet has no rows; give a file with at least one"):
-        open_data({"kind": "images", "path": str(tmp_path / "0.parquet")})

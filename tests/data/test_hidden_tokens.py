@@ -8,7 +8,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxtrain.config.data import SpanCorruption, span_sizes
 from jaxtrain.data import Batches, open_data
 from jaxtrain.data.rows import SelectedRows
-from jaxtrain.errors import ConfigError, DataError
 
 VOCABULARY = 256
 MASK, FIRST_SPECIAL = 259, 256  # of synthetic tokens: [PAD] [CLS] [SEP] [MASK] above the ids of the data
@@ -121,18 +120,3 @@ def test_every_layout_and_start_holds_the_same_batch(kind, shuffle, request):
     # Rows of a part of the batch, as a process of two reads them.
     half = fresh._load_rows(3, np.arange(8, 16))
     jax.tree.map(lambda part, whole: np.testing.assert_array_equal(part, whole[8:]), half, one)
-
-
-# id: (config, length, what is said)
-REFUSED = {
-    "no room": ({"corruption": {"kind": "mask"}}, 2, "data.sequence_length=2 has no room beside 2 special tokens"),
-    "many spans": ({"corruption": {"kind": "spans", "mean_span_length": 1.0}}, 1024, "the tokenizer has 100 sentinels"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_hidden_is_one_line(name):
-    config, length, said = REFUSED[name]
-    with pytest.raises((DataError, ConfigError), match=said) as caught:
-        open_data({"kind": "synthetic", **config}, sequence_length=length)
-    assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ import time
 import pytest
 from format_files import write_rows
 
-from jaxtrain.config.data import DocumentsData, JsonlData, TokenizerConfig
+from jaxtrain.config.data import DocumentsData, TokenizerConfig
 from jaxtrain.data import prepare_tokens
 from jaxtrain.data.sources import shards as prepare
 from jaxtrain.errors import DataError
@@ -33,19 +33,6 @@ def source(tmp_path, form, tokenizer=BPE):
     folder = tmp_path / form
     folder.mkdir(exist_ok=True)
     return DocumentsData(path=str(write_rows(folder, form, ROWS)), tokenizer=tokenizer)
-
-
-def test_every_format_becomes_the_same_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "BLOCK_CHARACTERS", 50_000)
-    found = {}
-    for form in ("lines", "lines.zst", "parquet", "saved", "tar"):
-        # Bytes: training a vocabulary for each would take most of the time.
-        config = source(tmp_path, form, TokenizerConfig())
-        prepare_tokens(config, tmp_path / f"{form}-out", tokens_per_shard=50_000)
-        found[form] = digests(tmp_path / f"{form}-out")
-    prepare_tokens(JsonlData(path=str(tmp_path / "lines.zst")), tmp_path / "jsonl-out", tokens_per_shard=50_000)
-    assert {len(one) for one in found.values()} == {len(found["lines"])}
-    assert all(one == found["lines"] for one in [*found.values(), digests(tmp_path / "jsonl-out")])
 
 
 def test_an_end_between_blocks_changes_nothing(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data import open_data
-from jaxtrain.data.sources.tables import read_input_columns
 from jaxtrain.errors import DataError
 
 
@@ -105,18 +104,6 @@ def test_the_row_numbers_of_pandas_are_no_input(tmp_path):
     assert data.reading["columns"] == ["a", "b"]
     named = rows_of(path, columns=["", "a"])
     assert named.reading["columns"] == ["", "a"]
-
-
-def test_names_of_columns_have_no_spaces_around_them_and_dates_are_no_numbers(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text(lines("a, b, y", *(f"{i}, {i}, {'xy'[i % 2]}" for i in range(20))))
-    data = rows_of(path, target="y")
-    assert data.reading["columns"] == ["a", "b"]
-    assert rows_of(path, target=" y", columns=["a", " b"]).reading["columns"] == ["a", "b"]
-    assert read_input_columns(str(path), ["a", " b"], num_columns=2, target=None)[3].tolist() == [3.0, 3.0]
-    path.write_text(lines("a,y", "2024_01,1"))
-    with pytest.raises(DataError, match=r"a.csv:2 column 'a' is '2024_01', not a number"):
-        rows_of(path)
 
 
 def gathered(rows):

@@ -106,23 +106,6 @@ def in_file_order(data):
     return data.train.gather(np.argsort(data.train._numbers))
 
 
-def test_a_tokenizer_of_bytes_gets_the_special_tokens(tmp_path):
-    data = labelled(tmp_path, [{"text": "ab", "label": 0}, {"text": "é", "label": 1}], length=6)
-    assert in_file_order(data)["inputs"]["tokens"].tolist() == [
-        [257, 97, 98, 258, 256, 256],
-        [257, 0xC3, 0xA9, 258, 256, 256],
-    ]
-    assert data.tokenizer.decode([257, 97, 98, 258, 256]) == "[CLS]ab[SEP][PAD]"
-    data.tokenizer.save(tmp_path / "tokenizer.json")
-    again = labelled(
-        tmp_path,
-        [{"text": "ab", "label": 0}, {"text": "é", "label": 1}],
-        length=6,
-        tokenizer={"kind": "file", "path": str(tmp_path / "tokenizer.json")},
-    )
-    assert again.fingerprint == data.fingerprint
-
-
 def test_labels_are_numbered_by_value_and_as_the_run_did(tmp_path):
     rows = [{"text": "x", "label": label} for label in (10, 2, 2, True)]
     assert labelled(tmp_path, rows[:3]).reading["classes"] == ["2", "10"]
@@ -177,10 +160,7 @@ SENTENCES = ["Bob went to Paris", "the cat sat", "Bob sat to the cat"] * 5
 # Normalizer, pre-tokenizer, whether it adds the space before a word by itself, so that the tokens are the library's.
 SPACES = {
     "as Llama's": (PREPEND, None, True),
-    "Metaspace": (None, pre_tokenizers.Metaspace(), True),
-    "bytes with a space": (None, pre_tokenizers.ByteLevel(add_prefix_space=True), True),
     "bytes": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), False),
-    "as BERT's": (normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), True),
 }
 
 
@@ -230,13 +210,9 @@ WRONG = {
         {},
         r"a.csv:1 has no column 'label' \(it has: text, tag\); set data.label",
     ),
-    "no text": ("a.jsonl", '{"text": 3, "label": 1}\n', {}, r"a.jsonl:1 column 'text' is 3, not text"),
     "no label": ("a.csv", "text,label\nx,\n", {}, r"a.csv:2 column 'label' is '', not a class"),
     "a short line": ("a.csv", "text,label\nx\n", {}, r"a.csv:2 has 1 fields, the header has 2"),
-    "no rows": ("a.csv", "text,label\n", {}, r"a.csv has no rows"),
-    "another format": ("a.txt", "x\n", {}, r"a.txt has no column 'label'"),
     "no number": ("a.csv", "text,label\nx,abc\n", {"task": "regression"}, r"column 'label' is 'abc', not a number"),
-    "no room": ("a.csv", "text,label\nx,1\n", {"sequence_length": 2}, r"has no room beside 2 special tokens"),
 }
 
 

@@ -279,7 +279,7 @@ class Table:
 
 # A row for each kind of mistake; keys and their values are those of a config.
 WRONG = {
-    "a table of pandas": (dict(data=Table()), r"a Table of pandas.*data=\(table\[\['a', 'b'\]\].to_numpy"),
+    "a table of pandas": (dict(data=Table()), r"data is a Table; give .*\.to_numpy\(\) of tables"),
     "an array": (dict(data=X), r"data is an array \[96, 8\]; give a dict of arrays"),
     "three arrays": (dict(data=(X, Y, Y)), "data is a tuple; give a dict of arrays"),
     "a generator function": (dict(data=batches_of), "data is a function .batches_of.; call it first"),
