@@ -226,6 +226,28 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
     return jax.tree_util.tree_map_with_path(cast, batch, spec)
 
 
+def check_tokens(inputs: np.ndarray, vocab_size: int, source: str) -> None:
+    """Checks on the host that every id is in the vocabulary, because jax silently clamps an id that is not.
+
+    Args:
+        inputs: Ids, integers of any shape.
+        vocab_size: Ids must be from 0 to vocab_size - 1.
+        source: Name of their source in the message.
+
+    Raises:
+        DataError: An id is out of range; the message names the source, the first position and the id.
+    """
+    inputs = np.asarray(inputs)
+    if inputs.size == 0 or (inputs.min() >= 0 and inputs.max() < vocab_size):
+        return
+    first = np.argwhere((inputs < 0) | (inputs >= vocab_size))[0]
+    position = ", ".join(map(str, first.tolist()))
+    raise DataError(
+        f"{source}: token {inputs[tuple(first)]} at position {position} is outside the vocabulary of {vocab_size}; "
+        "use the tokenizer the data was made with, or a model with a larger vocab_size"
+    )
+
+
 def check_bits(leaf: np.ndarray, where: str) -> None:
     """Raises a DataError where integers (of `where`) do not fit into the type that jax holds them in."""
     if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:

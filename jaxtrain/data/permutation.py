@@ -6,6 +6,7 @@ over positions: grain's own shuffle takes 3 to 20 microseconds per row, and mill
 """
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,6 +74,18 @@ def mix(values: np.ndarray) -> np.ndarray:
         values = values * multiplier
         values = values ^ (values >> _SHIFT)
     return values
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens `start` to `stop - 1` of a stream."""
+
+    start: int
+    stop: int
+
+    def num_rows(self, sequence_length: int) -> int:
+        """Returns how many rows the span contains; the last one needs one token more, for its last target."""
+        return max(0, (self.stop - self.start - 1) // sequence_length)
 
 
 def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:

@@ -14,9 +14,8 @@ import grain
 import jax
 import numpy as np
 
-from jaxtrain.data.permutation import evaluated_numbers, permuted
+from jaxtrain.data.permutation import Span, evaluated_numbers, permuted
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree import path_name
 

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -206,6 +206,20 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     if isinstance(tokenizer, BpeTokenizer):
         return tokenizer.encode_all(texts)
     return [tokenizer.encode(text) for text in texts]
+
+
+def chunks(found: Iterable[Any], size_of: Callable[[Any], int], *, most: int) -> Iterator[list[Any]]:
+    """Yields what is found in lists whose sizes add up to `most` or a little more."""
+    chunk: list[Any] = []
+    size = 0
+    for one in found:
+        chunk.append(one)
+        size += size_of(one)
+        if size >= most:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

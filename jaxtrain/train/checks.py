@@ -11,7 +11,7 @@ import optax
 
 from jaxtrain.config.arguments import check_kind
 from jaxtrain.data.batches import check_bits
-from jaxtrain.data.sources.dataset import Data
+from jaxtrain.data.dataset import Data
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model

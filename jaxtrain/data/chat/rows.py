@@ -24,20 +24,20 @@ from jaxtrain.data.chat.templates import (
     format_of_reading,
     render,
 )
+from jaxtrain.data.dataset import Data
 from jaxtrain.data.formats.open import find_rows, pass_over_files
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.python_texts import questions
 from jaxtrain.data.rows import Row, Rows, padded
-from jaxtrain.data.sources.dataset import Data
 from jaxtrain.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
     build_tokenizer,
+    chunks,
     described,
     special_ids,
     tokenizer_sha256,
 )
-from jaxtrain.data.tokens import chunks
 from jaxtrain.errors import ConfigError, DataError
 
 ANSWERS = "assistant"

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DigitsData, SyntheticData
+from jaxtrain.data.dataset import Data, example_data
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.rows import ArrayRows, Row, Rows
-from jaxtrain.data.sources.dataset import Data, example_data
-from jaxtrain.data.tokens import TokenSource, token_dtype
+from jaxtrain.data.sources.tokens import TokenSource, token_dtype
 from jaxtrain.errors import DataError
 
 # Synthetic data is one data set: the run's seed decides only the order of its rows.

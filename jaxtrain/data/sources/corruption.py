@@ -24,8 +24,8 @@ from jaxtrain.config.data import (
 from jaxtrain.data.permutation import uniform_numbers
 from jaxtrain.data.rows import IGNORED, MappedRows, Row, Rows
 from jaxtrain.data.sources.texts import make_frame
+from jaxtrain.data.sources.tokens import TokenSource
 from jaxtrain.data.tokenizer import NamedTokens, NumberedTokens, needed, special_ids
-from jaxtrain.data.tokens import TokenSource
 from jaxtrain.errors import DataError
 
 # Of the chosen tokens, as in BERT (Devlin et al. 2018, section 3.1).

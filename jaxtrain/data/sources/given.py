@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jaxtrain.data.batches import Batch
+from jaxtrain.data.dataset import Data
 from jaxtrain.data.rows import ArrayRows, split_rows
-from jaxtrain.data.sources.dataset import Data
 from jaxtrain.data.stream import BatchStream, host_arrays, named_entries
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.tree import path_name

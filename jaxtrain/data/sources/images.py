@@ -11,6 +11,7 @@ import grain
 import numpy as np
 
 from jaxtrain.config.data import ImageFolderData, ImageRecordsData
+from jaxtrain.data.dataset import Data, example_data
 from jaxtrain.data.files import files_below, require_folder
 from jaxtrain.data.formats.arrow import with_names
 from jaxtrain.data.formats.open import (
@@ -27,7 +28,6 @@ from jaxtrain.data.formats.open import (
 )
 from jaxtrain.data.formats.reader import Cells, Reader, missing_column
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.data.sources.dataset import Data, example_data
 from jaxtrain.errors import DataError
 
 if TYPE_CHECKING:

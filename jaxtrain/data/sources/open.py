@@ -17,8 +17,8 @@ from jaxtrain.config.data import (
     TaggedTextData,
     TextPairData,
 )
+from jaxtrain.data.dataset import Data
 from jaxtrain.data.files import with_local_paths
-from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.call import call_function
 

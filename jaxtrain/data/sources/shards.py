@@ -21,19 +21,18 @@ import numpy as np
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import TokenData, added_tokens
+from jaxtrain.data.batches import check_tokens
 from jaxtrain.data.files import reading, require_file, require_folder, sampled_sha256, with_local_paths
-from jaxtrain.data.tokenizer import build_tokenizer, load_tokenizer
-from jaxtrain.data.tokens import (
+from jaxtrain.data.sources.tokens import (
     Documents,
     TextSource,
     TokenSource,
-    check_tokens,
-    chunks,
     divided,
     documents_of,
     encode_stream,
     token_dtype,
 )
+from jaxtrain.data.tokenizer import build_tokenizer, chunks, load_tokenizer
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.terminal import print_remark

@@ -13,14 +13,15 @@ from jaxtrain.config.data import (
     TokenData,
     added_tokens,
 )
+from jaxtrain.data.dataset import Data
 from jaxtrain.data.files import with_local_paths
+from jaxtrain.data.permutation import Span
 from jaxtrain.data.rows import ConcatenatedRows, Rows, TokenRows
 from jaxtrain.data.sources.builtin import markov_tokens
 from jaxtrain.data.sources.corruption import SpanNoise, corrupted, noise_identity, noise_of, stream_length
-from jaxtrain.data.sources.dataset import Data
 from jaxtrain.data.sources.shards import shard_source
+from jaxtrain.data.sources.tokens import TokenSource, documents_of, encoded_source, split_tokens
 from jaxtrain.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_sha256
-from jaxtrain.data.tokens import Span, TokenSource, documents_of, encoded_source, split_tokens
 from jaxtrain.errors import DataError
 
 # The training and the validation tokens of a stream.

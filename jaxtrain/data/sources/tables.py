@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import TableData
+from jaxtrain.data.dataset import Data, example_data
 from jaxtrain.data.files import reading, require_file
 from jaxtrain.data.formats.arrow import with_names
 from jaxtrain.data.formats.open import (
@@ -29,7 +30,6 @@ from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.builtin import scikit_learn
-from jaxtrain.data.sources.dataset import Data, example_data
 from jaxtrain.errors import DataError
 
 _BUILTIN = "builtin:"

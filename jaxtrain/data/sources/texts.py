@@ -19,6 +19,7 @@ from jaxtrain.config.data import (
     TokenizerConfig,
     added_tokens,
 )
+from jaxtrain.data.dataset import Data, example_data
 from jaxtrain.data.formats.open import (
     Record,
     class_name,
@@ -36,7 +37,6 @@ from jaxtrain.data.formats.open import (
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.python_texts import docstrings
 from jaxtrain.data.rows import IGNORED, Row, Rows, padded
-from jaxtrain.data.sources.dataset import Data, example_data
 from jaxtrain.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,

@@ -11,9 +11,17 @@ import numpy as np
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
 from jaxtrain.data.files import decode_utf8, find_files
 from jaxtrain.data.formats.open import DataFile, find_rows, pass_over_files, text_of
-from jaxtrain.data.permutation import num_held_out
+from jaxtrain.data.permutation import Span, num_held_out
 from jaxtrain.data.python_texts import read_builtin
-from jaxtrain.data.tokenizer import BpeTokenizer, Tokenizer, build_tokenizer, encode_all, named_end, tokenizer_sha256
+from jaxtrain.data.tokenizer import (
+    BpeTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    chunks,
+    encode_all,
+    named_end,
+    tokenizer_sha256,
+)
 from jaxtrain.errors import DataError
 
 # Characters that are encoded at a time: enough to use every core, and few enough for their ids as Python objects.
@@ -90,20 +98,6 @@ def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[n
         yield [np.concatenate([ids, mark]).astype(dtype) for ids in encode_all(tokenizer, chunk)]
 
 
-def chunks(found: Iterable[Any], size_of: Callable[[Any], int], *, most: int) -> Iterator[list[Any]]:
-    """Yields what is found in lists whose sizes add up to `most` or a little more."""
-    chunk: list[Any] = []
-    size = 0
-    for one in found:
-        chunk.append(one)
-        size += size_of(one)
-        if size >= most:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
 def divided(config: TextSource, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
     """Yields documents; files of plain text are divided where they write the tokenizer's end of text.
 
@@ -149,18 +143,6 @@ def encoded_source(config: TextSource, documents: Documents, *, tokenizer: Token
     )
 
 
-@dataclass(frozen=True)
-class Span:
-    """The tokens `start` to `stop - 1` of a stream."""
-
-    start: int
-    stop: int
-
-    def num_rows(self, sequence_length: int) -> int:
-        """Returns how many rows the span contains; the last one needs one token more, for its last target."""
-        return max(0, (self.stop - self.start - 1) // sequence_length)
-
-
 def split_tokens(source: TokenSource, *, sequence_length: int, validation_fraction: float) -> tuple[Span, Span | None]:
     """Splits a stream into training tokens and, from its end, validation tokens: None, or those of at least a row."""
     total, row = source.num_tokens, sequence_length + 1
@@ -173,25 +155,3 @@ def split_tokens(source: TokenSource, *, sequence_length: int, validation_fracti
         )
     train = Span(0, total - held_out)
     return train, Span(total - held_out, total) if held_out else None
-
-
-def check_tokens(inputs: np.ndarray, vocab_size: int, source: str) -> None:
-    """Checks on the host that every id is in the vocabulary, because jax silently clamps an id that is not.
-
-    Args:
-        inputs: Ids, integers of any shape.
-        vocab_size: Ids must be from 0 to vocab_size - 1.
-        source: Name of their source in the message.
-
-    Raises:
-        DataError: An id is out of range; the message names the source, the first position and the id.
-    """
-    inputs = np.asarray(inputs)
-    if inputs.size == 0 or (inputs.min() >= 0 and inputs.max() < vocab_size):
-        return
-    first = np.argwhere((inputs < 0) | (inputs >= vocab_size))[0]
-    position = ", ".join(map(str, first.tolist()))
-    raise DataError(
-        f"{source}: token {inputs[tuple(first)]} at position {position} is outside the vocabulary of {vocab_size}; "
-        "use the tokenizer the data was made with, or a model with a larger vocab_size"
-    )
