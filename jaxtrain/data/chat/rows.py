@@ -79,16 +79,6 @@ class Pair:
     group: str
 
 
-def read_conversations(path: str | Sequence[str], *, key: str = "data.path") -> list[Conversation]:
-    """Reads conversations of `ChatData.path`; `key` names it in messages."""
-    return documented() if path == PYTHON_DOCS else _made(path, key, _conversation)
-
-
-def read_pairs(path: str | Sequence[str], *, key: str = "data.path") -> list[Pair]:
-    """Reads pairs of answers; see `read_conversations`."""
-    return _documented_pairs() if path == PYTHON_DOCS else _made(path, key, _pair)
-
-
 def is_trained(message: Message) -> bool:
     """Returns whether a message counts in the loss: OpenAI's `weight: 0` and Axolotl's `train: false` leave it out."""
     return all(message.get(name) in (None, 1) for name in _WEIGHTS)
@@ -371,10 +361,12 @@ def _read(config: ChatData, label: str, *, pairs: bool) -> tuple[list[Conversati
 
     Those of equal prompts are on one side; the built-in answers are all different, and so are their questions.
     """
-    read = read_pairs if pairs else read_conversations
-    found: list[Conversation | Pair] = [*read(config.path)]
+    make, builtin = (_pair, _documented_pairs) if pairs else (_conversation, documented)
+    found: list[Conversation | Pair] = (
+        builtin() if config.path == PYTHON_DOCS else _made(config.path, "data.path", make)
+    )
     if config.validation_path is not None:
-        more = read(config.validation_path, key="data.validation_path")
+        more = _made(config.validation_path, "data.validation_path", make)
         sides = np.arange(len(found)), len(found) + np.arange(len(more))
         found += more
     else:

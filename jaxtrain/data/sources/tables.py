@@ -75,8 +75,6 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     mean = deviation = None
     units: tuple[Any, Any] = (None, None)
     if reading is not None:
-        if config.standardize != (reading["mean"] is not None):
-            raise DataError(f"data.standardize={str(config.standardize).lower()} differs from the run; leave it out")
         mean, deviation = reading["mean"], reading["deviation"]
         units = (reading.get("target_mean"), reading.get("target_deviation"))
     elif config.standardize:

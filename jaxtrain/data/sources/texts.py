@@ -277,14 +277,10 @@ def text_rows(
 ) -> RaggedRows:
     """Rows of texts without targets; `fit`: as long as the longest needs, up to a multiple of 32."""
     columns, _ = framed_texts(tokens, texts, sequence_length=sequence_length)
-    return _without_targets(columns, fit=fit)
-
-
-def _without_targets(columns: dict[str, Column], *, fit: bool) -> RaggedRows:
-    numbers = np.arange(len(columns["tokens"].starts) - 1)
+    numbers = np.arange(len(texts))
     if fit:
         longest = int(columns["tokens"].sizes(numbers).max())
-        length = min(columns["tokens"].length, -(-longest // _LENGTHS) * _LENGTHS)
+        length = min(sequence_length, -(-longest // _LENGTHS) * _LENGTHS)
         columns = {name: dataclasses.replace(column, length=length) for name, column in columns.items()}
     return RaggedRows(columns, {"segments": "tokens"}, np.zeros(len(numbers), np.int32), numbers)
 
