@@ -280,7 +280,7 @@ class Table:
 # A row for each kind of mistake; keys and their values are those of a config.
 WRONG = {
     "a table of pandas": (dict(data=Table()), r"data is a Table; give .*\.to_numpy\(\) of tables"),
-    "an array": (dict(data=X), r"data is an array \[96, 8\]; give a dict of arrays"),
+    "an array": (dict(data=X), r"data is an array \[96, 8\]; give {'inputs': x"),
     "three arrays": (dict(data=(X, Y, Y)), "data is a tuple; give a dict of arrays"),
     "a generator function": (dict(data=batches_of), "data is a function .batches_of.; call it first"),
     "no rows": (dict(data=(X[:0], Y[:0])), "data has no rows"),

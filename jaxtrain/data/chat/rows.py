@@ -362,9 +362,7 @@ def _read(config: ChatData, label: str, *, pairs: bool) -> tuple[list[Conversati
     Those of equal prompts are on one side; the built-in answers are all different, and so are their questions.
     """
     make, builtin = (_pair, _documented_pairs) if pairs else (_conversation, documented)
-    found: list[Conversation | Pair] = (
-        builtin() if config.path == PYTHON_DOCS else _made(config.path, "data.path", make)
-    )
+    found: list[Any] = builtin() if config.path == PYTHON_DOCS else _made(config.path, "data.path", make)
     if config.validation_path is not None:
         more = _made(config.validation_path, "data.validation_path", make)
         sides = np.arange(len(found)), len(found) + np.arange(len(more))
