@@ -194,7 +194,6 @@ def check_rows(rows: Any, *, what: str, write: str) -> None:
     import grain
 
     if not isinstance(rows, grain.MapDataset):
-        write = f"data.train, {write}" if type(rows).__name__ == "Data" else write
         raise DataError(
             refusal(what, "rows with an index (a grain.MapDataset)", rows, f"{write} or grain.MapDataset.source(rows)")
         )
