@@ -14,7 +14,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.terminal import print_remark, printable
 
 if TYPE_CHECKING:
-    from jaxtrain.data.sources.prepare import Prepared
+    from jaxtrain.data.sources.shards import Prepared
 
 
 def _load(arguments: argparse.Namespace) -> Loaded:

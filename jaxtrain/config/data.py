@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import Call, Count, Fraction, Group, Positive, PositiveInt, Ratio, Share, SomeNames, kind_or
+from jaxtrain.config.base import Call, Count, Group, Positive, PositiveInt, Ratio, Share, SomeNames, kind_or
 from jaxtrain.errors import DataError
 
 # The path that names the conversations made from the documentation that every Python carries.
@@ -100,15 +100,6 @@ class _Tokenized(Group):
     """How text becomes tokens."""
 
 
-class _RecordData(Group):
-    """The settings of sources whose bad records can be skipped."""
-
-    on_bad_record: Literal["error", "skip"] = "error"
-    """What a record that cannot be read does: error ends the run, skip leaves it out and names it."""
-    max_bad_fraction: Fraction = 1e-4
-    """Largest fraction of the records that skip leaves out, but at least one record (0: none); more end the run."""
-
-
 class TextData(_Tokenized, _TokenData):
     """Plain text from files, or text that is built in."""
 
@@ -119,7 +110,7 @@ class TextData(_Tokenized, _TokenData):
     """A file, a folder (all its .txt files) or a glob."""
 
 
-class JsonlData(_Tokenized, _TokenData, _RecordData):
+class JsonlData(_Tokenized, _TokenData):
     """JSON lines, one document each."""
 
     kind: Literal["jsonl"] = "jsonl"
@@ -129,7 +120,7 @@ class JsonlData(_Tokenized, _TokenData, _RecordData):
     """Key of the text in each line."""
 
 
-class DocumentsData(_Tokenized, _TokenData, _RecordData):
+class DocumentsData(_Tokenized, _TokenData):
     """Texts in a column of files of any format: Parquet, Arrow, ArrayRecord, tar, JSON lines."""
 
     kind: Literal["documents"] = "documents"
@@ -137,14 +128,6 @@ class DocumentsData(_Tokenized, _TokenData, _RecordData):
     """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
     field: str = "text"
     """Column of the text; of tar files the ending of its members, such as txt."""
-    rows: Literal["stream", "document"] = "stream"
-    """What a row is: stream: tokens of all texts, encoded at the start; document: one text, encoded when it is read."""
-
-    @model_validator(mode="after")
-    def _check_rows(self) -> Self:
-        if self.rows == "document" and self.corruption is not None:
-            raise ValueError("corruption takes rows=stream; leave one of them out")
-        return self
 
 
 class TokenData(_TokenData):
@@ -245,7 +228,7 @@ class DigitsData(Group):
     """Fraction of the images that is kept for evaluation."""
 
 
-class _ImageData(_RecordData):
+class _ImageData(Group):
     """The settings that all sources of image files share."""
 
     image_size: PositiveInt = 224
@@ -265,7 +248,7 @@ class ImageFolderData(_ImageData):
 
 
 class ImageRecordsData(Stored, _ImageData):
-    """Images with a class each, in tar shards or in columns of Parquet, Arrow or ArrayRecord files."""
+    """Images with a class each, in tar shards or in columns of Parquet or Arrow files."""
 
     kind: Literal["images"] = "images"
     path: str
@@ -278,7 +261,7 @@ class ImageRecordsData(Stored, _ImageData):
     """Column of the class; null: label, labels, cls or class, whichever there is."""
 
 
-class TableData(Stored, _RecordData):
+class TableData(Stored):
     """Rows of numbers from a .csv (with header), .npz (arrays inputs and targets), .parquet, .arrow or .jsonl file."""
 
     kind: Literal["table"] = "table"
@@ -326,8 +309,8 @@ class Component(Group):
 
     @model_validator(mode="after")
     def _is_a_stream(self) -> Self:
-        if self.source.corruption is not None or getattr(self.source, "rows", None) == "document":
-            raise ValueError("a component has neither corruption (set data.corruption) nor rows=document")
+        if self.source.corruption is not None:
+            raise ValueError("a component has no corruption; set data.corruption")
         return self
 
 

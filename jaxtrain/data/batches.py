@@ -53,7 +53,7 @@ class Batches:
 
     Raises:
         DataError: `rows` is not a dataset with an index, or is empty.
-        ConfigError: The batch size, the seed or `workers` is of another type or out of range.
+        ConfigError: The batch size is no number above 0.
 
     Example:
         >>> batches = jt.Batches(rows, 8, seed=0, shuffle=True)
@@ -77,7 +77,6 @@ class Batches:
         check_rows(rows, what="Batches", write="Batches(jaxtrain.ArrayRows({...}), ...)")
         example = "Batches(rows, 32, seed=0, shuffle=True)"
         self._size = check_whole(global_batch_size, what="Batches: global_batch_size", least=1, write=example)
-        seed = check_whole(seed, what="Batches: seed", least=None, write=example)
         if len(rows) == 0:
             raise DataError("the data has no rows; give data with at least one row")
         self._rows = rows
@@ -195,7 +194,6 @@ def check_rows(rows: Any, *, what: str, write: str) -> None:
     import grain
 
     if not isinstance(rows, grain.MapDataset):
-        write = f"data.train, {write}" if type(rows).__name__ == "Data" else write
         raise DataError(
             refusal(what, "rows with an index (a grain.MapDataset)", rows, f"{write} or grain.MapDataset.source(rows)")
         )
@@ -225,6 +223,28 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
         return kept
 
     return jax.tree_util.tree_map_with_path(cast, batch, spec)
+
+
+def check_tokens(inputs: np.ndarray, vocab_size: int, source: str) -> None:
+    """Checks on the host that every id is in the vocabulary, because jax silently clamps an id that is not.
+
+    Args:
+        inputs: Ids, integers of any shape.
+        vocab_size: Ids must be from 0 to vocab_size - 1.
+        source: Name of their source in the message.
+
+    Raises:
+        DataError: An id is out of range; the message names the source, the first position and the id.
+    """
+    inputs = np.asarray(inputs)
+    if inputs.size == 0 or (inputs.min() >= 0 and inputs.max() < vocab_size):
+        return
+    first = np.argwhere((inputs < 0) | (inputs >= vocab_size))[0]
+    position = ", ".join(map(str, first.tolist()))
+    raise DataError(
+        f"{source}: token {inputs[tuple(first)]} at position {position} is outside the vocabulary of {vocab_size}; "
+        "use the tokenizer the data was made with, or a model with a larger vocab_size"
+    )
 
 
 def check_bits(leaf: np.ndarray, where: str) -> None:

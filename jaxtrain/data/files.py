@@ -1,12 +1,19 @@
-"""Finds the files that a user names, in the same order on every machine, and reads them, compressed or not."""
+"""Finds the files that a user names, in the same order on every machine, copies remote ones, and reads them.
+
+Files may be compressed (.gz, .zst). Remote ones (s3://, gs://, hf://, https://) are copied into a local folder
+once, and again where they have changed.
+"""
 
 import contextlib
+import fcntl
 import glob
 import gzip
 import hashlib
 import io
+import json
 import os
 import tarfile
+import urllib.parse
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,8 +22,11 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.arguments import local_path
-from jaxtrain.data.skipped import BadRecordError
+from jaxtrain.config.data import ChatData, Stored
+from jaxtrain.config.secrets import redacted_text
 from jaxtrain.errors import DataError
+from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.runtime.terminal import print_remark
 
 # Some editors begin UTF-8 files with it; it is not part of the text.
 BYTE_ORDER_MARK = "\ufeff"
@@ -28,6 +38,18 @@ _PACKED_SUFFIXES = (".gz", ".zst")
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 # What libraries raise for a file that is damaged, cut off or of another format.
 _FILE_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError)
+
+# Scheme -> what pip installs to read it with fsspec.
+_PACKAGES = {
+    "s3": "'jaxtrain[s3]'",
+    "gs": "'jaxtrain[gcs]'",
+    "hf": "huggingface_hub",
+    "http": "'jaxtrain[data]'",
+    "https": "'jaxtrain[data]'",
+}
+# What stores call the value that changes with a file's content.
+_TAGS = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "generation", "LastModified", "Last-Modified", "updated")
+_LISTING = ".jaxtrain-files.json"
 
 
 @contextlib.contextmanager
@@ -76,11 +98,11 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
-    """Decodes a part of a text file, which begins at byte `offset`; a BadRecordError where it is not UTF-8."""
+    """Decodes a part of a text file, which begins at byte `offset`; a DataError where it is not UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadRecordError(
+        raise DataError(
             f"{path} is not UTF-8 at byte {offset + error.start} (0x{content[error.start]:02x}); decompress it, or "
             f"convert it, for example with: iconv -t UTF-8 {path.name}"
         ) from None
@@ -98,29 +120,27 @@ def sampled_sha256(path: Path) -> str:
 
 def require_file(path: str | Path, *, what: str) -> Path:
     """Returns `path` (`what` in messages) if it is a file with content, else raises a DataError."""
-    path = _required(path, what=what)
-    if path.is_dir():
-        raise DataError(f"{what} {path} is a folder; give a file")
-    if path.stat().st_size == 0:
-        raise DataError(f"{what} {path} is empty; give a file with content")
-    return path
+    return _required(path, what=what, is_folder=False)
 
 
 def require_folder(path: str | Path, *, what: str) -> Path:
     """Returns `path` (`what` in messages) if it is a folder, else raises a DataError."""
-    path = _required(path, what=what)
-    if not path.is_dir():
-        raise DataError(f"{what} {path} is a file; give a folder")
-    return path
+    return _required(path, what=what, is_folder=True)
 
 
-def _required(path: str | Path, *, what: str) -> Path:
+def _required(path: str | Path, *, what: str, is_folder: bool) -> Path:
     path = local_path(path, what=what, error=DataError).expanduser()
+    absolute = path.absolute()
     if not path.exists():
-        absolute = path.absolute()
         nearest = next((parent for parent in absolute.parents if parent.exists()), absolute.anchor)
-        raise DataError(f"{what} {path} does not exist; the nearest existing path is {nearest}")
-    return path
+        wrong = f"does not exist; the nearest existing path is {nearest}"
+    elif path.is_dir() != is_folder:
+        wrong = "is a file; give a folder" if is_folder else "is a folder; give a file"
+    elif not is_folder and path.stat().st_size == 0:
+        wrong = "is empty; give a file with content"
+    else:
+        return path
+    raise DataError(f"{what} {path} {wrong}")
 
 
 def files_below(root: Path) -> list[Path]:
@@ -139,31 +159,20 @@ def is_hidden(parts: Iterable[str]) -> bool:
 def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tuple[str, Path], ...]:
     """Lists the files that a path names: a file, a folder (all its files of one suffix, at any depth) or a glob.
 
-    Args:
-        path: What the user wrote.
-        suffix: Ending of the files taken from a folder, such as ".txt"; compressed ones (.txt.gz, .txt.zst) too.
-        what: Where it was written, for messages.
-
-    Returns:
-        (name, file) pairs in the order of the names; a name is relative to the folder, so that it does not depend on
-        the location of the folder.
-
-    Raises:
-        DataError: The path does not exist, a folder or glob matches no file, or a file is empty.
+    Returns (name, file) pairs in the order of the names; a name is relative to the folder, so that it does not depend
+    on the location of the folder. Compressed files (.txt.gz, .txt.zst) of the suffix count; an empty file is an error.
     """
     root = local_path(path, what=what, error=DataError).expanduser()
     is_glob = any(character in path for character in _GLOB_CHARACTERS) and not root.exists()
     if root.is_dir():
         files, start = [file for file in files_below(root) if plain_suffix(file) == suffix], root
-        if not files:
-            raise DataError(f"{what} {path} holds no {suffix} file; give a folder with {suffix} files or a glob")
     elif is_glob:
         start = _glob_root(root)
         files = [Path(found) for found in glob.glob(str(root), recursive=True) if os.path.isfile(found)]
-        if not files:
-            raise DataError(f"{what} {path} matches no file; the nearest existing path is {start}")
     else:
         files, start = [require_file(root, what=what)], root.parent
+    if not files:
+        raise DataError(f"{what} {path} holds, or matches, no {suffix} file; the nearest existing path is {start}")
     if suffix == ".txt" and (lines := next((file for file in files if plain_suffix(file) == ".jsonl"), None)):
         raise DataError(f"{what} {lines} holds JSON lines, not plain text; set data.kind=jsonl")
     named = sorted((file.absolute().relative_to(start.absolute()).as_posix(), file) for file in files)
@@ -179,3 +188,130 @@ def _glob_root(pattern: Path) -> Path:
             break
         plain /= part
     return plain
+
+
+def with_local_paths(config: Any) -> Any:
+    """Returns a data group whose addresses, if there are any, are replaced by the paths of local copies."""
+    if not isinstance(config, Stored | ChatData):
+        return config
+    # Chats have as many keys as a group should; their copies lie in the user's cache folder.
+    cache = config.cache if isinstance(config, Stored) else None
+    changes: dict[str, Any] = {}
+    for key in type(config).model_fields.keys() & {"path", "validation_path"}:
+        value = getattr(config, key)
+        if isinstance(value, str):
+            changes[key] = local_copy(value, what=f"data.{key}", cache=cache)
+        elif value is not None:
+            changes[key] = tuple(local_copy(path, what=f"data.{key}", cache=cache) for path in value)
+    return config.model_copy(update=changes)
+
+
+def local_copy(path: str, *, what: str, cache: str | None) -> str:
+    """Returns the local path of what an address names, which is copied where it is not there or has changed.
+
+    An address is that of a file, a folder or a glob, https:// of a file alone; a local path is returned as it is. The
+    copies lie in `cache`, or in the user's cache folder; `what` says where the path was written, for messages.
+    """
+    if path.partition("://")[0] not in _PACKAGES or "://" not in path:
+        return path
+    root = _cache_folder(cache) / hashlib.sha256(path.encode()).hexdigest()[:16]
+    with reading(root):
+        root.mkdir(parents=True, exist_ok=True)
+        # One process of this machine copies; the others wait, and find the files.
+        with (root / ".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            names = _brought_up_to_date(path, root, what=f"{what} {redacted_text(path)}")
+    return str(root / names[0]) if len(names) == 1 else str(root)
+
+
+def _cache_folder(cache: str | None) -> Path:
+    if cache is not None:
+        return local_path(cache, what="data.cache", error=DataError).expanduser()
+    if root := os.environ.get("JAXTRAIN_CACHE_DIR"):
+        return Path(root).expanduser() / "data"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "jaxtrain" / "data"
+
+
+def _brought_up_to_date(path: str, root: Path, *, what: str) -> list[str]:
+    """Copies what is missing or has changed, and returns the names of the files in the folder of copies."""
+    listing = root / _LISTING
+    # Name -> [size, tag] of each file that was copied whole.
+    known = json.loads(listing.read_text(encoding="utf-8")) if listing.exists() else {}
+    try:
+        system, files = _listed(path)
+    except Exception as error:  # the clients of stores have errors of their own, by the dozen
+        if known and not _is_refused(error):
+            print_remark(f"{what} cannot be reached ({_first(error)}); reading the copy in {root}")
+            return list(known)
+        raise _explained(error, path, what) from None
+    done = {
+        name: _version(info)
+        for name, info in files.items()
+        if known.get(name) == _version(info) and (root / name).is_file()
+    }
+    missing = [name for name in files if name not in done]
+    if missing:
+        size = sum(files[name].get("size") or 0 for name in missing)
+        print_remark(f"copying {len(missing):,} of {len(files):,} files ({size / 2**20:,.1f} MiB) of {what} to {root}")
+    for there in root.rglob("*"):  # what left the store, or was not copied whole
+        if there.is_file() and there.relative_to(root).as_posix() not in {*done, _LISTING, ".lock"}:
+            there.unlink()
+    for name in missing:
+        partial = root / ".partial"
+        try:
+            system.get_file(files[name]["name"], str(partial))
+        except Exception as error:  # as above
+            raise _explained(error, path, what) from None
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        partial.replace(root / name)
+        done[name] = _version(files[name])
+        write_json_atomic(listing, done)
+    write_json_atomic(listing, done)
+    return list(files)
+
+
+def _listed(path: str) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Returns the file system of an address, and name -> description of each file that the address names."""
+    import fsspec
+
+    system, place = fsspec.core.url_to_fs(path)
+    system.invalidate_cache()
+    if path.startswith("http"):
+        return system, {Path(urllib.parse.unquote(urllib.parse.urlsplit(path).path)).name: system.info(place)}
+    if any(character in place for character in "*?["):
+        plain = place.split(next(character for character in place if character in "*?["))[0]
+        root, found = plain.rpartition("/")[0], system.glob(place, detail=True)
+    else:
+        root, found = place.rstrip("/"), system.find(place, detail=True)
+        root = root.rpartition("/")[0] if list(found) == [root] else root
+    files = {info["name"][len(root) :].lstrip("/"): info for info in found.values() if info["type"] == "file"}
+    if not files or any(".." in Path(name).parts for name in files):
+        raise FileNotFoundError(path)
+    return system, files
+
+
+def _version(info: dict[str, Any]) -> list[Any]:
+    return [info.get("size"), str(next((info[name] for name in _TAGS if info.get(name)), ""))]
+
+
+def _is_refused(error: Exception) -> bool:
+    """Returns whether a store answered that a file is not there, or may not be read."""
+    # fsspec says of a server without an answer, too, that a file is not there.
+    unanswered = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+    return isinstance(error, PermissionError) or (isinstance(error, FileNotFoundError) and not unanswered)
+
+
+def _explained(error: Exception, path: str, what: str) -> DataError:
+    if isinstance(error, ImportError):
+        return DataError(f"{what} needs a package; run: pip install {_PACKAGES[path.partition('://')[0]]}")
+    if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":
+        return DataError(f"{what} may not be read ({_first(error)}); check the credentials")
+    if _is_refused(error):
+        return DataError(f"{what} does not exist, or holds no file; check the address")
+    return DataError(
+        f"{what} cannot be reached ({_first(error.__cause__ or error)}); check the address and the network"
+    )
+
+
+def _first(error: BaseException) -> str:
+    return redacted_text((str(error).splitlines() or [type(error).__name__])[0][:200])

@@ -6,6 +6,7 @@ over positions: grain's own shuffle takes 3 to 20 microseconds per row, and mill
 """
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -75,12 +76,20 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:
-    """Returns how many of so many rows (or tokens) a validation fraction takes; 0 where it is 0.
+@dataclass(frozen=True)
+class Span:
+    """The tokens `start` to `stop - 1` of a stream."""
 
-    Raises:
-        ConfigError: The fraction is 1.
-    """
+    start: int
+    stop: int
+
+    def num_rows(self, sequence_length: int) -> int:
+        """Returns how many rows the span contains; the last one needs one token more, for its last target."""
+        return max(0, (self.stop - self.start - 1) // sequence_length)
+
+
+def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:
+    """Returns how many of so many rows (or tokens) a validation fraction takes; 0 where it is 0."""
     if fraction == 1:
         raise ConfigError(
             "data.validation_fraction=1 leaves no rows to train on; give less, or evaluate a run on all rows: jaxtrain "
@@ -90,12 +99,7 @@ def num_held_out(total: int, fraction: float, *, least: int = 1) -> int:
 
 
 def split_examples(num_rows: int, *, validation_fraction: float, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Splits rows at random, in every run alike: the numbers of training and validation rows, int64 each.
-
-    Raises:
-        ConfigError: The fraction is 1.
-        DataError: There are too few rows for both parts.
-    """
+    """Splits rows at random, in every run alike: the numbers of training and validation rows, int64 each."""
     held_out = num_held_out(num_rows, validation_fraction)
     if num_rows <= held_out:
         raise DataError(

@@ -6,56 +6,27 @@ vectorised call, which costs microseconds per row, where Python calls for each r
 
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grain
 import jax
 import numpy as np
 
-from jaxtrain.data.permutation import evaluated_numbers, permuted
+from jaxtrain.data.permutation import Span, evaluated_numbers, permuted
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.data.tokens import Span
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.tree import path_name
 
 # Entry -> array, or a nested dict of arrays.
 Row = dict[str, Any]
 
+# A target that the loss ignores.
+IGNORED = -100
+
 # A function from positions in the endless training order, int64 [B], to row numbers, int64 [B].
 Order = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Rows of a source, and what `Data` says of them; see there.
-
-    `identity` is for the fingerprint.
-    """
-
-    train: grain.MapDataset
-    validation: grain.MapDataset | None
-    identity: dict[str, Any]
-    description: tuple[str, ...]
-    num_outputs: int | None = None
-    input_shape: tuple[int, ...] = ()
-    reading: dict[str, Any] | None = None
-    tokenizer: Tokenizer | None = None
-    decoder_length: int | None = None
-    counts: dict[str, int] | None = None
-
-
-def matching_reading(reading: Mapping[str, Any] | None, *, kind: str) -> Mapping[str, Any] | None:
-    """Returns a saved `Data.reading` if it belongs to a source of this kind, else None."""
-    return reading if reading is not None and reading.get("kind") == kind else None
-
-
-def grain_seed(seed: int) -> int:
-    """Returns a seed of 32 bits, as grain needs it, made from a seed of any size."""
-    return int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
 
 
 class Rows(grain.MapDataset):
@@ -104,7 +75,11 @@ class ArrayRows(Rows):
     """
 
     def __init__(self, columns: Row):
-        columns = jax.tree_util.tree_map_with_path(_array, columns, is_leaf=lambda value: isinstance(value, list))
+        columns = jax.tree_util.tree_map_with_path(
+            lambda path, value: as_numbers(value, where=path_name(path)),
+            columns,
+            is_leaf=lambda value: isinstance(value, list),
+        )
         leaves = jax.tree_util.tree_leaves_with_path(columns)
         lengths = {path_name(path): len(leaf) if leaf.ndim else "no" for path, leaf in leaves}
         if len(set(lengths.values())) != 1 or "no" in lengths.values():
@@ -123,13 +98,20 @@ class ArrayRows(Rows):
         return jax.tree.map(lambda column: column[indices], self._columns)
 
 
-def _array(path: Any, value: Any) -> np.ndarray:
+def as_numbers(value: Any, *, where: str) -> np.ndarray:
+    """Returns what a program gives (`where` names it) as an array.
+
+    Raises:
+        DataError: It cannot become an array, holds something other than numbers, or is masked: the mask would be lost.
+    """
     try:
         array = np.asarray(value)
-    except ValueError:
-        raise DataError(f"{path_name(path)} holds lists of different lengths; pad or crop them to one length") from None
-    if array.dtype.kind in "OUSMm":
-        raise DataError(f"{path_name(path)} holds {array.dtype}, not numbers; give ids for texts and classes")
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise DataError(f"{where} cannot become an array ({reason}); give numbers of one shape") from None
+    if array.dtype.kind in "OUSMm" or np.ma.is_masked(value):
+        shown = "masked values" if np.ma.is_masked(value) else str(array.dtype)
+        raise DataError(f"{where} holds {shown}, not numbers; fill them with numbers, or leave the entry out")
     return array
 
 
@@ -137,12 +119,11 @@ class ConcatenatedRows(Rows):
     """Rows of several sources, one source after another.
 
     Args:
-        parts: The sources, with the same entries and shapes.
-        weights: Relative share of each source in the training order, of any sum; None: by its number of rows.
+        parts: The sources, with the same entries and shapes; each has rows.
+        weights: Relative share of each source in the training order, above 0, of any sum; None: by its number of rows.
 
     Raises:
-        DataError: The rows of the parts differ in entries, shapes or dtypes, a weight is not a finite number above 0,
-            or a part with a weight has no rows.
+        DataError: The rows of the parts differ in entries, shapes or dtypes.
     """
 
     def __init__(self, parts: Sequence[Rows], *, weights: Sequence[float] | None = None):
@@ -151,9 +132,6 @@ class ConcatenatedRows(Rows):
             if kind != kinds[0]:
                 raise DataError(f"the sources hold different rows: {kinds[0]}, and {kind}; give them the same entries")
         super().__init__(sum(len(part) for part in parts))
-        for part, weight in zip(parts, weights or (), strict=weights is not None):
-            if not (math.isfinite(weight) and weight > 0 and len(part)):
-                raise DataError(f"a part of {len(part)} rows has the weight {weight}; give rows, and a weight above 0")
         self._parts = parts
         # Where there are some, the training order takes from the parts by weight.
         self.weights = weights
@@ -344,15 +322,11 @@ def mean_tokens(rows: Any) -> float | None:
 
 
 def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grain.MapDataset, grain.MapDataset]:
-    """Splits rows into two at random; which are in the second, of this share, depends on their number and the seed.
-
-    Raises:
-        DataError: There are too few rows for two parts, or they are a mixture, whose weights would be lost.
-    """
+    """Splits rows into two at random; which are in the second, of this share, depends on their number and the seed."""
     count = max(1, round(len(rows) * share))
-    if _is_weighted(rows) or count >= len(rows):
-        why = "takes rows out of a weighted mixture" if _is_weighted(rows) else "leaves none to train on"
-        raise DataError(f"validation={share:g} of {len(rows)} rows {why}; give the rows for validation themselves")
+    _check_unweighted(rows, f"validation={share:g}")
+    if count >= len(rows):
+        raise DataError(f"validation={share:g} of {len(rows)} rows leaves none to train on; give less, or the rows")
     order = np.random.default_rng(np.random.SeedSequence(seed % 2**64)).permutation(len(rows))
     # Each part in the order of the rows, so that a file is read forwards.
     train, validation = np.sort(order[count:]), np.sort(order[:count])
@@ -360,39 +334,20 @@ def split_rows(rows: grain.MapDataset, *, share: float, seed: int) -> tuple[grai
 
 
 def training_order(rows: grain.MapDataset, seed: int) -> Order:
-    """Returns the endless training order of rows, or of what transformations of grain made from a `Rows`.
-
-    Where each row is made from one row of the `Rows`, the order is that of the `Rows`.
-
-    Raises:
-        DataError: A transformation moves, drops or repeats rows of a mixture, whose weights would be lost.
-    """
+    """Returns the endless training order of rows, or of what transformations of grain made from a `Rows`."""
     if isinstance(rows, Rows):
         return rows.order(seed)
-    if isinstance(rows, _one_to_one()):
-        return training_order(rows.parents[0], seed)
-    if _is_weighted(rows):
-        raise DataError(
-            f"{type(rows).__name__} loses the weights of a mixture; only .map, .map_with_index and .random_map keep "
-            "them: apply it to each part before ConcatenatedRows instead"
-        )
+    _check_unweighted(rows, type(rows).__name__)
     return functools.partial(permuted, num_rows=len(rows), seed=seed)
 
 
-@functools.cache
-def _one_to_one() -> tuple[type, ...]:
-    """Returns the types of the transformations whose row i is made from row i alone; they have no public name."""
-    rows = grain.MapDataset.source([0])
-    drawn = rows.random_map(lambda row, random: row, seed=0)
-    return tuple(map(type, (rows.map(id), rows.map_with_index(max), drawn, rows.seed(0))))
-
-
-def _is_weighted(rows: grain.MapDataset) -> bool:
-    if isinstance(rows, MappedRows):
-        return _is_weighted(rows.rows)
-    if isinstance(rows, Rows):
-        return isinstance(rows, ConcatenatedRows) and rows.weights is not None
-    return any(map(_is_weighted, rows.parents))
+def _check_unweighted(rows: grain.MapDataset, what: str) -> None:
+    """Raises a DataError where rows are made of a mixture, whose weights would be lost."""
+    if isinstance(rows, ConcatenatedRows) and rows.weights is not None:
+        raise DataError(f"{what} loses the weights of a mixture; apply it to each part before ConcatenatedRows")
+    if not isinstance(rows, Rows) or isinstance(rows, MappedRows):
+        for parent in [rows.rows] if isinstance(rows, MappedRows) else rows.parents:
+            _check_unweighted(parent, what)
 
 
 def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:

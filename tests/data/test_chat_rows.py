@@ -5,11 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
-from chat_files import ENCODER, FOLDER, TOKENIZER, messages, write_rows
+from chat_files import FOLDER, TOKENIZER, messages, write_rows
 
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.conversations import documented
-from jaxtrain.data.chat.rows import packed
+from jaxtrain.data.chat.rows import documented
 from jaxtrain.data.rows import shown_rows
 from jaxtrain.errors import ConfigError, DataError
 
@@ -108,40 +107,6 @@ def rows_of(data):
     return data.train.gather(np.arange(len(data.train)))
 
 
-def test_a_packed_row_holds_its_conversations(tmp_path):
-    rows = [{"messages": messages("x" * i, "y" * i)} for i in (3, 9, 1, 14, 6, 2)]
-    whole, alone = opened(tmp_path, rows, packing=True), opened(tmp_path, rows)
-    found, single = rows_of(whole), rows_of(alone)
-    inputs = found["inputs"]
-    conversations = {}
-    for row in range(len(whole.train)):
-        for segment in range(1, inputs["segments"][row].max() + 1):
-            here = inputs["segments"][row] == segment
-            assert inputs["positions"][row][here].tolist() == list(range(here.sum()))
-            conversations[tuple(inputs["tokens"][row][here])] = (
-                found["targets"][row][here],
-                found["weights"][row][here],
-            )
-        empty = inputs["segments"][row] == 0
-        assert not found["weights"][row][empty].any()
-    assert len(whole.train) < len(conversations) == len(rows)
-    for i in range(len(rows)):
-        end = int(np.flatnonzero(single["weights"][i])[-1]) + 1
-        targets, weights = conversations[tuple(single["inputs"][i][:end])]
-        assert targets.tolist() == single["targets"][i][:end].tolist()
-        assert weights.tolist() == single["weights"][i][:end].tolist()
-    assert found["weights"].sum() == single["weights"].sum() == whole.counts["trained_tokens"]
-
-
-@pytest.mark.parametrize("sizes", [[1] * 7, [10, 10], [7, 3, 5, 5, 2, 8, 1]], ids=str)
-def test_packing_is_tight_and_complete(sizes):
-    rows = packed(np.array(sizes), 10)
-    assert sorted(number for row in rows for number in row) == list(range(len(sizes)))
-    assert all(sum(sizes[number] for number in row) <= 10 for row in rows)
-    assert len(rows) == -(-sum(sizes) // 10)
-    assert packed(np.array(sizes), 10) == rows
-
-
 def test_packed_rows_have_the_losses_of_separate_ones(tmp_path):
     """float32 sums in another order: 1e-6 of the sum is ten times what was seen."""
     import jax
@@ -214,16 +179,6 @@ def test_a_scored_answer_ends_in_an_input(tmp_path):
     assert scored["inputs"][0][longer][-1] == scored["targets"][0][longer][-2] == row["targets"][0][longer][count - 2]
 
 
-def test_a_pair_is_left_out_as_a_whole(tmp_path):
-    long = {**PAIR, "rejected": "n" * 100}
-    assert opened(tmp_path, [PAIR, long, PAIR], pairs=True, too_long="drop").counts["dropped"] == 1
-    cut = opened(tmp_path, [PAIR, long, PAIR], pairs=True)
-    assert (cut.counts["pairs"], cut.counts["cut"]) == (3, 1)
-    prompt, answer = (len(next(ENCODER.encode([text])).ids) for text in TEXT.removesuffix("]]").split("[["))
-    # An answer's tokens are targets from the last token of the prompt on.
-    assert rows_of(cut)["weights"].sum(-1).tolist()[1] == [answer, 64 - (prompt - 1)]
-
-
 def test_equal_prompts_are_on_one_side(tmp_path):
     rows = [{"prompt": f"question {i % 10}", "completion": f"answer {i}"} for i in range(40)]
     data = opened(tmp_path, rows, validation_fraction=0.3)
@@ -251,28 +206,27 @@ def test_built_in_answers_are_on_one_side():
 
 # id: (row, more keys of the config, error, what is said)
 WRONG = {
-    "no JSON": ("{", {}, DataError, r"rows.jsonl:2 is not JSON"),
+    "not wanted": ({**FORMS["texts"], "label": False}, {}, DataError, r"not wanted \(label: false, as KTO"),
     "no form": ({"text": "x"}, {}, DataError, r"rows.jsonl:2 is no conversation \(it has text\); write messages"),
-    "no role": ({"messages": [{"content": "x"}]}, {}, DataError, r"rows.jsonl:2 messages\[0\] has no role"),
-    "pictures": ({"messages": [{"role": "user", "content": [{}]}]}, {}, DataError, "a content that is no text"),
-    "no answer": ({"messages": messages("x")}, {}, DataError, r"rows.jsonl:2 has no answer to train \(roles: user\)"),
-    "an empty answer": ({"messages": messages("x", " ")}, {}, DataError, r"rows.jsonl:2 has an empty answer"),
+    "an empty answer": (
+        {"messages": messages("x", " ")},
+        {},
+        DataError,
+        r"rows.jsonl:2 has no answer to train, or an empty",
+    ),
     "too long": (
         {"messages": messages("x", "y" * 99)},
         {"too_long": "error"},
         DataError,
         r"rows.jsonl:2 has 1\d\d tok",
     ),
-    "a pair": (PAIR, {}, DataError, r"rows.jsonl:2 is a pair of answers; set task=dpo"),
-    "equal answers": ({**PAIR, "chosen": "A man."}, {"pairs": True}, DataError, r"rows.jsonl:2 has equal answers"),
-    "no common beginning": (
-        {"chosen": messages("x", "y"), "rejected": messages("z", "y")},
+    "a pair": (PAIR, {}, DataError, r"set task=dpo or task=reward"),
+    "equal answers": (
+        {**PAIR, "chosen": "A man."},
         {"pairs": True},
         DataError,
-        r"rows.jsonl:2 has no common beginning",
+        r"rows.jsonl:2 has answers that are equal",
     ),
-    "another stop": (None, {"stop": "<|eos|>"}, DataError, r"data.stop='<|eos|>' is no token"),
-    "nothing fits": (None, {"sequence_length": 4}, DataError, "no conversation with an answer within 4 tokens"),
 }
 
 

@@ -12,7 +12,6 @@ from format_files import png, write_rows, write_stream, write_tar
 from pyarrow import parquet
 
 from jaxtrain.data import Batches, open_data
-from jaxtrain.data.formats import open as opened
 from jaxtrain.errors import DataError
 
 ROWS = [
@@ -28,12 +27,9 @@ ROWS = [
 CHATS = [{"prompt": f"question {i}?", "completion": f"answer {i}."} for i in range(30)]
 PAIRS = [{"prompt": f"question {i}?", "chosen": f"right {i}.", "rejected": f"wrong {i}!"} for i in range(30)]
 FORMATS = ("lines", "lines.gz", "lines.zst", "parquet", "arrow", "arrow_file", "saved", "array_record", "tar")
-# A row of these is found without reading those before it.
-BY_ROW = tuple(form for form in FORMATS if "." not in form)
 # id: (rows, settings of the data group, arguments of open_data)
 KINDS = {
     "texts in a stream": (ROWS, {"kind": "documents", "field": "text"}, {"sequence_length": 16}),
-    "texts by row": (ROWS, {"kind": "documents", "rows": "document"}, {"sequence_length": 32}),
     "labelled texts": (ROWS, {"kind": "labelled_text", "tokenizer": {"kind": "byte"}}, {"sequence_length": 24}),
     "a table": (ROWS, {"kind": "table", "target": "label", "columns": ["second", "first"]}, {}),
     "chats": (CHATS, {"kind": "chat", "template": "plain"}, {"sequence_length": 64}),
@@ -55,7 +51,7 @@ def all_rows(data):
 def test_every_format_gives_the_same_rows(tmp_path, kind):
     rows, settings, arguments = KINDS[kind]
     expected = None
-    for form in BY_ROW if kind == "texts by row" else FORMATS:
+    for form in FORMATS:
         folder = tmp_path / form
         folder.mkdir()
         path = write_rows(folder, form, rows)
@@ -97,35 +93,6 @@ def test_images_are_the_same_in_every_format(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_images_of_a_shard_may_end_in_several_ways(tmp_path):
-    endings = ("png", "jpg")
-    members = [
-        (f"{i:03}.{ending}", content)
-        for i in range(12)
-        for ending, content in ((endings[i % 2], png(i)), ("cls", str(i % 3).encode()))
-    ]
-    path = write_tar(tmp_path / "a.tar", members)
-    usual = [(name.rpartition(".")[0] + ".png" if "cls" not in name else name, content) for name, content in members]
-    (tmp_path / "usual").mkdir()
-    wanted = write_tar(tmp_path / "usual" / "a.tar", usual)
-    config = {"kind": "images", "path": str(path), "image_size": 8, "validation_fraction": 0.0, "augment": False}
-    found, expected = (open_data({**config, "path": str(one)}).train for one in (path, wanted))
-    for i in range(12):
-        jax.tree.map(np.testing.assert_array_equal, found[i], expected[i])
-    named = open_data({**config, "image": ";".join(endings)}).train
-    jax.tree.map(np.testing.assert_array_equal, named[5], expected[5])
-
-
-def test_rows_end_with_their_text(tmp_path):
-    path = write_rows(tmp_path, "arrow", [{"text": "abc"}, {"text": "a text that is longer than a row"}])
-    settings = {"kind": "documents", "path": str(path), "rows": "document", "validation_fraction": 0.0}
-    found = open_data(settings, sequence_length=5).train.gather(np.arange(2))
-    assert bytes(found["inputs"][0].tolist()) == b"abc\0\0"
-    assert bytes(found["targets"][0].tolist()) == b"bc\n\0\0"
-    assert found["weights"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    assert bytes(found["targets"][1].tolist()) == b" text"
-
-
 def cut(path, share):
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
@@ -141,6 +108,22 @@ def broken_file(folder, form, share):
     return path
 
 
+def damaged_header(folder):
+    path = write_tar(folder / "a.tar", [(f"{i}.txt", str(i).encode()) for i in range(6)])
+    content = bytearray(path.read_bytes())
+    content[2 * 1024 + 150] ^= 7  # in the checksum of the third header
+    path.write_bytes(content)
+    return path
+
+
+def not_utf8(folder):
+    # Arrow checks no text; other programs write what they like.
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"ab\xff\xfe")]
+    table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)})
+    parquet.write_table(table, folder / "a.parquet")
+    return folder / "a.parquet"
+
+
 # id: (makes the data in a folder, and returns what opens it; the message)
 WRONG = {
     "Parquet cut off": (lambda d: documents(broken_file(d, "parquet", 0.7)), r"a.parquet cannot be read \("),
@@ -152,11 +135,16 @@ WRONG = {
     ),
     "a column that is no text": (
         lambda d: documents(write_rows(d, "arrow", ROWS), field="first"),
-        "a.arrow row 1 column 'first' holds a value of type float, not text; set data.field",
+        "a.arrow row 1 column 'first' is 0.0, not text",
     ),
-    "compressed, by row": (
-        lambda d: documents(write_rows(d, "lines.gz", ROWS), rows="document"),
-        r"a.jsonl.gz is compressed, so that no row can be found .* \(jaxtrain data prepare\)",
+    "images in lines": (
+        lambda d: lambda: open_data({"kind": "images", "path": str(write_rows(d, "lines", [{"jpg": "", "cls": 1}]))}),
+        r"a.jsonl has no rows by number; give files of parquet, arrow, tar",
+    ),
+    "no UTF-8": (lambda d: documents(not_utf8(d)), r"row 2 column 'text' cannot be read \(text is not UTF-8"),
+    "a damaged header": (
+        lambda d: documents(damaged_header(d), field="txt"),
+        r"a\.tar cannot be read \(.*damaged or cut off at byte 2048",
     ),
     "several splits": (
         lambda d: ((d / "dataset_dict.json").write_text('{"splits": ["train", "test"]}'), documents(d))[1],
@@ -175,20 +163,6 @@ def test_what_is_wrong_is_one_line(name, tmp_path):
     with pytest.raises(DataError, match=message) as error:
         make(tmp_path)()
     assert "\n" not in str(error.value)
-
-
-def test_bad_rows_are_left_out_and_counted(tmp_path):
-    rows = [*ROWS[:20], {**ROWS[20], "text": None}, *ROWS[21:]]
-    path = write_rows(tmp_path, "parquet", rows)
-    skip = {"kind": "documents", "path": str(path), "on_bad_record": "skip"}
-    stream = open_data(skip, sequence_length=8)
-    assert stream.skipped[0].named == (f"{path} row 21 column 'text' has no value",)
-    by_row = open_data({**skip, "rows": "document", "validation_fraction": 0.0}, sequence_length=8)
-    found = by_row.train.gather(np.array([20, 21]))
-    np.testing.assert_array_equal(found["inputs"][0], found["inputs"][1])  # the next good one takes its place
-    assert by_row.skipped[0].count == 1
-    with pytest.raises(DataError, match=r"row 21 column 'text' has no value; set data.field, or remove the row"):
-        open_data({**skip, "on_bad_record": "error"}, sequence_length=8)
 
 
 def test_a_file_behind_an_address_is_copied_once(tmp_path, capsys):
@@ -224,57 +198,3 @@ def test_a_file_behind_an_address_is_copied_once(tmp_path, capsys):
     assert "reading the copy in" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"cannot be reached .*; check the address and the network"):
         documents(f"{address}.other")()
-
-
-def passed(path, column="text", bad=None):
-    files = opened.find_rows(str(path), what="data.path")
-    return [row[column] for file in files for _, row in opened.pass_over_file(file, [("field", column)], bad=bad)]
-
-
-def damaged_header(folder):
-    path = write_tar(folder / "a.tar", [(f"{i}.txt", str(i).encode()) for i in range(6)])
-    content = bytearray(path.read_bytes())
-    content[2 * 1024 + 150] ^= 7  # in the checksum of the third header
-    path.write_bytes(content)
-    return path
-
-
-def test_a_text_that_is_not_utf8_is_a_bad_row(tmp_path):
-    # Arrow checks no text; other programs write what they like.
-    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"ab\xff\xfe")]
-    table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)})
-    path = write_stream(tmp_path / "a.arrow", table)
-    with pytest.raises(DataError, match=r"row 2 column 'text' cannot be read \(text is not UTF-8\)"):
-        passed(path)
-    bad = []
-    assert passed(path, bad=bad.append) == ["ab"]
-    assert len(bad) == 1
-
-
-def test_files_of_one_format_come_before_those_of_the_next(tmp_path):
-    for name in ("z.jsonl", "10.jsonl", "2.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}\n')
-    parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
-    found = opened.find_rows(str(tmp_path), what="data.path", one_format=False)
-    assert [file.name for file in found] == ["10.jsonl", "2.jsonl", "z.jsonl", "b.parquet"]
-
-
-def test_empty_files_before_others_do_not_matter(tmp_path):
-    rows = {
-        "image": [png(i) for i in range(12)],
-        "x": [float(i) for i in range(12)],
-        "label": [i % 2 for i in range(12)],
-    }
-    table = pyarrow.table(rows)
-    parquet.write_table(table.slice(0, 0), tmp_path / "0.parquet")
-    parquet.write_table(table, tmp_path / "1.parquet")
-    assert len(open_data({"kind": "images", "path": str(tmp_path), "validation_fraction": 0}).train) == 12
-    settings = {"kind": "table", "columns": ["x"], "target": "label", "validation_fraction": 0}
-    assert len(open_data({**settings, "path": str(tmp_path)}).train) == 12
-    with pytest.raises(DataError, match=r"0.parquet has no rows; give a file with images"):
-        open_data({"kind": "images", "path": str(tmp_path / "0.parquet")})
-
-
-def test_no_member_of_a_damaged_tar_file_is_lost_silently(tmp_path):
-    with pytest.raises(DataError, match=r"a\.tar cannot be read \(.*damaged or cut off at byte 2048"):
-        passed(damaged_header(tmp_path), "txt")

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxtrain.config.data import MaskCorruption, SpanCorruption, span_sizes
+from jaxtrain.config.data import SpanCorruption, span_sizes
 from jaxtrain.data import Batches, open_data
-from jaxtrain.data.rows import ConcatenatedRows, SelectedRows
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.data.rows import SelectedRows
 
 VOCABULARY = 256
 MASK, FIRST_SPECIAL = 259, 256  # of synthetic tokens: [PAD] [CLS] [SEP] [MASK] above the ids of the data
@@ -59,11 +58,6 @@ def test_fractions_of_masks(masked):
     assert abs(np.bincount(random, minlength=VOCABULARY) - expected).max() < 6 * np.sqrt(expected)
 
 
-def test_every_token_can_be_chosen():
-    rows = opened({"kind": "mask", "probability": 1.0}).train.gather(np.arange(50))
-    assert (rows["targets"] >= 0)[:, 1:-1].all()
-
-
 @pytest.mark.parametrize("name", ["masked", "spans"])
 def test_what_is_hidden_depends_on_seed_row_and_epoch_alone(name, request):
     data = request.getfixturevalue(name)
@@ -77,16 +71,6 @@ def test_what_is_hidden_depends_on_seed_row_and_epoch_alone(name, request):
     assert (other.train.gather(np.arange(40))["targets"] != whole["targets"]).mean() > 0.05
     # What is hidden for evaluation is the same in every run.
     np.testing.assert_array_equal(other.validation[3]["targets"], data.validation[3]["targets"])
-
-
-def test_parts_of_hidden_rows_keep_their_epochs(masked):
-    rows = masked.train
-    chosen = SelectedRows(rows, np.arange(5))
-    joined = ConcatenatedRows([chosen, SelectedRows(rows, np.arange(5, 8))])
-    for part, count in ((chosen, 5), (joined, 8)):
-        for epoch in (0, 2):
-            want = rows.gather(np.arange(count) + epoch * len(rows))["targets"]
-            np.testing.assert_array_equal(part.gather(np.arange(count) + epoch * count)["targets"], want)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +105,6 @@ def test_inputs_and_targets_of_spans_make_the_text_again(spans):
         np.testing.assert_array_equal(made, text)
 
 
-def test_spans_begin_at_random(spans):
-    rows = spans.train.gather(np.arange(2000))
-    first = (rows["inputs"]["tokens"][:, 1] > 513).mean()
-    # The first piece that is kept has one token where one of the cuts between pieces is after the first token.
-    sizes = span_sizes(SpanCorruption(), 64)
-    kept = sizes.num_tokens - sizes.num_noise
-    chance = (sizes.num_spans - 1) / (kept - 1)
-    assert abs(first - chance) < binomial(2000, chance)
-
-
 @pytest.mark.parametrize("kind", ["masked", "spans"])
 @pytest.mark.parametrize("shuffle", [True, False], ids=["train", "evaluate"])
 def test_every_layout_and_start_holds_the_same_batch(kind, shuffle, request):
@@ -146,24 +120,3 @@ def test_every_layout_and_start_holds_the_same_batch(kind, shuffle, request):
     # Rows of a part of the batch, as a process of two reads them.
     half = fresh._load_rows(3, np.arange(8, 16))
     jax.tree.map(lambda part, whole: np.testing.assert_array_equal(part, whole[8:]), half, one)
-
-
-# id: (config, length, what is said)
-REFUSED = {
-    "no room": ({"corruption": {"kind": "mask"}}, 2, "data.sequence_length=2 has no room beside 2 special tokens"),
-    "many spans": ({"corruption": {"kind": "spans", "mean_span_length": 1.0}}, 1024, "the tokenizer has 100 sentinels"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_hidden_is_one_line(name):
-    config, length, said = REFUSED[name]
-    with pytest.raises((DataError, ConfigError), match=said) as caught:
-        open_data({"kind": "synthetic", **config}, sequence_length=length)
-    assert "\n" not in str(caught.value)
-
-
-def test_defaults_are_those_of_the_papers():
-    mask, span = MaskCorruption(), SpanCorruption()
-    assert mask.probability == 0.15
-    assert (span.noise_density, span.mean_span_length) == (0.15, 3.0)

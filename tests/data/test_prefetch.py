@@ -3,14 +3,10 @@
 import subprocess
 import sys
 import threading
-import time
 
-import jax
-import numpy as np
 import pytest
 
 from jaxtrain.data import prefetch
-from jaxtrain.data.batches import queue_depth
 
 
 def threads() -> list[str]:
@@ -25,12 +21,6 @@ def number(k):
 def test_batches_come_in_order(depth):
     assert [batch["k"] for batch in prefetch(number, 3, 9, depth=depth)] == list(range(3, 9))
     assert threads() == []
-
-
-@pytest.mark.parametrize(("rows", "depth"), [(64, 16), (2**15, 8), (2**20, 2)])
-def test_small_batches_lie_ready_in_larger_numbers(rows, depth):
-    spec = {name: jax.ShapeDtypeStruct((rows, 32), np.int32) for name in ("inputs", "targets")}
-    assert queue_depth(spec) == depth
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -57,18 +47,6 @@ def test_closing_stops_the_thread():
     assert threads() == []
     # At most `depth` batches beyond those taken, and one that was under way.
     assert len(loaded) <= taken + 3
-
-
-def test_depth_bounds_what_lies_ready():
-    loaded = []
-    batches = prefetch(lambda k: loaded.append(k) or {"k": k}, 0, 100, depth=3)
-    next(batches)
-    deadline = time.monotonic() + 5
-    while len(loaded) < 4 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.05)
-    assert loaded == [0, 1, 2, 3]
-    batches.close()
 
 
 LEFT_OPEN = """

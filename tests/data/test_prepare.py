@@ -10,9 +10,9 @@ import time
 import pytest
 from format_files import write_rows
 
-from jaxtrain.config.data import DocumentsData, JsonlData, TokenizerConfig
+from jaxtrain.config.data import DocumentsData, TokenizerConfig
 from jaxtrain.data import prepare_tokens
-from jaxtrain.data.sources import prepare
+from jaxtrain.data.sources import shards as prepare
 from jaxtrain.errors import DataError
 
 ROWS = [{"text": " ".join(f"word{(i * k) % 89}" for k in range(1, i % 40 + 2))} for i in range(600)]
@@ -33,19 +33,6 @@ def source(tmp_path, form, tokenizer=BPE):
     folder = tmp_path / form
     folder.mkdir(exist_ok=True)
     return DocumentsData(path=str(write_rows(folder, form, ROWS)), tokenizer=tokenizer)
-
-
-def test_every_format_becomes_the_same_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "BLOCK_CHARACTERS", 50_000)
-    found = {}
-    for form in ("lines", "lines.zst", "parquet", "saved", "tar"):
-        # Bytes: training a vocabulary for each would take most of the time.
-        config = source(tmp_path, form, TokenizerConfig())
-        prepare_tokens(config, tmp_path / f"{form}-out", tokens_per_shard=50_000)
-        found[form] = digests(tmp_path / f"{form}-out")
-    prepare_tokens(JsonlData(path=str(tmp_path / "lines.zst")), tmp_path / "jsonl-out", tokens_per_shard=50_000)
-    assert {len(one) for one in found.values()} == {len(found["lines"])}
-    assert all(one == found["lines"] for one in [*found.values(), digests(tmp_path / "jsonl-out")])
 
 
 def test_an_end_between_blocks_changes_nothing(tmp_path):
@@ -83,20 +70,6 @@ def test_what_another_call_left_is_begun_again(tmp_path, capsys):
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_a_folder_that_lost_a_shard_is_begun_again(tmp_path):
-    def stop(found):
-        if found.tokens > 9000:
-            raise KeyboardInterrupt
-
-    config = source(tmp_path, "lines", TokenizerConfig())
-    with pytest.raises(KeyboardInterrupt):
-        prepare_tokens(config, tmp_path / "out", tokens_per_shard=7000, progress=stop)
-    (tmp_path / ".out.partial" / "shard-00001.bin").unlink()
-    prepare_tokens(config, tmp_path / "out", tokens_per_shard=7000)
-    prepare_tokens(config, tmp_path / "whole", tokens_per_shard=7000)
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-
-
 def test_two_calls_at_once_are_refused(tmp_path):
     def again(found):
         prepare_tokens(source(tmp_path, "lines"), tmp_path / "out")
@@ -105,28 +78,12 @@ def test_two_calls_at_once_are_refused(tmp_path):
         prepare_tokens(source(tmp_path, "lines"), tmp_path / "out", progress=again)
 
 
-def test_bad_records_are_counted_over_all_blocks(tmp_path, capsys):
-    lines = [json.dumps(row) for row in ROWS]
-    lines[100] = lines[400] = "{"
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    config = JsonlData(path=str(tmp_path / "a.jsonl"), on_bad_record="skip", max_bad_fraction=0.01)
-    assert prepare_tokens(config, tmp_path / "out")["num_documents"] == len(ROWS) - 2
-    told = capsys.readouterr().err
-    assert f"skipped bad record 1: {tmp_path}/a.jsonl:101 is not JSON" in told
-    assert f"skipped bad record 2: {tmp_path}/a.jsonl:401 is not JSON" in told
-    with pytest.raises(DataError, match=r"a.jsonl:101 is not JSON"):
-        prepare_tokens(JsonlData(path=str(tmp_path / "a.jsonl")), tmp_path / "none")
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
-    assert prepare_tokens(JsonlData(path=str(tmp_path / "a.jsonl")), tmp_path / "none")["num_documents"] == len(ROWS)
-    assert not (tmp_path / ".none.partial").exists()
-
-
 SCRIPT = """
 import sys, time
 from jaxtrain.config.data import DocumentsData
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data import prepare_tokens
-from jaxtrain.data.sources import prepare
+from jaxtrain.data.sources import shards as prepare
 prepare.BLOCK_CHARACTERS = 8000
 if __name__ == "__main__":
     path, output = sys.argv[1:]

@@ -15,7 +15,6 @@ import pytest
 from format_files import write_rows
 
 from jaxtrain.data import open_data
-from jaxtrain.errors import DataError
 
 ROWS = [{"text": f"text {i} of a store"} for i in range(60)]
 NEEDED = ("s3fs", "moto", "flask")
@@ -110,22 +109,3 @@ def test_a_changed_file_is_copied_again(store, tmp_path, capsys):
     assert first.fingerprint != second.fingerprint
     system.rm_file("bucket/changing/b.parquet")
     assert len(opened("s3://bucket/changing", tmp_path).train) < len(second.train)
-
-
-@pytest.mark.parametrize("path", ["s3://bucket/none.parquet", "s3://no-bucket/a.parquet"])
-def test_what_is_not_there_is_one_line(store, tmp_path, path):
-    with pytest.raises(DataError) as error:
-        opened(path, tmp_path)
-    assert str(error.value).startswith(f"data.path {path} does not exist, or holds no file")
-    assert "\n" not in str(error.value)
-
-
-def test_missing_credentials_are_one_line(store, tmp_path, monkeypatch):
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(DataError, match=r"^data.path s3://bucket/rows.*credentials"):
-        opened("s3://bucket/rows", tmp_path)

@@ -4,12 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Model
 
 from jaxtrain.config.data import JsonlData, TokenizerConfig
 from jaxtrain.data import Tokenizer, build_tokenizer, load_tokenizer, open_data, prepare_tokens
-from jaxtrain.data.tokenizer import _PIECE_CHARACTERS, encode_all, special_ids, tokenizer_sha256
+from jaxtrain.data.tokenizer import special_ids, tokenizer_sha256
 from jaxtrain.errors import DataError
 
 TEXTS = [
@@ -48,59 +47,6 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(kind, tmp_path):
         np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
 
 
-def test_bpe_training_is_deterministic():
-    assert tokenizer_sha256(make("bpe")) == tokenizer_sha256(make("bpe"))
-
-
-# Each ends a piece of a long document in another way, or ties a newline to its neighbours.
-SPLITTERS = {
-    "byte_level": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "split_and_byte_level": pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r" ?[a-z]+|\d{1,3}|\s+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    ),
-    "metaspace": pre_tokenizers.Metaspace(),
-    "none": None,
-}
-ADDED = {
-    "": [],
-    "strips_right": [AddedToken("cat", rstrip=True, normalized=False)],
-    "strips_left": [AddedToken("sat", lstrip=True, normalized=False)],
-    "holds_newline": [AddedToken("cat\nsat", normalized=False)],
-}
-
-
-@pytest.mark.parametrize(
-    ("splitter", "normalizer", "added"),
-    [
-        *((name, None, "") for name in SPLITTERS),
-        ("byte_level", normalizers.Prepend("_"), ""),
-        *(("byte_level", None, name) for name in ADDED if name),
-    ],
-    ids=str,
-)
-def test_a_long_document_has_the_ids_of_the_whole_under_every_option(tmp_path, splitter, normalizer, added):
-    # Every newline, and so every place to divide it, is between "cat" and "sat".
-    text = "sat on the mat, 12 times, the cat\n" * (2 * _PIECE_CHARACTERS // 30)
-    model = Model(models.BPE(unk_token="[UNK]"))
-    if SPLITTERS[splitter] is not None:
-        model.pre_tokenizer = SPLITTERS[splitter]
-    if normalizer is not None:
-        model.normalizer = normalizer
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["[UNK]"], show_progress=False
-    )
-    model.train_from_iterator([text[:1000]], trainer)
-    model.add_tokens(ADDED[added])
-    model.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    whole = model.encode(text, add_special_tokens=False).ids
-    np.testing.assert_array_equal(encode_all(tokenizer, [text])[0], whole)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -113,11 +59,6 @@ def test_a_bad_file_is_one_line(tmp_path, content, message):
         (tmp_path / "a.json").write_text(content)
     with pytest.raises(DataError, match=rf"^tokenizer .*a\.json {message}"):
         load_tokenizer(tmp_path / "a.json")
-
-
-def test_kind_file_needs_a_path():
-    with pytest.raises(DataError, match=r"data\.tokenizer\.path is null"):
-        build_tokenizer(TokenizerConfig(kind="file"), [])
 
 
 def published(folder, names=("<|eot|>",), **beside):
@@ -164,14 +105,6 @@ def test_documents_end_as_config_file_and_names_say(name, tmp_path):
     # The ids of a text do not depend on it; the rows do.
     usual = build_tokenizer(TokenizerConfig(kind="file", path=str(published(tmp_path / "bare", names))), [])
     assert data.fingerprint.get("end_of_text") == (None if made.end_of_text == usual.end_of_text else wanted)
-    for rows in (open_data({**config, "kind": "documents", "rows": "document"}, sequence_length=24),):
-        row = rows.train[0]
-        assert row["targets"][int(row["weights"].sum()) - 1] == wanted
-        assert rows.fingerprint.get("end_of_text") == data.fingerprint.get("end_of_text")
-    # What is saved is read with the same end.
-    (tmp_path / "kept").mkdir()
-    made.save(tmp_path / "kept" / "tokenizer.json")
-    assert load_tokenizer(tmp_path / "kept" / "tokenizer.json").end_of_text == made.end_of_text
 
 
 def test_shards_and_mixtures_keep_the_end(tmp_path):

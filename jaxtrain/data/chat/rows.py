@@ -1,4 +1,4 @@
-"""Rows of chats: conversations cut, dropped, packed several to a row or padded, and pairs of answers.
+"""Rows of chats: conversations and pairs of answers, read from files of the usual forms, masked, packed or padded.
 
 Shapes: B rows of a batch, N conversations, L tokens per row.
 """
@@ -6,36 +6,254 @@ Shapes: B rows of a batch, N conversations, L tokens per row.
 import bisect
 import datetime
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.data import PYTHON_DOCS, ChatData, added_tokens
-from jaxtrain.data.chat.conversations import Conversation, Pair, read_conversations, read_pairs
+from jaxtrain.config.data import PYTHON_DOCS, ChatData, added_tokens, gives_pairs
 from jaxtrain.data.chat.templates import (
-    MaskedTokens,
+    ChatEncoder,
+    Message,
+    Template,
     chat_encoder,
     chat_format,
     compile_template,
     format_of_reading,
-    masked_tokens,
+    render,
 )
+from jaxtrain.data.dataset import Data
+from jaxtrain.data.formats.open import find_rows, pass_over_files
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.data.rows import Examples, Row, Rows, padded
+from jaxtrain.data.python_texts import questions
+from jaxtrain.data.rows import Row, Rows, padded
 from jaxtrain.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
     build_tokenizer,
+    chunks,
     described,
     special_ids,
     tokenizer_sha256,
 )
 from jaxtrain.errors import ConfigError, DataError
 
+ANSWERS = "assistant"
+# Keys by which a message says whether it counts in the loss: 0 or false, 1 or true.
+_WEIGHTS = ("weight", "train", "training", "loss")
+# Formats in which a struct has every key in every row, null where the row said nothing.
+_COLUMNAR = ("parquet", "arrow")
 # Constant, so that the rows of a run are those of every other.
 _ORDER_SEED = 20240602
+# Characters that are encoded at a time: enough for every core, few enough for their tokens as Python objects.
+_CHUNK_CHARACTERS = 2**20
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in their order, from `where` (file and line).
+
+    `first` is the first message that may be an answer to train on; `tools` are JSON schemas of what the model may call.
+    """
+
+    where: str
+    messages: tuple[Message, ...]
+    first: int = 0
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    @property
+    def prompt(self) -> str:
+        """What stands before the first answer, as text: conversations with equal ones are one group."""
+        end = next((i for i in range(self.first, len(self.messages)) if self.messages[i]["role"] == ANSWERS), None)
+        return "\n".join(f"{one['role']}: {one.get('content')}" for one in self.messages[:end])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations that begin alike; pairs of one group stay on one side of the split."""
+
+    chosen: Conversation
+    rejected: Conversation
+    group: str
+
+
+def is_trained(message: Message) -> bool:
+    """Returns whether a message counts in the loss: OpenAI's `weight: 0` and Axolotl's `train: false` leave it out."""
+    return all(message.get(name) in (None, 1) for name in _WEIGHTS)
+
+
+def _made(path: str | Sequence[str], key: str, make: Callable[[str, Mapping[str, Any]], Any]) -> list[Any]:
+    """Returns what is made of (file and line, object) of each row of all files that paths name."""
+    paths = [path] if isinstance(path, str) else path
+    files = [file for one in paths for file in find_rows(one, what=key, one_format=False)]
+    return [
+        make(where, _without_nulls(row) if file.format in _COLUMNAR else row)
+        for file in files
+        for where, row in pass_over_files([file], None)
+    ]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value of a columnar file without the keys that only other rows have; the content of a message stays."""
+    if isinstance(value, Mapping):
+        said = {key: one for key, one in value.items() if one is not None or (key == "content" and "role" in value)}
+        return {key: _without_nulls(one) for key, one in said.items()}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
+    tools = row.get("tools") or None
+    if row.get("label") is False:
+        raise DataError(f"{where} is an answer that is not wanted (label: false, as KTO writes it); remove the row")
+    if "messages" in row:
+        return _checked(Conversation(where, _messages(where, row["messages"]), 0, tools))
+    if "prompt" in row and "completion" in row:
+        before, after = _messages(where, row["prompt"], "user"), _messages(where, row["completion"], ANSWERS)
+        return _checked(Conversation(where, (*before, *after), len(before), tools))
+    raise DataError(
+        f"{where} is no conversation (it has {', '.join(map(str, row))}); write messages, or prompt and completion, or "
+        "set task=dpo or task=reward for chosen and rejected"
+    )
+
+
+def _pair(where: str, row: Mapping[str, Any]) -> Pair:
+    if "chosen" not in row or "rejected" not in row:
+        there = ", ".join(map(str, row))
+        raise DataError(f"{where} is no pair of answers (it has {there}); write prompt, chosen and rejected")
+    chosen, rejected = (_messages(where, row[name], ANSWERS) for name in ("chosen", "rejected"))
+    if row.get("prompt") is not None and chosen[0]["role"] == rejected[0]["role"] == ANSWERS:
+        prompt = _messages(where, row["prompt"], "user")
+        chosen, rejected = (*prompt, *chosen), (*prompt, *rejected)
+    shortest = min(len(chosen), len(rejected))
+    first = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
+    if first in (0, shortest):
+        raise DataError(f"{where} has answers that are equal, or no common prompt; write prompt, chosen and rejected")
+    tools = row.get("tools") or None
+    both = [_checked(Conversation(where, messages, first, tools)) for messages in (chosen, rejected)]
+    return Pair(both[0], both[1], both[0].prompt)
+
+
+def _messages(where: str, value: Any, role: str | None = None) -> tuple[Message, ...]:
+    """Returns the messages of a value: a list of them or, where `role` is given, also a text."""
+    if isinstance(value, str) and role is not None:
+        return ({"role": role, "content": value},)
+    messages = []
+    for one in value if isinstance(value, list) else []:
+        # A Parquet column has every key in every row. Templates ask whether the content beside calls of tools is none.
+        said = one if isinstance(one, dict) else {}
+        found = {name: held for name, held in said.items() if held is not None or name == "content"}
+        content = found.get("content")
+        is_said = isinstance(content, str) or (content is None and "tool_calls" in found)
+        if isinstance(found.get("role"), str) and is_said:
+            messages.append(found)
+    if not messages or len(messages) < len(value):
+        raise DataError(f"{where} has {value!r:.60} for messages; write [{{role: user, content: text}}, ...]")
+    return tuple(messages)
+
+
+def _checked(conversation: Conversation) -> Conversation:
+    """Returns a conversation up to its last answer."""
+    where, messages = conversation.where, conversation.messages
+    answers = [i for i in range(conversation.first, len(messages)) if messages[i]["role"] == ANSWERS]
+    is_empty = [not ((messages[i].get("content") or "").strip() or messages[i].get("tool_calls")) for i in answers]
+    if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0 or any(is_empty):
+        roles = ", ".join(dict.fromkeys(one["role"] for one in messages))
+        raise DataError(
+            f"{where} has no answer to train, or an empty one (roles: {roles}); write one with role: {ANSWERS}"
+        )
+    return replace(conversation, messages=messages[: answers[-1] + 1])
+
+
+def documented() -> list[Conversation]:
+    """Returns a question about each function of the standard library, and the first paragraph of its docstring."""
+    return [_asked(name, question, answer) for name, question, answer in questions()]
+
+
+def _documented_pairs() -> list[Pair]:
+    """Returns questions with their own answer and that of another function; the two functions form a group."""
+    found, pairs = questions(), []
+    for one, other in zip(found[::2], found[1::2], strict=False):
+        for (name, question, answer), (_, _, wrong) in ((one, other), (other, one)):
+            pairs.append(Pair(_asked(name, question, answer), _asked(name, question, wrong), group=one[0]))
+    return pairs
+
+
+def _asked(where: str, question: str, answer: str) -> Conversation:
+    return Conversation(where, ({"role": "user", "content": question}, {"role": ANSWERS, "content": answer}), first=1)
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """A conversation as tokens: int32 [num_tokens], and which are trained, bool [num_tokens]."""
+
+    where: str
+    ids: np.ndarray
+    trained: np.ndarray
+
+
+def masked_tokens(
+    conversations: Sequence[Conversation], template: Template, encoder: ChatEncoder, *, train_on: str
+) -> Iterator[MaskedTokens]:
+    """Encodes conversations and marks what is trained, as `ChatData.train_on` says."""
+    marked = ((one.where, *_marked(one, template, train_on=train_on)) for one in conversations)
+    for chunk in chunks(marked, lambda one: len(one[1]), most=_CHUNK_CHARACTERS):
+        encoded = encoder.encode([text for _, text, _ in chunk])
+        for (where, _, spans), found in zip(chunk, encoded, strict=True):
+            trained = np.zeros(len(found.ids), bool)
+            for start, stop in spans:
+                # A token that begins before the answer belongs to the prompt.
+                first, last = np.searchsorted(found.starts, (start, stop))
+                ends = first + np.flatnonzero(np.isin(found.ids[first:last], template.format.stop))
+                if not len(ends):
+                    raise ConfigError(
+                        f"the chat template {template.format.label} writes no stop token (id "
+                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({where}), so a "
+                        "model would never learn to stop; set data.stop to the token that it writes there"
+                    )
+                # What a template writes after the stop token (a line end) nobody generates.
+                trained[first : last if template.marks_answers or train_on == "all" else ends[-1] + 1] = True
+            yield MaskedTokens(where, found.ids, trained)
+
+
+def _marked(conversation: Conversation, template: Template, *, train_on: str) -> tuple[str, Sequence[tuple[int, int]]]:
+    """Returns a conversation as text, and (start, end) in characters of what is trained."""
+    where, messages, tools = conversation.where, conversation.messages, conversation.tools
+    label = template.format.label
+    whole = render(template, messages, prompt=False, where=where, tools=tools)
+    if train_on == "all":
+        if not all(map(is_trained, messages)):
+            raise ConfigError(
+                f"{where} has messages that are not trained (weight 0), which data.train_on=all would train"
+            )
+        return whole.text, [(0, len(whole.text))]
+    said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
+    answers = [i for i in said if i >= conversation.first and is_trained(messages[i])]
+    answers = answers[-1:] if train_on == "last" else answers
+    if template.marks_answers:
+        if len(whole.answers) != len(said):
+            raise ConfigError(
+                f"the chat template {label} marks {len(whole.answers)} answers by {{% generation %}}, but {where} has "
+                f"{len(said)}; let it mark each message of role {ANSWERS} once"
+            )
+        return whole.text, [whole.answers[said.index(i)] for i in answers]
+    spans = []
+    for i in answers:
+        before = render(template, messages[:i], prompt=True, where=where, tools=tools).text
+        is_last = i + 1 == len(messages)
+        after = whole if is_last else render(template, messages[: i + 1], prompt=False, where=where, tools=tools)
+        for shorter, longer, how in (
+            (before, after.text, "than it asks the model to begin (add_generation_prompt)"),
+            (after.text, whole.text, "where more messages follow"),
+        ):
+            if not longer.startswith(shorter):
+                raise ConfigError(
+                    f"the chat template {label} writes message {i + 1} of {where} otherwise {how}, so the answer "
+                    "cannot be told apart; mark answers by {% generation %} (data.template), or try data.train_on=last"
+                )
+        spans.append((len(before), len(after.text)))
+    return whole.text, spans
 
 
 @dataclass(frozen=True)
@@ -68,31 +286,16 @@ class _Fitted:
 
 
 def open_chat(
-    config: ChatData,
-    *,
-    sequence_length: int,
-    pairs: bool,
-    scored: bool = False,
-    reading: Mapping[str, Any] | None = None,
-) -> Examples:
-    """Opens conversations, or pairs of answers (`scored`: the last token of each is an input too).
-
-    Args:
-        config: Which ones.
-        sequence_length: L.
-        pairs: Whether rows are pairs of answers.
-        scored: Whether the last token of each answer is scored, and so must be an input.
-        reading: `Data.reading` of what a model was trained on, whose template is used; None: that of the config.
+    config: ChatData, *, sequence_length: int, task: object = None, reading: Mapping[str, Any] | None = None
+) -> Data:
+    """Opens conversations or, for a task on preferences, pairs of answers.
 
     Returns:
         Rows of conversations: `inputs` int32 [L] or, where several are packed into a row, `tokens`, `segments` and
         `positions` int32 [L] each; `targets` int32 [L]; `weights` float32 [L], 1 for the targets that are trained.
         Rows of pairs: `inputs`, `targets` and `weights` [2, L], the chosen answer first.
-
-    Raises:
-        DataError: A file or row is wrong; names file and line.
-        ConfigError: The template is wrong or missing; names its line.
     """
+    pairs = gives_pairs(config, task)
     if pairs and config.train_on == "all":
         raise ConfigError("data.train_on=all takes the prompt into preferences; set data.train_on=answers or last")
     label = config.path if isinstance(config.path, str) else ", ".join(config.path)
@@ -104,7 +307,7 @@ def open_chat(
     form = format_of_reading(reading) or chat_format(config, tokenizer)
     template = compile_template(form, today=datetime.date.fromisoformat(config.date))
     masked = masked_tokens(conversations, template, chat_encoder(tokenizer), train_on=config.train_on)
-    most = sequence_length if scored else sequence_length + 1
+    most = sequence_length if pairs and task == "reward" else sequence_length + 1
     fitted = _fit(masked, most=most, too_long=config.too_long, together=2 if pairs else 1)
     # Places in the store of what is left of each side.
     kept = fitted.kept[::2] // 2 if pairs else fitted.kept
@@ -118,27 +321,35 @@ def open_chat(
     store = _make_store(fitted.tokens, length=sequence_length, padding=0 if padding is None else padding)
     if config.packing and not pairs:
         layouts = [[side[row].tolist() for row in packed(store.sizes[side], store.length)] for side in sides]
-        made: list[Rows] = [PackedRows(store, layout) for layout in layouts]
+        train, validation = (PackedRows(store, layout) for layout in layouts)
     else:
         layouts = [side[:, None].tolist() for side in sides]
-        made = [PaddedRows(store, side, together=2 if pairs else 1) for side in sides]
-    counts = _counts(store, fitted, sides, made, pairs=pairs)
-    identity = {
-        "kind": config.kind,
-        "pairs": pairs,
-        "content_sha256": _digest(store, [row for layout in layouts for row in layout]),
-        "template_sha256": hashlib.sha256(form.source.encode()).hexdigest(),
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "sequence_length": store.length,
-        "padding": store.padding,
-        "num_rows": len(layouts[0]),
-        "num_validation_rows": len(layouts[1]),
+        train, validation = (PaddedRows(store, side, together=2 if pairs else 1) for side in sides)
+    counts = _counts(store, fitted, pairs=pairs) | {
+        "training_rows": len(train),
+        "validation_rows": len(validation),
+        "held_out": len(sides[1]),
     }
-    return Examples(
-        train=made[0],
-        validation=made[1] if len(made[1]) else None,
+    shape = (2, sequence_length) if pairs else (sequence_length,)
+    return Data(
+        train=train,
+        validation=validation if len(validation) else None,
+        fingerprint={
+            "kind": config.kind,
+            "pairs": pairs,
+            "content_sha256": _digest(store, [row for layout in layouts for row in layout]),
+            "template_sha256": hashlib.sha256(form.source.encode()).hexdigest(),
+            "tokenizer_sha256": tokenizer_sha256(tokenizer),
+            "sequence_length": store.length,
+            "padding": store.padding,
+            "num_rows": len(train),
+            "num_validation_rows": len(validation),
+        },
+        vocab_size=tokenizer.vocab_size,
+        input_shape=shape,
+        unit="tokens",
+        units_per_row=math.prod(shape),
         tokenizer=tokenizer,
-        identity=identity,
         description=(*_description(label, counts, form.label), described(tokenizer)),
         reading=form.to_reading(),
         counts=counts,
@@ -150,10 +361,10 @@ def _read(config: ChatData, label: str, *, pairs: bool) -> tuple[list[Conversati
 
     Those of equal prompts are on one side; the built-in answers are all different, and so are their questions.
     """
-    read = read_pairs if pairs else read_conversations
-    found: list[Conversation | Pair] = [*read(config.path)]
+    make, builtin = (_pair, _documented_pairs) if pairs else (_conversation, documented)
+    found: list[Any] = builtin() if config.path == PYTHON_DOCS else _made(config.path, "data.path", make)
     if config.validation_path is not None:
-        more = read(config.validation_path, key="data.validation_path")
+        more = _made(config.validation_path, "data.validation_path", make)
         sides = np.arange(len(found)), len(found) + np.arange(len(more))
         found += more
     else:
@@ -169,11 +380,7 @@ def _read(config: ChatData, label: str, *, pairs: bool) -> tuple[list[Conversati
 
 
 def _fit(conversations: Iterable[MaskedTokens], *, most: int, too_long: str, together: int) -> _Fitted:
-    """Cuts or drops conversations of more than `most` tokens; `together` neighbours (2 for pairs) are left as one.
-
-    Raises:
-        DataError: A conversation is too long and may be neither cut nor dropped, or both of a pair are equal.
-    """
+    """Cuts or drops conversations of more than `most` tokens; `together` neighbours (2 for pairs) are left as one."""
     kept: list[int] = []
     tokens: list[MaskedTokens] = []
     cut = dropped = 0
@@ -313,21 +520,16 @@ def _digest(store: Store, layout: Sequence[Sequence[int]]) -> str:
     return found.hexdigest()
 
 
-def _counts(
-    store: Store, fitted: _Fitted, sides: Sequence[np.ndarray], rows: Sequence[Rows], *, pairs: bool
-) -> dict[str, int]:
+def _counts(store: Store, fitted: _Fitted, *, pairs: bool) -> dict[str, int]:
     conversations = len(store.starts) - 1
     first = np.zeros(len(store.ids), bool)
     first[store.starts[:-1]] = True  # the first token of a conversation is nobody's target
     return {
         "pairs" if pairs else "conversations": conversations // 2 if pairs else conversations,
-        "training_rows": len(rows[0]),
-        "validation_rows": len(rows[1]),
         "tokens": len(store.ids),
         "trained_tokens": int((store.trained & ~first).sum()),
         "cut": fitted.cut,
         "dropped": fitted.dropped,
-        "held_out": len(sides[1]),
         "row_length": store.length,
     }
 

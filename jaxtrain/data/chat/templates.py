@@ -23,7 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxtrain.config.data import TURN_BEGINS, TURN_ENDS, ChatData
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.chat.conversations import ANSWERS, Conversation, Message, is_trained
 from jaxtrain.data.files import require_file
 from jaxtrain.data.tokenizer import (
     GENERATION_FILE,
@@ -35,7 +34,6 @@ from jaxtrain.data.tokenizer import (
     json_beside,
     special_names,
 )
-from jaxtrain.data.tokens import chunks
 from jaxtrain.errors import ConfigError, DataError
 
 # Templates that need no file: turns between two tokens, and the texts one after another.
@@ -49,12 +47,13 @@ BUILT_IN = {
 _OF_A_RUN = "published"
 _KIND = "chat"
 
+# What a template reads: {"role": ..., "content": ...} and whatever else the file gives.
+Message = Mapping[str, Any]
+
 # Unicode guarantees that these are no characters of any text.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
 _MARKED_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Characters that are encoded at a time: enough for every core, few enough for their tokens as Python objects.
-_CHUNK_CHARACTERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,7 @@ def format_of_reading(reading: Mapping[str, Any] | None) -> ChatFormat | None:
 
 
 def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
-    """Finds the format of a config: its template, else that beside the tokenizer's file, else chatml.
-
-    Raises:
-        ConfigError: There is no template, or no token at which the model stops.
-        DataError: A file cannot be read.
-    """
+    """Finds the format of a config: its template, else that beside the tokenizer's file, else chatml."""
     path = config.tokenizer.path or ""
     files = {} if config.tokenizer.kind != "file" else files_beside(Path(path))
     name = config.template or ("chatml" if config.tokenizer.kind != "file" else None)
@@ -105,14 +99,10 @@ def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
         source, label = require_file(name, what="data.template (a file, chatml or plain)").read_text("utf-8"), name
     tokens, stop = published_tokens(files, tokenizer)
     if config.stop is not None:
-        i = tokenizer.token_id(config.stop)
-        if i is None:
-            raise DataError(f"data.stop={config.stop!r} is no token of the tokenizer; give the name of one")
-        stop = (i,)
+        named = tokenizer.token_id(config.stop)
+        stop = () if named is None else (named,)
     if not stop:
-        raise ConfigError(
-            "the tokenizer's files name no token at which the model stops (eos_token); set data.stop to its name"
-        )
+        raise ConfigError(f"the tokenizer has no token at which a model stops (data.stop={config.stop}); set its name")
     return ChatFormat(source, label, tokens, stop)
 
 
@@ -222,9 +212,7 @@ def render(
 ) -> Rendered:
     """Writes messages of `where` as text; with `prompt` it ends where the answer begins (`add_generation_prompt`).
 
-    Raises:
-        DataError: The template refuses the messages, such as for the order of their roles; names its line.
-        ConfigError: The template fails.
+    The template may refuse the messages, such as for the order of their roles (DataError), or fail (ConfigError).
     """
     values: Mapping[str, Any] = {
         **template.format.tokens,
@@ -236,13 +224,12 @@ def render(
     label = template.format.label
     try:
         text = template.compiled.render(values)
-    except _RefusedError as error:
-        raise DataError(f"{where}: the chat template {label} refuses the conversation: {_reason(error)}") from None
     except Exception as error:  # a template is somebody's code, and may fail in any way
-        raise ConfigError(
-            f"the chat template {label} fails on {where}: {type(error).__name__}: "
-            f"{_reason(error)}; mend it, or set data.template to another"
-        ) from None
+        if isinstance(error, _RefusedError):
+            kind, why = DataError, "refuses the conversation"
+        else:
+            kind, why = ConfigError, f"fails: {type(error).__name__}"
+        raise kind(f"{where}: the chat template {label} {why}: {_reason(error)}; mend it, or data.template") from None
     if not template.marks_answers:
         return Rendered(text, ())
     # Every other part stands inside of marks.
@@ -317,93 +304,3 @@ class ChatEncoder:
 def chat_encoder(tokenizer: ByteTokenizer | BpeTokenizer) -> ChatEncoder:
     """Returns what encodes the rendered chats of a tokenizer."""
     return ChatEncoder(tokenizer)
-
-
-@dataclass(frozen=True)
-class MaskedTokens:
-    """A conversation as tokens: int32 [num_tokens], and which are trained, bool [num_tokens]."""
-
-    where: str
-    ids: np.ndarray
-    trained: np.ndarray
-
-
-@dataclass(frozen=True)
-class _Marked:
-    """A conversation as text, and (start, end) in characters of what is trained."""
-
-    where: str
-    text: str
-    spans: tuple[tuple[int, int], ...]
-
-
-def masked_tokens(
-    conversations: Sequence[Conversation],
-    template: Template,
-    encoder: ChatEncoder,
-    *,
-    train_on: str,
-) -> Iterator[MaskedTokens]:
-    """Encodes conversations and marks what is trained, as `ChatData.train_on` says.
-
-    Raises:
-        DataError: The template refuses a conversation.
-        ConfigError: The template fails, or the tokens of an answer or its stop token cannot be found.
-    """
-
-    marked = (_marked(one, template, train_on=train_on) for one in conversations)
-    for chunk in chunks(marked, lambda one: len(one.text), most=_CHUNK_CHARACTERS):
-        encoded = encoder.encode([one.text for one in chunk])
-        for one, found in zip(chunk, encoded, strict=True):
-            trained = np.zeros(len(found.ids), bool)
-            for start, stop in one.spans:
-                # A token that begins before the answer belongs to the prompt.
-                first, last = np.searchsorted(found.starts, (start, stop))
-                ends = first + np.flatnonzero(np.isin(found.ids[first:last], template.format.stop))
-                if not len(ends):
-                    raise ConfigError(
-                        f"the chat template {template.format.label} writes no stop token (id "
-                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({one.where}), so a "
-                        "model would never learn to stop; set data.stop to the token that it writes there"
-                    )
-                # What a template writes after the stop token (a line end) nobody generates.
-                trained[first : last if template.marks_answers or train_on == "all" else ends[-1] + 1] = True
-            yield MaskedTokens(one.where, found.ids, trained)
-
-
-def _marked(conversation: Conversation, template: Template, *, train_on: str) -> _Marked:
-    where, messages, tools = conversation.where, conversation.messages, conversation.tools
-    label = template.format.label
-    whole = render(template, messages, prompt=False, where=where, tools=tools)
-    if train_on == "all":
-        if not all(map(is_trained, messages)):
-            raise ConfigError(
-                f"{where} has messages that are not trained (weight 0), which data.train_on=all would train"
-            )
-        return _Marked(where, whole.text, ((0, len(whole.text)),))
-    said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
-    answers = [i for i in said if i >= conversation.first and is_trained(messages[i])]
-    answers = answers[-1:] if train_on == "last" else answers
-    if template.marks_answers:
-        if len(whole.answers) != len(said):
-            raise ConfigError(
-                f"the chat template {label} marks {len(whole.answers)} answers by {{% generation %}}, but {where} has "
-                f"{len(said)}; let it mark each message of role {ANSWERS} once"
-            )
-        return _Marked(where, whole.text, tuple(whole.answers[said.index(i)] for i in answers))
-    spans = []
-    for i in answers:
-        before = render(template, messages[:i], prompt=True, where=where, tools=tools).text
-        is_last = i + 1 == len(messages)
-        after = whole if is_last else render(template, messages[: i + 1], prompt=False, where=where, tools=tools)
-        for shorter, longer, how in (
-            (before, after.text, "than it asks the model to begin (add_generation_prompt)"),
-            (after.text, whole.text, "where more messages follow"),
-        ):
-            if not longer.startswith(shorter):
-                raise ConfigError(
-                    f"the chat template {label} writes message {i + 1} of {where} otherwise {how}, so the answer "
-                    "cannot be told apart; mark answers by {% generation %} (data.template), or try data.train_on=last"
-                )
-        spans.append((len(before), len(after.text)))
-    return _Marked(where, whole.text, tuple(spans))

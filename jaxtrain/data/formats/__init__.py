@@ -1,1 +1,1 @@
-"""File formats: rows by number, as columns of plain Python values, whatever they mean."""
+"""File formats: rows as columns of plain Python values, whatever they mean."""

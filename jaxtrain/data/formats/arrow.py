@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,27 @@ import numpy as np
 
 from jaxtrain.data.files import reading
 from jaxtrain.data.formats.reader import Cells, Column, by_part, check_columns
-from jaxtrain.data.skipped import BadRecordError
 from jaxtrain.errors import DataError
 
-# Decoded row groups that stay in memory, of all Parquet files of a source together.
+# Decoded row groups that stay in memory, of all Parquet files together: the last used ones, but at least one.
 _GROUP_BYTES = 256 * 2**20
+_GROUPS: "OrderedDict[tuple[ParquetReader, int], Any]" = OrderedDict()
+_LOCK = threading.Lock()
 
 
 class _TableReader:
     """Rows of a file that consists of tables: the batches of Arrow, the row groups of Parquet."""
 
-    def __init__(self, path: Path, schema: Any, sizes: Sequence[int], columns: Sequence[Column] | None):
-        self.label, self.schema = str(path), schema
-        self.columns = check_columns(schema.names, columns, where=self.label)
+    def __init__(
+        self,
+        path: Path,
+        schema: Any,
+        sizes: Sequence[int],
+        columns: Sequence[Column] | None,
+        table: Callable[[int], Any],
+    ):
+        self.path, self.schema, self._table = path, schema, table
+        self.columns = check_columns(schema.names, columns, where=str(path))
         self._starts = np.cumsum([0, *sizes])
 
     def __len__(self) -> int:
@@ -33,13 +41,10 @@ class _TableReader:
         return by_part(self._starts, numbers, self._rows_of_part)
 
     def name_of(self, number: int) -> str:
-        return f"{self.label} row {number + 1}"
-
-    def table(self, part: int) -> Any:
-        raise NotImplementedError
+        return f"{self.path} row {number + 1}"
 
     def _rows_of_part(self, part: int, inside: list[int]) -> list[Cells]:
-        table = self.table(part)
+        table = self._table(part)
         columns = {name: table.column(name) for name in self.columns}
         return [{name: self._value(column, place, name, part) for name, column in columns.items()} for place in inside]
 
@@ -49,7 +54,7 @@ class _TableReader:
         except (ValueError, OverflowError, NotImplementedError) as error:  # no UTF-8, a time beyond those of Python
             where = self.name_of(int(self._starts[part]) + place)
             reason = "text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).splitlines()[0]
-            raise BadRecordError(f"{where} column '{name}' cannot be read ({reason}); fix or remove the row") from None
+            raise DataError(f"{where} column '{name}' cannot be read ({reason}); fix or remove the row") from None
 
 
 class ArrowReader(_TableReader):
@@ -64,57 +69,34 @@ class ArrowReader(_TableReader):
                 is_file = mapped.read(6) == b"ARROW1"
                 mapped.seek(0)
                 table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(mapped).read_all()
-        self._batches = table.to_batches()
-        super().__init__(path, table.schema, [len(batch) for batch in self._batches], columns)
-
-    def table(self, part: int) -> Any:
-        return self._batches[part]
-
-
-class GroupCache:
-    """Decoded row groups of the Parquet files of a source: the last used ones, up to 256 MiB, but at least one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._tables: OrderedDict[tuple[str, int], Any] = OrderedDict()
-
-    def get(self, key: tuple[str, int]) -> Any:
-        """Returns a table, which is then the last used one; None: it is not there."""
-        if key in self._tables:
-            self._tables.move_to_end(key)
-        return self._tables.get(key)
-
-    def add(self, key: tuple[str, int], table: Any) -> None:
-        """Keeps a table, in the place of others where there is no room."""
-        self._tables[key] = table
-        while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _GROUP_BYTES:
-            self._tables.popitem(last=False)
+        batches = table.to_batches()
+        super().__init__(path, table.schema, [len(batch) for batch in batches], columns, batches.__getitem__)
 
 
 class ParquetReader(_TableReader):
-    """Rows of a Parquet file, whose row groups are kept in `cache`."""
+    """Rows of a Parquet file."""
 
-    def __init__(self, path: Path, columns: Sequence[Column] | None, cache: GroupCache):
+    def __init__(self, path: Path, columns: Sequence[Column] | None):
         with reading(path):
             from pyarrow import parquet
 
             with parquet.ParquetFile(path) as opened:
                 self._metadata, schema = opened.metadata, opened.schema_arrow
         sizes = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
-        super().__init__(path, schema, sizes, columns)
-        self._cache = cache
+        super().__init__(path, schema, sizes, columns, self._group)
 
-    def table(self, part: int) -> Any:
+    def _group(self, part: int) -> Any:
         from pyarrow import parquet
 
-        key = self.label, part
-        with self._cache.lock:  # one thread decodes a group, which the others then find in memory
-            found = self._cache.get(key)
+        with _LOCK:  # one thread decodes a group, which the others then find in memory
+            found = _GROUPS.pop((self, part), None)
             if found is None:
                 # Opened for each group: thousands of files would need as many handles, and the metadata is known.
-                with reading(self.label), parquet.ParquetFile(self.label, metadata=self._metadata) as opened:
+                with reading(self.path), parquet.ParquetFile(self.path, metadata=self._metadata) as opened:
                     found = opened.read_row_group(part, columns=self.columns).combine_chunks()
-                self._cache.add(key, found)
+            _GROUPS[self, part] = found
+            while len(_GROUPS) > 1 and sum(one.nbytes for one in _GROUPS.values()) > _GROUP_BYTES:
+                _GROUPS.popitem(last=False)
             return found
 
 
@@ -129,7 +111,7 @@ def saved_files(folder: Path, *, what: str) -> list[Path] | None:
     return None
 
 
-def class_names(schema: Any, column: str) -> list[str] | None:
+def class_names_of(schema: Any, column: str) -> list[str] | None:
     """Returns the names of the classes that `datasets` keeps for a column of numbers; None: it keeps none."""
     described = (schema.metadata or {}).get(b"huggingface")
     feature = json.loads(described)["info"]["features"].get(column) if described else None
@@ -137,9 +119,9 @@ def class_names(schema: Any, column: str) -> list[str] | None:
     return (feature.get("feature") or feature).get("names") if isinstance(feature, dict) else None
 
 
-def with_names(value: Any, names: Sequence[str]) -> Any:
+def with_names(value: Any, names: Sequence[str] | None) -> Any:
     """Returns the names of a class's number, or of a list of them; what is no number of a class stays."""
     if isinstance(value, list):
         return [with_names(one, names) for one in value]
-    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names)
-    return names[value] if is_number else value
+    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names or ())
+    return names[value] if is_number and names else value

@@ -1,85 +1,70 @@
-"""JSON lines and plain text: by row where a file is not compressed, and in passes from the first line to the last."""
+"""JSON lines, CSV and plain text, compressed or not: read from the first line to the last."""
 
-from collections.abc import Callable, Iterator, Sequence
+import csv
+import io
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file, read_lines, reading
-from jaxtrain.data.formats.reader import Cells, Column, check_columns
-from jaxtrain.data.skipped import BadRecordError, json_object
+from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file, read_lines
+from jaxtrain.data.formats.reader import Cells, Column, check_columns, json_object
+from jaxtrain.errors import DataError
 
 
-class LineReader:
-    """Rows of a file of JSON lines that is not compressed; empty lines are left out."""
-
-    def __init__(self, path: Path, columns: Sequence[Column] | None):
-        self.label = str(path)
-        self._path, self._columns = path, columns
-        places = [(number, offset) for number, offset, _ in _numbered_lines(path)]
-        self._places = np.array(places, np.int64).reshape(-1, 2)
-        self.rows(range(min(1, len(self))))
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        found = []
-        with reading(self._path), self._path.open("rb") as file:
-            for line, offset in self._places[list(numbers)].tolist():
-                file.seek(offset)
-                found.append(_cells(file.readline(), self._columns, self._path, line, offset))
-        return found
-
-    def name_of(self, number: int) -> str:
-        return f"{self.label}:{self._places[number][0]}"
-
-
-class TextReader:
-    """The one row of a text file: its content, in the column `text`."""
-
-    def __init__(self, path: Path, columns: Sequence[Column] | None):
-        self.label = str(path)
-        self._path = path
-        check_columns(["text"], columns, where=self.label)
-
-    def __len__(self) -> int:
-        return 1
-
-    def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        text = decode_utf8(read_file(self._path), path=self._path).removeprefix(BYTE_ORDER_MARK)
-        return [{"text": text} for _ in numbers]
-
-    def name_of(self, number: int) -> str:
-        return self.label
-
-
-def pass_over_lines(
-    path: Path, columns: Sequence[Column] | None, *, bad: Callable[[BadRecordError], None] | None = None
-) -> Iterator[tuple[str, Cells]]:
-    """Yields file and line, and the object of each line of JSON, compressed or not; see `pass_over_file`."""
-    for number, offset, line in _numbered_lines(path):
-        try:
-            found = _cells(line, columns, path, number, offset)
-        except BadRecordError as error:
-            if bad is None:
-                raise
-            bad(error)
-        else:
-            yield f"{path}:{number}", found
-
-
-def _numbered_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yields the number, the first byte and the content of each line that is not empty."""
+def json_lines(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
+    """Yields file and line, and the object of each line that is not empty."""
     offset = 0
     for number, line in enumerate(read_lines(path), start=1):
-        if line.strip().removeprefix(BYTE_ORDER_MARK.encode()).strip():
-            yield number, offset, line
+        where = f"{path}:{number}"
+        text = decode_utf8(line, path=path, offset=offset).strip().removeprefix(BYTE_ORDER_MARK)
         offset += len(line)
+        if text.strip():
+            row = json_object(text, where=where)
+            check_columns(list(row), columns, where=where)
+            yield where, row
 
 
-def _cells(line: bytes, columns: Sequence[Column] | None, path: Path, number: int, offset: int) -> Cells:
-    text = decode_utf8(line, path=path, offset=offset).strip().removeprefix(BYTE_ORDER_MARK)
-    row = json_object(text, where=f"{path}:{number}")
-    check_columns(list(row), columns, where=f"{path}:{number}")
-    return row
+def whole_text(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
+    """Yields the one row of a text file: its content, in the column `text`."""
+    check_columns(["text"], columns, where=str(path))
+    yield str(path), {"text": _content(path)}
+
+
+def csv_rows(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
+    """Yields file and line, and the texts of each row; commas, tabs or semicolons are between them, names come first.
+
+    A quote that is closed wrongly or nowhere is an error, since the rows after it would be lost.
+    """
+    rows = _fields(path)
+    header = [name.strip() for name in next(rows, ("", []))[1]]
+    # Names with spaces around them are found, and stay as they were asked for.
+    wanted = {name if name in header else name.strip(): name for _, name in columns or ()}
+    stripped = columns and [(key, name if name in header else name.strip()) for key, name in columns]
+    names = check_columns(header, stripped, where=f"{path}:1")
+    for where, row in rows:
+        if len(row) != len(header):
+            raise DataError(f"{where} has {len(row)} fields, the header has {len(header)}; fix or remove the line")
+        yield where, {wanted.get(name, name): row[header.index(name)] for name in names}
+
+
+def _fields(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yields file and lines, and the fields of each row; lines without anything are left out."""
+    csv.field_size_limit(2**28)  # a field may be a whole document
+    text = _content(path)
+    separator = max(",\t;", key=text.partition("\n")[0].count)
+    # Without `strict`, a field with an unclosed quote takes in the rest of the file.
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+    first = 1
+    try:
+        for row in reader:
+            if row:
+                yield f"{path}:{first}" + (f"-{reader.line_num}" if reader.line_num > first else ""), row
+            first = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f'{path}:{first} is not CSV ({error}); write a quote inside of a text twice (""), and close the quote '
+            f"that runs to line {reader.line_num}"
+        ) from None
+
+
+def _content(path: Path) -> str:
+    return decode_utf8(read_file(path), path=path).removeprefix(BYTE_ORDER_MARK)

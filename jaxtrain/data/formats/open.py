@@ -1,57 +1,54 @@
-"""Finds the files of a path in any known format, and opens them by row or for a pass from first to last."""
+"""Finds the files of a path in any known format, opens them, and reads the texts, numbers and classes in them."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.config.arguments import local_path
 from jaxtrain.data.files import files_below, find_files, is_packed, plain_suffix, require_file, sampled_sha256
-from jaxtrain.data.formats.array_record import ArrayRecordReader, OpenFiles
-from jaxtrain.data.formats.arrow import ArrowReader, GroupCache, ParquetReader, class_names, saved_files
-from jaxtrain.data.formats.csv import CsvReader
-from jaxtrain.data.formats.lines import LineReader, TextReader, pass_over_lines
+from jaxtrain.data.formats.array_record import array_records
+from jaxtrain.data.formats.arrow import ArrowReader, ParquetReader, class_names_of, saved_files, with_names
+from jaxtrain.data.formats.lines import csv_rows, json_lines, whole_text
 from jaxtrain.data.formats.reader import Cells, Column, JoinedReader, Reader, pass_over
 from jaxtrain.data.formats.tar import TarReader
-from jaxtrain.data.skipped import NAMED, BadRecordError, SkippedRecords, without_advice
 from jaxtrain.errors import DataError
 
-
-class Shared:
-    """What the readers of a source's files have in common."""
-
-    def __init__(self) -> None:
-        self.groups, self.handles = GroupCache(), OpenFiles()
-
-
-# Format -> its endings, and what opens a file of it. The files of a folder are read in this order of formats.
-_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path, Sequence[Column] | None, Shared], Reader]]] = {
-    "lines": ((".jsonl", ".ndjson"), lambda path, columns, _: LineReader(path, columns)),
-    "parquet": ((".parquet",), lambda path, columns, shared: ParquetReader(path, columns, shared.groups)),
-    "arrow": ((".arrow",), lambda path, columns, _: ArrowReader(path, columns)),
-    "array_record": (
-        (".array_record", ".arrayrecord"),
-        lambda path, columns, shared: ArrayRecordReader(path, columns, shared.handles),
-    ),
-    "tar": ((".tar",), lambda path, columns, _: TarReader(path, columns)),
-    "csv": ((".csv", ".tsv"), lambda path, columns, _: CsvReader(path, columns)),
-    "text": ((".txt",), lambda path, columns, _: TextReader(path, columns)),
+# Ending -> name of the format. The files of a folder are read in this order.
+SUFFIXES = {
+    **{".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".arrow": "arrow"},
+    **{".array_record": "array_record", ".arrayrecord": "array_record", ".tar": "tar"},
+    **{".csv": "csv", ".tsv": "csv", ".txt": "text"},
 }
-SUFFIXES = {suffix: name for name, (suffixes, _) in _FORMATS.items() for suffix in suffixes}
+# Formats whose rows are found by their numbers, and those that are read from the first row to the last.
+_READERS: dict[str, Callable[[Path, Sequence[Column] | None], Reader]] = {
+    "parquet": ParquetReader,
+    "arrow": ArrowReader,
+    "tar": TarReader,
+}
+_PASSES: dict[str, Callable[[Path, Sequence[Column] | None], Iterator[tuple[str, Cells]]]] = {
+    "lines": json_lines,
+    "array_record": array_records,
+    "csv": csv_rows,
+    "text": whole_text,
+}
 # Beside files of other formats in a folder, these are a licence, a note or a list.
 _NOTES = ("csv", "text")
 _MAY_BE_PACKED = ("lines", "csv", "text")
 
+# Truth values as pandas writes them into CSV files; in Parquet and JSON they are 1 and 0 too.
+_TRUTH = {"true": 1.0, "false": 0.0}
+# Beyond it float64 has no room for every whole number.
+_EXACT = 2**53
+
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of rows.
-
-    Attributes:
-        name: Relative to what the user named, so that it does not depend on the location of the data.
-        path: The file.
-        format: A key of `_FORMATS`.
-    """
+    """A file of rows: its name does not depend on the location of the data, its format is a value of `SUFFIXES`."""
 
     name: str
     path: Path
@@ -66,13 +63,7 @@ class DataFile:
 def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFile, ...]:
     """Lists the files that a path names: a file, a glob, a folder of files of one format, or one of `save_to_disk`.
 
-    Args:
-        path: What the user wrote.
-        what: Where it was written, for messages.
-        one_format: Whether files of several formats are refused.
-
-    Raises:
-        DataError: There is no file, a file is empty or of no known format, or a folder holds several formats.
+    `what` is where the path was written. With `one_format`, files of several formats are an error.
     """
     root = local_path(path, what=what, error=DataError).expanduser()
     saved = saved_files(root, what=what) if root.is_dir() else None
@@ -80,9 +71,7 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
     if root.is_dir() and saved is None:
         below = {plain_suffix(file) for file in files_below(root)}
         there = [suffix for suffix in SUFFIXES if suffix in below]
-        suffixes = [suffix for suffix in there if SUFFIXES[suffix] not in _NOTES] or there
-        if not there:
-            raise DataError(f"{what} {path} holds no file of rows ({' '.join(SUFFIXES)}); give a folder with some")
+        suffixes = [suffix for suffix in there if SUFFIXES[suffix] not in _NOTES] or there or suffixes
     named = (
         [one for suffix in suffixes for one in find_files(path, suffix=suffix, what=what)]
         if saved is None
@@ -101,90 +90,174 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
     return tuple(files)
 
 
-def open_rows(files: Sequence[DataFile], columns: Sequence[Column] | None, *, label: str) -> Reader:
-    """Opens files for reading any row.
+def open_rows(files: Sequence[DataFile], columns: Sequence[Column] | None) -> Reader:
+    """Opens files for reading any row of the columns (None: all)."""
+    other = next((file for file in files if file.format not in _READERS), None)
+    if other is not None:
+        raise DataError(f"{other.path} has no rows by number; give files of {', '.join(_READERS)}")
+    return JoinedReader([_READERS[file.format](file.path, columns) for file in files])
 
-    Args:
-        files: As `find_rows` lists them.
-        columns: Those that are read; None: all.
-        label: What the user called them.
 
-    Raises:
-        DataError: A file is damaged, lacks a column, or can be read in passes only.
+def pass_over_file(file: DataFile, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
+    """Yields where each row of a file comes from, and its columns (None: all); files of lines may be compressed."""
+    if file.format in _PASSES:
+        return _PASSES[file.format](file.path, columns)
+    return pass_over(_READERS[file.format](file.path, columns))
+
+
+def pass_over_files(files: Sequence[DataFile], columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
+    """Yields where each row of files comes from, and its columns; a DataError where there is no row.
+
+    Some of the files may be empty, as writers in parallel leave them.
     """
-    shared = Shared()
-    joined = JoinedReader([open_file(file, columns, shared) for file in files], label=label)
-    if not len(joined):
-        raise DataError(f"{label} has no rows; give a file with at least one")
-    return joined
-
-
-def open_file(file: DataFile, columns: Sequence[Column] | None, shared: Shared | None = None) -> Reader:
-    """Opens one file for reading any row; see `open_rows`."""
-    if is_packed(file.path) and file.format == "lines":
-        raise DataError(
-            f"{file.path} is compressed, so that no row can be found without reading all before it; write it as "
-            "token files once (jaxtrain data prepare), or decompress it"
-        )
-    return _FORMATS[file.format][1](file.path, columns, shared or Shared())
+    is_empty = True
+    for file in files:
+        for found in pass_over_file(file, columns):
+            is_empty = False
+            yield found
+    if is_empty:
+        raise DataError(f"{files[0].path} has no rows; give a file with at least one")
 
 
 def named_classes(file: DataFile, column: str) -> list[str] | None:
     """Returns the names of the classes that a Parquet or Arrow file gives for a column of numbers; None: none."""
-    reader = open_file(file, None) if file.format in ("parquet", "arrow") else None
-    return class_names(reader.schema, column) if isinstance(reader, ArrowReader | ParquetReader) else None
+    readers = {"parquet": ParquetReader, "arrow": ArrowReader}
+    return class_names_of(readers[file.format](file.path, None).schema, column) if file.format in readers else None
 
 
-def pass_over_file(
-    file: DataFile, columns: Sequence[Column] | None, *, bad: Callable[[BadRecordError], None] | None = None
-) -> Iterator[tuple[str, Cells]]:
-    """Yields where each row of a file comes from, and its columns; files of lines may be compressed.
+@dataclass(frozen=True)
+class Record:
+    """The values of one row of a file, for the columns that were asked for; `where` is file and line."""
 
-    Args:
-        file: Which one.
-        columns: Those that are read; None: all.
-        bad: Called for each row whose content is at fault, which is left out; None: it is an error.
+    where: str
+    values: tuple[Any, ...]
 
-    Raises:
-        BadRecordError: The content of a row is at fault.
-        DataError: The file is damaged, or lacks a column.
+
+def read_records(path: str, columns: Sequence[Column], *, what: str, named: str | None = None) -> list[Record]:
+    """Reads columns (key of the config or None, name) of a file or folder, which `what` names in messages.
+
+    The numbers of a column `named` become the names of classes that a Parquet or Arrow file gives them.
     """
-    if file.format == "lines":
-        yield from pass_over_lines(file.path, columns, bad=bad)
-    else:
-        yield from pass_over(open_file(file, columns), bad)
+    files = find_rows(path, what=what)
+    names = named_classes(files[0], named) if named else None
+    records = []
+    for where, found in pass_over_files(files, columns):
+        values = (with_names(found[name], names) if name == named else found[name] for _, name in columns)
+        records.append(Record(where, tuple(values)))
+    return records
 
 
-def good_rows(
-    files: Sequence[DataFile],
-    columns: Sequence[Column],
-    read: Callable[[Cells, str], Any],
-    *,
-    skipped: SkippedRecords | None,
-) -> Iterator[Any]:
-    """Yields what `read(row, where)` makes of each row; where `skipped` is given, bad rows are left out and counted.
+def wrong_value(value: Any, wanted: str, *, where: str, column: str) -> DataError:
+    """Returns the error for a value that is not what a column should hold."""
+    return DataError(f"{where} column '{column}' is {repr(value)[:40]}, not {wanted}; fix or remove the row")
 
-    Raises:
-        DataError: A file is damaged, a row is bad and may not be skipped, or too many are.
+
+def text_of(value: Any, *, where: str, column: str) -> str:
+    """Returns a value that is text; a DataError where it is missing, or something else."""
+    if not isinstance(value, str):
+        raise wrong_value(value, "text", where=where, column=column)
+    return value
+
+
+def list_of(value: Any, *, where: str, column: str) -> list[Any]:
+    """Returns a list of texts or numbers, or the words of a text; a DataError where it is something else."""
+    if isinstance(value, str):
+        return value.split()
+    if not isinstance(value, list) or not all(isinstance(one, str | int) for one in value):
+        raise wrong_value(value, "a list of texts, or text with spaces between them", where=where, column=column)
+    return value
+
+
+def number_of(value: Any, *, where: str, column: str) -> float:
+    """Returns a number of JSON or Arrow, or that of a text, as float64; a DataError where it is none, or not finite."""
+    found = _float_of(value)
+    if math.isnan(found):
+        raise wrong_value(value, "a number", where=where, column=column)
+    return found
+
+
+def class_name(value: Any, *, where: str, column: str) -> str:
+    """Returns the name of a class that is text, a whole number or a truth value; a DataError for others."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        value = str(int(value))
+    # Rows without a class are marked by -1 and -100 in published data.
+    if not isinstance(value, str) or value.strip() in ("", "-1", "-100"):
+        raise wrong_value(value, "a class (a text or a whole number from 0)", where=where, column=column)
+    return value.strip()
+
+
+def number_in(text: str) -> float | None:
+    """Returns the number that a text writes, a whole one as int; None: it writes no finite number.
+
+    A whole number that is written with a point or an exponent is an int as far as float64 is exact.
     """
-    num_rows = num_bad = 0
-    named: list[str] = []
+    # Python reads 2024_01 as 202401; elsewhere it is a date or a code.
+    for read in (int, float) if "_" not in text else ():
+        try:
+            return exact_number(read(text))
+        except ValueError:
+            pass
+    return None
 
-    def leave_out(error: BadRecordError) -> None:
-        nonlocal num_bad
-        if skipped is None:
-            raise error
-        num_bad += 1
-        named.extend([without_advice(error)] if num_bad <= NAMED else [])
 
-    for file in files:
-        for where, row in pass_over_file(file, columns, bad=leave_out):
-            try:
-                found = read(row, where)
-            except BadRecordError as error:
-                leave_out(error)
-            else:
-                num_rows += 1
-                yield found
-    if skipped is not None:
-        skipped.set(named, num_bad, of=num_rows + num_bad)
+def exact_number(value: Any) -> float | None:
+    """Returns a number of JSON or Arrow (a truth value is 1 or 0), a whole one as int; None: it is no finite number."""
+    if isinstance(value, Decimal) and value.is_finite():
+        value = int(value) if value == int(value) else float(value)
+    if isinstance(value, int):
+        return int(value) if not math.isnan(_float_of(value)) else None
+    if not isinstance(value, float) or not math.isfinite(value):
+        return None
+    # An int has no sign at 0, which is part of a row's bytes.
+    is_negative_zero = value == 0 and math.copysign(1, value) < 0
+    return int(value) if value.is_integer() and abs(value) <= _EXACT and not is_negative_zero else value
+
+
+def _float_of(value: Any) -> float:
+    """Returns a number of JSON or Arrow, or that of a text, as float64; NaN: it is no finite number."""
+    try:
+        if isinstance(value, str):
+            truth = _TRUTH.get(value.strip().lower())
+            found = truth if truth is not None else math.nan if "_" in value else float(value)
+        else:
+            found = float(value) if isinstance(value, int | float | Decimal) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
+def class_names(
+    found: Sequence[str], *, label: str, known: Sequence[str] | None, named: Sequence[str] | None = None
+) -> list[str]:
+    """Returns the names of the classes in the order of their numbers.
+
+    Those that a model was trained on (`known`), else those that the file names (`named`), else those found, sorted
+    (whole numbers by their value).
+    """
+    distinct, given = set(found), named if known is None else known
+    if given is not None:
+        unknown = sorted(distinct - set(given))
+        if unknown:
+            which = "which the run was not trained on" if known is not None else "none of those that the file names"
+            raise DataError(f"{label} has class '{unknown[0]}', {which} (its classes: {few(given)}); remove these rows")
+        return list(given)
+    are_numbers = all(name.removeprefix("-").isdecimal() for name in distinct)
+    return sorted(distinct, key=lambda name: (int(name), name) if are_numbers else (0, name))
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns the first five names as text."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def numbered(found: Sequence[str], names: Sequence[str]) -> np.ndarray:
+    """Returns the number of each class: int32."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers[name] for name in found], np.int32)
+
+
+def saved_classes(reading: Mapping[str, Any] | None, kind: str) -> list[str] | None:
+    """Returns the classes of a saved `Data.reading` of a kind of data; None: there are none."""
+    return reading.get("classes") if reading is not None and reading.get("kind") == kind else None

@@ -1,11 +1,15 @@
-"""The protocol of a format: rows by number, each its columns by name. What a row means is no matter of a format."""
+"""What formats have in common: rows as columns by name, which may be asked for. What a row means is no matter of it.
 
+A format is a function (path, columns) that yields where each row comes from and its columns; where a row can be read
+without those before it, it is a `Reader`.
+"""
+
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.data.skipped import BadRecordError, SkippedRecords
 from jaxtrain.errors import DataError
 
 # Column -> a plain Python value: text, bytes, a number, a list, a dict or None.
@@ -17,25 +21,14 @@ _ROWS_OF_A_PASS = 512
 
 
 class Reader(Protocol):
-    """Rows of a file, or of several. Reading is safe from many threads.
-
-    Attributes:
-        label: The file, for messages.
-    """
-
-    label: str
+    """Rows of a file, or of several, by number. Reading is safe from many threads."""
 
     def __len__(self) -> int:
         """Returns the number of rows."""
         ...
 
     def rows(self, numbers: Sequence[int]) -> list[Cells]:
-        """Returns rows by their numbers, in this order: the columns that were asked for.
-
-        Raises:
-            BadRecordError: The content of a row is at fault.
-            DataError: The file cannot be read, or is damaged.
-        """
+        """Returns rows by their numbers, in this order; a DataError where one cannot be read."""
         ...
 
     def name_of(self, number: int) -> str:
@@ -46,8 +39,7 @@ class Reader(Protocol):
 class JoinedReader:
     """The rows of several files, one file after another."""
 
-    def __init__(self, readers: Sequence[Reader], *, label: str):
-        self.label = label
+    def __init__(self, readers: Sequence[Reader]):
         self._readers = readers
         self._starts = np.cumsum([0, *map(len, readers)])
 
@@ -65,12 +57,9 @@ class JoinedReader:
 def by_part(
     starts: np.ndarray, numbers: Sequence[int], read: Callable[[int, list[int]], Sequence[Cells]]
 ) -> list[Cells]:
-    """Reads rows that lie in parts (files, row groups), each part once.
+    """Reads rows by their numbers from parts (files, row groups), each part once.
 
-    Args:
-        starts: The first row of each part, and the end of the last one.
-        numbers: Of the rows.
-        read: (part, numbers of rows inside of it) -> these rows.
+    `starts` are the first row of each part, and the end of the last one; `read` takes a part and numbers inside of it.
     """
     wanted = np.asarray(numbers, np.int64)
     which = np.searchsorted(starts, wanted, side="right") - 1
@@ -82,57 +71,33 @@ def by_part(
     return found
 
 
-def pass_over(reader: Reader, bad: Callable[[BadRecordError], None] | None = None) -> Iterator[tuple[str, Cells]]:
-    """Yields where each row comes from, and its columns; see `pass_over_file`."""
+def pass_over(reader: Reader) -> Iterator[tuple[str, Cells]]:
+    """Yields where each row of a reader comes from, and its columns."""
     for first in range(0, len(reader), _ROWS_OF_A_PASS):
         numbers = range(first, min(first + _ROWS_OF_A_PASS, len(reader)))
-        try:
-            yield from zip(map(reader.name_of, numbers), reader.rows(numbers), strict=True)
-        except BadRecordError:
-            if bad is None:
-                raise
-            for number in numbers:
-                try:
-                    row = reader.rows([number])[0]
-                except BadRecordError as error:
-                    bad(error)
-                else:
-                    yield reader.name_of(number), row
-
-
-def good_value(
-    read: Callable[[int], Any], number: int, *, num_rows: int, skipped: SkippedRecords | None, label: str
-) -> Any:
-    """Returns what is read of a row; the next good row takes the place of a bad one that is skipped.
-
-    Which one that is follows from the data alone, so every process finds the same without asking another.
-
-    Args:
-        read: Reads a row by its number; raises a BadRecordError where its content is at fault.
-        number: Of the row.
-        num_rows: Number of rows.
-        skipped: Counts the bad rows; None: the first is an error.
-        label: The data, for messages.
-    """
-    for offset in range(num_rows):
-        try:
-            return read((number + offset) % num_rows)
-        except BadRecordError as error:
-            if skipped is None:
-                raise
-            skipped.add(error, of=num_rows)
-    raise DataError(f"{label} has no row that can be read; repair it")
+        yield from zip(map(reader.name_of, numbers), reader.rows(numbers), strict=True)
 
 
 def check_columns(there: Sequence[str], columns: Sequence[Column] | None, *, where: str) -> list[str]:
-    """Returns the names of the wanted columns (None: all); a BadRecordError where a row, or a file, lacks one."""
+    """Returns the names of the wanted columns (None: all); a DataError where a row, or a file, lacks one."""
     for key, name in columns or ():
         if name not in there:
             raise missing_column(where, key, name, there)
     return list(there) if columns is None else [name for _, name in columns]
 
 
-def missing_column(where: str, key: str | None, name: str, there: Sequence[str]) -> BadRecordError:
+def missing_column(where: str, key: str | None, name: str, there: Sequence[str]) -> DataError:
     """Returns the error for a column that a file or a row does not have."""
     advice = "give a file that has it" if key is None else f"set data.{key} to one of them"
-    return BadRecordError(f"{where} has no column '{name}' (it has: {', '.join(map(str, there)) or 'none'}); {advice}")
+    return DataError(f"{where} has no column '{name}' (it has: {', '.join(map(str, there)) or 'none'}); {advice}")
+
+
+def json_object(text: str, *, where: str) -> Cells:
+    """Returns the object of a text of JSON at `where`; a DataError where it holds none."""
+    try:
+        found, reason = json.loads(text), "no object"
+    except (ValueError, RecursionError) as error:
+        found, reason = None, str(error)
+    if not isinstance(found, dict):
+        raise DataError(f"{where} is not JSON ({reason}); write one object per line, or remove the line")
+    return found

@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxtrain.data.files import is_hidden, reading
 from jaxtrain.data.formats.reader import Cells, Column, missing_column
-from jaxtrain.data.skipped import BadRecordError
 
 # The column that holds the name of the group.
 _KEY = "__key__"
@@ -26,7 +25,6 @@ class TarReader:
     """
 
     def __init__(self, path: Path, columns: Sequence[Column] | None):
-        self.label = str(path)
         self._path, self._columns = path, columns
         # Of each row its name and first member, of each member its ending, and where its content lies.
         self._keys: list[str] = []
@@ -68,7 +66,7 @@ class TarReader:
             return [self._row(file.fileno(), number) for number in numbers]
 
     def name_of(self, number: int) -> str:
-        return f"{self.label} '{self._keys[number]}'"
+        return f"{self._path} '{self._keys[number]}'"
 
     def _row(self, handle: int, number: int) -> Cells:
         where = self.name_of(number)
@@ -99,8 +97,6 @@ class TarReader:
 def _decoded(ending: str, content: bytes, *, where: str) -> Any:
     if ending != "json" and ending not in _TEXTS:
         return content
-    try:
+    with reading(f"{where} .{ending}"):
         text = content.decode("utf-8")
         return json.loads(text) if ending == "json" else text.strip() if ending == "cls" else text
-    except ValueError as error:
-        raise BadRecordError(f"{where} has a .{ending} that cannot be read ({error}); fix or remove it") from None

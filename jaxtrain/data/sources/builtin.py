@@ -1,15 +1,21 @@
-"""Data that needs no files: scikit-learn's digits, and random images that a model can learn."""
+"""Data that needs no files: scikit-learn's digits, and random tokens, images and tables that a model can learn."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.data import DigitsData, SyntheticData
+from jaxtrain.data.dataset import Data, example_data
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.rows import ArrayRows, Row, Rows
-from jaxtrain.data.sources.dataset import Data, example_data
-from jaxtrain.data.sources.streams import SYNTHETIC_SEED
+from jaxtrain.data.sources.tokens import TokenSource, token_dtype
 from jaxtrain.errors import DataError
+
+# Synthetic data is one data set: the run's seed decides only the order of its rows.
+SYNTHETIC_SEED = 1729
+# Each token has this many successors, so the best loss is well below the log of the vocabulary.
+_NUM_SUCCESSORS = 4
 
 # Mean and standard deviation of all pixels of the digits, whose range is 0 to 16.
 _MEAN, _DEVIATION = 4.88, 6.02
@@ -19,27 +25,25 @@ _NUM_NOISE_IMAGES = 61
 _PATTERN_SIZE = 4
 
 
+def scikit_learn(what: str) -> Any:
+    """Returns the data sets of scikit-learn; a DataError, which says `what` needs it, where it is not installed."""
+    try:
+        import sklearn.datasets
+    except ImportError:
+        raise DataError(f"{what} needs scikit-learn; run: pip install scikit-learn") from None
+    return sklearn.datasets
+
+
 def open_digits(config: DigitsData) -> Data:
     """Loads 1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI).
 
-    Args:
-        config: Fraction of the images for validation.
-
-    Returns:
-        Rows of inputs float32 [8, 8, 1] with mean about 0 and variance about 1, and targets int32 [].
-
-    Raises:
-        DataError: scikit-learn is not installed.
+    Rows of inputs float32 [8, 8, 1] with mean about 0 and variance about 1, and targets int32 [].
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise DataError("data.kind digits needs scikit-learn; run: pip install scikit-learn") from None
-    images, labels = load_digits(return_X_y=True)
+    images, labels = scikit_learn("data.kind digits").load_digits(return_X_y=True)
     inputs = ((images.reshape(-1, 8, 8, 1) - _MEAN) / _DEVIATION).astype(np.float32)
     targets = labels.astype(np.int32)
     train, validation = (
-        ArrayRows({"inputs": inputs[side], "targets": targets[side]}) if len(side) else None
+        ArrayRows({"inputs": inputs[side], "targets": targets[side]})
         for side in split_examples(len(targets), validation_fraction=config.validation_fraction, label="digits")
     )
     digest = hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest()
@@ -54,14 +58,7 @@ def open_digits(config: DigitsData) -> Data:
 
 
 def open_synthetic_examples(config: SyntheticData) -> Data:
-    """Generates images or table rows: a pattern for each class, plus noise.
-
-    Args:
-        config: Task "images" or "table", and the sizes.
-
-    Returns:
-        Rows of inputs, float32 [H, W, C] for images or [D] for tables, and targets int32 [].
-    """
+    """Generates images [H, W, C] or table rows [D], float32: a pattern for each class, plus noise; targets int32 []."""
     count, side, channels = config.num_rows, config.image_size, config.num_channels
     random = np.random.default_rng(SYNTHETIC_SEED)
     labels = random.integers(0, config.num_classes, count + max(1, count // 8)).astype(np.int32)
@@ -105,3 +102,26 @@ class _SyntheticImages(Rows):
         inputs_BxHxWxC = self._noise[(self._first + indices) % len(self._noise)]
         inputs_BxHxWxC += self._patterns[labels][:, self._cell[:, None], self._cell[None, :]]
         return {"inputs": inputs_BxHxWxC, "targets": labels}
+
+
+def markov_tokens(config: SyntheticData, *, sequence_length: int) -> TokenSource:
+    """Generates the tokens of all rows by a fixed random Markov chain of order 1.
+
+    The entropy of the chain, about 1.2 nats, is the lowest loss that a model can reach; the uniform distribution has a
+    loss of log(vocab_size).
+    """
+    random = np.random.default_rng(SYNTHETIC_SEED)
+    successors_VxS = random.integers(0, config.vocab_size, (config.vocab_size, _NUM_SUCCESSORS))
+    cumulative_VxS = np.cumsum(random.dirichlet(np.full(_NUM_SUCCESSORS, 2.0), config.vocab_size), axis=1)
+    num_rows = config.num_rows + max(1, config.num_rows // 8)
+    # One chain per row, all advanced together: a Python loop over single tokens would take minutes.
+    tokens_RxL = np.empty((num_rows, sequence_length), token_dtype(config.vocab_size))
+    state_R = random.integers(0, config.vocab_size, num_rows)
+    for position in range(sequence_length):
+        tokens_RxL[:, position] = state_R
+        drawn_R = (random.random(num_rows)[:, None] > cumulative_VxS[state_R]).sum(axis=1)
+        state_R = successors_VxS[state_R, np.minimum(drawn_R, _NUM_SUCCESSORS - 1)]
+    # The last row of each part needs one more token, as its last target.
+    tokens = np.append(tokens_RxL.reshape(-1), tokens_RxL[0, :1])
+    identity = {"kind": "synthetic", "task": "tokens", "vocab_size": config.vocab_size, "seed": SYNTHETIC_SEED}
+    return TokenSource((tokens,), config.vocab_size, None, "synthetic tokens", identity=identity)

@@ -4,26 +4,24 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import grain
 import jax
 import numpy as np
 
 from jaxtrain.data.batches import Batch
-from jaxtrain.data.sources.dataset import Data
+from jaxtrain.data.dataset import Data
+from jaxtrain.data.rows import ArrayRows, split_rows
 from jaxtrain.data.stream import BatchStream, host_arrays, named_entries
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.runtime.tree import path_name
 
-if TYPE_CHECKING:
-    import grain
-
-    from jaxtrain.data.rows import ArrayRows
-
 _FORMS = (
-    "a dict of arrays such as {'inputs': x, 'targets': y}, a pair (inputs, targets), rows with an index "
-    "(jaxtrain.ArrayRows, a torch or Hugging Face dataset), a jaxtrain.Data, or an iterable of batches"
+    "{'inputs': x, 'targets': y} or a pair of arrays (.to_numpy() of tables), rows with an index (jaxtrain.ArrayRows, "
+    "a torch or Hugging Face dataset), a jaxtrain.Data, or an iterable of batches"
 )
+_NO_ROWS = (tuple, str, bytes, np.ndarray, jax.Array)
 # Rows whose content goes into the fingerprint of a dataset that is too large, or too slow, to be read whole.
 _PROBED_ROWS = 8
 # Arrays of up to 1 GiB are digested whole, in about a second; of larger ones (on disk, perhaps) so many rows.
@@ -89,7 +87,7 @@ def data_of(given: Any, *, validation: Any = None, seed: int = 0, counts_tokens:
     return _described(replace(data, validation=rows, fingerprint={**data.fingerprint, **held_out}))
 
 
-def rows_of(given: Any) -> "grain.MapDataset":
+def rows_of(given: Any) -> grain.MapDataset:
     """Rows to evaluate, in the forms of `data_of` that can be read by index."""
     return _rows(given, "data")[0]
 
@@ -110,7 +108,7 @@ def called_data(made: Any, *, label: str) -> Data:
         )
     train = host_arrays(parts["train"], where=f"data.call={label}: train")
     data = data_of(train, validation=parts.get("validation"))
-    sides = [data.train.columns] + ([] if data.validation is None else [data.validation.columns])  # pyright: ignore
+    sides: list[Any] = [rows.columns for rows in (data.train, data.validation) if isinstance(rows, ArrayRows)]
     inputs, targets = sides[0]["inputs"], sides[0].get("targets")
     classes = [side["targets"] for side in sides if _are_whole(side.get("targets"), ndim=1)]
     if _are_whole(inputs, ndim=2) and _are_whole(targets, ndim=2) and inputs.shape == targets.shape:
@@ -130,16 +128,13 @@ def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
 
     `columns` are our name of an entry -> what it is called there; a share, a pair or None is returned as it is.
     """
-    import grain
-
-    from jaxtrain.data.rows import ArrayRows
 
     def pick(row: Any) -> dict[str, Any]:
         held = named_entries(row)
-        for theirs in columns.values():
-            if not isinstance(held, Mapping) or theirs not in held:
-                shown = ", ".join(map(str, held)) if isinstance(held, Mapping) else _kind(held)
-                raise DataError(f"columns names {theirs!r}, and {name} holds {shown}; name what it holds")
+        there = list(map(str, held)) if isinstance(held, Mapping) else []
+        missing = next((theirs for theirs in columns.values() if theirs not in there), None)
+        if missing is not None:
+            raise DataError(f"columns names {missing!r}, and {name} holds {', '.join(there) or _kind(held)}")
         return {ours: held[theirs] for ours, theirs in columns.items()}
 
     if given is None or isinstance(given, float | tuple):  # a pair says itself which is which
@@ -170,8 +165,6 @@ class _Mapped:
 
 def _is_stream(given: Any) -> bool:
     """Returns whether something is an iterable of batches that has no index."""
-    import grain
-
     if isinstance(given, (Mapping, tuple, str, np.ndarray, jax.Array, grain.MapDataset, IndexedDataset)):
         return False
     return isinstance(given, Iterable)
@@ -180,8 +173,8 @@ def _is_stream(given: Any) -> bool:
 def _stream_data(stream: BatchStream) -> Data:
     if jax.process_count() > 1:
         raise ConfigError(
-            "data is an iterable of batches, which one process alone can train on: several would each read other "
-            "batches; give rows with an index (jaxtrain.ArrayRows, or a dataset with __len__ and __getitem__)"
+            "data is an iterable of batches, of which each process would read others; give rows with an index "
+            "(jaxtrain.ArrayRows, or a dataset with __len__ and __getitem__)"
         )
     spec = stream.spec()
     found = spec.get("inputs")
@@ -195,50 +188,38 @@ def _stream_data(stream: BatchStream) -> Data:
     )
 
 
-def _rows(given: Any, name: str) -> "tuple[grain.MapDataset, dict[str, Any], str]":
+def _rows(given: Any, name: str) -> tuple[grain.MapDataset, dict[str, Any], str]:
     """Rows with an index, the JSON values that identify them, and a line about them."""
-    import grain
-
-    from jaxtrain.data.rows import ArrayRows
-
     kind = type(given).__name__
     given = named_entries(given)
     if type(given) is tuple and len(given) == 2:
         given = {"inputs": given[0], "targets": given[1]}
     if isinstance(given, Mapping):
         given = ArrayRows(host_arrays(given, where=name))
-    if hasattr(given, "iloc"):  # a table of pandas, whose [0] is a column
-        raise ConfigError(
-            f"{name} is {_kind(given)} of pandas, which does not say what is predicted; write "
-            f"{name}=(table[['a', 'b']].to_numpy(), table['y'].to_numpy())"
-        )
     if isinstance(given, grain.MapDataset):
         rows = given
-    elif isinstance(given, IndexedDataset) and not isinstance(given, (tuple, str, bytes, np.ndarray, jax.Array)):
-        source = _Mapped(given, lambda row, i: host_arrays(row, where=f"row {i} of {name}"))
-        rows = grain.MapDataset.source(source)
+    # [0] of a table of pandas, which has `iloc`, is a column.
+    elif isinstance(given, IndexedDataset) and not (isinstance(given, _NO_ROWS) or hasattr(given, "iloc")):
+        rows = grain.MapDataset.source(_Mapped(given, lambda row, i: host_arrays(row, where=f"row {i} of {name}")))
     else:
         shown = f"an array {list(given.shape)}" if isinstance(given, (np.ndarray, jax.Array)) else _kind(given)
         raise ConfigError(f"{name} is {shown}; give {_FORMS}")
-    if len(rows) == 0:
-        raise DataError(f"{name} has no rows; give at least one")
-    if not isinstance(rows[0], Mapping):
-        raise DataError(f"a row of {name} is {_kind(rows[0])}, not a dict of entries such as 'inputs' and 'targets'")
+    first: Any = rows[0] if len(rows) else None
+    if not isinstance(first, Mapping):
+        raise DataError(f"{name} has no rows, or no dicts of entries such as 'inputs' and 'targets': {_kind(first)}")
     if isinstance(rows, ArrayRows):
-        return rows, _array_identity(rows), f"arrays: {_shown(rows[0])}"
+        return rows, _array_identity(rows), f"arrays: {_shown(first)}"
     identity = _dataset_identity(rows)
     drawn = "" if "sha256" in identity else "; rows are drawn anew when they are read, so a resumed run reads others"
-    return rows, identity, f"{kind}: {_shown(rows[0])}{drawn}"
+    return rows, identity, f"{kind}: {_shown(first)}{drawn}"
 
 
 def _with_share(data: Data, share: float, *, seed: int) -> Data:
     if not 0 < share < 1 or data.validation is not None or isinstance(data.train, BatchStream):
         raise ConfigError(
-            f"validation={share:g} takes a share between 0 and 1 of rows with an index, which have no held-out ones; "
-            "give the rows themselves: validation={'inputs': x, 'targets': y}"
+            f"validation={share:g} is no share between 0 and 1 of rows with an index and no held-out ones; give the "
+            "rows themselves: validation={'inputs': x, 'targets': y}"
         )
-    from jaxtrain.data.rows import split_rows
-
     train, validation = split_rows(data.train, share=share, seed=seed)
     split = {"share": share, "seed": seed, "num_rows": len(train), "num_validation_rows": len(validation)}
     return _described(replace(data, train=train, validation=validation, fingerprint={**data.fingerprint, **split}))
@@ -263,7 +244,7 @@ def _shown(tree: Any) -> str:
     return ", ".join(f"{name} {kind}" for name, kind in _entries(tree).items())
 
 
-def _array_identity(rows: "ArrayRows") -> dict[str, Any]:
+def _array_identity(rows: ArrayRows) -> dict[str, Any]:
     """What identifies arrays: all of their numbers, or those of some rows where reading all would take long."""
     columns, num_rows = rows.columns, len(rows)
     if sum(leaf.nbytes for leaf in jax.tree.leaves(columns)) > _DIGESTED_BYTES:
@@ -271,7 +252,7 @@ def _array_identity(rows: "ArrayRows") -> dict[str, Any]:
     return {"kind": "arrays", "num_rows": num_rows, "sha256": _digest(columns)}
 
 
-def _dataset_identity(rows: "grain.MapDataset") -> dict[str, Any]:
+def _dataset_identity(rows: grain.MapDataset) -> dict[str, Any]:
     """What identifies rows that are read one by one: their number, and a few of them where they are always the same."""
     probed = np.unique(np.linspace(0, len(rows) - 1, _PROBED_ROWS).astype(int)).tolist()
     first, second = ([_digest(rows[index]) for index in probed] for _ in range(2))

@@ -11,15 +11,23 @@ import grain
 import numpy as np
 
 from jaxtrain.config.data import ImageFolderData, ImageRecordsData
+from jaxtrain.data.dataset import Data, example_data
 from jaxtrain.data.files import files_below, require_folder
 from jaxtrain.data.formats.arrow import with_names
-from jaxtrain.data.formats.open import find_rows, named_classes, open_file, open_rows, pass_over_file
-from jaxtrain.data.formats.reader import Reader, good_value, missing_column
+from jaxtrain.data.formats.open import (
+    class_name,
+    class_names,
+    few,
+    find_rows,
+    named_classes,
+    numbered,
+    open_rows,
+    pass_over_files,
+    saved_classes,
+    wrong_value,
+)
+from jaxtrain.data.formats.reader import Cells, Reader, missing_column
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.data.rows import grain_seed
-from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
-from jaxtrain.data.sources.dataset import Data, example_data
-from jaxtrain.data.text.records import class_name, class_names, numbered, saved_classes
 from jaxtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,30 +61,20 @@ _Encoded = Callable[[int], tuple[str, Any]]
 
 
 def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Data:
-    """Lists a folder of images.
+    """Lists a folder of images; an image is decoded when its row is read.
 
     Training rows are random crops, half of them flipped, which depend on seed, epoch and row; validation rows are the
-    centre of the image.
-
-    Args:
-        config: Which folder.
-        seed: Decides the augmentation.
-        reading: Class names of the images that a model was trained on, of which some may be missing here; None: the
-            names of the folders.
+    centre of the image. `reading` has the class names of the images that a model was trained on.
 
     Returns:
         Rows of inputs float32 [image_size, image_size, 3] and targets int32 [].
-
-    Raises:
-        DataError: There are no images, or fewer than two classes. Reading a row raises it where the image cannot be
-            decoded and is not to be skipped, or too many were skipped.
     """
     root = require_folder(config.path, what="data.path")
     parted = (root / "train").is_dir()
     folder = root / "train" if parted else root
-    classes = saved_classes(reading, config.kind)
-    listed = _listed(folder, classes or _classes(folder), may_lack=classes is not None)
-    classes = classes or _classes(folder)
+    known = saved_classes(reading, config.kind)
+    classes = known or _classes(folder)
+    listed = _listed(folder, classes, may_lack=known is not None)
     if parted and (root / "val").is_dir():
         # A validation folder may lack a rare class; a training folder of a class without images is a mistake.
         held_out = _listed(root / "val", classes, may_lack=True)
@@ -100,37 +98,23 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
 
 
 def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[str, Any] | None = None) -> Data:
-    """Opens images in files of rows (tar shards, Parquet, Arrow); rows are those of `open_image_folder`.
-
-    Args:
-        config: Which files.
-        seed: Decides the augmentation.
-        reading: Class names of the images that a model was trained on; None: those of the data.
-
-    Raises:
-        DataError: There are no images, fewer than two classes, or a file is damaged or lacks a column. Reading a row
-            raises it where the image cannot be decoded and is not to be skipped.
-    """
+    """Opens images in files of rows (tar shards, Parquet, Arrow); rows are those of `open_image_folder`."""
     parts = [find_rows(config.path, what="data.path")]
     if config.validation_path is not None:
         parts.append(find_rows(config.validation_path, what="data.validation_path"))
     files = [file for part in parts for file in part]
-    # The first file with rows: writers in parallel leave empty ones.
-    first_rows = next((found for file in files if len(found := open_file(file, None))), None)
-    if first_rows is None:
-        raise DataError(f"{config.path} has no rows; give a file with images")
-    image = _column(first_rows, "image", config.image, _IMAGES)
-    label = _column(first_rows, "label", config.label, _LABELS)
+    where, there = next(pass_over_files(files, None))
+    image = _column(where, there, "image", config.image, _IMAGES)
+    label = _column(where, there, "label", config.label, _LABELS)
     if config.image is None and all(file.format == "tar" for file in files):
         # A shard may hold .jpg beside .png; a row of both is read as the first row is.
         image = ";".join(dict.fromkeys([image, *_IMAGES]))
-    reader = open_rows(files, [("image", image)], label=config.path)
+    reader = open_rows(files, [("image", image)])
     own, named = saved_classes(reading, config.kind), named_classes(files[0], label)
     labels = [
         [
-            class_name(with_names(row[label], named or ()), where=where, column=label)
-            for file in part
-            for where, row in pass_over_file(file, [("label", label)])
+            class_name(with_names(row[label], named), where=where, column=label)
+            for where, row in pass_over_files(part, [("label", label)])
         ]
         for part in parts
     ]
@@ -168,14 +152,14 @@ def _image_data(
     identity: dict[str, Any],
     classes: list[str],
 ) -> Data:
-    size, path = config.image_size, config.path
-    skipped = skipped_records(path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
-    images = [_Images(encoded, targets, side, size, skipped) for side in sides]
-    train, validation = (grain.MapDataset.source(range(len(side))) for side in sides)
-    crops = train.random_map(_Augmented(images[0]), seed=grain_seed(seed)) if config.augment else None
+    size = config.image_size
+    # Any: the rows are numbers of images before, and dicts after.
+    train, validation = (grain.MapDataset.source(side) for side in sides)  # pyright: ignore[reportArgumentType]
+    read = _Images(encoded, targets, size)
+    drawn = int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])  # of 32 bits, as grain needs it
     return example_data(
-        train.map(_Centered(images[0])) if crops is None else crops,
-        validation.map(_Centered(images[1])) if len(sides[1]) else None,
+        train.random_map(read.augmented, seed=drawn) if config.augment else train.map(read.centered),
+        validation.map(read.centered),
         identity={
             "kind": config.kind,
             "classes_sha256": hashlib.sha256(_bytes("\0".join(classes))).hexdigest(),
@@ -183,20 +167,15 @@ def _image_data(
             "image_size": size,
             "augment": config.augment,
         },
-        description=(f"{path}: images of {len(classes)} classes ({_few(classes)}), {size}x{size} pixels",),
+        description=(f"{config.path}: images of {len(classes)} classes ({few(classes)}), {size}x{size} pixels",),
         num_outputs=len(classes),
         input_shape=(size, size, 3),
         reading={"kind": config.kind, "classes": classes},
-        skipped=() if skipped is None else (skipped,),
     )
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Returns the image files in a folder and the folders below it, in the order of their paths.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Returns the image files in a folder and the folders below it, in the order of their paths."""
     files = [file for file in files_below(folder) if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise DataError(f"{folder} holds no image; give a folder with files ({' '.join(sorted(_SUFFIXES))})")
@@ -208,9 +187,8 @@ def centered_images(files: Sequence[Path], *, image_size: int) -> grain.MapDatas
 
     Reading a row raises a DataError where the image cannot be decoded.
     """
-    numbers = np.arange(len(files))
-    images = _Images(lambda number: (str(files[number]), files[number]), numbers, numbers, image_size, None)
-    return grain.MapDataset.source(range(len(files))).map(_Centered(images))
+    images = _Images(lambda i: (str(files[i]), files[i]), np.zeros(len(files), np.int32), image_size)
+    return grain.MapDataset.source(range(len(files))).map(images.centered)
 
 
 def _bytes(names: str) -> bytes:
@@ -223,11 +201,10 @@ def _folders(folder: Path) -> list[str]:
 
 def _classes(folder: Path) -> list[str]:
     classes = _folders(folder)
-    if len(classes) < 2:
-        raise DataError(f"{folder} holds {len(classes)} class folders; give one folder per class, at least 2")
     parts = [name for name in classes if name.lower() in _PARTS]
-    if len(parts) > 1 and all(_folders(folder / name) for name in parts):
-        raise DataError(f"{folder} holds {' and '.join(parts)}, which are no classes; name them train/ and val/")
+    if len(classes) < 2 or (len(parts) > 1 and all(_folders(folder / name) for name in parts)):
+        shown = few(classes) or "none"
+        raise DataError(f"{folder} holds the folders {shown}; give one per class, at least 2 (parts: train/ and val/)")
     return classes
 
 
@@ -235,7 +212,7 @@ def _listed(folder: Path, classes: Sequence[str], *, may_lack: bool) -> list[tup
     """Returns the images of a folder of class folders, with the number of their class."""
     unknown = next((name for name in _folders(folder) if name not in classes), None)
     if unknown is not None:
-        raise DataError(f"{folder / unknown} is a class that training does not have; its classes are {_few(classes)}")
+        raise DataError(f"{folder / unknown} is a class that training does not have; its classes are {few(classes)}")
     listed: list[tuple[Path, int]] = []
     for label, name in enumerate(classes):
         if (folder / name).is_dir() or not may_lack:
@@ -243,17 +220,12 @@ def _listed(folder: Path, classes: Sequence[str], *, may_lack: bool) -> list[tup
     return listed
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
-def _column(reader: Reader, key: str, given: str | None, usual: Sequence[str]) -> str:
+def _column(where: str, there: Cells, key: str, given: str | None, usual: Sequence[str]) -> str:
     """Returns the column of the image or of the class."""
-    there = list(reader.rows([0])[0])
     name = given or next((one for one in usual if one in there), None)
     # The names of members are lower-case, and one may be any of several: data.image=jpg;png.
     if name is None or not {*there}.intersection(one for each in name.split(";") for one in (each, each.lower())):
-        raise missing_column(reader.name_of(0), key, name or usual[0], there)
+        raise missing_column(where, key, name or usual[0], list(there))
     return name
 
 
@@ -263,83 +235,36 @@ def _encoded(reader: Reader, column: str, number: int) -> tuple[str, Any]:
     # `datasets` keeps an image as its bytes and the path that it had.
     value = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(value, bytes):
-        raise BadRecordError(
-            f"{name} column '{column.partition(';')[0]}' holds a value of type {type(value).__name__}, not an encoded "
-            "image; set data.image, or save the images themselves and not their paths"
-        )
+        raise wrong_value(value, "an encoded image (data.image)", where=name, column=column.partition(";")[0])
     return f"in {name}", io.BytesIO(value)
 
 
 class _Images:
-    """Reads images of one side of the split; the next good one takes the place of a bad one that is skipped.
+    """Reads images by number: `encoded` finds one, `targets` are their classes, `size` is the side in pixels."""
 
-    Args:
-        encoded: Finds an image.
-        targets: Class of each image, int32.
-        numbers: Which of them are on this side, int64.
-        size: Side of the square that they are scaled to, in pixels.
-        skipped: Counts the bad ones; None: a bad one is an error.
-    """
+    def __init__(self, encoded: _Encoded, targets: np.ndarray, size: int):
+        self._encoded, self._targets, self._size = encoded, targets, size
 
-    def __init__(
-        self, encoded: _Encoded, targets: np.ndarray, numbers: np.ndarray, size: int, skipped: SkippedRecords | None
-    ):
-        self._encoded, self._targets, self._numbers, self._size, self._skipped = (
-            encoded,
-            targets,
-            numbers,
-            size,
-            skipped,
-        )
+    def centered(self, number: int) -> dict[str, np.ndarray]:
+        """Returns the row of an image's centre."""
+        return self._row(number, read_part(*self._encoded(int(number)), center_box, size=self._size))
 
-    def read(self, place: int, choose_box: Callable[[int, int], Box]) -> "tuple[Image.Image, int]":
-        """Returns the part of an image that `choose_box(width, height)` returns, and its class."""
-
-        def one(at: int) -> "tuple[Image.Image, int]":
-            number = int(self._numbers[at])
-            return read_part(*self._encoded(number), choose_box, size=self._size), int(self._targets[number])
-
-        return good_value(one, place, num_rows=len(self._numbers), skipped=self._skipped, label="data.path")
-
-
-class _Centered(grain.transforms.Map):
-    """Takes the centre of the image, scaled to a square."""
-
-    def __init__(self, images: _Images):
-        self._images = images
-
-    def map(self, element: int) -> dict[str, np.ndarray]:
-        return _row(*self._images.read(element, center_box))
-
-
-class _Augmented(grain.transforms.RandomMap):
-    """Takes a random crop, scaled to a square and flipped half of the time."""
-
-    def __init__(self, images: _Images):
-        self._images = images
-
-    def random_map(self, element: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def augmented(self, number: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Returns the row of a random crop, flipped half of the time."""
         from PIL import Image
 
-        image, label = self._images.read(element, lambda width, height: random_box(width, height, rng))
-        return _row(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image, label)
+        name, content = self._encoded(int(number))
+        image = read_part(name, content, lambda width, height: random_box(width, height, rng), size=self._size)
+        return self._row(number, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image)
 
-
-def _row(image: "Image.Image", label: int) -> dict[str, np.ndarray]:
-    return {"inputs": normalized(np.asarray(image)), "targets": np.array(label, np.int32)}
+    def _row(self, number: int, image: "Image.Image") -> dict[str, np.ndarray]:
+        return {"inputs": normalized(np.asarray(image)), "targets": np.array(self._targets[number], np.int32)}
 
 
 def read_part(name: str, content: Any, choose_box: Callable[[int, int], Box], *, size: int) -> "Image.Image":
-    """Reads a part of an image, scaled to a square.
+    """Reads the part of an image that `choose_box(width, height)` names, scaled to a square of `size` pixels a side.
 
-    Args:
-        name: What the image is called in messages.
-        content: Its file, or its bytes as a file in memory.
-        choose_box: (width, height) -> the part to read.
-        size: Side of the square.
-
-    Raises:
-        BadRecordError: It cannot be decoded.
+    `content` is its file, or its bytes as a file in memory; a DataError says that `name` cannot be decoded.
     """
     from PIL import Image
 
@@ -357,12 +282,8 @@ def read_part(name: str, content: Any, choose_box: Callable[[int, int], Box], *,
         box = left * x, top * y, min(right * x, pixels.width), min(bottom * y, pixels.height)
         return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
     except Exception as error:  # Pillow's readers raise a dozen types of errors for a damaged file.
-        raise _undecodable(name, error) from None
-
-
-def _undecodable(name: str, error: Exception) -> BadRecordError:
-    reason = (str(error).replace(name, "the file").splitlines() or [type(error).__name__])[0]
-    return BadRecordError(f"image {name} cannot be decoded ({reason}); repair or remove it")
+        reason = (str(error).replace(name, "the file").splitlines() or [type(error).__name__])[0]
+        raise DataError(f"image {name} cannot be decoded ({reason}); repair or remove it") from None
 
 
 def _upright(image: "Image.Image") -> "Image.Image":

@@ -1,6 +1,5 @@
 """Opens the data of a config: one case for each kind, whose file is imported when it is opened (grain takes long)."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,6 @@ from jaxtrain.config.data import (
     ChatData,
     DataConfig,
     DigitsData,
-    DocumentsData,
     ImageFolderData,
     ImageRecordsData,
     LabelledTextData,
@@ -18,11 +16,10 @@ from jaxtrain.config.data import (
     TableData,
     TaggedTextData,
     TextPairData,
-    gives_pairs,
 )
-from jaxtrain.data.remote import with_local_paths
-from jaxtrain.data.sources.dataset import Data
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.data.dataset import Data
+from jaxtrain.data.files import with_local_paths
+from jaxtrain.errors import DataError
 from jaxtrain.runtime.call import call_function
 
 
@@ -54,8 +51,6 @@ def open_data(
     """
     if isinstance(config, Mapping):
         config = load_config({"data": config}).config.data
-    if not hasattr(config, "kind"):
-        raise ConfigError(f"open_data takes a dict with the kind of data ({{'kind': 'digits'}}), not {config!r:.60}")
     opened: Any = with_local_paths(config)
     match opened:
         case DigitsData():
@@ -86,58 +81,19 @@ def open_data(
     length = opened.sequence_length or sequence_length
     if length is None:
         raise DataError("data.sequence_length is null and the model has no max_sequence_length; set it, such as 256")
+    from jaxtrain.data.sources import texts
+
     match opened:
-        case DocumentsData(rows="document"):
-            from jaxtrain.data.sources.texts import open_document_rows
-
-            return open_document_rows(opened, sequence_length=length)
-        case LabelledTextData() | TaggedTextData() | TextPairData():
-            return _text_data(opened, length, task=task, reading=reading)
+        case LabelledTextData():
+            return texts.open_labelled_text(opened, sequence_length=length, task=task, reading=reading)
+        case TaggedTextData():
+            return texts.open_tagged_text(opened, sequence_length=length, reading=reading)
+        case TextPairData():
+            return texts.open_text_pairs(opened, sequence_length=length)
         case ChatData():
-            return _chat_data(opened, length, task=task, reading=reading)
-        case _:
-            from jaxtrain.data.sources.streams import open_streams
+            from jaxtrain.data.chat.rows import open_chat
 
-            return open_streams(opened, sequence_length=length, seed=seed)
+            return open_chat(opened, sequence_length=length, task=task, reading=reading)
+    from jaxtrain.data.sources.streams import open_streams
 
-
-def _text_data(config: Any, sequence_length: int, *, task: str | None, reading: Mapping[str, Any] | None) -> Data:
-    """The data of a table of texts."""
-    from jaxtrain.data.text.labelled import open_labelled_text, open_tagged_text, open_text_pairs
-
-    if isinstance(config, LabelledTextData):
-        found = open_labelled_text(config, sequence_length=sequence_length, task=task, reading=reading)
-    elif isinstance(config, TaggedTextData):
-        found = open_tagged_text(config, sequence_length=sequence_length, reading=reading)
-    else:
-        found = open_text_pairs(config, sequence_length=sequence_length)
-    return _encoded_data(found, (sequence_length,))
-
-
-def _chat_data(config: ChatData, sequence_length: int, *, task: object, reading: Mapping[str, Any] | None) -> Data:
-    """The data of conversations or of pairs of answers."""
-    from jaxtrain.data.chat.rows import open_chat
-
-    pairs = gives_pairs(config, task)
-    scored = pairs and task == "reward"
-    found = open_chat(config, sequence_length=sequence_length, pairs=pairs, scored=scored, reading=reading)
-    return _encoded_data(found, (2, sequence_length) if pairs else (sequence_length,))
-
-
-def _encoded_data(found: Any, input_shape: tuple[int, ...]) -> Data:
-    """The data of rows of padded tokens."""
-    return Data(
-        train=found.train,
-        validation=found.validation,
-        fingerprint=found.identity,
-        vocab_size=found.tokenizer.vocab_size,
-        num_outputs=found.num_outputs,
-        input_shape=input_shape,
-        unit="tokens",
-        units_per_row=math.prod(input_shape) + (found.decoder_length or 0),
-        tokenizer=found.tokenizer,
-        description=found.description,
-        reading=found.reading,
-        decoder_length=found.decoder_length,
-        counts=found.counts,
-    )
+    return open_streams(opened, sequence_length=length, seed=seed)

@@ -4,8 +4,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxtrain.config.data import (
     DocumentsData,
     JsonlData,
@@ -15,20 +13,19 @@ from jaxtrain.config.data import (
     TokenData,
     added_tokens,
 )
-from jaxtrain.data.remote import with_local_paths
+from jaxtrain.data.dataset import Data
+from jaxtrain.data.files import with_local_paths
+from jaxtrain.data.permutation import Span
 from jaxtrain.data.rows import ConcatenatedRows, Rows, TokenRows
-from jaxtrain.data.sources.dataset import Data
+from jaxtrain.data.sources.builtin import markov_tokens
+from jaxtrain.data.sources.corruption import SpanNoise, corrupted, noise_identity, noise_of, stream_length
 from jaxtrain.data.sources.shards import shard_source
-from jaxtrain.data.sources.texts import documents_of, tokenizer_line
-from jaxtrain.data.text.corrupt import SpanNoise, corrupted, noise_identity, noise_of, stream_length
-from jaxtrain.data.tokenizer import build_tokenizer, tokenizer_sha256
-from jaxtrain.data.tokens import Span, TokenSource, encoded_source, split_tokens, token_dtype
+from jaxtrain.data.sources.tokens import TokenSource, documents_of, encoded_source, split_tokens
+from jaxtrain.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_sha256
 from jaxtrain.errors import DataError
 
-# Synthetic data is one data set: the run's seed decides only the order of its rows.
-SYNTHETIC_SEED = 1729
-# Each token has this many successors, so the best loss is well below the log of the vocabulary.
-_NUM_SUCCESSORS = 4
+# The training and the validation tokens of a stream.
+_Sides = tuple[Span, Span | None]
 
 
 def open_streams(
@@ -37,18 +34,10 @@ def open_streams(
     sequence_length: int,
     seed: int,
 ) -> Data:
-    """Opens one or several streams of tokens.
-
-    Args:
-        config: Which ones, with what is hidden of their tokens.
-        sequence_length: L, tokens per row.
-        seed: Decides what is hidden in training.
+    """Opens one or several streams of tokens; the seed decides what is hidden in training.
 
     Returns:
-        Rows of inputs and targets int32 [L]; see `jaxtrain.data.text.corrupt` for those with hidden tokens.
-
-    Raises:
-        DataError: A stream cannot be read, is too short, or a special token is missing.
+        Rows of inputs and targets int32 [L]; see `jaxtrain.data.sources.corruption` for those with hidden tokens.
     """
     weights = [component.weight for component in config.components] if isinstance(config, MixtureData) else None
     sources = _sources(config)
@@ -59,7 +48,7 @@ def open_streams(
         sources = [markov_tokens(config, sequence_length=taken)]
         border = config.num_rows * taken
         # The parts share one token, the last target of training, so that both have all their rows.
-        spans: list[tuple[Span, Span | None]] = [(Span(0, border + 1), Span(border, sources[0].num_tokens))]
+        spans: list[_Sides] = [(Span(0, border + 1), Span(border, sources[0].num_tokens))]
     else:
         parts = [component.source for component in config.components] if isinstance(config, MixtureData) else [config]
         spans = [
@@ -86,6 +75,8 @@ def open_streams(
         vocab_size = noise.vocab_size
         decoder_length = noise.sizes.targets_length if isinstance(noise, SpanNoise) else 0
     counts = f"{sum(map(len, train)):,} training rows and {sum(map(len, held_out)):,} validation rows"
+    tokenizer = sources[0].tokenizer
+    kind = "none" if tokenizer is None else "bytes" if isinstance(tokenizer, ByteTokenizer) else "byte-level BPE"
     return Data(
         train=rows[0],
         validation=rows[1] if held_out else None,
@@ -94,14 +85,13 @@ def open_streams(
         input_shape=(sequence_length,),
         unit="tokens",
         units_per_row=sequence_length + decoder_length,
-        tokenizer=sources[0].tokenizer,
+        tokenizer=tokenizer,
         description=(
             *_described(sources, spans, weights),
             f"{counts} of {sequence_length:,} tokens",
-            tokenizer_line(sources[0].tokenizer, vocab_size),
+            f"tokenizer: {kind}, {vocab_size:,} ids",
         ),
         decoder_length=decoder_length or None,
-        skipped=tuple(source.skipped for source in sources if source.skipped is not None),
     )
 
 
@@ -109,9 +99,6 @@ def _sources(config: Any) -> list[TokenSource]:
     """Opens the streams of a config with one tokenizer; BPE is trained on all its texts.
 
     Token shards contain the ids of their own tokenizer; a mixture of shards alone uses that one.
-
-    Raises:
-        DataError: A source cannot be read, or shards were made with another tokenizer than the rest.
     """
     if isinstance(config, SyntheticData):  # its tokens follow when it is known how many of them a row takes
         return [TokenSource((), config.vocab_size, None, "synthetic tokens")]
@@ -140,7 +127,7 @@ def _sources(config: Any) -> list[TokenSource]:
 
 
 def _fingerprint(
-    sources: Sequence[TokenSource], spans: Sequence[tuple[Span, Span | None]], weights: Sequence[float] | None
+    sources: Sequence[TokenSource], spans: Sequence[_Sides], weights: Sequence[float] | None
 ) -> dict[str, Any]:
     identities = [
         {
@@ -155,9 +142,7 @@ def _fingerprint(
     return {"kind": "mixture", "components": identities, "weights": list(weights)}
 
 
-def _described(
-    sources: Sequence[TokenSource], spans: Sequence[tuple[Span, Span | None]], weights: Sequence[float] | None
-) -> list[str]:
+def _described(sources: Sequence[TokenSource], spans: Sequence[_Sides], weights: Sequence[float] | None) -> list[str]:
     lines = []
     for i, (source, (_, kept)) in enumerate(zip(sources, spans, strict=True)):
         documents = "" if source.num_documents is None else f"{source.num_documents:,} documents, "
@@ -167,26 +152,3 @@ def _described(
             f"{source.label}{share}: {documents}{source.num_tokens:,} tokens, {held_out:,} of them for validation"
         )
     return lines
-
-
-def markov_tokens(config: SyntheticData, *, sequence_length: int) -> TokenSource:
-    """Generates the tokens of all rows by a fixed random Markov chain of order 1.
-
-    The entropy of the chain, about 1.2 nats, is the lowest loss that a model can reach; the uniform distribution has a
-    loss of log(vocab_size).
-    """
-    random = np.random.default_rng(SYNTHETIC_SEED)
-    successors_VxS = random.integers(0, config.vocab_size, (config.vocab_size, _NUM_SUCCESSORS))
-    cumulative_VxS = np.cumsum(random.dirichlet(np.full(_NUM_SUCCESSORS, 2.0), config.vocab_size), axis=1)
-    num_rows = config.num_rows + max(1, config.num_rows // 8)
-    # One chain per row, all advanced together: a Python loop over single tokens would take minutes.
-    tokens_RxL = np.empty((num_rows, sequence_length), token_dtype(config.vocab_size))
-    state_R = random.integers(0, config.vocab_size, num_rows)
-    for position in range(sequence_length):
-        tokens_RxL[:, position] = state_R
-        drawn_R = (random.random(num_rows)[:, None] > cumulative_VxS[state_R]).sum(axis=1)
-        state_R = successors_VxS[state_R, np.minimum(drawn_R, _NUM_SUCCESSORS - 1)]
-    # The last row of each part needs one more token, as its last target.
-    tokens = np.append(tokens_RxL.reshape(-1), tokens_RxL[0, :1])
-    identity = {"kind": "synthetic", "task": "tokens", "vocab_size": config.vocab_size, "seed": SYNTHETIC_SEED}
-    return TokenSource((tokens,), config.vocab_size, None, "synthetic tokens", identity=identity)

@@ -1,7 +1,6 @@
 """Tables of numbers: files of rows (CSV, Parquet, Arrow, JSON lines), NumPy archives, and those of scikit-learn."""
 
 import hashlib
-import math
 import re
 from array import array
 from collections.abc import Mapping, Sequence
@@ -12,17 +11,26 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import TableData
+from jaxtrain.data.dataset import Data, example_data
 from jaxtrain.data.files import reading, require_file
 from jaxtrain.data.formats.arrow import with_names
-from jaxtrain.data.formats.open import DataFile, find_rows, good_rows, named_classes, pass_over_file
-from jaxtrain.data.formats.reader import Cells, missing_column
+from jaxtrain.data.formats.open import (
+    DataFile,
+    exact_number,
+    few,
+    find_rows,
+    named_classes,
+    number_in,
+    number_of,
+    pass_over_files,
+    read_records,
+    wrong_value,
+)
+from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.data.rows import ArrayRows, matching_reading
-from jaxtrain.data.skipped import BadRecordError, SkippedRecords, skipped_records
-from jaxtrain.data.sources.dataset import Data, example_data
-from jaxtrain.data.text.records import column_names, exact_number, float_of, number_in, number_of, read_records
+from jaxtrain.data.rows import ArrayRows
+from jaxtrain.data.sources.builtin import scikit_learn
 from jaxtrain.errors import DataError
-from jaxtrain.runtime.terminal import print_remark
 
 _BUILTIN = "builtin:"
 # What pandas writes of the numbers of its rows, by which a table in the order of its classes is learned by heart.
@@ -37,15 +45,9 @@ _SAY_TASK = "set task=regression and data.task=regression, or task=classificatio
 
 @dataclass(frozen=True)
 class _Table:
-    """A table as it was read.
+    """A table as it was read: `inputs` float64 [N, D], `targets` texts or numbers, [N] or [N, K].
 
-    Attributes:
-        label: Name of the table in messages.
-        inputs: float64 [N, D].
-        targets: Texts or numbers, [N] or [N, K].
-        are_classes: Whether the targets are classes; None: their values decide.
-        columns: Names of the input columns; None: the file has none.
-        skipped: Counts the rows that were; None: a bad row is an error.
+    `are_classes`: whether the targets are; None: their values decide. `columns` name the inputs, where the file does.
     """
 
     label: str
@@ -53,29 +55,19 @@ class _Table:
     targets: np.ndarray
     are_classes: bool | None
     columns: tuple[str, ...] | None = None
-    skipped: SkippedRecords | None = None
 
 
 def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Data:
-    """Reads a table.
+    """Reads a table; `reading` has the scales and class names of the rows that a model was trained on.
 
-    Args:
-        config: Which table.
-        task: The task of the run. Under "regression", integers that could be classes are numbers; under
-            "classification", which shipped configs set, the values decide.
-        reading: Scales and class names of the rows that a model was trained on; None: those of this table.
+    Under the task "regression", integers that could be classes are numbers; under "classification", which shipped
+    configs set, the values decide.
 
     Returns:
         Rows of inputs float32 [D], and targets int32 [] for classes or float32 [K] for numbers.
-
-    Raises:
-        DataError: The file is missing, or a row or value is wrong, which the message locates by file and line; or the
-            table has columns or classes that `reading` does not have.
     """
-    reading = matching_reading(reading, kind="table")
+    reading = reading if reading is not None and reading.get("kind") == "table" else None
     table = _read(config, task=task, reading=reading)
-    if len(table.inputs) == 0:
-        raise DataError(f"{table.label} has no rows; give a table with at least one")
     known = None if reading is None else reading["classes"]
     targets, names = _targets(table, known=known)
     sides = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
@@ -83,9 +75,6 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     mean = deviation = None
     units: tuple[Any, Any] = (None, None)
     if reading is not None:
-        if config.standardize != (reading["mean"] is not None):
-            given, saved = str(config.standardize).lower(), str(not config.standardize).lower()
-            raise DataError(f"data.standardize={given} differs from the run, which has {saved}; leave it out")
         mean, deviation = reading["mean"], reading["deviation"]
         units = (reading.get("target_mean"), reading.get("target_deviation"))
     elif config.standardize:
@@ -100,11 +89,10 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         kind = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
     else:
         num_outputs = len(names)
-        kind = f"classification into {num_outputs} classes ({', '.join(names[:5])}{', ...' if num_outputs > 5 else ''})"
+        kind = f"classification into {num_outputs} classes ({few(names)})"
     columns = [{"inputs": inputs[side], "targets": targets[side]} for side in sides]
     return example_data(
-        ArrayRows(columns[0]),
-        ArrayRows(columns[1]) if len(sides[1]) else None,
+        *map(ArrayRows, columns),
         identity={
             "kind": "table",
             "content_sha256": hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest(),
@@ -126,7 +114,6 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             # By which other files are read, whatever the order of their columns is.
             "columns": None if table.columns is None else list(table.columns),
         },
-        skipped=() if table.skipped is None else (table.skipped,),
     )
 
 
@@ -137,23 +124,21 @@ def scaled_like(reading: Mapping[str, Any], inputs: np.ndarray, *, label: str) -
 
 def _scaled(inputs: np.ndarray, mean: Any, deviation: Any, *, label: str) -> np.ndarray:
     if mean is not None:
-        if len(mean) != inputs.shape[1]:
-            raise DataError(
-                f"{label} has {inputs.shape[1]} input columns, the run was trained on {len(mean)}; give a table with "
-                "the same columns"
-            )
+        _check_columns(label, inputs.shape[1], len(mean))
         inputs = (inputs - np.array(mean)) / np.array(deviation)
     return _as_float32(inputs, f"{label} input")
+
+
+def _check_columns(label: str, found: int, trained: int) -> None:
+    if found != trained:
+        raise DataError(f"{label} has {found} input columns, the run was trained on {trained}; give the same ones")
 
 
 def _as_float32(values: np.ndarray, what: str) -> np.ndarray:
     bad = np.argwhere(~(np.abs(values) <= np.finfo(np.float32).max))
     if len(bad):
         row, column = bad[0].tolist()
-        raise DataError(
-            f"{what} is {values[row, column]:.6g} in row {row + 1}, column {column + 1}, beyond what float32 holds "
-            "(3.4e38); rescale the column or remove the row"
-        )
+        raise DataError(f"{what} is {values[row, column]:.6g} in row {row + 1}, beyond float32; rescale or remove it")
     return values.astype(np.float32)
 
 
@@ -187,12 +172,12 @@ def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
     """Returns a table with its inputs in the order of the columns that a model was trained on."""
     if columns is None or table.columns is None or len(columns) != len(table.columns):
         return table
-    for name in columns:
-        if name not in table.columns:
-            raise DataError(
-                f"{table.label} has no input column '{name}', which the run was trained on (it has: "
-                f"{', '.join(table.columns)}); rename one, or set data.target and data.columns"
-            )
+    missing = next((name for name in columns if name not in table.columns), None)
+    if missing is not None:
+        raise DataError(
+            f"{table.label} has no input column '{missing}', which the run was trained on (it has: "
+            f"{', '.join(table.columns)}); rename one, or set data.target and data.columns"
+        )
     places = [table.columns.index(name) for name in columns]
     return replace(table, inputs=table.inputs[:, places], columns=tuple(columns))
 
@@ -200,76 +185,52 @@ def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
 def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Table:
     """Reads the columns of files of rows into memory.
 
-    Args:
-        config: Which files and columns.
-        as_numbers: Whether a target that is no number is a bad row.
-        keeps_codes: Whether 01 and 1 of a CSV file stay apart, for classes that a model was trained on.
+    With `as_numbers` a target that is no number is an error; with `keeps_codes` 01 and 1 of a CSV file stay apart, for
+    classes that a model was trained on.
     """
     files = find_rows(config.path, what="data.path")
     target, names = _chosen_columns(config, files)
-    skipped = skipped_records(config.path, on_bad_record=config.on_bad_record, max_bad_fraction=config.max_bad_fraction)
     classes = None if as_numbers else named_classes(files[0], target)
-    values = array("d")
-
-    def read(row: Cells, where: str) -> float | str:
-        value = row[target] if classes is None else with_names(row[target], classes)
-        if classes is not None and isinstance(value, int):
-            raise BadRecordError(f"{where} column '{target}' is {value}, no class that the file names; remove it")
-        numbers = [_number(row[name], where, name) for name in names]
-        value = _target(value, where=where, column=target, as_numbers=as_numbers)
-        values.extend(numbers)
-        return value
-
     wanted = [*(("columns" if config.columns else None, name) for name in names), ("target", target)]
-    targets: list[Any] = list(good_rows(files, wanted, read, skipped=skipped))
-    if skipped is not None:
-        skipped.tell()
+    values, targets = array("d"), []
+    for where, row in pass_over_files(files, wanted):
+        values.extend(number_of(row[name], where=where, column=name) for name in names)
+        value = with_names(row[target], classes)
+        if classes is not None and isinstance(value, int):
+            raise wrong_value(value, "a class that the file names", where=where, column=target)
+        targets.append(_target(value, where=where, column=target, as_numbers=as_numbers))
     if files[0].format == "csv" and not (as_numbers or keeps_codes):
         found = [number_in(text) for text in targets]
         targets = targets if None in found else found  # a column of numbers alone: 01 is 1
     inputs = np.array(values, np.float64).reshape(len(targets), len(names))
-    return _Table(config.path, inputs, _array(targets), None, names, skipped)
+    return _Table(config.path, inputs, _array(targets), None, names)
 
 
 def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
     """Returns the column to predict and the input columns."""
-    # The first file with rows: writers in parallel leave empty ones.
-    first = next((row for file in files for _, row in pass_over_file(file, None, bad=lambda _: None)), {})
-    there, file = list(first), str(files[0].path)
-    if len(there) < 2:
-        raise DataError(f"{file} has {len(there)} columns; give at least one input and the target")
-    if files[0].format == "csv" and all(number_in(name) is not None for name in there):
-        raise DataError(f"{file}:1 holds only numbers; the first line must name the columns")
+    there, file = list(next(pass_over_files(files, None))[1]), str(files[0].path)
+    _check_header(file, there, files[0].format, least=2)
     usual = [name for name in there if not _INDEX.fullmatch(name)]
     target = usual[-1] if config.target is None else _named(config.target, there)
-    if target not in there:
-        raise missing_column(file, "target", target, there)
     if config.columns is None:
-        if "" in there:
-            print_remark(
-                f"{file}: a column without a name (row numbers of pandas) is no input; to use it, list all inputs in "
-                "data.columns, '' among them"
-            )
-        return target, tuple(name for name in usual if name != target)
-    columns = tuple(_named(name, there) for name in config.columns)
-    for number, name in enumerate(columns):
+        columns = tuple(name for name in usual if name != target)
+    else:
+        columns = tuple(_named(name, there) for name in config.columns)
+    for key, name in [("target", target), *(("columns", name) for name in columns)]:
         if name not in there:
-            raise missing_column(file, "columns", name, there)
-        if name == target or name in columns[:number]:
-            raise DataError(f"data.columns names '{name}', which is the target or stands there twice; leave it out")
+            raise missing_column(file, key, name, there)
+    if target in columns:
+        raise DataError(f"data.columns names '{target}', which is the target; leave it out")
     return target, columns
+
+
+def _check_header(file: str, there: Sequence[str], format: str, *, least: int) -> None:
+    if len(there) < least or (format == "csv" and all(number_in(name) is not None for name in there)):
+        raise DataError(f"{file}:1 holds {few(there)}; the first line must name the columns, at least {least}")
 
 
 def _named(name: str, there: Sequence[str]) -> str:
     return name if name in there else name.strip()
-
-
-def _number(value: Any, where: str, name: str) -> float:
-    number = float_of(value)
-    if math.isnan(number):
-        found = "is empty" if value is None or value == "" else f"is {repr(value)[:40]}, not a number"
-        raise BadRecordError(f"{where} column '{name}' {found}; fill it, or remove the row or the column")
-    return number
 
 
 def _target(value: Any, *, where: str, column: str, as_numbers: bool) -> float | str:
@@ -280,12 +241,8 @@ def _target(value: Any, *, where: str, column: str, as_numbers: bool) -> float |
         return value.strip()
     if number is not None:
         return number
-    if is_text:
-        raise BadRecordError(
-            f"{where} column '{column}' is {repr(value.strip())[:40]}, not a number; fix or remove the row, or set "
-            "task=classification and data.task=classification"
-        )
-    raise BadRecordError(f"{where} column '{column}' has no value; fill it, or remove the row or the column")
+    wanted = "a number (or a class: task=classification and data.task=classification)"
+    raise wrong_value(value, wanted, where=where, column=column)
 
 
 def _array(values: Sequence[Any]) -> np.ndarray:
@@ -323,10 +280,6 @@ def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray,
         are_classes = values.ndim == 1 and (values.dtype.kind == "U" or _are_class_numbers(values, table.label))
     if are_classes:
         return _numbered_classes(values, table.label, known=known)
-    if values.dtype.kind == "U":
-        raise DataError(
-            f"{table.label} target '{values[0]}' is not a number; set task=classification and data.task=classification"
-        )
     columns = values.astype(np.float64).reshape(len(values), -1)
     return _as_float32(columns, f"{table.label} target"), None
 
@@ -348,13 +301,11 @@ def _are_class_numbers(values: np.ndarray, label: str) -> bool:
 
 def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
     """Returns the number of each class, int32 [N], and the names of the classes: `known`, or those of the table."""
-    if values.ndim != 1:
-        raise DataError(f"{label} has targets of shape {values.shape}; classes need one column")
     distinct, classes = np.unique(values, return_inverse=True)
-    if len(distinct) > _MAX_CLASSES:
+    if values.ndim != 1 or len(distinct) > _MAX_CLASSES:
         raise DataError(
-            f"{label} has {len(distinct)} distinct targets, more than {_MAX_CLASSES} classes; set data.target, or "
-            "task=regression and data.task=regression"
+            f"{label} has targets {list(values.shape)} of {len(distinct)} values, which are no classes (one column, at "
+            f"most {_MAX_CLASSES}); set data.target, or task=regression and data.task=regression"
         )
     names = [
         str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
@@ -365,10 +316,9 @@ def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | 
     # Of a code that is not written so, the class of the same number.
     found = [numbers.get(name, numbers.get(str(number_in(name)))) for name in names]
     if None in found:
-        shown = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
         raise DataError(
-            f"{label} has class '{names[found.index(None)]}', which the run was not trained on (its classes: {shown}); "
-            "remove these rows or rename the class"
+            f"{label} has class '{names[found.index(None)]}', which the run was not trained on (its classes: "
+            f"{few(known)}); remove these rows or rename the class"
         )
     return np.array(found, np.int32)[classes], list(known)
 
@@ -378,26 +328,18 @@ def _read_builtin(name: str) -> _Table:
     known = {"breast_cancer": True, "wine": True, "diabetes": False}
     if name not in known:
         raise DataError(f"data.path builtin:{name} is unknown; known are {', '.join(_BUILTIN + k for k in known)}")
-    try:
-        from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
-    except ImportError:
-        raise DataError(f"data.path builtin:{name} needs scikit-learn; run: pip install scikit-learn") from None
-    load = {"breast_cancer": load_breast_cancer, "wine": load_wine, "diabetes": load_diabetes}[name]
-    inputs, targets = load(return_X_y=True)
-    return _Table(f"scikit-learn {name}", np.asarray(inputs), np.asarray(targets), are_classes=known[name])
+    datasets = scikit_learn(f"data.path builtin:{name}")
+    inputs, targets = getattr(datasets, f"load_{name}")(return_X_y=True)
+    return _Table(f"scikit-learn {name}", inputs, targets, are_classes=known[name])
 
 
 def _read_npz(path: Path) -> _Table:
     with reading(path), np.load(path, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
-    inputs, targets = arrays.get("inputs"), arrays.get("targets")
-    if inputs is None or targets is None:
-        raise DataError(f"{path} has the arrays {', '.join(arrays) or 'none'}; save inputs and targets by these names")
+    inputs, targets = (arrays.get(name, np.zeros(())) for name in ("inputs", "targets"))
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets):
-        raise DataError(
-            f"{path} has inputs {inputs.shape} and targets {targets.shape}; they must be [rows, columns] and [rows] or "
-            "[rows, columns] with as many rows"
-        )
+        shown = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()) or "nothing"
+        raise DataError(f"{path} holds {shown}; save inputs [rows, columns] and targets [rows] or [rows, columns]")
     for name, values in (("inputs", inputs), ("targets", targets)):
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             place = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
@@ -408,38 +350,20 @@ def _read_npz(path: Path) -> _Table:
 
 
 def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns: int, target: str | None) -> np.ndarray:
-    """Reads the columns that a model takes, in their own units, of a file without targets.
+    """Reads the columns that a model takes, in their own units, of a file without targets: float64 [N, num_columns].
 
-    Args:
-        path: A file of rows; its other columns are not read.
-        columns: Names of the columns that the model was trained on, in their order; None: they had none, and all
-            columns of the file but `target` are taken in its order.
-        num_columns: How many the model takes.
-        target: Column that is no input where `columns` is None; the file need not have it.
-
-    Returns:
-        float64 [N, num_columns].
-
-    Raises:
-        DataError: A column is missing, or a value is no finite number; names file and row.
+    `columns` are those that the model was trained on, in their order; None: they had no names, and all columns of the
+    file but `target` are taken in its order.
     """
     if columns is None:
-        columns = [name for name in column_names(path, what="the table") if name != target]
-        if all(number_in(name) is not None for name in columns):
-            raise DataError(f"{path}:1 holds only numbers; the first line must name the columns")
-        if len(columns) != num_columns:
-            raise DataError(
-                f"{path} has {len(columns)} columns ({', '.join(columns[:8])}), the run was trained on {num_columns} "
-                "without names; give a table of these columns alone, in the same order"
-            )
+        files = find_rows(path, what="the table")
+        there = list(next(pass_over_files(files, None))[1])
+        _check_header(path, there, files[0].format, least=1)
+        columns = [name for name in there if name != target]
+        _check_columns(path, len(columns), num_columns)
     records = read_records(path, [(None, name) for name in columns], what="the table")
-    return np.array(
-        [
-            [
-                number_of(value, where=record.where, column=name)
-                for name, value in zip(columns, record.values, strict=True)
-            ]
-            for record in records
-        ],
-        np.float64,
-    )
+    values = [
+        [number_of(value, where=one.where, column=name) for name, value in zip(columns, one.values, strict=True)]
+        for one in records
+    ]
+    return np.array(values, np.float64)

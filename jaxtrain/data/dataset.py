@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.data.batches import check_rows
-from jaxtrain.data.skipped import SkippedRecords
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.data.tokenizer import Tokenizer
 
@@ -33,7 +32,6 @@ class Data:
             accepts it, so that other rows are read in the same way. None for sources that need none.
         decoder_length: Tokens per row of a decoder beside an encoder; None: rows have no such tokens.
         counts: Of chats: conversations or pairs, tokens, trained tokens, and what was cut or dropped; None for others.
-        skipped: Count the bad records that were left out, under data.on_bad_record=skip; empty for others.
 
     Example:
         >>> import dataclasses
@@ -57,7 +55,6 @@ class Data:
     reading: dict[str, Any] | None = None
     decoder_length: int | None = None
     counts: dict[str, int] | None = None
-    skipped: tuple[SkippedRecords, ...] = ()
 
     def __post_init__(self) -> None:
         for name, rows in (("train", self.train), ("validation", self.validation)):
@@ -75,25 +72,23 @@ class Data:
 
 def example_data(
     train: Any,
-    validation: "grain.MapDataset | None",
+    validation: Any,
     *,
     identity: dict[str, Any],
     description: tuple[str, ...],
+    after: tuple[str, ...] = (),
     **more: Any,
 ) -> Data:
-    """Returns the data of independent examples (images, rows of tables), whose last line says how many there are.
+    """Returns the data of rows with an index, whose numbers it adds to the fingerprint and the description.
 
-    Args:
-        train, validation: As for `Data`.
-        identity: What identifies the rows beside their numbers.
-        description: Lines that describe them.
-        more: Other attributes of `Data`.
+    `identity` is what identifies them beside their numbers, `description` are lines before that with the numbers,
+    `after` those that follow it, `more` other attributes of `Data`. No validation rows are left out.
     """
     sizes = [len(train), 0 if validation is None else len(validation)]
     return Data(
         train,
-        validation,
+        validation if sizes[1] else None,
         {**identity, "num_rows": sizes[0], "num_validation_rows": sizes[1]},
-        description=(*description, f"{sizes[0]:,} training rows and {sizes[1]:,} validation rows"),
+        description=(*description, f"{sizes[0]:,} training rows and {sizes[1]:,} validation rows", *after),
         **more,
     )

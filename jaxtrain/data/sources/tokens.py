@@ -1,8 +1,6 @@
 """Documents of text, and the streams of token ids that they become: compact arrays, split for evaluation."""
 
 import hashlib
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,57 +9,58 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
-from jaxtrain.data.permutation import num_held_out
-from jaxtrain.data.skipped import SkippedRecords
-from jaxtrain.data.tokenizer import BpeTokenizer, Tokenizer, build_tokenizer, encode_all, named_end, tokenizer_sha256
+from jaxtrain.data.files import decode_utf8, find_files
+from jaxtrain.data.formats.open import DataFile, find_rows, pass_over_files, text_of
+from jaxtrain.data.permutation import Span, num_held_out
+from jaxtrain.data.python_texts import read_builtin
+from jaxtrain.data.tokenizer import (
+    BpeTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    chunks,
+    encode_all,
+    named_end,
+    tokenizer_sha256,
+)
 from jaxtrain.errors import DataError
 
 # Characters that are encoded at a time: enough to use every core, and few enough for their ids as Python objects.
 _CHUNK_CHARACTERS = 4 * 2**20
-# Folders beside the standard library's source that hold tests, generated files or other packages.
-_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
+
+# The sources whose texts become tokens.
+TextSource = TextData | JsonlData | DocumentsData
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts that can be read more than once.
-
-    `files` are (name, size in bytes), the same on every machine that has the data; `skipped` counts bad records of the
-    last pass (None: one is an error).
-    """
+    """Texts that can be read more than once; `files` are (name, size in bytes), the same wherever the data is."""
 
     label: str
     files: tuple[tuple[str, int], ...]
     read: Callable[[], Iterator[str]]
-    skipped: SkippedRecords | None = None
 
 
-def builtin_documents(name: str) -> Documents:
-    """Returns `python_prose`, the language reference, or `python_source`, the standard library, of this Python."""
-    if name == "python_prose":
-        return Documents("built-in python_prose", (), _read_prose)
-    return Documents(f"built-in python_source of Python {sys.version.split()[0]}", (), _read_source)
+def documents_of(config: TextSource) -> Documents:
+    """Finds the documents of a source without reading them; calling their `read` reads them."""
+    field = "text"
+    if not isinstance(config, TextData):
+        field = config.field
+    if isinstance(config, DocumentsData):
+        files = find_rows(config.path, what="data.path")
+    elif config.path is not None:
+        suffix, form = (".txt", "text") if isinstance(config, TextData) else (".jsonl", "lines")
+        files = [DataFile(name, path, form) for name, path in find_files(config.path, suffix=suffix)]
+    else:
+        return Documents(*read_builtin(config.builtin or "python_prose"))
 
+    def read() -> Iterator[str]:
+        for where, row in pass_over_files(files, [("field", field)]):
+            value = row[field]
+            # Members of tar files with other endings than .txt are bytes.
+            value = decode_utf8(value, path=Path(where)) if isinstance(value, bytes) else value
+            yield text_of(value, where=where, column=field)
 
-def _read_prose() -> Iterator[str]:
-    from pydoc_data.topics import topics
-
-    for name in sorted(topics):
-        yield topics[name]
-
-
-def _read_source() -> Iterator[str]:
-    library = Path(sysconfig.get_paths()["stdlib"])
-    named = sorted((path.relative_to(library).as_posix(), path) for path in library.rglob("*.py"))
-    for name, path in named:
-        # The few files in other encodings are fixtures; skipping them loses no text.
-        if _NOT_SOURCE.isdisjoint(name.split("/")):
-            try:
-                text = path.read_bytes().decode("utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            if text:
-                yield text
+    return Documents(str(config.path), tuple((file.name, file.path.stat().st_size) for file in files), read)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class TokenSource:
     label: str
     num_documents: int | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    skipped: SkippedRecords | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,21 +98,7 @@ def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[n
         yield [np.concatenate([ids, mark]).astype(dtype) for ids in encode_all(tokenizer, chunk)]
 
 
-def chunks(found: Iterable[Any], size_of: Callable[[Any], int], *, most: int) -> Iterator[list[Any]]:
-    """Yields what is found in lists whose sizes add up to `most` or a little more."""
-    chunk: list[Any] = []
-    size = 0
-    for one in found:
-        chunk.append(one)
-        size += size_of(one)
-        if size >= most:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
+def divided(config: TextSource, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
     """Yields documents; files of plain text are divided where they write the tokenizer's end of text.
 
     As GPT-2's and TinyStories' files do. Only a name with bars (`<|endoftext|>`) is looked for: `</s>` is also HTML.
@@ -131,14 +115,8 @@ def divided(config: TextData | JsonlData | DocumentsData, texts: Iterable[str], 
         yield from (part for part in parts if part.strip() or len(parts) == 1)
 
 
-def encoded_source(
-    config: TextData | JsonlData | DocumentsData, documents: Documents, *, tokenizer: Tokenizer | None = None
-) -> TokenSource:
-    """Encodes documents into memory, with the tokenizer of the config or another.
-
-    Raises:
-        DataError: The text cannot be read, or is empty.
-    """
+def encoded_source(config: TextSource, documents: Documents, *, tokenizer: Tokenizer | None = None) -> TokenSource:
+    """Encodes documents into memory, with the tokenizer of the config or another."""
     if tokenizer is None:
         tokenizer = build_tokenizer(config.tokenizer, documents.read(), special=added_tokens(config))
     encoded: list[np.ndarray] = []
@@ -149,10 +127,6 @@ def encoded_source(
         # One array per chunk and not per document: each of a million short documents would take 100 bytes more.
         encoded.append(np.concatenate(chunk))
         digest.update(encoded[-1].tobytes())
-    if not encoded:
-        raise DataError(f"{documents.label} holds no document; give a file with text")
-    if documents.skipped is not None:
-        documents.skipped.tell()
     return TokenSource(
         segments=(np.concatenate(encoded),),
         vocab_size=tokenizer.vocab_size,
@@ -166,29 +140,11 @@ def encoded_source(
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
             **named_end(tokenizer),
         },
-        skipped=documents.skipped,
     )
 
 
-@dataclass(frozen=True)
-class Span:
-    """The tokens `start` to `stop - 1` of a stream."""
-
-    start: int
-    stop: int
-
-    def num_rows(self, sequence_length: int) -> int:
-        """Returns how many rows the span contains; the last one needs one token more, for its last target."""
-        return max(0, (self.stop - self.start - 1) // sequence_length)
-
-
 def split_tokens(source: TokenSource, *, sequence_length: int, validation_fraction: float) -> tuple[Span, Span | None]:
-    """Splits a stream into training tokens and, from its end, validation tokens (None: no fraction), of at least a row.
-
-    Raises:
-        ConfigError: The fraction is 1.
-        DataError: There are too few tokens for a row in each part.
-    """
+    """Splits a stream into training tokens and, from its end, validation tokens: None, or those of at least a row."""
     total, row = source.num_tokens, sequence_length + 1
     held_out = num_held_out(total, validation_fraction, least=row)
     if total - held_out < row:
@@ -199,25 +155,3 @@ def split_tokens(source: TokenSource, *, sequence_length: int, validation_fracti
         )
     train = Span(0, total - held_out)
     return train, Span(total - held_out, total) if held_out else None
-
-
-def check_tokens(inputs: np.ndarray, vocab_size: int, source: str) -> None:
-    """Checks on the host that every id is in the vocabulary, because jax silently clamps an id that is not.
-
-    Args:
-        inputs: Ids, integers of any shape.
-        vocab_size: Ids must be from 0 to vocab_size - 1.
-        source: Name of their source in the message.
-
-    Raises:
-        DataError: An id is out of range; the message names the source, the first position and the id.
-    """
-    inputs = np.asarray(inputs)
-    if inputs.size == 0 or (inputs.min() >= 0 and inputs.max() < vocab_size):
-        return
-    first = np.argwhere((inputs < 0) | (inputs >= vocab_size))[0]
-    position = ", ".join(map(str, first.tolist()))
-    raise DataError(
-        f"{source}: token {inputs[tuple(first)]} at position {position} is outside the vocabulary of {vocab_size}; "
-        "use the tokenizer the data was made with, or a model with a larger vocab_size"
-    )

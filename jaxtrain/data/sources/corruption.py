@@ -7,36 +7,26 @@ Sources: Devlin et al. 2019 (arXiv 1810.04805), section 3.1; Raffel et al. 2020 
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.data import (
     Corruption,
-    DocumentsData,
-    JsonlData,
     MaskCorruption,
-    MixtureData,
     SpanCorruption,
     SpanSizes,
-    SyntheticData,
-    TextData,
-    TokenData,
     TokenizerConfig,
     added_tokens,
     sentinel_name,
     span_sizes,
 )
 from jaxtrain.data.permutation import uniform_numbers
+from jaxtrain.data.rows import IGNORED, MappedRows, Row, Rows
+from jaxtrain.data.sources.texts import make_frame
+from jaxtrain.data.sources.tokens import TokenSource
 from jaxtrain.data.tokenizer import NamedTokens, NumberedTokens, needed, special_ids
-from jaxtrain.data.tokens import TokenSource
 from jaxtrain.errors import DataError
-
-if TYPE_CHECKING:
-    from jaxtrain.data.rows import MappedRows, Row, Rows
-
-# A target that the loss ignores.
-IGNORED = -100
 
 # Of the chosen tokens, as in BERT (Devlin et al. 2018, section 3.1).
 _MASKED, _RANDOM = 0.8, 0.1
@@ -75,7 +65,7 @@ Noise = Masking | SpanNoise
 
 
 def noise_of(
-    config: TextData | JsonlData | DocumentsData | TokenData | MixtureData | SyntheticData,
+    config: Any,
     source: TokenSource,
     tokenizer: TokenizerConfig | None,
     *,
@@ -84,9 +74,6 @@ def noise_of(
     """Finds what is hidden in rows of L tokens of a stream; None: nothing.
 
     Where no tokenizer made the stream, special tokens are added above its ids.
-
-    Raises:
-        DataError: A token that is needed is missing, or rows are too short.
     """
     if config.corruption is None:
         return None
@@ -97,9 +84,6 @@ def noise_of(
     special = special_ids(named, tokenizer)
     if isinstance(config.corruption, SpanCorruption):
         return _span_noise(config.corruption, named, special.end, sequence_length=sequence_length)
-    # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
-    from jaxtrain.data.text.frame import make_frame
-
     entries = [entry for entry, _ in make_frame(named, special, pair=False, sequence_length=sequence_length).entries]
     place, ids = entries.index("first"), [entry for entry in entries if isinstance(entry, int)]
     mask = needed(special.mask, "mask", what="data.corruption.kind=mask")
@@ -124,11 +108,8 @@ def _span_noise(
     return SpanNoise(sizes, end, corruption.decoder_start, np.array(sentinels, np.int32), tokenizer.vocab_size)
 
 
-def corrupted(rows: "Rows", noise: Noise, *, seed: int) -> "MappedRows":
+def corrupted(rows: Rows, noise: Noise, *, seed: int) -> MappedRows:
     """Returns the rows of a stream (`inputs` int32 [N]) with tokens hidden by the seed, in the same training order."""
-    # Imported here because grain takes a quarter of a second that `import jaxtrain.data` need not.
-    from jaxtrain.data.rows import MappedRows
-
     if isinstance(noise, SpanNoise):
         return MappedRows(rows, functools.partial(_move_spans, noise=noise, seed=seed))
     return MappedRows(rows, functools.partial(_mask_rows, masking=noise, seed=seed))
@@ -141,7 +122,7 @@ def stream_length(noise: Noise, sequence_length: int) -> int:
     return sequence_length - len(noise.before) - len(noise.after)
 
 
-def _mask_rows(rows: "Row", indices: np.ndarray, *, masking: Masking, seed: int) -> "Row":
+def _mask_rows(rows: Row, indices: np.ndarray, *, masking: Masking, seed: int) -> Row:
     """Hides single tokens of `inputs` int32 [B, N]; `indices` int64 [B] are the rows' numbers with the epoch.
 
     Returns:
@@ -161,7 +142,7 @@ def _mask_rows(rows: "Row", indices: np.ndarray, *, masking: Masking, seed: int)
     return {"inputs": {"tokens": seen_BL}, "targets": np.where(is_chosen_BL, tokens_BL, np.int32(IGNORED))}
 
 
-def _move_spans(rows: "Row", indices: np.ndarray, *, noise: SpanNoise, seed: int) -> "Row":
+def _move_spans(rows: Row, indices: np.ndarray, *, noise: SpanNoise, seed: int) -> Row:
     """Replaces spans of `inputs` int32 [B, N] by sentinels, and lets the targets name the spans after their sentinels.
 
     Returns:
