@@ -157,11 +157,6 @@ WRONG = {
         "model.call=my_package.wrong:module returned an object of type Net, not a jaxtrain.Model; return ",
         2,
     ),
-    "no task": (
-        "task={call: my_package.wrong:nothing}",
-        "task.call=my_package.wrong:nothing returned None (a return may be missing), not a jaxtrain.Task; return ",
-        2,
-    ),
     "texts as rows": (
         "data={call: my_package.wrong:texts}",
         "data.call=my_package.wrong:texts: train holds 'inputs' of type <U1, which is no number",
@@ -205,15 +200,6 @@ def test_a_plan_says_what_it_knows_and_what_not(here, cli, in_subprocesses):
     assert plan["memory"]["parts_bytes"]["batch"] == 2 * (8 * 4 + 4)  # two rows a device: inputs and target
     assert (plan["fits"], plan["time"], plan["cost"]) == (None, None, None)
     assert plan["unknown"] == "no formula knows the work of model.call, task.call and optimizer.call"
-
-
-@pytest.mark.long
-def test_the_compiler_checks_a_plan(here, cli, in_subprocesses):
-    answer = cli("plan", "mine.yaml", "--on", "cpux2", "--json")
-    assert answer.code == 0, answer.err
-    (plan,) = json.loads(answer.out)["plans"]
-    assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], abs=64)  # counters
-    assert plan["fits"] is True
 
 
 @pytest.mark.long
