@@ -140,16 +140,6 @@ def test_the_run_is_evaluated_by_the_command_and_opened_by_python(run, here, cli
         other.evaluate()
 
 
-def test_other_arguments_are_another_configuration(run, here):
-    loaded = load_config("mine.yaml", overrides=[*SHORT, "task.args.gamma=3.0"])
-    with pytest.raises(jt.ConfigError, match=r"another configuration: task.args.gamma 2.0 -> 3.0; use another run_dir"):
-        jt.run_config(loaded, run_dir=run)
-    # From the command line a change may go on, but not that of a shape.
-    loaded = load_config("mine.yaml", overrides=[*SHORT, "model.args.width=8"])
-    with pytest.raises(jt.CheckpointError, match=r"changed since: model.args.width 32 -> 8; set it back"):
-        jt.run_config(loaded, run_dir=run, resume="must")
-
-
 # id: (override, the beginning of the line, exit code)
 WRONG = {
     "a module in place of a model": (

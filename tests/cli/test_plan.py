@@ -99,14 +99,6 @@ def test_search_ranks_and_explains(cli):
     assert answer.out.count("NVIDIA H100 SXM 80 GB") == 3
 
 
-def test_advice_is_shown_where_it_does_not_fit(cli):
-    answer = cli("plan", "llama3_8b", "--on", "h100x8", "--analytic", "remat.policy=none")
-    assert answer.code == 0
-    assert re.match(r"h100x8 does not fit: .*; to change: remat\.policy=dots: .* GiB, step", answer.out)
-    assert re.search(r"verdict +does not fit: [\d.]+ GiB of [\d.]+ GiB", answer.out)
-    assert re.search(r"^- .*remat\.policy=dots: [\d.]+ GiB, step [\d.]+ x as long$", answer.out, re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     "words",
     [
