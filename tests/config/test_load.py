@@ -105,7 +105,8 @@ def test_a_size_fills_only_unset_keys(written):
 # Override -> how the line begins.
 WRONG_VALUES = {
     "train.stepz=1": "unknown key 'train.stepz' (command line); did you mean 'train.steps'?",
-    "trian.steps=1": "unknown key 'trian' (command line); did you mean 'train'?",
+    "trian.steps=1": "unknown key 'trian.steps' (command line); did you mean 'train.steps'?",
+    "mesh.data=2": "unknown key 'mesh.data' (command line); did you mean 'parallel.data'?",
     "lr=1": "unknown key 'lr' (command line); did you mean 'optimizer.learning_rate'?",
     "train.tensor=2": "unknown key 'train.tensor' (command line); did you mean 'parallel.tensor'?",
     "optimizer.momentum=1": "unknown key 'optimizer.momentum' (command line); optimizer.kind=adamw does not have it",
