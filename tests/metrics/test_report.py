@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.metrics.report.page import write_report
-from jaxtrain.metrics.time_spent import PARTS, TimeSpent
+from jaxtrain.metrics.throughput import PARTS, TimeSpent
 from jaxtrain.runtime.files import write_json_atomic
 
 _RUN = {
