@@ -2,7 +2,7 @@
 
     python scripts/bench_peers.py --peers-python PEERS/bin/python [--rounds 5] [--only PyTorch] [--json FILE]
 
-PEERS is an environment with `pip install 'jaxtrain[peers]'` (torch, keras). Every peer is a process that stays alive.
+PEERS is an environment with `pip install '.[peers]'` (torch, keras). Every peer is a process that stays alive.
 In each round every peer makes a block of steps, one peer after the other, so that the noise of a shared machine affects
 all of them. Figures are medians over the rounds. All peers train the transformer of configs/bench_cpu.yaml in float32
 from the same initial values, on the same batches in the same order, at the same learning rates, with the same

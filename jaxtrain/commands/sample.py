@@ -111,7 +111,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """
     missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError(f"jaxtrain serve needs {' and '.join(missing)}: pip install 'jaxtrain[serve]'")
+        raise ConfigError(f"jaxtrain serve needs {' and '.join(missing)}: pip install '.[serve]'")
     from jaxtrain.inference.server.app import build_app
     from jaxtrain.inference.server.serve import address_of, bind, listen, read_api_key, serve_app, start_service
 

@@ -136,7 +136,7 @@ def describe_devices() -> str:
 def unused_accelerator(platform: str) -> str | None:
     """The line that mends a machine whose NVIDIA card jax does not see; None where there is nothing to mend."""
     if platform == "cpu" and os.environ.get("JAX_PLATFORMS", "") != "cpu" and has_nvidia_driver():
-        return "there is an NVIDIA card, but jax runs on the CPU: pip install 'jaxtrain[cuda12]' (or cuda13)"
+        return "there is an NVIDIA card, but jax runs on the CPU: pip install '.[cuda12]' (or cuda13)"
     return None
 
 

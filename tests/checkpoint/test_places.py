@@ -35,7 +35,7 @@ def test_a_missing_client_names_the_extra(monkeypatch):
     package, extra = EXTRAS["s3"]
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    needs = rf"s3://bucket/a needs the package {package}: .*pip install 'jaxtrain\[{extra}\]'$"
+    needs = rf"s3://bucket/a needs the package {package}: .*pip install '\.\[{extra}\]'$"
     with pytest.raises(ConfigError, match=f"^checkpoint directory: {needs}"):
         Checkpointer("s3://bucket/a")
 

@@ -18,7 +18,7 @@ INSTALLED = importlib.util.find_spec("lm_eval") is not None
 
 def needs_lm_eval(test):
     """Marks what runs where lm-eval is installed; its own warnings, and those of what it imports, are not ours."""
-    reason = "lm-eval is not installed: pip install 'jaxtrain[harness]'"
+    reason = "lm-eval is not installed: pip install '.[harness]'"
     for mark in (pytest.mark.long, pytest.mark.skipif(not INSTALLED, reason=reason)):
         test = mark(test)
     return pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")(test)

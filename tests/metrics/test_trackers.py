@@ -147,7 +147,7 @@ def test_a_tracker_that_hangs_costs_neither_rows_nor_the_end(tmp_path, monkeypat
 def test_missing_package_is_one_line_and_touches_nothing(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     config = LoggingConfig.model_validate({name: True})
-    with pytest.raises(ConfigError, match=rf"logging.{name}=true.*pip install 'jaxtrain\[{name}\]'") as caught:
+    with pytest.raises(ConfigError, match=rf"logging.{name}=true.*pip install '\.\[{name}\]'") as caught:
         open_trackers(tmp_path, config, info=INFO, is_resumed=False, report=print)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
