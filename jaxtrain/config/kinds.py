@@ -173,27 +173,16 @@ def check_sizes(
 
     vocabulary, longest = room("vocab_size"), room("max_sequence_length")
     outputs = min(room("num_classes", "num_outputs"), room("num_labels", of=getattr(model, "head", None)))
-    published = published_from(model)
     write = f"set model.vocab_size={vocab_size} or more, or leave it out"
-    if published is not None:
+    if (published := published_from(model)) is not None:
         write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
-    for size, most, line in (
-        (
-            vocab_size,
-            vocabulary,
-            f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}",
-        ),
-        (num_outputs, outputs, f"the model has {outputs} outputs but the data {num_outputs} classes or columns"),
-        (
-            sequence_length,
-            longest,
-            f"data.sequence_length={sequence_length} exceeds model.max_sequence_length={longest}; lower it",
-        ),
-        (
-            decoder_length,
-            longest,
-            f"data.target_length={decoder_length} exceeds model.max_sequence_length={longest}; lower it",
-        ),
-    ):
-        if (size or 0) > most:
-            raise ConfigError(line)
+    too_long = f"exceeds model.max_sequence_length={longest}; lower it"
+    wrong = {
+        f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}": (vocab_size or 0)
+        > vocabulary,
+        f"the model has {outputs} outputs but the data {num_outputs} classes or columns": (num_outputs or 0) > outputs,
+        f"data.sequence_length={sequence_length} {too_long}": (sequence_length or 0) > longest,
+        f"data.target_length={decoder_length} {too_long}": (decoder_length or 0) > longest,
+    }
+    for line in [line for line, is_so in wrong.items() if is_so]:
+        raise ConfigError(line)

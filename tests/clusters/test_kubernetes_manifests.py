@@ -176,7 +176,6 @@ def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
 SCHEMAS = {
     "cpus of two hosts": ("--hosts", "2", "--cpus", "2", "--memory", "8Gi", "--env", "A=1", "--service-account", "x"),
     "gpus of four hosts": ("--hosts", "4", "--gpus", "8", "--queue", "team", "--secret", "wandb"),
-    "a slice of tpus": ("--tpu", "v5e/4x4"),
 }
 # The oldest in which a pod failure policy is stable, and the newest that kubernetes-validate 1.37 knows.
 VERSIONS = ("1.31", "1.37")

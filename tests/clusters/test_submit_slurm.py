@@ -35,10 +35,8 @@ def commands(tmp_path, monkeypatch):
 WRONG = {
     "--gpus-per-node eight": "--gpus-per-node eight is no number of GPUs; write 8",
     "--gpus-per-node 8 --tasks-per-node 3": "--tasks-per-node 3 does not divide the 8 GPUs of a node",
-    "--output logs/%j.out": "--output {work}/logs/%j.out: there is no folder {work}/logs, and Slurm makes none",
     "--run": "no sbatch on PATH, so nothing was submitted; use -o FILE",
     "data.call=my:rows data.args.api_key=abc": "data.args.api_key holds a secret, which would be shown",
-    "--sbatch=--signal=USR1@60": "--sbatch=--signal=USR1@60: the script sets --signal itself",
 }
 
 
@@ -89,7 +87,6 @@ HARD = ["train.steps=5", 'data.path=it\'s "a" $HOME `id` \\ %j #x', "name=a b"]
 ENDS = {
     "done": (0, 0, True, 0, False),
     "saved": (75, 0, True, 75, True),
-    "a process was lost": (70, 1, True, 70, True),
     "saved, and the last restart is used": (75, 2, True, 1, False),
     "started by Slurm itself too often": (None, 3, True, 1, False),
 }

@@ -62,7 +62,6 @@ FOUND = {
     "Open MPI": (MPIRUN, Cluster("Open MPI")),
     "TPU slice": ({"TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU slice")),
     "pod of an indexed Job": (POD, Cluster("Kubernetes")),
-    "TPU slice in a pod": ({**POD, "TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU slice")),
 }
 
 
@@ -143,10 +142,6 @@ VISIBLE = {
     "Slurm, a process per node": (ALONE, "all"),
     "Slurm, two per node": (TWO, "1"),
     "Slurm, two per node, each with half of the GPUs": ({**TWO, **EIGHT}, "4,5,6,7"),
-    "Open MPI, four per node": (
-        {**ALONE_BY_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
-        "2",
-    ),
     "address": (AT_ADDRESS, "all"),
 }
 
