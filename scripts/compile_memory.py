@@ -2,7 +2,7 @@
 
     python scripts/compile_memory.py h100x8 "gpt2_124m" "llama3_8b data.sequence_length=4096 train.global_batch_size=8"
 
-The script needs the compilers of the targets (pip install 'jaxtrain[aot]'). A row takes half a minute for a GPU and two
+The script needs the compilers of the targets (pip install '.[aot]'). A row takes half a minute for a GPU and two
 minutes for a TPU.
 """
 

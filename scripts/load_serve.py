@@ -1,6 +1,6 @@
 """Load on `jaxtrain serve`: clients with the real openai package, and beside them clients that misbehave.
 
-    python scripts/load_serve.py [--minutes 5] [--clients 64] [--slots 8] [--json FILE]
+    python scripts/load_serve.py [--minutes 5] [--clients 64] [--slots 8]
 
 A small model with random weights is served. Every prompt has one greedy answer, computed beforehand without the engine
 and the server, so that an answer that is mixed up with another or broken off is seen. Every client is a process of its
@@ -14,7 +14,6 @@ import argparse
 import collections
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -26,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -169,25 +169,20 @@ def wrong_bodies(address: str, answers: dict[str, dict[str, str]], end: float, s
         return json.dumps({"model": NAME, "prompt": "a", **fields}).encode()
 
     table = {
-        "10 MB prompts": ("/v1/completions", body(prompt="a" * 10_000_000), 413),
-        "invalid UTF-8": ("/v1/completions", b'{"model": "tiny", "prompt": "\xff\xfe"}', 400),
-        "no JSON": ("/v1/chat/completions", b'{"model"', 400),
-        "a number as prompt": ("/v1/completions", body(prompt=1.5), 400),
-        "a text as max_tokens": ("/v1/completions", body(max_tokens="many"), 400),
-        "n of a thousand": ("/v1/completions", body(n=1000), 400),
-        "a hundred stops": ("/v1/completions", body(stop=["a"] * 100), 400),
-        "negative penalties": ("/v1/completions", body(repetition_penalty=-1), 400),
-        "another model": ("/v1/completions", body(model="other"), 404),
-        "a prompt beyond the cache": ("/v1/completions", body(prompt="a" * LENGTH), 400),
-        "messages of no list": ("/v1/chat/completions", b'{"model": "tiny", "messages": "hi"}', 400),
-        "a list as body": ("/v1/completions", b"[]", 400),
+        "10 MB prompts": (body(prompt="a" * 10_000_000), 413),
+        "invalid UTF-8": (b'{"model": "tiny", "prompt": "\xff\xfe"}', 400),
+        "a number as prompt": (body(prompt=1.5), 400),
+        "a text as max_tokens": (body(max_tokens="many"), 400),
+        "another model": (body(model="other"), 404),
+        "a prompt beyond the cache": (body(prompt="a" * LENGTH), 400),
+        "a list as body": (b"[]", 400),
     }
     counts = Counts()
     headers = {"content-type": "application/json"}
     with httpx.Client(base_url=address, timeout=LOST_SECONDS, headers=headers) as client:
         while not counts or time.monotonic() < end:
-            for what, (path, content, status) in table.items():
-                answer = client.post(path, content=content)
+            for what, (content, status) in table.items():
+                answer = client.post("/v1/completions", content=content)
                 counts[f"refused: {what}"] += 1
                 right = answer.status_code == status and set(answer.json()["error"]) >= {"message", "type"}
                 counts[f"error: {what} got {answer.status_code}"] += not right
@@ -198,21 +193,19 @@ def wrong_bodies(address: str, answers: dict[str, dict[str, str]], end: float, s
 def many_connections(address: str, answers: dict[str, dict[str, str]], end: float, seed: int) -> Counts:
     """Open a thousand connections, ask on each whether the server lives, and close them."""
     counts = Counts()
-    while True:
+    while not counts or time.monotonic() < end:
         with contextlib.ExitStack() as stack:
             opened = [
                 stack.enter_context(socket.create_connection(_host_port(address), timeout=LOST_SECONDS))
                 for _ in range(CONNECTIONS)
             ]
-            time.sleep(min(2.0, max(0.0, end - time.monotonic())))
             for one in opened:
                 one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             for one in opened:
                 counts["connections, a thousand at a time"] += 1
                 counts["error: a connection got no 200"] += not one.recv(4096).startswith(b"HTTP/1.1 200")
-        if time.monotonic() >= end:
-            return counts
         time.sleep(min(5.0, max(0.0, end - time.monotonic())))
+    return counts
 
 
 MISBEHAVING = (killed_clients, killed_clients, half_bodies, wrong_bodies, many_connections)
@@ -221,23 +214,6 @@ MISBEHAVING = (killed_clients, killed_clients, half_bodies, wrong_bodies, many_c
 def _host_port(address: str) -> tuple[str, int]:
     host, port = address.removeprefix("http://").split(":")
     return host, int(port)
-
-
-def start_client(work: Callable[..., Counts], *given: Any) -> tuple[int, Any]:
-    """Fork a client: its process id, and the end of a pipe that gets its counts."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(write)
-        return child, os.fdopen(read, "rb")
-    os.close(read)
-    try:
-        counts = work(*given)
-    except BaseException as error:  # whatever it is, it is counted
-        counts = Counts({f"error: {work.__name__} ended with {type(error).__name__}: {error}"[:160]: 1})
-    with os.fdopen(write, "wb") as pipe:
-        pipe.write(json.dumps(counts).encode())
-    os._exit(0)
 
 
 @contextlib.contextmanager
@@ -267,14 +243,13 @@ def server(folder: str, slots: int) -> Iterator[tuple[subprocess.Popen[str], str
             process.wait()
 
 
-def watch(process: subprocess.Popen[str], address: str, end: float) -> list[tuple[float, float]]:
-    """Look at the server once per second: (seconds, resident MB)."""
-    began, found = time.monotonic(), []
+def watch(process: subprocess.Popen[str], address: str, end: float) -> list[float]:
+    """Look at the server once per second: its resident MB."""
+    found = [_resident_mb(process.pid)]
     while time.monotonic() < end:
-        seconds = time.monotonic() - began
-        found.append((seconds, _resident_mb(process.pid)))
+        found.append(_resident_mb(process.pid))
         if len(found) % 30 == 1:
-            print(f"{seconds:5.0f} s: {found[-1][1]:.0f} MB, {_metrics(address)}", flush=True)
+            print(f"{found[-1]:.0f} MB, {_metrics(address)}", flush=True)
         time.sleep(1)
     return found
 
@@ -295,31 +270,35 @@ def _metrics(address: str) -> dict[str, int]:
     return {name: int(re.search(rf"^jaxtrain_{name} (\d+)$", text, re.MULTILINE)[1]) for name in names}  # pyright: ignore[reportOptionalSubscript] the server has an engine
 
 
+def run_client(work: Callable[..., Counts], *given: Any) -> Counts:
+    """Be one client, in a process of its own."""
+    try:
+        return work(*given)
+    except Exception as error:  # whatever it is, it is counted
+        return Counts({f"error: {work.__name__} ended with {type(error).__name__}: {error}"[:160]: 1})
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Serve, ask and count."""
     import httpx  # noqa: F401 the clients that are forked share it
     import openai  # noqa: F401 as above
 
-    with tempfile.TemporaryDirectory() as folder:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            answers = pool.apply(known_answers, (str(Path(folder) / NAME),))
-        distinct = len({text for known in answers.values() for text in known.values()})
-        print(f"{sum(map(len, answers.values()))} prompts with {distinct} different answers", flush=True)
+    works = [good_client] * arguments.clients + list(MISBEHAVING)
+    with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(len(works)) as pool:
+        with get_context("spawn").Pool(1) as other:
+            answers = other.apply(known_answers, (str(Path(folder) / NAME),))
         with server(str(Path(folder) / NAME), arguments.slots) as (process, address):
             end = time.monotonic() + 60 * arguments.minutes
-            works = [good_client] * arguments.clients + list(MISBEHAVING)
-            began = [start_client(work, address, answers, end, seed) for seed, work in enumerate(works)]
+            begun = [
+                pool.apply_async(run_client, (work, address, answers, end, seed)) for seed, work in enumerate(works)
+            ]
             memory = watch(process, address, end)
-            counts = Counts()
-            for child, pipe in began:
-                with pipe:
-                    counts.update(json.loads(pipe.read() or b'{"error: a client said nothing": 1}'))
-                os.waitpid(child, 0)
+            counts = sum((one.get() for one in begun), Counts())
             deadline = time.monotonic() + LOST_SECONDS
             while (left := _metrics(address))["slots_in_use"] and time.monotonic() < deadline:
                 time.sleep(0.1)
-            memory.append((time.monotonic() - end + memory[-1][0], _resident_mb(process.pid)))
-    return {"different_answers": distinct, "counts": dict(counts), "engine": left, "memory_mb": memory}
+            memory.append(_resident_mb(process.pid))
+    return {"counts": dict(counts), "engine": left, "memory_mb": memory}
 
 
 def judge(found: dict[str, Any], minutes: float) -> list[str]:
@@ -332,7 +311,7 @@ def judge(found: dict[str, Any], minutes: float) -> list[str]:
         wrong.append(f"{engine['compiled_total']} programs were compiled after the start")
     if engine["slots_in_use"] or engine["queued"]:
         wrong.append(f"requests are left over: {engine}")
-    early, last = memory[len(memory) // 5][1], memory[-1][1]
+    early, last = memory[len(memory) // 5], memory[-1]
     if minutes >= 2 and last > early * (1 + MOST_GROWTH):
         wrong.append(f"memory grew from {early:.0f} to {last:.0f} MB after the first fifth")
     return wrong
@@ -344,7 +323,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CONNECTIONS * 2 if most == resource.RLIM_INFINITY else min(most, CONNECTIONS * 2)
@@ -355,11 +333,9 @@ def main() -> int:
         if count:
             print(f"{count:8d}  {name}")
     memory = found["memory_mb"]
-    shown = ", ".join(f"{mb:.0f}" for _, mb in memory[:: max(1, len(memory) // 10)])
-    print(f"engine: {found['engine']}\nmemory of the server, MB: {shown}; at the end {memory[-1][1]:.0f}")
+    shown = ", ".join(f"{mb:.0f}" for mb in memory[:: max(1, len(memory) // 10)])
+    print(f"engine: {found['engine']}\nmemory of the server, MB: {shown}; at the end {memory[-1]:.0f}")
     print("\n".join(f"WRONG: {line}" for line in wrong) or "nothing was wrong")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({**found, "wrong": wrong}, indent=1))
     return 1 if wrong else 0
 
 

@@ -2,7 +2,7 @@
 
     ORACLE/bin/python scripts/make_nf4_fixtures.py
 
-ORACLE is an environment with `pip install 'jaxtrain[oracle]'`. The first holds weights and what bitsandbytes makes of
+ORACLE is an environment with `pip install '.[oracle]'`. The first holds weights and what bitsandbytes makes of
 them on a CPU: codes and scales, without and with double quantization. The second is a tiny Llama as `save_pretrained`
 writes it after loading with load_in_4bit, and its logits in float32.
 """

@@ -2,7 +2,7 @@
 
     ORACLE/bin/python scripts/make_peft_fixtures.py [NAME ...]
 
-ORACLE is an environment with `pip install 'jaxtrain[oracle]'`. Every folder holds adapter_config.json and
+ORACLE is an environment with `pip install '.[oracle]'`. Every folder holds adapter_config.json and
 adapter_model.safetensors as `save_pretrained` of PEFT writes them, with random factors (also those that PEFT starts at
 zero), and expected.npz: `tokens` int64 [B, L], of an encoder-decoder also `decoder_tokens` [B, T], `attention_mask`
 where the base's fixture has one, and `logits`, what PEFT computes. README.md is left out. The folders are committed.

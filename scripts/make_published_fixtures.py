@@ -2,7 +2,7 @@
 
     ORACLE/bin/python scripts/make_published_fixtures.py [NAME ...]
 
-ORACLE is an environment with `pip install 'jaxtrain[oracle]'`. Every folder holds config.json and model.safetensors as
+ORACLE is an environment with `pip install '.[oracle]'`. Every folder holds config.json and model.safetensors as
 `save_pretrained` writes them, all weights random, and expected.npz (scripts/published_fixtures/fixture.py lists its
 arrays). Each is made of the first seed whose weights put every setting of the config to use: a change of one moves the
 outputs, and no rounding changes a generated token. config_old.json, where there is one, says the same in the form of

@@ -166,16 +166,8 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 def _text(node: ast.expr | None) -> str:
     """Code as text; names of types that are written as text lose their quotes."""
     assert node is not None
-    return _unquoted(node)
-
-
-def _unquoted(node: ast.expr) -> str:
-    if (
-        isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and re.fullmatch(r"[A-Z][\w.| \[\]]*", node.value)
-    ):
-        return node.value
+    if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z][\w.| \[\]]*", str(node.value)):
+        return str(node.value)
     return ast.unparse(node)
 
 

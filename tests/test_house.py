@@ -96,7 +96,6 @@ def test_imports_point_downwards(trees):
     ("text", "broken"),
     [
         ("def f():\n    from jaxtrain.train import step", ["jaxtrain.train.step"]),
-        ("import jaxtrain.cli", ["jaxtrain.cli"]),
         ("from jaxtrain import make_train_step", ["jaxtrain.make_train_step"]),
         ("import jaxtrain", ["jaxtrain"]),
         ("from jaxtrain import __version__, errors\nfrom jaxtrain.layout.mesh import make_mesh", []),
@@ -184,10 +183,8 @@ def test_files_are_readable_and_keep_the_laws(trees):
     ("text", "num_broken"),
     [
         ("from jax._src import mesh", 1),
-        ("m = Mesh(devices, ('data',))", 1),
         ("m = jax.make_mesh((8,), ('data',))", 1),
         ("m = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))", 0),
-        ("m = make_mesh(data=8)", 0),
         ('def f(x):\n    """Do.\n\n    Args:\n        x: one.\n        y: other.\n    """\n', 1),
     ],
 )

@@ -1,10 +1,7 @@
 """No test falls between two runs on two Pythons: the second leaves out only what the first passed."""
 
-import re
-import shlex
 from pathlib import Path
 
-import pytest
 from other_python import BOTH_PYTHONS, left_out
 
 TESTS = Path(__file__).resolve().parent
@@ -23,12 +20,3 @@ def test_only_what_passed_and_no_jax_changes_is_left_out(tmp_path: Path) -> None
     (tmp_path / "passed.xml").write_text(FIRST_RUN)
     assert left_out(tmp_path / "passed.xml") == {"tests/config/test_load.py::test_a[1]"}
     assert [path for path in BOTH_PYTHONS if not (TESTS / path).exists()] == []
-
-
-def test_the_second_run_is_given_options_that_pytest_knows_and_no_path(pytestconfig: pytest.Config) -> None:
-    """A word that is no option is a path to pytest, which then reads tests/conftest.py too late for its options."""
-    script = (TESTS.parent / ".ci" / "run").read_text()
-    (line,) = re.findall(r'^  "\$whole/bin/pytest" (.*)$', script, re.MULTILINE)
-    for word in shlex.split(line):
-        assert word.startswith("--"), f"{word} is taken for a path"
-        pytestconfig.getoption(word.partition("=")[0])

@@ -110,7 +110,7 @@ def given_parameters_after(names: Names) -> None:
     np.testing.assert_array_equal(names["state"].model_state["shift"], np.ones(2))
 
 
-def own_parts() -> Names:
+def own_parts(folder: Path) -> Names:
     def init(key: jax.Array) -> Any:
         return {"body": jax.random.normal(key, (3, 4)), "head": {"kernel": jax.numpy.zeros((4, 2))}}
 
@@ -125,12 +125,8 @@ def own_parts() -> Names:
     }
 
 
-def optimizer_before(folder: Path) -> Names:
-    return own_parts()
-
-
 def another_run_before(folder: Path) -> Names:
-    names = own_parts()
+    names = own_parts(folder)
     state, _ = names["step"](names["state"], names["batch"])
     with jt.Checkpointer(folder / "runs" / "pretrained" / "checkpoints") as checkpointer:
         checkpointer.save(400, state, metadata={})
@@ -321,11 +317,11 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("finetuning.md", "fit("): (finetuning_before, finetuning_after),
     ("finetuning.md", "merge_adapters("): (finetuning_before, adapting_after),
     ("loss.md", "LogitsLoss("): (given_nothing, loss_after),
-    ("optimizers.md", "parameter_groups("): (optimizer_before, optimizer_after),
-    ("optimizers.md", "prodigy("): (optimizer_before, optimizer_after),
-    ("optimizers.md", "tempered"): (optimizer_before, optimizer_after),
-    ("optimizers.md", "lookahead("): (optimizer_before, lookahead_after),
-    ("optimizers.md", "gradients("): (optimizer_before, gradients_after),
+    ("optimizers.md", "parameter_groups("): (own_parts, optimizer_after),
+    ("optimizers.md", "prodigy("): (own_parts, optimizer_after),
+    ("optimizers.md", "tempered"): (own_parts, optimizer_after),
+    ("optimizers.md", "lookahead("): (own_parts, lookahead_after),
+    ("optimizers.md", "gradients("): (own_parts, gradients_after),
     ("parallelism.md", "from_stages("): (given_nothing, stages_after),
     ("parallelism.md", "shard_model("): (given_nothing, sharded_after),
     ("planner.md", "analyse("): (given_nothing, planner_after),

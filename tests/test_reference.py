@@ -65,9 +65,3 @@ def test_the_pages_are_those_of_the_docstrings():
     made = dict(REFERENCE.pages())
     different = sorted(name for name in {*written, *made} if written.get(name) != made.get(name))
     assert not different, f"docs/reference/ is not up to date ({different}): run python scripts/make_reference.py"
-
-
-def test_every_name_has_a_summary_of_one_sentence():
-    # It is a cell of a table.
-    long = [name for name, entry in ENTRIES.items() if not entry.summary.endswith(".") or len(entry.summary) > 160]
-    assert not long

@@ -43,7 +43,7 @@ def site(tmp_path_factory) -> Path:
     if BUILT in os.environ:
         return Path(os.environ[BUILT])
     for package in ("sphinx", "furo", "myst_nb", "sphinx_copybutton"):
-        pytest.importorskip(package, reason="pip install 'jaxtrain[docs]'")
+        pytest.importorskip(package, reason="pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site") / "site"
     # Kernels of the notebooks choose their own devices; the flags of this process are for its tests.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

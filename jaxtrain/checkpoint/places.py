@@ -200,7 +200,7 @@ def place_at(text: str | os.PathLike[str] | RemotePath, *, what: str, error: typ
         raise error(f"{what}: {mistake}") from None
     package, extra = EXTRAS[found.scheme]
     if importlib.util.find_spec(package) is None:
-        raise error(f"{what}: {found} needs the package {package}: pip install 'jaxtrain[{extra}]'")
+        raise error(f"{what}: {found} needs the package {package}: pip install '.[{extra}]'")
     return found
 
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import gc
+import importlib
 import logging
 import math
 import os
@@ -23,13 +24,14 @@ from typing import Any
 import numpy
 
 from jaxtrain import __version__
-from jaxtrain.checkpoint import digest, s3_orbax
+from jaxtrain.checkpoint import digest
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
 from jaxtrain.checkpoint.places import ARRAYS_ITEM, RECORD_ITEM, Place, RemotePath, forget_listings
 from jaxtrain.checkpoint.tree import is_key, native, shown_name
 from jaxtrain.errors import CheckpointError
 
 _SAVE_TIMEOUT_SECONDS = 1200
+_S3 = "s3://"
 # Orbax divides what is replicated between the devices that hold it, and compiles a program for every part of every
 # shape: 20 ms a part on CPU. Parts of this size are divided, and no device writes more than the second size alone.
 _SMALLEST_PART_BYTES = 4 * 2**20
@@ -138,9 +140,52 @@ def _orbax_path(path: Place) -> Any:
     from etils import epath
 
     if path.scheme == "s3":
-        s3_orbax.enable()
+        _enable_s3()
     forget_listings(path.scheme)
     return epath.Path(str(path))
+
+
+@functools.cache
+def _enable_s3() -> None:
+    """Make Orbax write to s3:// in this process, by replacing four of its private names; further calls do nothing.
+
+    Orbax 0.12 sends everything but gs:// to the driver for files, although tensorstore, which writes the arrays, speaks
+    S3 itself (orbax issue 359 and pull request 2739, both open). What is replaced decides which addresses are those of
+    a store (where a step is complete once its `commit_success.txt` is written, since a store cannot rename), which
+    driver of tensorstore they get, and that their two slashes are kept.
+    """
+    stores: Any = importlib.import_module("orbax.checkpoint._src.path.gcs_utils")
+    tensorstore: Any = importlib.import_module("orbax.checkpoint._src.serialization.tensorstore_utils")
+    plain_spec, plain_driver = stores.get_kvstore_for_gcs, tensorstore._use_gcs_driver
+    plain_path = tensorstore._normalize_path
+
+    def spec(path: Any) -> dict[str, Any]:
+        return _s3_spec(str(path)) if str(path).startswith(_S3) else plain_spec(path)
+
+    def normal(path: str) -> str:
+        found = plain_path(path)
+        return found.replace("s3:/", _S3, 1) if path.startswith(_S3) else found
+
+    stores._GCS_PATH_PREFIX = (*stores._GCS_PATH_PREFIX, _S3)
+    stores.get_kvstore_for_gcs = spec
+    tensorstore._use_gcs_driver = lambda directory: directory.startswith(_S3) or plain_driver(directory)
+    tensorstore._normalize_path = normal
+
+
+def _s3_spec(address: str) -> dict[str, Any]:
+    """Return what tensorstore takes for an address, whose driver does not read the variables of another endpoint."""
+    bucket, _, key = address.removeprefix(_S3).partition("/")
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key.rstrip("/")}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if endpoint:
+        spec["endpoint"] = endpoint
+    if region:
+        spec["aws_region"] = region
+    if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
+        # Where the usual search would begin too; but that one opens all files first, and logs those that are not there.
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
 
 
 def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.bench.measure import PARTS, measure
+from jaxtrain.bench.measure import PARTS, draw, measure
 from jaxtrain.commands.shared import check_or_remark, own_code, print_table, print_text
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
@@ -52,8 +52,6 @@ def run_bench(arguments: argparse.Namespace) -> int:
         path.write_text(json.dumps(strict_json(answer), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         print_remark(f"wrote {path}")
     if folder is not None:
-        from jaxtrain.bench.picture import draw
-
         draw(answer, folder / "bench.svg")
         print_remark(f"wrote {folder / 'bench.svg'}")
     return 0

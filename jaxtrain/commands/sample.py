@@ -1,8 +1,10 @@
-"""`jaxtrain sample`: text from a checkpoint or a published model, printed alone on standard output."""
+"""`jaxtrain sample` prints text from a checkpoint or a published model; `jaxtrain serve` answers as OpenAI does."""
 
 import argparse
+import importlib.util
 import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,9 +14,10 @@ from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import Written
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.run.open_model import open_model
+from jaxtrain.run.open_model import open_model, open_served
 from jaxtrain.run.predict import Writing, write, writer_of
 from jaxtrain.runtime import distributed
+from jaxtrain.runtime.terminal import print_remark
 
 # Tokens between two looks for a stop, for which the host waits.
 _PIECE = 16
@@ -99,3 +102,45 @@ def print_stream(written: Iterable[Written], count: int) -> None:
         if begun:
             print_text("", flush=True)
         raise
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve a model until SIGTERM or Ctrl-C; what runs then is finished.
+
+    Standard output gets one line, with the address, when requests are answered; nothing is compiled after it.
+    """
+    missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"jaxtrain serve needs {' and '.join(missing)}: pip install '.[serve]'")
+    from jaxtrain.inference.server.app import build_app
+    from jaxtrain.inference.server.serve import address_of, bind, listen, read_api_key, serve_app, start_service
+
+    key = read_api_key(arguments.api_key_file)
+    with bind(arguments.host, arguments.port, has_key=key is not None) as taken:
+        began = time.monotonic()
+        distributed.start(emulate=arguments.emulate)
+        served = open_served(
+            arguments.path,
+            adapter=arguments.adapter,
+            quantize=arguments.quantize,
+            step=arguments.step,
+            overrides=arguments.overrides,
+            name=arguments.name,
+        )
+        started = start_service(
+            served, slots=arguments.slots, length=arguments.length, queue=arguments.queue, api_key=key
+        )
+        listen(taken)
+        address = address_of(taken)
+        print_remark(f"{served.sharded_model!r}")
+        print_remark(f"model {served.name!r}: {started.summary}; compiled in {time.monotonic() - began:.1f} s")
+        print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
+
+        def say_ready() -> None:
+            print_text(f"ready: {address}", flush=True)
+
+        try:
+            serve_app(build_app(started.service, host=arguments.host), taken, when_ready=say_ready)
+        finally:
+            started.close()
+    return 0

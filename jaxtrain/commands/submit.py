@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.commands.arguments import add_shared, count, process_count, step_number
+from jaxtrain.commands.table import add_shared, count, process_count, step_number
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.submit.slurm import RESTARTED, SIGNALS, SlurmJob, ask_sbatch, num_gpus, slurm_script

@@ -9,8 +9,58 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxtrain.commands.arguments import add_shared, count, process_count, step_number, tokens
 from jaxtrain.errors import ConfigError
+
+_MOST, _MOST_PROCESSES = 10**9, 4096
+
+
+def whole(text: str, least: int, most: int) -> int:
+    """Read a whole number from `least` to `most`."""
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more, and at most {most}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """Read a whole number of 1 or more."""
+    return whole(text, 1, _MOST)
+
+
+def process_count(text: str) -> int:
+    """Read a number of processes or of emulated devices: 1 or more, and as many as a machine can start."""
+    return whole(text, 1, _MOST_PROCESSES)
+
+
+def step_number(text: str) -> int:
+    """Read a whole number of 0 or more."""
+    return whole(text, 0, _MOST)
+
+
+def tokens(text: str) -> float:
+    """Read a number of tokens: `15T`, `1.5B`, `300M`, `10e9`."""
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
+    return float(text) if factor is None else factor * float(text[:-1])
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "config": {"metavar": "CONFIG", "help": "a shipped name (quickstart, ...), a YAML file or a run"},
+    "overrides": {"metavar": "key=value", "nargs": "*", "help": "settings to change, as in train.steps=100"},
+    "run_dir": {"metavar": "RUN_DIR", "help": "directory of a run, as in runs/quickstart"},
+    "--emulate": {"type": process_count, "metavar": "N", "help": "emulate N CPU devices"},
+    "--step": {"type": step_number, "metavar": "N", "help": "step to load; default: the newest intact one"},
+    "--json": {"action": "store_true", "help": "print JSON"},
+    "--quantize": {
+        "choices": ("int8", "int8_dynamic", "nf4"),
+        "help": "weights of linear layers in int8, or their inputs too (int8_dynamic), or weights in 4 bits (nf4); "
+        "default: as they were trained",
+    },
+}
+
+
+def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Adds arguments that several verbs take: `config`, `overrides`, `run_dir`, `--emulate`, `--step` and so on."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 class Parser(argparse.ArgumentParser):
@@ -138,7 +188,7 @@ def _use() -> None:
     add("--json", action="store_true", help="print one JSON object per row instead of CSV")
 
     parser = _verb(
-        "serve", "answer the clients of OpenAI's interface over HTTP with a run or a published model", "serve.run"
+        "serve", "answer the clients of OpenAI's interface over HTTP with a run or a published model", "sample.serve"
     )
     parser.example = "serve runs/first --port 8000"
     add = parser.add_argument
@@ -197,7 +247,7 @@ def _pages() -> None:
     )
     add_shared(parser, "--step", "--emulate")
 
-    parser = _verb("report", "draw the page of a run again, or one page about several runs or a sweep", "report.run")
+    parser = _verb("report", "draw the page of a run again, or one page about several runs or a sweep", "runs.report")
     parser.example = "report runs/first runs/second --output compare.html"
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
     parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
@@ -329,13 +379,13 @@ def _look() -> None:
     parser.add_argument("--rows", type=count, default=2, metavar="N", help="how many rows; default: 2")
     add_shared(parser, "--json")
 
-    parser = _verb("ckpt ls", "list the checkpoints of a run", "ckpt.run_ls")
+    parser = _verb("ckpt ls", "list the checkpoints of a run", "runs.run_ls")
     parser.example = "ckpt ls runs/first --verify"
     add_shared(parser, "run_dir")
     parser.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
     add_shared(parser, "--json")
 
-    parser = _verb("ckpt show", "show what a checkpoint holds", "ckpt.run_show")
+    parser = _verb("ckpt show", "show what a checkpoint holds", "runs.run_show")
     parser.example = "ckpt show runs/first --step 100"
     add_shared(parser, "run_dir", "--step", "--json")
 

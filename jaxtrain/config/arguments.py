@@ -3,7 +3,7 @@
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,6 @@ def shown(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"an array {dtype}{list(shape)}"
-    if isinstance(value, Mapping):
-        return f"a dict of {', '.join(map(repr, list(value)[:6]))}"
-    if isinstance(value, list | tuple | set | frozenset):
-        return f"a {type(value).__name__} of {len(value)}"
     if callable(value) and hasattr(value, "__name__"):
         return f"the function {value.__name__}"
     return f"a {type(value).__name__}"

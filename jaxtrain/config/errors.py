@@ -17,20 +17,28 @@ KeyPath = tuple[str, ...]
 NAMED, CALLED = "named", "called"
 _LONGEST_SHOWN = 60
 _LIMITS = ("than", "finite", "at least", "at most")
-# Names of other trainers whose spelling leads nowhere.
-_ALIASES = {
-    "lr": "optimizer.learning_rate",
-    "max_grad_norm": "optimizer.clip_norm",
-    "batch": "train.global_batch_size",
-    "batch_size": "train.global_batch_size",
-    "max_steps": "train.steps",
-    "epochs": "train.steps",
-    "gradient_accumulation_steps": "train.accumulation_steps",
-    "save_steps": "checkpoint.every",
-    "eval_steps": "evaluation.every",
-    "bf16": "precision.policy",
-    "gradient_checkpointing": "remat.policy",
+# What people of other trainers type, whose spelling leads nowhere: groups, and last parts of keys.
+_GROUPS = {"mesh": "parallel", "eval": "evaluation", "scheduler": "optimizer.schedule", "dataset": "data"}
+_TYPED = {
+    "optimizer.learning_rate": "lr",
+    "optimizer.clip_norm": "max_grad_norm grad_clip",
+    "optimizer.schedule.kind": "schedule",
+    "optimizer.schedule.warmup_steps": "warmup",
+    "train.global_batch_size": "batch batch_size",
+    "train.steps": "max_steps epochs",
+    "train.accumulation_steps": "gradient_accumulation_steps",
+    "checkpoint.every": "save_steps save_every",
+    "evaluation.every": "eval_steps eval_every",
+    "precision.policy": "bf16 dtype",
+    "remat.policy": "gradient_checkpointing",
+    "model.embed_dim": "hidden_size d_model",
+    "model.num_heads": "heads",
+    "parallel.tensor": "tp",
+    "parallel.data": "dp",
+    "parallel.pipe": "pp",
+    "data.path": "dataset",
 }
+_ALIASES = {alias: key for key, aliases in _TYPED.items() for alias in aliases.split()}
 
 
 @dataclass(frozen=True)
@@ -115,12 +123,16 @@ def walk(group: type[BaseModel], values: Any, prefix: str = "") -> Iterator[Key]
 
 def nearest(path: str, keys: Sequence[str]) -> str | None:
     """The key, or group of keys, that a wrong one most likely meant: the same leaf elsewhere, or similar spelling."""
+    group, dot, rest = path.partition(".")
+    path = _GROUPS.get(group, group) + dot + rest
+    groups = sorted({key.rpartition(".")[0] for key in keys} - {""})
+    if path in (*keys, *groups):
+        return path
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
     leaf = path.rpartition(".")[2].replace("-", "_")
     if (alias := _ALIASES.get(leaf)) in keys:
         return alias
     same = [key for key in keys if key.rpartition(".")[2] == leaf]
-    groups = sorted({key.rpartition(".")[0] for key in keys} - {""})
     close = difflib.get_close_matches(path, same or [*keys, *groups], 1, 0.0 if same else 0.75)
     by_leaf = difflib.get_close_matches(leaf, leaves, 1, 0.6)
     return close[0] if close else leaves[by_leaf[0]] if by_leaf else None
@@ -141,6 +153,9 @@ def explain(
         path, value = (*path, "kind"), value.get("kind")
     at, key = _at(where, path), ".".join(path)
     if kind == "extra_forbidden":
+        if len(path) == 1 and isinstance(value, dict) and len(value) == 1:  # mesh={data: 2} is mesh.data
+            path = (*path, *value)
+        key = ".".join(path)
         return f"unknown key {key!r}{at}; {_hint(path, group, root, values)}"
     if kind == "missing" or (kind == "union_tag_not_found" and path[-1] == "kind"):
         above = f"; {'.'.join(path[:-1])}{_at(where, path[:-1])} needs it" if path[1:] else ""

@@ -1,7 +1,7 @@
 """Whether the groups of a config belong together. No jax here: `config` and `plan` ask too."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxtrain.config.base import Call
 from jaxtrain.config.data import CalledData, ChatData, MaskCorruption, gives_pairs
@@ -66,13 +66,15 @@ def check_kinds(config: Config, *, own_task: bool = False, own_data: bool = Fals
     `own_task` and `own_data` say that a task or data from Python takes the place of the config's.
     """
     check_freeze(config.finetune, config.optimizer.freeze)
+    own, reasons = own_task or isinstance(config.task, Call), []
     if config.precision.policy == "fp8" and config.finetune.base is not None:
-        raise ConfigError("precision.policy=fp8 beside finetune.base, which is no float; use precision.policy=bf16")
-    own = own_task or isinstance(config.task, Call)
+        reasons.append("precision.policy=fp8 beside finetune.base, which is no float; use precision.policy=bf16")
     if not (own_data or isinstance(config.data, CalledData)):
-        _check_rows(config, own_task=own)
+        reasons += _wrong_rows(config, own_task=own)
     if not own:
-        _check_model(config)
+        reasons += _wrong_model(config)
+    for reason in reasons:
+        raise ConfigError(reason)
     if not own_task:  # which may read them
         check_loss(config)
 
@@ -102,47 +104,45 @@ def gives_tokens(config: Config) -> bool:
     return row_form(config) != "examples"
 
 
-def _check_model(config: Config) -> None:
-    """Raise where a transformer sees its targets, or gives outputs that the task does not take."""
+def _wrong_model(config: Config) -> Iterator[str]:
+    """Why a transformer sees its targets, or gives outputs that the task does not take."""
     model, task = config.model, config.task
     if not isinstance(model, TransformerConfig) or isinstance(task, Call):
         return
     if not model.causal and task in ("language_modeling", "dpo"):
-        raise ConfigError(
+        yield (
             f"model.causal=false would let task={task} read its targets; set model.causal=true, "
             "task=masked_language_modeling, or bring a task of your own (task.call, or Python)"
         )
     if model.causal and task == "masked_language_modeling":
-        raise ConfigError(f"task={task} takes a model that sees both sides of a token; set model.causal=false")
+        yield f"task={task} takes a model that sees both sides of a token; set model.causal=false"
     wanted = _HEADS.get(task, ())
     if wanted and model.head_kind not in wanted:
-        raise ConfigError(f"task={task} takes model.head.kind={wanted[0]}, but it is {model.head_kind}")
+        yield f"task={task} takes model.head.kind={wanted[0]}, but it is {model.head_kind}"
     head = model.head
     if task == "reward" and head and (head.num_labels != 1 or (model.causal and head.pooling != "last")):
-        raise ConfigError(
+        yield (
             "task=reward takes one number of the last token, which alone sees the text; set model.head.num_labels=1 "
             "and model.head.pooling=last"
         )
 
 
-def _check_rows(config: Config, *, own_task: bool) -> None:
-    """Raise where task or model take other rows than the data gives."""
+def _wrong_rows(config: Config, *, own_task: bool) -> Iterator[str]:
+    """Why task or model take other rows than the data gives."""
     data, model, task = config.data, config.model, config.task
     form, source = row_form(config), f"data.kind={data.kind}"
     tasks, models = _TAKEN[form]
     if not isinstance(task, Call) and task not in tasks:
         hidden = {"masked_language_modeling": "mask", "sequence_to_sequence": "spans"}.get(task)
         other = f"data.corruption.kind={hidden} or " if form == "tokens" and hidden else ""
-        raise ConfigError(f"task={task}, but {source} gives {form}; set {other}task={' or '.join(tasks)}")
+        yield f"task={task}, but {source} gives {form}; set {other}task={' or '.join(tasks)}"
     if data.kind == "table" and data.task not in (None, task) and not own_task:
-        raise ConfigError(f"task={task}, but data.task={data.task}; set both to {data.task}, or leave data.task out")
+        yield f"task={task}, but data.task={data.task}; set both to {data.task}, or leave data.task out"
     if not isinstance(model, CalledModel) and model.kind not in models:
-        raise ConfigError(
-            f"model.kind={model.kind} does not take the {form} of {source}; use model.kind={' or '.join(models)}"
-        )
+        yield f"model.kind={model.kind} does not take the {form} of {source}; use model.kind={' or '.join(models)}"
     start = getattr(getattr(data, "corruption", None) or data, "decoder_start", None)
     if start is not None and getattr(model, "start_token", start) != start:
-        raise ConfigError(f"the decoder of the data begins with {start}; set model.start_token={start}")
+        yield f"the decoder of the data begins with {start}; set model.start_token={start}"
 
 
 def check_loss(config: Config) -> None:
@@ -173,14 +173,16 @@ def check_sizes(
 
     vocabulary, longest = room("vocab_size"), room("max_sequence_length")
     outputs = min(room("num_classes", "num_outputs"), room("num_labels", of=getattr(model, "head", None)))
-    if (vocab_size or 0) > vocabulary:
-        published = published_from(model)
-        write = f"set model.vocab_size={vocab_size} or more, or leave it out"
-        if published is not None:
-            write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
-        raise ConfigError(f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}")
-    if (num_outputs or 0) > outputs:
-        raise ConfigError(f"the model has {outputs} outputs but the data {num_outputs} classes or columns")
-    for key, length in (("data.sequence_length", sequence_length), ("data.target_length", decoder_length)):
-        if (length or 0) > longest:
-            raise ConfigError(f"{key}={length} exceeds model.max_sequence_length={longest}; lower it")
+    write = f"set model.vocab_size={vocab_size} or more, or leave it out"
+    if (published := published_from(model)) is not None:
+        write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
+    too_long = f"exceeds model.max_sequence_length={longest}; lower it"
+    wrong = {
+        f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}": (vocab_size or 0)
+        > vocabulary,
+        f"the model has {outputs} outputs but the data {num_outputs} classes or columns": (num_outputs or 0) > outputs,
+        f"data.sequence_length={sequence_length} {too_long}": (sequence_length or 0) > longest,
+        f"data.target_length={decoder_length} {too_long}": (decoder_length or 0) > longest,
+    }
+    for line in [line for line, is_so in wrong.items() if is_so]:
+        raise ConfigError(line)

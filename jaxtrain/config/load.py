@@ -39,14 +39,9 @@ _FIRST = ("kind", "from", "size", "call")
 class Loaded:
     """A config and where each key that somebody set comes from.
 
-    Attributes:
-        config: the validated tree.
-        name: the name of the config (file stem), used for the run directory.
-        origins: dotted key -> "quickstart.yaml:12", "command line", "keyword" or "size gpt2".
-        notes: a line for each key that was left out (of another kind or a replaced size).
-        run_dir: the run whose config this is, where the directory of a run was given; None: another source.
-        from_python: part of that run (`model`, `task`, `data`) -> its name, for each part that came from Python and is
-            not what the config says.
+    `name` is that of the run directory; `origins` are dotted key -> "quickstart.yaml:12", "command line", "keyword" or
+    "size gpt2"; `notes` a line for each key that was left out. `run_dir` is the run whose config this is, if one was
+    given, and `from_python` its parts that came from Python and are not what the config says: part -> name.
     """
 
     config: Config

@@ -79,8 +79,8 @@ def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
     # They read arrays, and `jaxtrain config` of other configs needs no NumPy.
     from jaxtrain.interop.formats.peft_reading import open_adapter_folder, read_adapter_arrays
 
-    folder = open_adapter_folder(path)
-    rows = published_family(base).tensors(settings_in(base, published_settings(base)))
+    folder, (family, settings) = open_adapter_folder(path), _read(base)
+    rows = family.tensors(settings_in(base, settings))
     found = read_adapter_arrays(folder, rows)
     kernels, whole = tuple(found.factors), tuple(found.whole)
     return lora_settings(folder.config, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole)
@@ -89,12 +89,9 @@ def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
 def lora_settings(
     said: "AdapterConfig", *, rank: int, scale: float, kernels: tuple[str, ...], whole: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Returns the keys of `finetune.lora` of an adapter that was read.
+    """Returns the keys of `finetune.lora` of an adapter whose adapter_config.json is `said`.
 
-    Args:
-        said: Its adapter_config.json.
-        rank, scale: Of all its factors, and what their products are multiplied by.
-        kernels, whole: Paths of the kernels that it adapts, and of the parameters that it trains whole.
+    `rank` and `scale` are those of its factors; `kernels` it adapts, and the parameters `whole` it trains whole.
     """
     alpha = scale * (rank**0.5 if said.rank_stabilised else rank)
     return dict(

@@ -102,10 +102,13 @@ class RematConfig(Group):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
+        wrong = None
         if self.policy == "names" and (not self.names or {*self.names} & {*self.offload}):
-            raise ValueError("remat.policy=names needs remat.names, and none of them in remat.offload")
-        if self.offload and self.policy not in ("full", "names"):
-            raise ValueError("remat.offload takes remat.policy=full or names, which choose tensors by name")
+            wrong = "remat.policy=names needs remat.names, and none of them in remat.offload"
+        elif self.offload and self.policy not in ("full", "names"):
+            wrong = "remat.offload takes remat.policy=full or names, which choose tensors by name"
+        if wrong is not None:
+            raise ValueError(wrong)
         return self
 
 

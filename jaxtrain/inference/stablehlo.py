@@ -47,7 +47,7 @@ class Program:
 def check_flatbuffers() -> None:
     """Raise a ConfigError where the package is missing with which jax writes programs."""
     if find_spec("flatbuffers") is None:
-        raise ConfigError("--to stablehlo needs flatbuffers; run pip install 'jaxtrain[export]'")
+        raise ConfigError("--to stablehlo needs flatbuffers; run pip install '.[export]'")
 
 
 def check_folder(folder: Path) -> None:

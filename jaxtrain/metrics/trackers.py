@@ -239,7 +239,7 @@ def check_trackers(config: LoggingConfig) -> None:
         if name == "mlflow" and _mlflow_address().startswith("sqlite"):
             packages += ["sqlalchemy", "alembic"]  # which mlflow-skinny does not bring
         if any(importlib.util.find_spec(package) is None for package in packages):
-            raise ConfigError(f"logging.{name}=true needs the package {name}: pip install 'jaxtrain[{name}]'")
+            raise ConfigError(f"logging.{name}=true needs the package {name}: pip install '.[{name}]'")
 
 
 def open_trackers(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxtrain.config.files import to_yaml
 from jaxtrain.metrics.format import format_bytes
-from jaxtrain.metrics.report.style import STYLE as REPORT_STYLE
+from jaxtrain.metrics.report.html import STYLE as REPORT_STYLE
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.search import Found, describe_layout, why_not
 from jaxtrain.plan.show import answer_lines, dollars, hours, labels, merged, remarks, sections, units_of, verdict

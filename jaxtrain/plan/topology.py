@@ -117,7 +117,7 @@ def _keep_on_host(lowered: "jax.stages.Lowered", arguments: Sequence[bool], resu
 def _tpu_devices(name: str, num_chips: int, num_slices: int) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise CompilerMissingError(
-            f"compiling for {name} takes libtpu, which is not installed: pip install 'jaxtrain[aot-tpu]'"
+            f"compiling for {name} takes libtpu, which is not installed: pip install '.[aot-tpu]'"
         )
     from jax.experimental import topologies
 
@@ -136,7 +136,7 @@ def _tpu_devices(name: str, num_chips: int, num_slices: int) -> list[Any]:
 def _gpu_devices(kind: str, shape: str) -> list[Any]:
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         raise CompilerMissingError(
-            f"compiling for {kind} takes jax's CUDA plugin, which is not installed: pip install 'jaxtrain[aot]'"
+            f"compiling for {kind} takes jax's CUDA plugin, which is not installed: pip install '.[aot]'"
         )
     from jax.experimental import topologies
 

@@ -20,8 +20,8 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, ModelCall, Sums, Task, calling_sums, row_dims, task_sums
 from jaxtrain.models.tasks import MACRO
 from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
-from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler import Value, choose_options
+from jaxtrain.runtime.distributed import compiled_by_all
 from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.parallelism import Parallelism, check_parts, make_pipeline, microbatches

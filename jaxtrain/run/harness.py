@@ -52,7 +52,7 @@ def evaluate_tasks(
         CheckpointError: the files of the model are missing or damaged.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--tasks needs the package lm-eval: pip install 'jaxtrain[harness]'")
+        raise ConfigError("--tasks needs the package lm-eval: pip install '.[harness]'")
     # Nothing is printed among results, nothing is forked, and remarks on defaults and retries are left out.
     os.environ["DISABLE_MULTIPROC"] = "1"
     for name in ("lm_eval", "huggingface_hub"):

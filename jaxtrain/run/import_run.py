@@ -15,7 +15,7 @@ from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
 from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.interop.settings import check_fits
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.time_spent import TimeSpent
+from jaxtrain.metrics.throughput import TimeSpent
 from jaxtrain.run.directory import RunLock
 from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord

@@ -23,11 +23,11 @@ from jaxtrain.runtime.terminal import print_remark
 if TYPE_CHECKING:
     import numpy as np
     from jax.sharding import Mesh
+    from matplotlib.figure import Figure
 
     from jaxtrain.data import Data, Tokenizer
     from jaxtrain.data.chat.templates import ChatFormat
     from jaxtrain.inference.prompts import SpecialTokens
-    from jaxtrain.metrics.figure import CurveFigure
     from jaxtrain.models.model import Model, ModelState, Params
     from jaxtrain.models.sharded import ShardedModel
     from jaxtrain.models.task import Task
@@ -432,7 +432,7 @@ class OpenedRun:
             found[piece.row] += piece.text
         return found[0] if isinstance(prompts, str) else found
 
-    def plot(self, *names: str) -> "CurveFigure":
+    def plot(self, *names: str) -> "Figure":
         """A matplotlib figure of the run's metrics over steps, training and evaluation in one picture.
 
         Args:
@@ -441,7 +441,7 @@ class OpenedRun:
         Raises:
             ConfigError: the run did not log such a metric.
         """
-        from jaxtrain.metrics.figure import draw_history
+        from jaxtrain.metrics.history import draw_history
 
         return draw_history(self.history, names, title=self.run_dir.name)
 

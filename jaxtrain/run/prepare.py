@@ -24,7 +24,7 @@ from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.history import flat, read_rows
 from jaxtrain.metrics.progress import Phase, Progress
 from jaxtrain.metrics.runinfo import read_run_info
-from jaxtrain.metrics.time_spent import TimeSpent
+from jaxtrain.metrics.throughput import TimeSpent
 from jaxtrain.metrics.writers import Scalars
 from jaxtrain.run.callbacks import EARLY_STOPPED, Given, Watch, sorted_callbacks
 from jaxtrain.run.directory import set_aside
@@ -37,10 +37,9 @@ from jaxtrain.run.restore import describe_start, resumed_state, saved_form, star
 from jaxtrain.run.resume import check_resumed, choose_start, own_parts, run_metadata
 from jaxtrain.run.session import RunSaves, Session, begin_folder, take_folder
 from jaxtrain.run.watchdog import Activity
-from jaxtrain.runtime.agreement import Facts, together
 from jaxtrain.runtime.compiler import cache_folder, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator
-from jaxtrain.runtime.distributed import is_main_process
+from jaxtrain.runtime.distributed import Facts, is_main_process, together
 from jaxtrain.train.assemble import OwnStep, Run, assemble, open_run_data
 from jaxtrain.train.base import BaseRecord, without_base
 from jaxtrain.train.state import TrainState

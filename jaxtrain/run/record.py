@@ -15,8 +15,7 @@ from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info
-from jaxtrain.metrics.throughput import Meter, device_memory_bytes
-from jaxtrain.metrics.time_spent import TimeSpent
+from jaxtrain.metrics.throughput import Meter, TimeSpent, device_memory_bytes
 from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import MultiWriter, Scalars, flat_scalars, open_writers
 from jaxtrain.models.model import LOW_RANK, parameter_shapes

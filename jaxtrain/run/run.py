@@ -16,7 +16,7 @@ from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.run.callbacks import Callback, EarlyStopping, Given, sorted_callbacks
 from jaxtrain.run.directory import RunLock, folder_of
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.agreement import Facts, check_devices, together
+from jaxtrain.runtime.distributed import Facts, check_devices, together
 
 if TYPE_CHECKING:
     import optax

@@ -25,7 +25,7 @@ from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
 from jaxtrain.run.record import RunRecord, StepLog
 from jaxtrain.run.restore import trained_leaves
 from jaxtrain.run.watchdog import Activity
-from jaxtrain.runtime.agreement import together
+from jaxtrain.runtime.distributed import together
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState

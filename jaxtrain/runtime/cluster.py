@@ -118,10 +118,7 @@ def local_device_ids() -> list[int] | None:
     with one process per GPU, but with one process per node it hides all GPUs except the first.
     """
     # Open MPI comes first, as in jax: under Slurm each of its daemons is a task that starts several processes.
-    index, processes = (
-        environment_number("OMPI_COMM_WORLD_LOCAL_RANK"),
-        environment_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-    )
+    index, processes = (environment_number(f"OMPI_COMM_WORLD_LOCAL_{name}") for name in ("RANK", "SIZE"))
     if index is None or processes is None:
         index, processes = environment_number("SLURM_LOCALID"), _slurm_tasks_on_node()
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or index is None or processes is None:

@@ -21,7 +21,6 @@ from jaxtrain.runtime.terminal import print_remark
 Value = bool | int | float | str
 _UNKNOWN = "No such compile option"
 
-
 # Backend, as in `device.platform` -> name -> value; what a compiler does not know is left out. Of every program:
 OPTIONS: dict[str, dict[str, Value]] = {
     # With it, batched products (attention) run on one thread; without it, Eigen's products run on all. jax 0.10.2 and

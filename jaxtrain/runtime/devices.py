@@ -19,8 +19,6 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 
 _TERA = 1e12
-
-
 # TFLOP/s by number format.
 _H100_SXM = dict(fp32=67.0, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9)
 _A100 = dict(fp32=19.5, tf32=156.0, bf16=312.0, fp16=312.0)
@@ -29,17 +27,12 @@ _A100 = dict(fp32=19.5, tf32=156.0, bf16=312.0, fp16=312.0)
 # A format that the hardware does not have, or that has no published figure, is left out.
 _PEAKS: dict[str, dict[str, float]] = {
     # NVIDIA Tesla V100 datasheet (2018): fp32 15.7 (SXM2), 14 (PCIe); tensor 125, 112. No bf16, no tf32.
-    "Tesla V100-SXM2-16GB": dict(fp32=15.7, fp16=125.0),
-    "Tesla V100-SXM2-32GB": dict(fp32=15.7, fp16=125.0),
-    "Tesla V100-PCIE-16GB": dict(fp32=14.0, fp16=112.0),
-    "Tesla V100-PCIE-32GB": dict(fp32=14.0, fp16=112.0),
+    **{f"Tesla V100-SXM2-{size}GB": dict(fp32=15.7, fp16=125.0) for size in (16, 32)},
+    **{f"Tesla V100-PCIE-{size}GB": dict(fp32=14.0, fp16=112.0) for size in (16, 32)},
     # NVIDIA T4 datasheet (2018): fp32 8.1, mixed precision 65. No bf16, no tf32.
     "Tesla T4": dict(fp32=8.1, fp16=65.0),
     # NVIDIA A100 datasheet (2021); the figures are the same for every form and memory size.
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
+    **{f"NVIDIA A100{form}": _A100 for form in ("-SXM4-40GB", "-SXM4-80GB", "-PCIE-40GB", " 80GB PCIe")},
     # NVIDIA A10 datasheet (2021).
     "NVIDIA A10": dict(fp32=31.2, tf32=62.5, bf16=125.0, fp16=125.0),
     # NVIDIA A10G datasheet (published by AWS for g5 instances).
@@ -71,14 +64,11 @@ _PEAKS: dict[str, dict[str, float]] = {
     # Same source: 275 per chip, which is one device.
     "TPU v4": dict(bf16=275.0),
     # Same source: v5e 197.
-    "TPU v5 lite": dict(bf16=197.0),
-    "TPU v5e": dict(bf16=197.0),
+    **{key: dict(bf16=197.0) for key in ("TPU v5 lite", "TPU v5e")},
     # Same source: v5p 459.
-    "TPU v5": dict(bf16=459.0),
-    "TPU v5p": dict(bf16=459.0),
+    **{key: dict(bf16=459.0) for key in ("TPU v5", "TPU v5p")},
     # Same source: v6e (Trillium) 918.
-    "TPU v6 lite": dict(bf16=918.0),
-    "TPU v6e": dict(bf16=918.0),
+    **{key: dict(bf16=918.0) for key in ("TPU v6 lite", "TPU v6e")},
     # Same source: TPU7x (Ironwood) 2307 per chip; each of its two chiplets is a device.
     "TPU7x": dict(bf16=1153.5),
 }
@@ -136,7 +126,7 @@ def describe_devices() -> str:
 def unused_accelerator(platform: str) -> str | None:
     """The line that mends a machine whose NVIDIA card jax does not see; None where there is nothing to mend."""
     if platform == "cpu" and os.environ.get("JAX_PLATFORMS", "") != "cpu" and has_nvidia_driver():
-        return "there is an NVIDIA card, but jax runs on the CPU: pip install 'jaxtrain[cuda12]' (or cuda13)"
+        return "there is an NVIDIA card, but jax runs on the CPU: pip install '.[cuda12]' (or cuda13)"
     return None
 
 

@@ -3,8 +3,8 @@
 python scripts/peers/bare_jax.py none|dots|full [flat]
 """
 
+import functools
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from peer import (
     HEADS,
     LAYERS,
     LENGTH,
+    NORM_EPSILON,
     WEIGHT_DECAY,
     WIDTH,
     batches,
@@ -26,25 +27,29 @@ from peer import (
     values,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import bare_transformer as bare
+
+def norm(x, scale):
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON) * scale
 
 
-def block(x_BLD, p):
+def block(x, p, *, flat):
     def split(y):
         return y.reshape(BATCH, LENGTH, HEADS, WIDTH // HEADS)
 
-    y = bare.norm(x_BLD, p["norm1"])
+    y = norm(x, p["norm1"])
     q, k, v = split(y @ p["q"]), split(y @ p["k"]), split(y @ p["v"])
     scores = jnp.einsum("blhd,bshd->bhls", q, k) / (WIDTH // HEADS) ** 0.5
     scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e30)
-    y = jnp.einsum("bhls,bshd->blhd", jax.nn.softmax(scores, axis=-1), v).reshape(BATCH, LENGTH, WIDTH)
-    x_BLD = x_BLD + y @ p["o"]
-    return x_BLD + jax.nn.gelu(bare.norm(x_BLD, p["norm2"]) @ p["up"]) @ p["down"], None
+    y = jnp.einsum("bhls,bshd->blhd", jax.nn.softmax(scores, axis=-1), v).reshape(
+        (-1, WIDTH) if flat else (BATCH, LENGTH, WIDTH)
+    )
+    x = x + y @ p["o"]
+    return x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
 
 
 def given() -> dict:
-    """Return the given values in the shapes of `bare.init`."""
+    """Return the given values, those of the layers stacked."""
     ours = values()
 
     def blocks(path: str, *shape: int):
@@ -69,7 +74,7 @@ def given() -> dict:
 
 
 def main(remat: str, *, flat: bool) -> None:
-    body = bare.block if flat else block
+    body = functools.partial(block, flat=flat)
     if remat == "dots":
         keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         body = jax.checkpoint(body, policy=keep, prevent_cse=False)
@@ -80,11 +85,11 @@ def main(remat: str, *, flat: bool) -> None:
         x = params["embedding"][inputs] + params["positions"]
         x = x.reshape(-1, WIDTH) if flat else x
         x, _ = jax.lax.scan(body, x, params["blocks"])
-        logits = (bare.norm(x, params["norm"]) @ params["output"]).reshape(BATCH, LENGTH, -1)
+        logits = (norm(x, params["norm"]) @ params["output"]).reshape(BATCH, LENGTH, -1)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
     def decayed(params):
-        return jax.tree.map(lambda p: p.ndim > 2 or (p.ndim == 2 and p.shape[0] != bare.LAYERS), params)
+        return jax.tree.map(lambda p: p.ndim > 2 or (p.ndim == 2 and p.shape[0] != LAYERS), params)
 
     table = jnp.asarray(rates())
     adamw = optax.adamw(lambda step: table[step], b1=B1, b2=B2, eps=EPSILON, weight_decay=WEIGHT_DECAY, mask=decayed)

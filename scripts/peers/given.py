@@ -1,20 +1,17 @@
-"""Writes what every peer of one work is given: initial values, batches in their order, the rate of each step.
+"""Writes what every peer is given: initial values, batches in their order, the rate of each step.
 
-python scripts/peers/given.py FOLDER STEPS ours.py|ours_published.py NAME [key=value ...]
+python scripts/peers/given.py FOLDER STEPS CONFIG
 
 The three come from jaxtrain's own config, data and seed, so that `ours.py` has them without reading a file.
 """
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ours_published
 
 from jaxtrain.config import load_config
-from jaxtrain.interop.pretrained import save_pretrained
 from jaxtrain.optim.optimizers import build_schedule
 from jaxtrain.train.assemble import assemble, open_run_data
 
@@ -33,28 +30,18 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]  # no path is the name of its own argument
 
 
-def main(folder: Path, steps: int, file: str, arguments: list[str]) -> None:
-    """Write values.npz, batches.npz (a leading dim of steps) and, of a published family, its folder."""
-    with tempfile.TemporaryDirectory() as made:
-        if file == "ours_published.py":
-            config = load_config(ours_published.config(arguments[0], Path(made))).config
-        else:
-            config = load_config(arguments[0], overrides=arguments[1:]).config
-        parts = assemble(config, open_run_data(config))
-        params = parts.step.init(config.seed).params
-        write(folder / "values.npz", flat(params))
-        load = parts.step.loader(parts.batches)
-        batches = [flat(load(number)) for number in range(steps)]
-        columns = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
-        assert config.optimizer.learning_rate is not None, "every config of a peer has a rate"
-        schedule = build_schedule(
-            config.optimizer.schedule, peak=config.optimizer.learning_rate, steps=config.train.steps
-        )
-        rates = np.array([schedule(number) for number in range(steps)], np.float32)
-        write(folder / "batches.npz", {"rates": rates, **columns})
-        if file == "ours_published.py":
-            save_pretrained(folder / "published", params, model=config.model)
+def main(folder: Path, steps: int, name: str) -> None:
+    """Write values.npz and batches.npz (a leading dim of steps)."""
+    config = load_config(name).config
+    parts = assemble(config, open_run_data(config))
+    write(folder / "values.npz", flat(parts.step.init(config.seed).params))
+    load = parts.step.loader(parts.batches)
+    batches = [flat(load(number)) for number in range(steps)]
+    columns = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+    assert config.optimizer.learning_rate is not None, "the config of the peers has a rate"
+    schedule = build_schedule(config.optimizer.schedule, peak=config.optimizer.learning_rate, steps=config.train.steps)
+    write(folder / "batches.npz", {"rates": np.array([schedule(k) for k in range(steps)], np.float32), **columns})
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

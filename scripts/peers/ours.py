@@ -13,8 +13,8 @@ from jaxtrain.runtime import distributed
 from jaxtrain.runtime.host import restart
 
 
-def main(name: str | dict[str, Any], overrides: list[str]) -> None:
-    """Train the config of a name, or of its keys, for as many steps as the driver asks for."""
+def main(name: str, overrides: list[str]) -> None:
+    """Train the config of a name for as many steps as the driver asks for."""
     config = load_config(name, overrides=overrides).config
     distributed.start(compilation_cache=None)
     import jax

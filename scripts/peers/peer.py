@@ -1,7 +1,7 @@
 """The protocol of every peer of bench_peers.py: a first step, then blocks of steps that the driver asks for.
 
 A peer is a process. It prints a line of JSON after its first step, one after each block of steps that a line on
-standard input asks for (a number), and one with its peak memory at the end of its input. All peers of one work start
+standard input asks for (a number), and one with its peak memory at the end of its input. All peers start
 from the same values and step on the same batches at the same learning rates, which `given.py` wrote to the folder that
 PEER_GIVEN names.
 """
@@ -21,21 +21,6 @@ import numpy as np
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 6, 384, 6, 256, 256, 16
 LEARNING_RATE, WEIGHT_DECAY, CLIP, B1, B2, EPSILON = 1e-3, 0.1, 1.0, 0.9, 0.95, 1e-8
 NORM_EPSILON = 1e-5
-# SGD of the ResNets.
-MOMENTUM = 0.9
-# A BERT of MiniLM's size that learns labels, and a T5-small; keys of our model groups.
-BERT = {
-    "vocab_size": 30522,
-    "num_layers": 6,
-    "embed_dim": 384,
-    "num_heads": 12,
-    "mlp_dim": 1536,
-    "max_sequence_length": 512,
-}
-BERT_ROWS, BERT_TOKENS, LABELS = 16, 128, 2
-T5 = {"vocab_size": 32128, "num_layers": 6, "embed_dim": 512, "num_heads": 8, "head_dim": 64, "mlp_dim": 2048}
-T5_ROWS, T5_SOURCE, T5_TARGET = 8, 128, 64
-RATE_PUBLISHED = 1e-4
 
 
 @cache

@@ -12,7 +12,6 @@ import time
 
 import torch
 from torch.nn import functional
-from torch_resnet import resnet50
 from torch_transformer import Sizes, Transformer, adamw
 
 _STEPS = 20
@@ -36,8 +35,10 @@ def main() -> None:
         targets, items = torch.randint(0, sizes.vocabulary, inputs.shape, device=device), sizes.length
         optimizer = adamw(model)
     else:
+        import torchvision
+
         side = 32 if arguments.smoke else 224
-        model = resnet50().to(device, memory_format=torch.channels_last)
+        model = torchvision.models.resnet50().to(device, memory_format=torch.channels_last)
         inputs = torch.randn(rows, 3, side, side, device=device).to(memory_format=torch.channels_last)
         targets, items = torch.randint(0, 1000, (rows,), device=device), 1
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

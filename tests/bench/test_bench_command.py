@@ -83,7 +83,6 @@ def test_what_is_measured_makes_sense(tmp_path, capsys, monkeypatch, name):
 MISTAKES = {
     "part": (["bench", "bench_cpu", "--skip", "stop"], "--skip stop: no such part; there are"),
     "limits": (["bench", "bench_cpu", "--skip", "limits"], "add --skip blocks"),
-    "auto": (["bench", "bench_cpu", "parallel=auto"], "a bench measures one layout"),
     "file": (["bench", "bench_cpu", "--json", "/nowhere/b.json"], "cannot write /nowhere/b.json"),
 }
 

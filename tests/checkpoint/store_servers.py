@@ -40,7 +40,7 @@ Fault = Callable[[str, str], int | None]
 
 def needs_stores(test):
     """Marks what runs where clients and servers of object stores are installed; their warnings are not ours."""
-    reason = f"not installed: {', '.join(MISSING)} (pip install 'jaxtrain[dev]')"
+    reason = f"not installed: {', '.join(MISSING)} (pip install '.[dev]')"
     for mark in (pytest.mark.long, pytest.mark.skipif(bool(MISSING), reason=reason)):
         test = mark(test)
     ignored = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")

@@ -110,16 +110,6 @@ def test_never_a_fresh_start_when_all_are_damaged(saved):
         assert saved.steps() == [1, 2]
 
 
-def test_a_reader_renames_nothing(saved, lines):
-    truncate(saved, 2)
-    with Checkpointer(saved.directory, read_only=True, report=lines.append) as reader:
-        assert_same(reader.restore(abstract(make_state())), make_state(seed=1))
-        with pytest.raises(CheckpointError, match="reading only"):
-            reader.save(3, make_state(), metadata={})
-    assert saved.steps() == [1, 2]
-    assert "renamed" not in lines[0]
-
-
 def _replaced(**changes):
     return dataclasses.replace(abstract(make_state()), **changes)
 
@@ -152,32 +142,6 @@ def test_another_model_is_refused_before_reading(saved, monkeypatch):
     # One whose record is damaged is passed over, as by `restore`.
     record(saved, 2).write_text(record(saved, 2).read_text()[:100])
     saved.check_like(abstract(make_state()))
-
-
-def test_foreign_entries_are_ignored_and_renamed_where_they_are_in_the_way(saved, lines):
-    root = saved.directory
-    for name in ("77", "007", "3"):
-        (root / name).mkdir()
-    (root / "88").symlink_to(root / "1")
-    assert saved.steps() == [1, 2]
-    assert_same(saved.restore(abstract(make_state())), make_state(seed=2))
-    assert saved.save(3, make_state(seed=3), metadata={})
-    saved.wait()
-    assert saved.steps() == [2, 3]
-    assert {"77", "88", "007", "2", "3"} <= {path.name for path in root.iterdir()}
-    assert len(list(root.glob("3.foreign-*"))) == 1
-    assert "not a checkpoint of jaxtrain" in lines[0]
-
-
-def test_nothing_to_restore(tmp_path):
-    with Checkpointer(tmp_path / "none") as checkpointer:
-        assert checkpointer.latest_step() is None
-        for ask in (checkpointer.metadata, lambda: checkpointer.restore({}), checkpointer.verify):
-            with pytest.raises(CheckpointError, match="no checkpoint in"):
-                ask()
-        with pytest.raises(CheckpointError, match="no checkpoint of step 5"):
-            checkpointer.info(5)
-    assert not (tmp_path / "none").exists()
 
 
 def flipped(position):

@@ -8,7 +8,6 @@ import pytest
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.storage import Storage
-from jaxtrain.errors import CheckpointError
 
 TARGET = {"x": jnp.zeros(4)}
 
@@ -66,36 +65,6 @@ def test_saves_after_going_back_stay_and_are_resumed(worse, open_again, lines):
     (line,) = lines
     assert "\n" not in line
     assert all(word in line for word in ("step 15", "abandoned 30, 40", "abandoned-"))
-
-
-def test_reading_alone_moves_nothing(worse, open_again, lines):
-    value(worse, 10)
-    assert open_again().steps() == [10, 30, 40]
-    assert lines == []
-    with open_again(keep_best=True) as other:
-        other.restore(TARGET["x"], step=10, prefix="x")
-        other.save(50, state(50), metadata={})
-    assert open_again().steps() == [10, 40, 50]
-    assert abandoned(worse) == []
-
-
-def test_another_process_goes_back_by_the_number_alone(worse, open_again):
-    worse.close()
-    with open_again() as other:
-        assert other.save(35, state(-35), metadata={})
-        other.wait()
-        assert other.steps() == [30, 35]
-        assert value(other) == -35
-        assert abandoned(other) == [{40: 40.0}]
-
-
-def test_the_same_arrays_are_saved_already(worse, open_again):
-    with open_again() as other:
-        assert not other.save(30, state(30), metadata={})
-        assert other.steps() == [10, 30, 40]
-        # From there on it is another line.
-        assert other.save(50, state(-50), metadata={})
-    assert open_again().steps() == [30, 50]
 
 
 class Killed(BaseException):
@@ -157,20 +126,6 @@ def test_a_kill_while_the_only_step_is_replaced_loses_nothing(open_again, monkey
     with open_again() as after:
         assert after.latest_step() == 7
         assert value(after) == 7
-
-
-def test_a_save_that_fails_abandons_nothing(worse, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    value(worse, 10)
-    with monkeypatch.context() as patch:
-        patch.setattr(Storage, "write", fail)
-        with pytest.raises(CheckpointError, match="No space left"):
-            worse.save(30, state(-30), metadata={})
-    assert worse.steps() == [10, 30, 40]
-    assert value(worse) == 40
-    assert abandoned(worse) == []
 
 
 def test_the_way_back(worse, open_again):

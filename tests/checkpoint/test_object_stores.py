@@ -95,24 +95,10 @@ def test_any_state_comes_back_on_another_mesh(store):
     assert find_checkpoint(f"{folder}/7").step == 7
 
 
-@needs_stores
-def test_a_file_comes_back_whatever_its_last_bytes_are(store):
-    _, place = store
-    for end in (b"\r", b"\n", b"\r\n", b"", b"\0"):
-        content = b"\x93 of a manifest" + end
-        with place.open("wb") as file:
-            file.write(content)
-        with place.open("rb") as file:
-            assert file.read() == content
-        place.write_bytes(content)
-        assert place.read_bytes() == content
-
-
 # Objects of a step, and what becomes of them.
 DAMAGE = {
     "record gone": ("jaxtrain/metadata", None),
     "arrays of other bytes": ("state/d/", b"\x00" * 50),
-    "marker gone": ("commit_success.txt", None),
 }
 
 
@@ -131,14 +117,13 @@ def test_a_damaged_step_is_passed_over(store, kept, start, content):
         restored = checkpointer.restore(small(0))
         np.testing.assert_array_equal(restored["w"], small(1)["w"])
         assert checkpointer.steps() == [1]
-        if start in ("jaxtrain/metadata", "commit_success.txt"):  # what was set aside, and what is deleted
+        if start == "jaxtrain/metadata":
             assert checkpointer.save(2, small(2), metadata={})
             checkpointer.wait()
             assert checkpointer.steps() == [1, 2]
             checkpointer.verify(2)
-    if start != "commit_success.txt":  # without it there is no step that could be damaged
-        assert [line.rpartition("; ")[2] for line in lines] == ["step 1 is used instead"]
-        assert any(name.startswith("2.corrupt-") for name in folder.names())
+    assert [line.rpartition("; ")[2] for line in lines] == ["step 1 is used instead"]
+    assert any(name.startswith("2.corrupt-") for name in folder.names())
 
 
 @needs_stores
@@ -182,28 +167,6 @@ def test_what_may_not_be_read_is_one_line_and_no_damage(store, kept, capfd):
 
 
 @needs_stores
-def test_a_folder_belongs_to_one_run(store, tmp_path):
-    _, folder = store
-    runs = [tmp_path / name for name in "ab"]
-    for run in runs:
-        run.mkdir()
-    first, line = take(folder, runs[0], name="first", takes_over=False)
-    assert (line, first.other()) == (None, None)
-    again, line = take(folder, runs[0], name="first", takes_over=False)  # the same run, started again
-    assert (line, again.other()) == (None, None)
-    assert "the run first" in str(first.other())
-    refused = r"^checkpoint.directory: [^\n]* holds the checkpoints of the run first \([^\n]*; name another [^\n]*$"
-    with pytest.raises(ConfigError, match=refused):
-        take(folder, runs[1], name="second", takes_over=False)
-    assert list(runs[1].iterdir()) == []
-    _, line = take(folder, runs[1], name="second", takes_over=True)
-    assert "taken over from the run first" in str(line)
-    assert "the run second" in str(again.other())
-    with pytest.raises(ConfigError, match="the run second"):
-        take(folder, runs[0], name="first", takes_over=False)
-
-
-@needs_stores
 def test_of_two_starts_at_once_one_gets_the_folder(store, tmp_path, monkeypatch):
     """Both have looked and found nobody. S3 lets one write; the emulator lets both, which the second look finds."""
     _, folder = store
@@ -240,13 +203,11 @@ def test_copies_go_to_a_store_and_come_back(store, tmp_path):
 # id: (address, variables of the environment, what the line says)
 REFUSED = {
     "no bucket of that name": ("s3://no-such-bucket/a", {}, "there is no bucket no-such-bucket"),
-    "no bucket of that name at Google's": ("gs://no-such-bucket/a", {}, "there is no bucket no-such-bucket"),
     "no credentials": (
         f"s3://{BUCKET}/a",
         {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": "/nonexistent"},
         "no credentials for s3://: set AWS_ACCESS_KEY_ID",
     ),
-    "no server": (f"s3://{BUCKET}/a", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "cannot be used"),
 }
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer, places
-from jaxtrain.checkpoint.places import EXTRAS, RemotePath, reason_of
+from jaxtrain.checkpoint.places import EXTRAS, RemotePath
 from jaxtrain.checkpoint.run_folder import (
     MARKER,
     checkpoint_folder,
-    configured_folder,
     take,
     write_note,
 )
@@ -36,30 +35,9 @@ def test_a_missing_client_names_the_extra(monkeypatch):
     package, extra = EXTRAS["s3"]
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    needs = rf"s3://bucket/a needs the package {package}: .*pip install 'jaxtrain\[{extra}\]'$"
+    needs = rf"s3://bucket/a needs the package {package}: .*pip install '\.\[{extra}\]'$"
     with pytest.raises(ConfigError, match=f"^checkpoint directory: {needs}"):
         Checkpointer("s3://bucket/a")
-
-
-def test_a_run_notes_where_its_checkpoints_are(tmp_path: Path):
-    assert checkpoint_folder(tmp_path) == configured_folder(None, tmp_path) == tmp_path / "checkpoints"
-    write_note(tmp_path, tmp_path / "elsewhere", "an identity")
-    assert checkpoint_folder(tmp_path) == tmp_path / "elsewhere"
-
-
-class NoCredentialsError(Exception):
-    """As botocore calls it."""
-
-
-def test_what_a_client_raises_is_one_reason():
-    for error, said in (
-        (NoCredentialsError("Unable to locate credentials"), "no credentials for s3://"),
-        (PermissionError("Forbidden"), "access denied by s3://bucket"),
-        (RuntimeError("an answer\nof two lines"), "an answer of two lines"),
-    ):
-        _, reason = reason_of(RemotePath("s3://bucket/a"), error)
-        assert said in reason
-        assert "\n" not in reason
 
 
 def with_step(folder: Path, step: int) -> Path:

@@ -2,10 +2,8 @@
 
 import resource
 import signal
-import stat
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer
@@ -40,44 +38,6 @@ def test_directory_follows_the_policy(tmp_path):
                 assert checkpointer.save(step, state, metadata={}, eval_loss=LOSSES[step])
                 assert not checkpointer.save(step, state, metadata={}, eval_loss=LOSSES[step]), "saved already"
     assert {int(path.name) for path in tmp_path.iterdir()} == kept
-
-
-# id: scores of the earlier steps, after which step losses are of the same rows, losses and scores of those saved then
-SCORED_AGAIN = {
-    "by another metric": ({10: 1.0, 20: 2.0}, 0, {30: (3.0, -5.0)}, {30}),
-    "on other rows": ({}, 20, {30: (3.0, None), 40: (4.0, None)}, {30, 40}),
-}
-
-
-@pytest.mark.parametrize("case", SCORED_AGAIN)
-def test_the_best_step_where_a_restart_compares_something_else(tmp_path, case):
-    scores, after, later, kept = SCORED_AGAIN[case]
-    state = {"x": jnp.ones(4)}
-    with Checkpointer(tmp_path, keep_last=2, keep_best=True) as checkpointer:
-        checkpointer.save(10, state, metadata={}, eval_loss=1.0, score=-0.4)
-        checkpointer.save(20, state, metadata={}, eval_loss=2.0, score=-0.9)
-    with Checkpointer(tmp_path, keep_last=1, keep_best=True) as checkpointer:
-        checkpointer.score_again(scores, after=after)
-        for step, (loss, score) in later.items():
-            checkpointer.save(step, state, metadata={}, eval_loss=loss, score=score)
-    assert {int(path.name) for path in tmp_path.iterdir()} == kept
-
-
-def test_numbers_of_any_library(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer:
-        for step in (np.int64(7), jnp.int32(8)):
-            assert checkpointer.save(step, {"x": jnp.ones(4)}, metadata={}, eval_loss=jnp.float32(2))
-        checkpointer.wait()
-        assert checkpointer.steps() == [7, 8]
-        assert checkpointer.info(8).eval_loss == 2
-
-
-def test_directories_are_private(tmp_path):
-    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(1, {"x": jnp.ones(4)}, metadata={})
-        checkpointer.wait()
-        for path in (checkpointer.directory, checkpointer.directory / "1"):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o750
 
 
 @pytest.fixture
@@ -115,14 +75,3 @@ def test_a_failure_in_the_background_is_one_line(tmp_path, request, capfd, notic
     checkpointer.close()
     assert checkpointer.steps() == [1, 3]
     assert capfd.readouterr().err == ""
-
-
-def test_a_save_after_close_is_refused_in_one_line(tmp_path):
-    """It would be lost where the process ends before it is complete; who enters the block again saves again."""
-    checkpointer = Checkpointer(tmp_path)
-    for step in (1, 2):
-        with checkpointer:
-            assert checkpointer.save(step, {"x": jnp.ones(4)}, metadata={})
-        with pytest.raises(CheckpointError, match=r"^checkpoints in [^\n]* are closed: [^\n]*$"):
-            checkpointer.save(9, {"x": jnp.ones(4)}, metadata={})
-    assert checkpointer.steps() == [1, 2]

@@ -26,16 +26,6 @@ def test_a_state_comes_back_bit_for_bit_on_another_mesh(tmp_path, optimizer, bef
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
 
 
-def test_digest_of_a_state_is_the_same_on_every_mesh(tmp_path):
-    found = []
-    for size in (1, 8):
-        with Checkpointer(tmp_path / str(size)) as checkpointer:
-            checkpointer.save(1, make_state(mesh=mesh_of(size)), metadata={})
-            checkpointer.wait()
-            found.append(checkpointer.info(1).digests)
-    assert found[0] == found[1]
-
-
 def test_a_donated_state_is_saved_as_it_was(tmp_path):
     """On CPU Orbax reads the buffers in place; while it does, jax copies what would be donated."""
     state = make_state(mesh=mesh_of(8), width=4096)
@@ -82,13 +72,8 @@ def test_names_on_disk_are_the_dotted_paths(tmp_path):
 
 ON_THE_HOST = {
     "count": 2**40 + 1,
-    "rate": 0.1,
-    "on": True,
     "int64": np.arange(6, dtype=np.int64).reshape(2, 3) + 2**40,
-    "complex128": np.arange(3) * (1 + 2j),
-    "a python complex": 2.5 - 1j,
     "complex64": np.arange(3).astype(np.complex64) * 1j,
-    "big-endian float32": np.arange(3, dtype=">f4"),
     "big-endian int64": np.arange(3, dtype=">i8"),
 }
 
@@ -103,17 +88,6 @@ def test_numbers_and_numpy_arrays_stay_on_the_host(tmp_path):
         assert type(restored[name]) is type(value), name
         np.testing.assert_array_equal(restored[name], value, err_msg=name)
     assert restored["int64"].dtype == np.int64
-
-
-def test_keys_of_every_generator(tmp_path):
-    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
-    state = {kind: jax.random.split(jax.random.key(3, impl=kind), 4) for kind in kinds}
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state, metadata={})
-        restored = checkpointer.restore(abstract(state))
-        checkpointer.verify(1)
-    assert_same(restored, state)
-    assert [str(jax.random.key_impl(restored[kind])) for kind in kinds] == list(kinds)
 
 
 def test_info_and_verify(tmp_path):

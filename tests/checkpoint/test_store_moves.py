@@ -2,11 +2,10 @@
 
 import errno
 
-import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, places
-from jaxtrain.checkpoint.directory import SaveError, clear_leftovers, go_back, list_steps, live_steps, settle
+from jaxtrain.checkpoint import places
+from jaxtrain.checkpoint.directory import go_back, live_steps, settle
 from jaxtrain.checkpoint.places import RemotePath
 
 
@@ -89,35 +88,3 @@ def test_a_step_that_is_moved_is_lost_at_no_request(store, move):
         store.left = 10**9
         settle(folder, print)
         assert (folder, store.objects) == before, changes
-
-
-def test_a_removal_that_is_cut_off_leaves_no_step(store):
-    """Nor does what is left come back: the next save deletes it."""
-    for changes in range(7):
-        folder = with_steps(store, [1, 10, 100])
-        store.left = changes
-        try:
-            places.remove_steps(folder, [1])
-        except KeyboardInterrupt:
-            store.left = 10**9
-        assert list_steps(folder) == ([10, 100] if changes else [1, 10, 100]), changes
-        clear_leftovers(folder)
-        assert folder.names() == (["10", "100"] if changes else ["1", "10", "100"]), changes
-
-
-def test_a_store_that_is_away_fails_a_save_and_no_run(store, monkeypatch):
-    """A SaveError is what a run counts, and goes on after; see checkpoint.max_failed_in_a_row."""
-    folder = with_steps(store, [1])
-    checkpointer = Checkpointer(folder)
-
-    def refused(path, **options):
-        raise PermissionError("Forbidden")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "ls", refused)
-        with pytest.raises(SaveError, match=r"^cannot save checkpoint s3://bucket/run/2: [^\n]*access denied[^\n]*$"):
-            checkpointer.save(2, {"w": np.zeros(3)}, metadata={})
-    (folder / "2" / "state" / "d").write_bytes(b"")
-    checkpointer._make_room(3)  # what a save that failed left is deleted before the next one
-    assert folder.names() == ["1"]
-    checkpointer.release()

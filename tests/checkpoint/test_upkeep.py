@@ -1,11 +1,7 @@
 """A verified step is there at any time, whatever fails; the mirror holds what the directory holds."""
 
-import errno
 import itertools
-import os
 import shutil
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer, upkeep
-from jaxtrain.checkpoint.directory import DamagedError, SaveError
+from jaxtrain.checkpoint.directory import SaveError
 from jaxtrain.config.schema import CheckpointConfig
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import ConfigError
 from jaxtrain.run.session import RunSaves
 
 
@@ -56,26 +52,6 @@ def test_nothing_is_deleted_for_a_step_that_does_not_read_as_it_was_saved(
         assert checkpointer.steps() == [3]
 
 
-def test_the_last_verified_step_stays_while_a_later_one_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rules would delete step 2 for step 3, which cannot be read back, and keep step 0 for its number."""
-
-    def unreadable(info: Any, advance: Any) -> None:
-        raise CheckpointError("Stale file handle")
-
-    with Checkpointer(tmp_path, keep_last=1, keep_every=1_000) as checkpointer:
-        save(checkpointer, 0, 2)
-        for step in (0, 2):
-            checkpointer.verify(step)
-        monkeypatch.setattr(upkeep, "verify_on_host", unreadable)
-        save(checkpointer, 3)
-        assert checkpointer.steps() == [0, 2, 3]
-        monkeypatch.undo()
-        save(checkpointer, 4)
-        assert checkpointer.steps() == [0, 4]
-
-
 def test_the_mirror_holds_what_the_directory_holds(tmp_path: Path) -> None:
     here, there = tmp_path / "run", tmp_path / "mirror"
     settings: dict[str, Any] = dict(keep_last=1, keep_every=4, mirror=there)
@@ -102,33 +78,6 @@ def test_the_mirror_holds_what_the_directory_holds(tmp_path: Path) -> None:
     assert "5" not in names(there)
 
 
-def test_which_copy_is_used(tmp_path: Path) -> None:
-    here, there = tmp_path / "run", tmp_path / "mirror"
-    settings: dict[str, Any] = dict(mirror=there, report=lambda line: None)
-    with Checkpointer(here, **settings) as checkpointer:
-        save(checkpointer, 1, 2)
-    damage(here, 2)
-    damage(there, 2)
-    with Checkpointer(here, **settings) as checkpointer:
-        assert int(checkpointer.restore(state(0))["step"]) == 1, "a damaged copy is none"
-        shutil.rmtree(there / "2")
-        save(checkpointer, 2)
-    with Checkpointer(here, report=lambda line: None) as checkpointer:  # the mirror is down
-        checkpointer.restore(state(0), step=1)
-        checkpointer.save(2, state(22), metadata={})
-    damage(here, 2)
-    with Checkpointer(here, **settings) as checkpointer:
-        assert int(checkpointer.restore(state(0))["step"]) == 1, "a copy of a line that was given up takes no place"
-    shutil.rmtree(here / "1")
-    with Checkpointer(here) as checkpointer:
-        save(checkpointer, 3)
-    damage(here, 3)
-    lines: list[str] = []
-    with Checkpointer(here, mirror=there, report=lines.append) as checkpointer:
-        assert int(checkpointer.restore(state(0))["step"]) == 2, "an older copy, where all steps are damaged"
-    assert "no intact checkpoint is left" in lines[0]
-
-
 def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
     lines: list[str] = []
     with (
@@ -144,21 +93,6 @@ def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
     for inside in ("a/mirror", "a", "."):
         with pytest.raises(ConfigError, match=r"mirror: .* is where .*/a is; name a folder on another disk"):
             Checkpointer(tmp_path / "a", mirror=tmp_path / inside)
-
-
-@pytest.mark.long
-def test_a_mirror_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = threading.Event()
-    monkeypatch.setattr("jaxtrain.checkpoint.mirror.Mirror._copy", lambda *arguments: answers.wait())
-    monkeypatch.setattr(upkeep, "_PATIENCE_SECONDS", 0.1)
-    lines: list[str] = []
-    began = time.monotonic()
-    with Checkpointer(tmp_path / "run", mirror=tmp_path / "mirror", report=lines.append) as checkpointer:
-        save(checkpointer, 1, 2)
-        assert checkpointer.steps() == [1, 2]
-    assert time.monotonic() - began < 60  # a hang
-    assert any("no progress" in line for line in lines)
-    answers.set()
 
 
 def test_processes_agree_when_minutes_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,23 +120,3 @@ def test_processes_agree_when_minutes_have_passed(tmp_path: Path, monkeypatch: p
     assert saved[0] == 120
     # Every tenth step is asked.
     assert {after - before for before, after in itertools.pairwise(saved[2:])} == {20}
-
-
-@pytest.mark.parametrize(("place", "number"), [("record", errno.ESTALE), ("arrays", errno.EMFILE)])
-def test_what_cannot_be_opened_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with Checkpointer(tmp_path) as checkpointer:
-        save(checkpointer, 1, 2)
-        if place == "record":
-            monkeypatch.setattr("jaxtrain.checkpoint.directory.json.loads", refuse)
-        else:
-            monkeypatch.setattr("orbax.checkpoint.AsyncCheckpointer.restore", refuse)
-        with pytest.raises(CheckpointError, match=f"cannot read checkpoint .*{os.strerror(number)}") as caught:
-            checkpointer.restore(state(0))
-        monkeypatch.undo()
-        assert not isinstance(caught.value, DamagedError)
-        assert names(tmp_path) == {"1", "2"}

@@ -140,26 +140,11 @@ def test_the_run_is_evaluated_by_the_command_and_opened_by_python(run, here, cli
         other.evaluate()
 
 
-def test_other_arguments_are_another_configuration(run, here):
-    loaded = load_config("mine.yaml", overrides=[*SHORT, "task.args.gamma=3.0"])
-    with pytest.raises(jt.ConfigError, match=r"another configuration: task.args.gamma 2.0 -> 3.0; use another run_dir"):
-        jt.run_config(loaded, run_dir=run)
-    # From the command line a change may go on, but not that of a shape.
-    loaded = load_config("mine.yaml", overrides=[*SHORT, "model.args.width=8"])
-    with pytest.raises(jt.CheckpointError, match=r"changed since: model.args.width 32 -> 8; set it back"):
-        jt.run_config(loaded, run_dir=run, resume="must")
-
-
 # id: (override, the beginning of the line, exit code)
 WRONG = {
     "a module in place of a model": (
         "model={call: my_package.wrong:module}",
         "model.call=my_package.wrong:module returned an object of type Net, not a jaxtrain.Model; return ",
-        2,
-    ),
-    "no task": (
-        "task={call: my_package.wrong:nothing}",
-        "task.call=my_package.wrong:nothing returned None (a return may be missing), not a jaxtrain.Task; return ",
         2,
     ),
     "texts as rows": (
@@ -205,15 +190,6 @@ def test_a_plan_says_what_it_knows_and_what_not(here, cli, in_subprocesses):
     assert plan["memory"]["parts_bytes"]["batch"] == 2 * (8 * 4 + 4)  # two rows a device: inputs and target
     assert (plan["fits"], plan["time"], plan["cost"]) == (None, None, None)
     assert plan["unknown"] == "no formula knows the work of model.call, task.call and optimizer.call"
-
-
-@pytest.mark.long
-def test_the_compiler_checks_a_plan(here, cli, in_subprocesses):
-    answer = cli("plan", "mine.yaml", "--on", "cpux2", "--json")
-    assert answer.code == 0, answer.err
-    (plan,) = json.loads(answer.out)["plans"]
-    assert plan["exact"]["state_bytes"] == pytest.approx(plan["memory"]["state_bytes"], abs=64)  # counters
-    assert plan["fits"] is True
 
 
 @pytest.mark.long

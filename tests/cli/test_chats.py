@@ -44,20 +44,6 @@ def test_rows_are_shown_with_what_has_a_loss(cli, folder, monkeypatch):
     assert "<|im_start|>assistant\n[[It is <" in answer.out
 
 
-def test_pairs_as_json(cli, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    words = [*CHAT[:1], "data.path=pairs.jsonl", *CHAT[2:], "data.pairs=true"]
-    answer = cli("data", "show", "quickstart", *words, "--json", "--rows", "1")
-    assert answer.code == 0
-    found = json.loads(answer.out)
-    assert (found["counts"]["pairs"], found["rows"][0]["length"]) == (20, 96)
-    chosen, rejected = found["rows"][0]["parts"]
-    assert [part["name"] for part in (chosen, rejected)] == ["chosen", "rejected"]
-    assert [span["trained"] for span in chosen["spans"]] == [False, True]
-    assert rejected["spans"][-1]["text"] == "No.<|im_end|>"
-    assert chosen["spans"][0]["ids"] == rejected["spans"][0]["ids"]
-
-
 @pytest.mark.long
 def test_a_run_keeps_its_template(cli, chat_run):
     """The data and its template are gone when the run is opened: run.json has what an answer takes."""

@@ -25,36 +25,12 @@ def test_lists_the_steps(cli, text_run):
     assert {row.split()[-1] for row in rows} == {"yes"}
 
 
-def test_lists_abandoned_steps_with_their_directory(cli, text_run, tmp_path):
-    copy = shutil.copytree(text_run, tmp_path / "run")
-    folder = copy / "checkpoints" / "abandoned-20260101T000000-000000"
-    folder.mkdir()
-    (copy / "checkpoints" / "4").rename(folder / "4")
-    answer = cli("ckpt", "ls", str(copy))
-    assert [row.split()[0] for row in answer.out.splitlines()[1:]] == ["2", "4"]
-    assert answer.out.splitlines()[2].endswith(f"yes, in {folder.name}")
-    assert json.loads(cli("ckpt", "show", str(copy), "--json").out)["step"] == 2
-
-
 def test_verify_finds_damage(cli, damaged_run):
     answer = cli("ckpt", "ls", str(damaged_run), "--verify")
     assert answer.code == 4
     assert [line.split()[-1] for line in answer.out.splitlines()[1:]] == ["verified", "damaged"]
     assert answer.err.count("\n") == 1
     assert "4 is damaged" in answer.err
-
-
-@pytest.mark.long
-def test_a_damaged_newest_step_is_passed_over(cli, damaged_run):
-    words = ("-p", "a", "-n", "4", "--temperature", "0")
-    answer = cli("sample", str(damaged_run), *words)
-    assert answer.code == 0
-    assert answer.err.count("\n") == 1
-    assert "4 is damaged" in answer.err
-    assert answer.out == cli("sample", str(damaged_run), *words, "--step", "2").out
-    exact = cli("sample", str(damaged_run), *words, "--step", "4")
-    assert (exact.code, exact.out) == (4, "")
-    assert sorted(path.name for path in (damaged_run / "checkpoints").iterdir()) == ["2", "4"]
 
 
 def test_shows_leaves_totals_and_metadata(cli, text_run):

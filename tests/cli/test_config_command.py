@@ -1,7 +1,5 @@
 """`jaxtrain config`: every key with where it was set, YAML that loads back, a schema, shardings."""
 
-import json
-
 from jaxtrain.config import Config, load_config, shipped_configs
 from jaxtrain.config.errors import walk
 from jaxtrain.config.files import find_config
@@ -42,15 +40,6 @@ def test_yaml_loads_back_to_the_same_config(cli, tmp_path):
         (tmp_path / "copy.yaml").write_text(answer.out, encoding="utf-8")
         again, loaded = load_config(tmp_path / "copy.yaml"), load_config(config, overrides=overrides)
         assert again.config == loaded.config, (config, overrides)
-
-
-def test_schema_is_what_an_editor_reads(cli):
-    schema = json.loads(cli("config", "--json-schema").out)
-    assert schema["properties"].keys() == Config.model_fields.keys()
-    assert schema["additionalProperties"] is False
-    train = schema["$defs"]["TrainConfig"]["properties"]
-    assert train["steps"]["description"] == TrainConfig.model_fields["steps"].description
-    assert train["steps"]["type"] == "integer"
 
 
 def test_shardings_of_a_published_size_need_no_data(cli):

@@ -65,13 +65,6 @@ def copied(text_run, folder, change):
     return folder
 
 
-def test_changed_data_is_remarked(cli, text_run, tmp_path):
-    run = copied(text_run, tmp_path, lambda info: info["data"]["fingerprint"].update(tokens_sha256="other"))
-    answer = cli("eval", str(run))
-    assert answer.code == 0
-    assert "the data has changed since the run (tokens_sha256)" in answer.err
-
-
 def test_data_from_python_is_not_replaced_by_that_of_the_config(cli, text_run, tmp_path):
     run = copied(text_run, tmp_path, lambda info: info["from_python"].update(data="my rows"))
     answer = cli("eval", str(run))

@@ -19,7 +19,7 @@ from jaxtrain.data.chat.templates import BUILT_IN
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.server.app import build_app
-from jaxtrain.inference.server.serve import Embedder, start_service
+from jaxtrain.inference.server.serve import start_service
 from jaxtrain.run.open_model import open_served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,23 +73,6 @@ def test_answers_are_those_of_the_model(opened):
     assert "a prompt has 35 tokens, and 1 or more are to follow" in refused["error"]["message"]
     assert started.service.engine is not None
     assert started.service.engine.counters().compiled == 0
-
-
-@pytest.mark.long
-def test_embeddings_do_not_depend_on_padding_or_neighbours(folder):
-    """Of the same folder with another head: the mean of all tokens, of any length and in any batch."""
-    words = ["model.head.kind=embedding", "model.head.pooling=mean", "model.head.normalize=true", "model.causal=false"]
-    served = open_served(folder, overrides=words, mesh=jt.make_mesh(devices=jax.devices()[:1]))
-    assert served.embeds
-    embedder = Embedder(served, length=40)
-    embedder.start()
-    texts = [[1, 2, 3], list(range(20)), list(range(40)), [7], *([[9, 9]] * 8)]
-    together_ND = embedder(texts)
-    for ids, vector_D in zip(texts[:4], together_ND, strict=False):
-        # Rounding alone differs: rows are filled up to other lengths, and vectors have length 1.
-        np.testing.assert_allclose(embedder([ids])[0], vector_D, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(together_ND, axis=1), 1, rtol=1e-5)
-    assert embedder.compiled == 0
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """What must hold for a whole process: a light help, no jax where none is needed, pipes, exit codes."""
 
-import json
 import subprocess
 import sys
 
@@ -58,12 +57,3 @@ def test_a_reader_that_leaves_is_no_error():
     with process.stderr as errors:
         assert errors.read() == ""
     assert process.wait(60) == 141
-
-
-@pytest.mark.long
-def test_evaluates_on_other_devices(text_run, tmp_path):
-    done = run(*JAXTRAIN, "eval", str(text_run), "--emulate", "3", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    # 8 rows do not divide by 3 devices, so batches have 9; the rows are those of the run's two batches of 8.
-    assert (answer["step"], answer["rows"]) == (4, 16)

@@ -59,20 +59,6 @@ def test_combinations_are_in_the_order_of_the_words():
     assert draw_trials(["seed=0,1,2"], 2, None) == [{"seed": "0"}, {"seed": "1"}]
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("[64],[32,32]", ["[64]", "[32,32]"]),
-        ("\"a,b\",'c],d',e", ['"a,b"', "'c],d'", "e"]),
-        ("it's,that", ["it's", "that"]),
-        ("../data/x.txt", ["../data/x.txt"]),
-        ("[1,2", ["[1,2"]),
-    ],
-)
-def test_commas_inside_of_lists_and_quotes_part_nothing(text, values):
-    assert [trial["a"] for trial in draw_trials([f"a={text}"], None, None)] == values
-
-
 def test_drawn_values_depend_on_seed_and_number_alone():
     words = ["a=1..4", "b=1e-4..1e-1:log", "c=x,y", "d=-1..1.0", "e=16..1024:log"]
     few, many, other = draw_trials(words, 3, 0), draw_trials(words, 40, None), draw_trials(words, 40, 1)

@@ -1,6 +1,5 @@
 """What `jaxtrain submit job` and `submit jobset` write, against schemas and beyond them; what is refused."""
 
-import copy
 import os
 import stat
 import sys
@@ -88,28 +87,6 @@ def test_what_an_end_of_a_pod_means(submit, kind):
     ]
 
 
-def test_rights_are_those_that_jax_asks_for(submit):
-    manifests = submit("job", *COMMON, "--hosts", "2", "--namespace", "research", "--name", "mine")
-    assert manifests["Role"]["rules"] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
-        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]},
-    ]
-    binding = manifests["RoleBinding"]
-    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "mine", "namespace": "research"}]
-    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "mine"}
-    assert {one["metadata"]["namespace"] for one in manifests.values()} == {"research"}
-    given = submit("job", *COMMON, "--hosts", "2", "--service-account", "buckets")
-    assert "ServiceAccount" not in given
-    assert given["RoleBinding"]["subjects"][0]["name"] == pod_of(given)["serviceAccountName"] == "buckets"
-
-
-def test_a_single_pod_has_no_rights_and_looks_for_nobody(submit):
-    manifests = submit("job", *COMMON, "--gpus", "1")
-    assert set(manifests) == {"Job"}
-    assert manifests["Job"]["spec"]["completionMode"] == "NonIndexed"
-    assert pod_of(manifests)["automountServiceAccountToken"] is False
-
-
 def test_a_slice_of_tpus(submit):
     manifests = submit("jobset", "train.global_batch_size=16", *COMMON, "--tpu", "v5e/4x4", "--queue", "tpus")
     pod = pod_of(manifests)
@@ -149,28 +126,11 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
     assert changed["ConfigMap"]["metadata"]["name"] != named
 
 
-def test_what_would_be_lost_is_said(cli):
-    answer = cli("submit", "job", "quickstart", *IMAGE)
-    assert answer.code == 0
-    assert "runs/quickstart lies on no volume and is lost with its pod" in answer.err
-
-
-def test_a_secret_of_the_file_is_not_handed_to_the_cluster(cli, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("train: {steps: 3}\n# token of Ann: hf_abcdefghijklmnopqrstuvwxyz\n")
-    answer = cli("submit", "job", str(file), *COMMON)
-    assert (answer.code, answer.out) == (2, "")
-    assert answer.err.startswith(f"jaxtrain: {file} holds a secret, which would be shown")
-
-
 # id: (words after `submit job quickstart`, line)
 REFUSED = {
-    "hosts of another slice": ((*COMMON, "--tpu", "v5e/4x4", "--hosts", "2"), "v5e/4x4 are 4 hosts"),
     "gpus and tpus": ((*COMMON, "--tpu", "v5e/4x4", "--gpus", "8"), "not allowed with argument --tpu"),
     "volume without path": ((*IMAGE, "--volume", "runs"), "--volume takes CLAIM:PATH, not 'runs'"),
     "secret in a variable": ((*COMMON, "--env", "WANDB_API_KEY=abc"), "make a Secret and write --secret NAME"),
-    "run directory in a store": ((*IMAGE, "--run-dir", "gs://bucket/run"), "is not a path on this machine"),
-    "secret in a setting": ((*COMMON, "data.path=https://u:pw@host/x"), "data.path holds a secret"),
     "no kubectl": ((*COMMON, "--run"), "kubectl apply -f run.yaml"),
 }  # fmt: skip
 
@@ -216,7 +176,6 @@ def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
 SCHEMAS = {
     "cpus of two hosts": ("--hosts", "2", "--cpus", "2", "--memory", "8Gi", "--env", "A=1", "--service-account", "x"),
     "gpus of four hosts": ("--hosts", "4", "--gpus", "8", "--queue", "team", "--secret", "wandb"),
-    "a slice of tpus": ("--tpu", "v5e/4x4"),
 }
 # The oldest in which a pod failure policy is stable, and the newest that kubernetes-validate 1.37 knows.
 VERSIONS = ("1.31", "1.37")
@@ -276,7 +235,3 @@ def test_every_manifest_has_only_keys_that_are_known(submit, kind):
         for version in VERSIONS:
             for one, manifest in manifests.items():
                 assert mistakes(manifest, version) == [], (name, one)
-    # What is wrong is found.
-    wrong = copy.deepcopy(manifests)
-    pod_of(wrong)["subdomian"] = "x"
-    assert any(mistakes(one) for one in wrong.values())

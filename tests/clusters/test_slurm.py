@@ -10,7 +10,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ TINY = [
     *("parallel.max_replicated_fraction=1", "evaluation.every=null", "logging.report=false"),
     *("logging.every=5", "checkpoint.every=20"),
 ]
-# Programs in place of jaxtrain: one ends at once, one at SIGTERM, one says which GPUs jax would take, had it any.
+# Programs in place of jaxtrain: one ends at once, one at SIGTERM.
 ENDS = '#!/bin/bash\necho "words: $*"\nexit {code}\n'
 WAITS = """#!/bin/bash
 trap '' USR1
@@ -44,22 +43,10 @@ trap 'echo "stopped by TERM"; exit 75' TERM
 echo "words: $*"
 while :; do sleep 0.2; done
 """
-DEVICES = """#!{python}
-from jaxtrain.runtime import distributed
-
-distributed.start(emulate=1, compilation_cache=None)
-import jax
-
-chosen = jax.config.values["jax_cuda_visible_devices"]
-print("GPUs of process", jax.process_index(), "of", jax.process_count(), "are", chosen)
-"""
-
 
 # Options that the cluster cannot run: what Slurm says.
 REFUSED = {
     "--partition nope": "Invalid partition name specified",
-    "--gpus-per-node 4": "Requested node configuration is not available",
-    "--time 1h": "Invalid --time specification",
     "--sbatch=--nonsense --run": "unrecognized option '--nonsense'",
 }
 
@@ -215,11 +202,6 @@ def test_events_on_a_real_cluster(cluster, capsys):
     cancelled = submit("cancelled", *hard, "--nodes", "2", program=WAITS, before="trap '' TERM")
     requeued = submit("requeued", "--nodes", "2", "--time", "9", program=WAITS)
     again = submit("again", "--max-restarts", "1", program=ENDS.format(code=75))
-    program = DEVICES.format(python=sys.executable)
-    shared = submit("shared", "--gpus-per-node", "2", "--tasks-per-node", "2", program=program)
-    alone = f"exec {sys.executable} -m jaxtrain train quickstart --run-dir alone"
-    words = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--output=alone-%j.out", f"--wrap={alone}"]
-    without_srun = cluster.shows(*words).strip()
 
     # What the cluster cannot run is one line.
     for options, line in REFUSED.items():
@@ -244,16 +226,6 @@ def test_events_on_a_real_cluster(cluster, capsys):
     assert cluster.ends(cancelled)[::2] == ("CANCELLED", "0"), cluster.output(cancelled)
     cluster.wait("its script", cancelled, lambda: "so this script does not start it again" in cluster.output(cancelled))
     assert "stopped by TERM" in cluster.output(cancelled)
-
-    # Two processes of a node share out its GPUs.
-    assert cluster.ends(shared) == ("COMPLETED", "0:0", "0")
-    told = re.findall(r"GPUs of process.*", cluster.output(shared))
-    assert sorted(told) == ["GPUs of process 0 of 2 are 0", "GPUs of process 1 of 2 are 1"]
-
-    assert cluster.ends(without_srun)[:2] == ("FAILED", "2:0")
-    assert re.fullmatch(
-        r"jaxtrain: this Slurm job has 2 tasks .* write 'srun' before .*\n", cluster.output(without_srun)
-    )
 
     # A training that is warned saves, and its job starts again and goes on. Slurm sends the warning up to half a minute
     # early; a limit that is moved near sends it at the next look.

@@ -3,7 +3,6 @@
 Slurm's commands are programs of the test; `test_slurm.py` has a real Slurm.
 """
 
-import json
 import os
 import re
 import shlex
@@ -36,12 +35,8 @@ def commands(tmp_path, monkeypatch):
 WRONG = {
     "--gpus-per-node eight": "--gpus-per-node eight is no number of GPUs; write 8",
     "--gpus-per-node 8 --tasks-per-node 3": "--tasks-per-node 3 does not divide the 8 GPUs of a node",
-    "--output logs/%j.out": "--output {work}/logs/%j.out: there is no folder {work}/logs, and Slurm makes none",
     "--run": "no sbatch on PATH, so nothing was submitted; use -o FILE",
     "data.call=my:rows data.args.api_key=abc": "data.args.api_key holds a secret, which would be shown",
-    "--mtbf-hours 24": "runs/quickstart holds no run with a save; add --save-seconds",
-    "--sbatch=--signal=USR1@60": "--sbatch=--signal=USR1@60: the script sets --signal itself",
-    "--sbatch=--array=0-3": "--sbatch=--array=0-3: the script sets --array itself, or starts one job per run directory",
 }
 
 
@@ -52,13 +47,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(cli, commands, tmp_path, optio
     assert answer.err.startswith(f"jaxtrain: {line.format(work=tmp_path / 'work')}")
     assert answer.err.count("\n") == 1
     assert list((tmp_path / "work").iterdir()) == []
-
-
-def test_without_a_cluster_the_script_is_printed_all_the_same(cli, commands):
-    commands("sbatch", "echo 'allocation failure: Unable to contact slurm controller' >&2; exit 1")
-    answer = cli("submit", "slurm", "quickstart", "--partition", "any", "--gpus-per-node", "8")
-    assert (answer.code, answer.err) == (0, "")
-    assert "#SBATCH --partition=any\n" in answer.out
 
 
 EVERYTHING = (
@@ -99,9 +87,7 @@ HARD = ["train.steps=5", 'data.path=it\'s "a" $HOME `id` \\ %j #x', "name=a b"]
 ENDS = {
     "done": (0, 0, True, 0, False),
     "saved": (75, 0, True, 75, True),
-    "a process was lost": (70, 1, True, 70, True),
     "saved, and the last restart is used": (75, 2, True, 1, False),
-    "Slurm does not requeue": (75, 0, False, 75, True),
     "started by Slurm itself too often": (None, 3, True, 1, False),
 }
 
@@ -153,14 +139,6 @@ def test_what_the_script_does_at_an_exit_code(script, commands, tmp_path, code, 
         ]
 
 
-def test_a_setup_that_fails_ends_the_job(cli, commands):
-    text = cli("submit", "slurm", "quickstart", "--setup", "false", "--setup", "echo not reached").out
-    done = subprocess.run(["/bin/bash", "-c", text], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "jaxtrain: --setup failed" in done.stderr
-    assert "not reached" not in done.stdout
-
-
 def test_run_hands_the_script_to_sbatch(cli, commands, monkeypatch, tmp_path):
     """Typed options stand above variables of sbatch; a job inside a job does not take over its number of restarts."""
     commands("sbatch", f'IFS= read -r -d "" text; printf "%s" "$text" > {tmp_path}/got; echo "$*" > {tmp_path}/words; '
@@ -180,16 +158,6 @@ def test_run_hands_the_script_to_sbatch(cli, commands, monkeypatch, tmp_path):
     commands("sbatch", "echo 'sbatch: error: invalid account' >&2; echo 'sbatch: error: Batch job: no' >&2; exit 1")
     answer = cli("submit", "slurm", "quickstart", "--gpus-per-node", "8", "--run")
     assert (answer.code, answer.out, answer.err) == (2, "", "jaxtrain: Slurm refused the job: Batch job: no\n")
-
-
-def test_the_interval_from_what_a_run_measured(cli, commands, tmp_path):
-    run = tmp_path / "work" / "runs" / "quickstart"
-    run.mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"config": {}, "save_seconds": 2.5}))
-    answer = cli("submit", "slurm", "quickstart", "--mtbf-hours", "24")
-    # sqrt(2 x 2.5 s x 24 h) = 657 s.
-    assert " checkpoint.every_minutes=11 " in answer.out
-    assert "from 2.5 s per save (measured in runs/quickstart) and 24 h between failures" in answer.err
 
 
 POD = ("--image", "example.com/jaxtrain:0.1.0", "--volume", "runs:/runs")

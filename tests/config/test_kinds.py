@@ -52,13 +52,6 @@ def test_options_of_a_loss_that_is_not_there_are_refused():
     check_kinds(config, own_task=True)  # which may read them
 
 
-def test_data_from_python_is_not_that_of_the_config():
-    config = load_config({"task": "classification", "model": {"kind": "mlp"}}).config  # whose own data is text
-    with pytest.raises(ConfigError, match=r"task=classification, but data\.kind=text gives tokens"):
-        check_kinds(config)
-    check_kinds(config, own_data=True)
-
-
 MASKED = ["task=masked_language_modeling", "data.corruption.kind=mask", "model.causal=false"]
 LABELLED = [
     "task=classification",
@@ -79,16 +72,11 @@ TAKEN = {
         "pairs of texts",
     ),
     "labels": (LABELLED, "labelled text"),
-    "numbers": ([*LABELLED, "task=regression", "model.head.kind=regression"], "labelled text"),
     "tags": (
         ["task=token_classification", "data.kind=tagged_text", "model.causal=false", "model.head.kind=token"],
         "tagged text",
     ),
     "preferences": (["task=dpo", "data.kind=chat"], "pairs of answers"),
-    "images for a vit": (
-        ["task=classification", "data.kind=digits", "model.kind=vit", "model.patch_size=2"],
-        "examples",
-    ),
 }
 
 
@@ -107,17 +95,9 @@ REFUSED = {
         "set data.corruption.kind=mask or task=language_modeling",
     ),
     "masks for one who sees half": ([*MASKED, "model.causal=true"], "set model.causal=false"),
-    "spans for a transformer": (
-        ["task=sequence_to_sequence", "data.corruption.kind=spans"],
-        "does not take the pairs of texts of data.kind=text; use model.kind=encoder_decoder",
-    ),
     "labels without a head": (
         ["task=classification", "data.kind=labelled_text", "data.builtin=null", "model.causal=false"],
         "task=classification takes model.head.kind=sequence, but it is language_model",
-    ),
-    "labels for tags": (
-        [*LABELLED, "task=token_classification"],
-        "gives labelled text; set task=classification or reg",
     ),
     "preferences for the next token": (
         ["data.kind=chat", "data.pairs=true"],

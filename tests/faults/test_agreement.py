@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.runtime.agreement import verdict_of
+from jaxtrain.runtime.distributed import verdict_of
 
 SEED = {"seed": ("1", "command line")}
 OTHER = {"seed": ("2", "")}

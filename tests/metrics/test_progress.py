@@ -8,7 +8,6 @@ import pytest
 
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
 from jaxtrain.metrics.progress import Progress, describe
-from jaxtrain.runtime.terminal import print_remark
 
 _ROW = {"loss": 4.7119, "step": 1, "tokens": 1210, "tokens_per_second": 12_100.0, "data_wait_seconds": 0.001}
 
@@ -19,22 +18,6 @@ def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("jaxtrain.metrics.progress.time.monotonic", lambda: clock.now)
     return clock
-
-
-def test_a_stream_that_takes_no_lines_ends_no_run():
-    class Unwritable(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    progress, output = Progress(live=False, errors=Unwritable(), output=io.StringIO()), Unwritable()
-    with progress.phase("compiling"):
-        pass
-    progress.start(10, 0)
-    progress.update(1, _ROW)
-    progress.finish([])
-    # The answer is another matter: whoever asked for it does not have it.
-    with pytest.raises(BrokenPipeError):
-        Progress(live=False, errors=Unwritable(), output=output).result("done")
 
 
 def test_plain_run_prints_a_line_a_logged_row(clock):
@@ -59,19 +42,6 @@ def test_plain_run_prints_a_line_a_logged_row(clock):
     assert output.getvalue() == "final loss 2.0\n"
 
 
-def test_other_processes_are_silent():
-    errors, output = io.StringIO(), io.StringIO()
-    with Progress(process_index=1, live=True, errors=errors, output=output) as progress:
-        with progress.phase("compiling"):
-            pass
-        progress.start(2, 0)
-        progress.update(1, _ROW)
-        progress.message("x")
-        progress.result("x")
-        progress.finish(["x"])
-    assert errors.getvalue() + output.getvalue() == ""
-
-
 def test_live_view_draws_a_bar_and_leaves_markup_alone():
     errors, output = io.StringIO(), io.StringIO()
     with Progress(live=True, errors=errors, output=output) as progress:
@@ -88,30 +58,6 @@ def test_live_view_draws_a_bar_and_leaves_markup_alone():
     for text in ("compiling [red] … ", "evaluating … ", "a [bold] word", "2/2", "loss 4.712"):
         assert text in shown
     assert output.getvalue() == "done\n"
-
-
-def test_prints_of_the_program_stay_on_standard_output(capsys):
-    errors = io.StringIO()
-    with Progress(live=True, errors=errors) as progress:
-        progress.start(2, 0)
-        print("for a file")
-    assert capsys.readouterr().out == "for a file\n"
-    assert "for a file" not in errors.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("columns", "shown", "dropped"),
-    [pytest.param("120", "data wait 1 %", "...", id="wide"), pytest.param("60", "loss 4.712", "tok/s", id="narrow")],
-)
-def test_narrow_terminal_drops_facts_before_the_count(monkeypatch, columns, shown, dropped):
-    monkeypatch.setenv("COLUMNS", columns)
-    errors = io.StringIO()
-    with Progress(live=True, errors=errors) as progress:
-        progress.start(600, 0)
-        progress.update(600, _ROW)
-    assert shown in errors.getvalue()
-    assert "600/600" in errors.getvalue()
-    assert dropped not in errors.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -211,8 +157,3 @@ def test_in_a_notebook_one_output_is_updated(page, capsys):
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.splitlines()[-1] == "done: step 40"
-
-
-def test_remarks_are_no_errors(page, capsys):
-    print_remark("checkpoint 4 is damaged; an older one is used")
-    assert tuple(capsys.readouterr()) == ("checkpoint 4 is damaged; an older one is used\n", "")

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
         not all(importlib.util.find_spec(package) for package in PACKAGES),
-        reason="trackers are not installed: pip install 'jaxtrain[mlflow,wandb]'",
+        reason="trackers are not installed: pip install '.[mlflow,wandb]'",
     ),
 ]
 CONFIG = """

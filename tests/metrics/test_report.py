@@ -7,10 +7,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from jaxtrain.metrics.history import read_series
 from jaxtrain.metrics.report.page import write_report
-from jaxtrain.metrics.report.plots import nice_ticks, smoothed, thin
-from jaxtrain.metrics.time_spent import PARTS, TimeSpent
+from jaxtrain.metrics.throughput import PARTS, TimeSpent
 from jaxtrain.runtime.files import write_json_atomic
 
 _RUN = {
@@ -152,57 +150,6 @@ def test_long_runs_give_a_page_below_200_kb(tmp_path):
     assert len(html.encode()) < 200_000
 
 
-def test_thinning_keeps_mean_and_order_and_smoothing_no_bend():
-    steps, values = np.arange(12_345, dtype=float), np.random.default_rng(0).normal(size=12_345)
-    curve = thin(steps, values)
-    assert len(curve.steps) == 200
-    assert (np.diff(curve.steps) > 0).all()
-    assert (curve.low.min(), curve.high.max()) == (values.min(), values.max())
-    # Bins differ in size by one row at most, so that means of means stray from the mean by far less than a row.
-    assert curve.values.mean() == pytest.approx(values.mean(), abs=1e-2)
-    straight = np.linspace(5.0, 3.0, 200)
-    # Sums over up to 200 values of order 1, in float64.
-    np.testing.assert_allclose(smoothed(straight), straight, rtol=1e-12)
-
-
-def test_series_are_ordered_and_leave_out_what_is_no_number(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(_row(2, loss=None) + _row(1) + '{"step": 3, "sample": "text", "loss": 4.0}\n' + _row(1, loss=5.0))
-    series = read_series(path)
-    np.testing.assert_equal(series["loss"], ([1, 2, 3], [5.0, np.nan, 4.0]))
-    assert "sample" not in series
-
-
-def test_no_line_crosses_a_gap(tmp_path):
-    """Values fall from 3 to 2 before the gap, and from 1 to 0 behind it."""
-    third = 1000
-    values = [*np.linspace(3, 2, third), *[None] * third, *np.linspace(1, 0, third)]
-    html = _write(tmp_path, metrics="".join(_row(step + 1, loss=loss) for step, loss in enumerate(values)))
-    curve = thin(*read_series(tmp_path / "metrics.jsonl")["loss"])
-    known = np.flatnonzero(np.isfinite(curve.values))
-    assert np.flatnonzero(np.diff(known) > 1).tolist() == [66]
-    # The strong line of the training loss and the faint one: a piece on either side.
-    loss = re.findall(r'<path d="([^"]*)"', html.partition('aria-label="Loss over steps"')[2].partition("</svg>")[0])
-    lines = [path for path in loss if path.count("M") == 2 and "h0" not in path and len(path) > 100]
-    assert len(lines) == 2
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "options"),
-    [
-        pytest.param(0.0, 400.0, {"is_whole": True}, id="steps"),
-        pytest.param(-1e30, 1e30, {}, id="huge"),
-        pytest.param(1e-9, 1e9, {"is_log": True}, id="logarithmic"),
-        pytest.param(12_345.0, 12_349.0, {}, id="narrow"),
-    ],
-)
-def test_axes_have_few_round_ticks(low, high, options):
-    ticks = nice_ticks(low, high, **options)
-    assert 3 <= len(ticks) <= 8
-    assert low <= min(ticks)
-    assert max(ticks) <= high
-
-
 def _words(run_dir, run, train=(), held_out=(), *, sample=None, extra=()):
     """The page as text: tags, style and pictures taken out."""
     rows = [{"step": step, "loss": loss} for step, loss in train]
@@ -224,19 +171,13 @@ _SAID = {
         _LANGUAGE, _FALLING, [(200, 4.0), (600, 3.83), (800, 3.94)],
         "best at step 600 (3.83) and has risen by 0.11 since; training loss still falls: the model overfits",
     ),
-    "stays": (
-        _LANGUAGE, _FALLING, [(200, 4.0), (600, 3.830), (800, 3.835)],
-        "best at step 600 (3.83) and has stayed there since (3.835 at step 800)",
-    ),
     "still falls": (
         _LANGUAGE, _FALLING, [(400, 4.0), (800, 3.8)],
         "best at step 800 (3.8), its last evaluation: more steps may lower it further",
     ),
-    "nothing held out": (_LANGUAGE, _FALLING, [], "No held-out rows were evaluated"),
     "a guess": (_LANGUAGE, [(1, 7.7)], [], "Training loss (7.7) is no better than a uniform guess over 2,048 tokens"),
     "running": ({"status": "running"}, [(8, 2.0)], [], "still trains, or was killed. Its last row is of step 8 of 20"),
     "diverged": ({"status": "diverged"}, [(8, 2.0)], [], "The run diverged at step 8 of 20: gradients were not finite"),
-    "skipped": ({"final": {"skipped_steps": 1}}, [(8, 2.0)], [], "Skipped steps: 1; gradients were not finite"),
     "waiting": (
         {"seconds": {"steps": 6.0, "waiting for data": 4.0}}, [(8, 2.0)], [],
         "40 % of the time of the steps was spent waiting",

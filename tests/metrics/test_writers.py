@@ -16,7 +16,6 @@ from matplotlib import image
 from tensorboard_events import read_events
 from tensorboardX.record_writer import RecordWriter
 
-import jaxtrain as jt
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import StorageError
 from jaxtrain.metrics import writers
@@ -72,15 +71,6 @@ def test_truncate_after(tmp_path, before, step, after):
     writer.scalars(step + 1, {"loss": 2.0})
     writer.close()
     assert _rows(path)[-1] == {"step": step + 1, "loss": 2.0}
-
-
-def test_open_writers_drops_later_rows_and_writes_both(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(_ROW % 10 + _ROW % 20)
-    writer = open_writers(tmp_path, LoggingConfig(), resumed_step=10)
-    writer.scalars(20, {"loss": 0.5})
-    writer.close()
-    assert [row["loss"] for row in _rows(tmp_path / "metrics.jsonl")] == [1.0, 0.5]
-    assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,32 +132,6 @@ def test_a_resumed_run_writes_what_a_kill_kept_from_tensorboard(
     assert losses(tmp_path) == dict.fromkeys(range(1, 7), 1.0) | dict.fromkeys(range(7, 13), 2.0)
 
 
-def test_tensorboard_gets_all_rows_of_a_run_that_began_without(tmp_path: Path) -> None:
-    write(tmp_path, range(1, 6), tensorboard=False)
-    write(tmp_path, range(6, 8), resumed_step=5)
-    assert losses(tmp_path) == dict.fromkeys(range(1, 8), 1.0)
-
-
-def test_tensorboard_goes_on_in_another_file_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "COLLECTED_SECONDS", 0.01)
-    monkeypatch.setattr(writers, "_PAUSE_SECONDS", 0.01)
-    refused, flush = threading.Event(), RecordWriter.flush
-
-    def full(self: RecordWriter) -> None:
-        if not refused.is_set():
-            refused.set()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        flush(self)
-
-    monkeypatch.setattr(RecordWriter, "flush", full)
-    writer = TensorBoardWriter(tmp_path / "tensorboard")
-    writer.scalars(1, {"loss": 1.0})
-    assert refused.wait(20)
-    writer.scalars(2, {"loss": 1.0})
-    writer.close()
-    assert losses(tmp_path) == {1: 1.0, 2: 1.0}
-
-
 def test_a_disk_that_hangs_keeps_no_step_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = threading.Event()
     monkeypatch.setattr(writers, "COLLECTED_SECONDS", 0.01)
@@ -213,7 +177,6 @@ _CASES: dict[str, tuple[list[dict[str, Any]], tuple[int, float], float]] = {
     "the last loss is not finite": ([_GOOD, {"step": 3, "loss": None}], (2, 0.3), math.nan),
     "steps without an evaluation come after": ([_GOOD, {"step": 3, "loss": 1.25}], (2, 0.3), 1.25),
     "a step that was done again": ([_GOOD, _LOST, _LOST | {"eval_loss": 2.0}], (4, 2.0), 1.5),
-    "a metric that the last evaluation lacks": ([_GOOD | {"eval_f1": 1.0}, _LOST | {"eval_loss": 1.0}], (4, 1.0), 1.5),
 }  # fmt: skip
 
 
@@ -226,12 +189,3 @@ def test_the_last_row_that_has_a_metric_counts(
     assert last_evaluation(path) == pytest.approx({"step": step, "eval_loss": value}, nan_ok=True)
     wanted = {"step": rows[-1]["step"], "loss": loss, "eval_loss": value}
     assert last_metrics(path, ("loss", "accuracy")) == pytest.approx(wanted, nan_ok=True)
-
-
-def test_an_opened_run_shows_that_its_last_evaluation_was_not_finite(tmp_path: Path) -> None:
-    config = jt.load_config({"name": "a"}).config.model_dump(mode="json")
-    (tmp_path / "run.json").write_text(json.dumps({"status": "done", "config": config}))
-    _write(tmp_path / "metrics.jsonl", [_GOOD, {"step": 6, "loss": None, "learning_rate": None, "eval_loss": None}])
-    run = jt.open_run(tmp_path)
-    assert run.metrics == pytest.approx({"step": 6, "eval_loss": math.nan}, nan_ok=True)
-    assert "step 6, loss nan, eval_loss nan" in repr(run)

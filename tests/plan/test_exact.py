@@ -15,7 +15,7 @@ from jaxtrain.plan.plans import analytic_plan, with_compiler
 from jaxtrain.plan.targets import parse_targets
 from jaxtrain.plan.workload import describe_workload
 
-has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install 'jaxtrain[aot-tpu]'")
+has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install '.[aot-tpu]'")
 LLAMA = ["data.sequence_length=4096", "train.global_batch_size=8", "train.accumulation_steps=1"]
 
 
@@ -51,7 +51,7 @@ def test_without_the_compiler_the_analytic_answer_is_given_and_marked(cli) -> No
     assert "analytic only" in answer.out
     last = answer.err.splitlines()[-1]
     assert last.startswith("jaxtrain: the figures for v5e-8 are analytic; to check them")
-    assert last.endswith("pip install 'jaxtrain[aot-tpu]'")
+    assert last.endswith("pip install '.[aot-tpu]'")
     assert "pip install" not in cli("plan", "gpt2_124m", "--on", "v5e-8", "--analytic").err
 
 
@@ -136,7 +136,7 @@ def test_a_step_takes_what_is_planned(name: str) -> None:
     on, overrides, near = STEPS[name]
     package = "libtpu" if on.startswith("v") else "jax_cuda12_plugin"
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install 'jaxtrain[aot,aot-tpu]'")
+        pytest.skip(f"{package} is not installed: pip install '.[aot,aot-tpu]'")
     config = load_config("gpt2_124m", overrides=overrides).config
     found = with_compiler(analyse(config, parse_targets(on)[0]), lambda _: None)
     assert found.exact is not None, found.exact_missing

@@ -24,7 +24,7 @@ def program(on: str, *words: str) -> str:
     """What a program of Python prints, where the compiler of a target is installed."""
     package = "jax_cuda12_plugin" if on.startswith("h") else "libtpu"
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install 'jaxtrain[aot,aot-tpu]'")
+        pytest.skip(f"{package} is not installed: pip install '.[aot,aot-tpu]'")
     # The tests' emulated devices come from a flag that libtpu ends the process for.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(

@@ -155,7 +155,7 @@ def compiled(name: str) -> dict[str, Any]:
     target, *_, wanted = {**ROWS, **ACTIVATIONS}[name]
     on_tpu = target.startswith("v")
     if importlib.util.find_spec("libtpu" if on_tpu else "jax_cuda12_plugin") is None:
-        pytest.skip(f"no compiler for {target}: pip install 'jaxtrain[{'aot-tpu' if on_tpu else 'aot'}]'")
+        pytest.skip(f"no compiler for {target}: pip install '.[{'aot-tpu' if on_tpu else 'aot'}]'")
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__, name],
         capture_output=True,

@@ -16,11 +16,11 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.plan.topology import CompilerMissingError, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'jaxtrain[aot-tpu]'"
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install '.[aot-tpu]'"
 )
 needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="jax's CUDA plugin is not installed: pip install 'jaxtrain[aot]'",
+    reason="jax's CUDA plugin is not installed: pip install '.[aot]'",
 )
 
 # Prints {name: [devices, platform, kind, hosts]} or the error, and then the environment variables that were left.
@@ -126,5 +126,5 @@ def test_wrong_names(name):
 def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(CompilerMissingError, match=rf"which is not installed: pip install 'jaxtrain\[{extra}\]'"):
+    with pytest.raises(CompilerMissingError, match=rf"which is not installed: pip install '\.\[{extra}\]'"):
         topology_devices(name)

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 from jaxtrain import from_functions, make_mesh, make_train_step, regression
-from jaxtrain.errors import ConfigError
 from jaxtrain.runtime import compiler
 from jaxtrain.runtime.compiler import OF_SEVERAL, OF_UPDATES, OPTIONS, choose_options, option_notes
 
@@ -46,11 +45,6 @@ def test_an_unknown_option_is_told_and_the_others_are_used():
     assert step(step.init(0), BATCH)[1]["loss"] > 0
 
 
-def test_a_wrong_value_is_an_error():
-    with pytest.raises(ConfigError, match=r"compiler_options\.xla_backend_optimization_level=high: .* use another"):
-        small_step(xla_backend_optimization_level="high")
-
-
 @pytest.mark.parametrize("known", ["pipeline_", "enable_pipelined_", "of some later jax"])
 def test_a_compiler_gets_the_names_that_it_knows(monkeypatch, known):
     """Those of jax 0.12, those of 0.10, and none."""
@@ -69,9 +63,3 @@ def test_a_compiler_gets_the_names_that_it_knows(monkeypatch, known):
     asked = choose_options(gpu, 8, theirs)
     assert asked.used == theirs
     assert len(option_notes(asked, asked=theirs)) == bool(theirs)
-
-
-@pytest.mark.parametrize(("devices", "in_place"), [(1, True), (2, False)])
-def test_a_step_on_one_device_updates_in_place(devices, in_place):
-    step = small_step(devices=devices)
-    assert ("xla_cpu_copy_insertion_use_region_analysis" in step.compiler_options.used) == in_place

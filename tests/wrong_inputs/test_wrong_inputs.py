@@ -61,7 +61,7 @@ ROWS = {
     "build_model: an unknown kind": (lambda: built({"kind": "mpl"}), "'mpl'", "did you mean 'mlp'"),
     "build_model: an unknown key": (lambda: built({**MLP, "width": 3}), "unknown key 'model.width'", "model."),
     "Checkpointer: another store": (lambda: jt.Checkpointer("hf://bucket/x"), "hf://bucket/x", "a local folder"),
-    "Config: an unknown key": (lambda: jt.Config(trian={"steps": 3}), "unknown key 'trian'", "did you mean 'train'"),
+    "Config: an unknown key": (lambda: jt.Config(trian={"steps": 3}), "unknown key 'trian.steps'", "'train.steps'?"),
     "Config: a wrong value": (lambda: jt.Config(train={"steps": "many"}), "train.steps is 'many'", "it takes int"),
     "dpo: a beta of 0": (lambda: jt.dpo(0.0), "Loss: beta is 0.0", "greater than 0"),
     "fit: a rate as optimizer": (lambda: fit(1e-3), "0.001", "optax.adamw(1e-3)"),

@@ -18,7 +18,7 @@ from jaxtrain.metrics.report.html import (
     soft,
 )
 from jaxtrain.metrics.report.run_files import RunFiles
-from jaxtrain.metrics.time_spent import OTHER, PARTS
+from jaxtrain.metrics.throughput import OTHER, PARTS
 
 # The colours of the page by their names in its style sheet.
 _PART_COLORS = {

@@ -1,17 +1,21 @@
-"""`jaxtrain ckpt`: lists the checkpoints of a run and shows the content of one. Only `--verify` starts jax."""
+"""`jaxtrain ckpt` lists the checkpoints of a run and shows one; `jaxtrain report` draws pages of runs. No jax here."""
 
 import argparse
 import math
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
 from jaxtrain.checkpoint.directory import DamagedError, abandoned_folders
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import shown_name
-from jaxtrain.commands.shared import print_json, print_table, print_text
+from jaxtrain.commands.shared import print_json, print_table, print_text, writes
+from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import read_run
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.metrics.report.compare import runs_below, write_comparison
+from jaxtrain.metrics.report.page import write_report
 from jaxtrain.runtime.terminal import print_remark
 
 
@@ -115,3 +119,22 @@ def _info(checkpoints: Checkpointer, step: int | None) -> CheckpointInfo:
 def _total(leaves: list[dict[str, Any]]) -> dict[str, int]:
     numbers, size = sum(math.prod(leaf["shape"]) for leaf in leaves), sum(leaf["bytes"] for leaf in leaves)
     return {"arrays": len(leaves), "numbers": numbers, "bytes": size}
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the page of one run, or the comparison of several or of a folder of runs; 0."""
+    folders = [local_path(run_dir, what="run directory") for run_dir in arguments.run_dirs]
+    is_one = len(folders) == 1
+    below = runs_below(folders[0]) if is_one and not (folders[0] / "run.json").exists() else []
+    for folder in [] if below else folders:
+        read_run(folder)
+    path = folders[0] / "report.html" if is_one else Path("compare.html")
+    if arguments.output is not None:
+        path = local_path(arguments.output, what="--output")
+    with writes("--output"):
+        if is_one and not below:
+            write_report(folders[0], path=path)
+        else:
+            write_comparison(below or folders, path)
+    print_text(f"report: {path}")
+    return 0
