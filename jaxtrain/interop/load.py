@@ -18,9 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.errors import CheckpointError
-from jaxtrain.interop.formats.entries import positions
 from jaxtrain.interop.formats.nf4 import BLOCK, QuantizedSource, quantize_magnitudes
-from jaxtrain.interop.formats.transforms import Transform
+from jaxtrain.interop.formats.rows import Transform, positions
 from jaxtrain.interop.weights import Place, PublishedModel
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.sharding import path_name

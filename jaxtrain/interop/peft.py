@@ -14,7 +14,6 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.published import lora_settings, settings_of
 from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.entries import Row
 from jaxtrain.interop.formats.peft_reading import (
     CONFIG,
     WEIGHTS,
@@ -23,6 +22,7 @@ from jaxtrain.interop.formats.peft_reading import (
     read_adapter_arrays,
 )
 from jaxtrain.interop.formats.peft_writing import config_json, whole_paths, written_adapter
+from jaxtrain.interop.formats.rows import Row
 from jaxtrain.interop.formats.safetensors import write_safetensors
 from jaxtrain.interop.load import by_path
 from jaxtrain.interop.pretrained import Pretrained, load_pretrained, model_group

@@ -17,8 +17,7 @@ from jaxtrain.config.published import (
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import FAMILIES, family_of, read_settings
-from jaxtrain.interop.formats.entries import Entry
-from jaxtrain.interop.formats.transforms import Shape
+from jaxtrain.interop.formats.rows import Entry, Shape
 
 # What a published config does not say, or what changes how outputs are computed but not what they are.
 _NOT_COMPARED = ("size", "from", "attention", "dropout")

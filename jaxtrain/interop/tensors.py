@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.entries import Constant, Entry, Row, Tied, names_of, positions
 from jaxtrain.interop.formats.hub import SINGLE
 from jaxtrain.interop.formats.nf4 import (
     BLOCK,
@@ -30,8 +29,8 @@ from jaxtrain.interop.formats.nf4 import (
     quantization_config,
     state_name,
 )
+from jaxtrain.interop.formats.rows import Constant, Entry, Kind, Row, Shape, Tied, names_of, positions
 from jaxtrain.interop.formats.safetensors import DTYPES
-from jaxtrain.interop.formats.transforms import Kind, Shape
 from jaxtrain.interop.load import rows_of_outputs
 from jaxtrain.interop.weights import StoredParameter
 from jaxtrain.layout.sharding import path_name

@@ -11,10 +11,9 @@ import numpy as np
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import family_of, read_settings
-from jaxtrain.interop.formats.entries import Entry, Skipped, Tied, names_of, positions
 from jaxtrain.interop.formats.nf4 import with_quantized
+from jaxtrain.interop.formats.rows import Entry, Shape, Skipped, Tied, names_of, positions
 from jaxtrain.interop.formats.safetensors import Source, open_folder
-from jaxtrain.interop.formats.transforms import Shape
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import jaxtrain as jt
 from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.formats import peft_reading
-from jaxtrain.interop.formats.entries import Entry, positions
 from jaxtrain.interop.formats.peft_reading import (
     PREFIX,
     AdapterConfig,
@@ -26,6 +25,7 @@ from jaxtrain.interop.formats.peft_reading import (
     targets_module,
 )
 from jaxtrain.interop.formats.peft_writing import written_adapter
+from jaxtrain.interop.formats.rows import Entry, positions
 from jaxtrain.interop.formats.safetensors import map_tensor, read_header, write_safetensors
 from jaxtrain.interop.weights import open_published
 

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.keys import GELU_TANH, Key, fixed, ignored, mapped, own, rope_keys
+from jaxtrain.interop.families.family import GELU_TANH, Family, Key, fixed, ignored, mapped, own, rope_keys, size
 from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder, mlp_blocks
-from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, all_names
 from jaxtrain.interop.formats.rope import read_rope, read_windows, write_rope, write_windows
-from jaxtrain.interop.formats.transforms import copy
+from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, all_names, copy, dims
 
 _BLOCK = dict(block="sandwich", norm_offset=True, position="rotary", norm="rmsnorm", activation="geglu", bias=False)
 _COMMON = _BLOCK | dict(norm_epsilon=1e-6, tie_embeddings=True, head_dim=256)
@@ -29,11 +27,8 @@ _LINEAR8 = dict(rope_scaling=dict(kind="linear", factor=8.0))
 _WINDOW = 4096
 
 
-def _row(
-    common: Mapping[str, Any], layers: int, width: int, heads: int, kv_heads: int, mlp: int, **more: object
-) -> dict[str, Any]:
-    sizes = dict(num_layers=layers, embed_dim=width, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp)
-    return {**common} | sizes | dict(embedding_scale=math.sqrt(width)) | more
+def _sized(common: Mapping[str, Any], layers: int, width: int, heads: int, **more: object) -> dict[str, Any]:
+    return size(common, layers, width, heads, embedding_scale=math.sqrt(width)) | more
 
 
 def _local(window: int) -> dict[str, Any]:
@@ -89,7 +84,7 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D = int(model["embed_dim"])
+    (D,) = dims(model, "D")
     # Llama's name for the norm of the MLP's input is that of attention's output here.
     rows = [
         *(row for row in attention_blocks(model) if row.path != "blocks/mlp_norm/scale"),
@@ -116,9 +111,11 @@ GEMMA2 = Family(
     read=_read2,
     write=_write,
     sizes={
-        "gemma2_2b": _row(_GEMMA2, 26, 2304, 8, 4, 9216),
-        "gemma2_9b": _row(_GEMMA2, 42, 3584, 16, 8, 14336),
-        "gemma2_27b": _row(_GEMMA2, 46, 4608, 32, 16, 36864, head_dim=128, attention_scale=144**-0.5),
+        "gemma2_2b": _sized(_GEMMA2, 26, 2304, 8, num_kv_heads=4, mlp_dim=9216),
+        "gemma2_9b": _sized(_GEMMA2, 42, 3584, 16, num_kv_heads=8, mlp_dim=14336),
+        "gemma2_27b": _sized(
+            _GEMMA2, 46, 4608, 32, num_kv_heads=16, mlp_dim=36864, head_dim=128, attention_scale=144**-0.5
+        ),
     },
 )
 
@@ -168,12 +165,21 @@ GEMMA3 = Family(
     read=_read3,
     write=_write3,
     sizes={
-        "gemma3_270m": _row(_GEMMA3, 18, 640, 4, 1, 2048, **_SMALL, **_local(512)),
-        "gemma3_1b": _row(_GEMMA3, 26, 1152, 4, 1, 6912, **_SMALL, **_local(512)),
-        "gemma3_4b": _row(_GEMMA3, 34, 2560, 8, 4, 10240, **_LINEAR8, **_local(1024)),
-        "gemma3_12b": _row(_GEMMA3, 48, 3840, 16, 8, 15360, **_LINEAR8, **_local(1024)),
-        "gemma3_27b": _row(
-            _GEMMA3, 62, 5376, 32, 16, 21504, **_LINEAR8, **_local(1024), head_dim=128, attention_scale=168**-0.5
+        "gemma3_270m": _sized(_GEMMA3, 18, 640, 4, num_kv_heads=1, mlp_dim=2048, **_SMALL, **_local(512)),
+        "gemma3_1b": _sized(_GEMMA3, 26, 1152, 4, num_kv_heads=1, mlp_dim=6912, **_SMALL, **_local(512)),
+        "gemma3_4b": _sized(_GEMMA3, 34, 2560, 8, num_kv_heads=4, mlp_dim=10240, **_LINEAR8, **_local(1024)),
+        "gemma3_12b": _sized(_GEMMA3, 48, 3840, 16, num_kv_heads=8, mlp_dim=15360, **_LINEAR8, **_local(1024)),
+        "gemma3_27b": _sized(
+            _GEMMA3,
+            62,
+            5376,
+            32,
+            num_kv_heads=16,
+            mlp_dim=21504,
+            **_LINEAR8,
+            **_local(1024),
+            head_dim=128,
+            attention_scale=168**-0.5,
         ),
     },
 )
@@ -201,10 +207,7 @@ class _ImagesFamily(Family):
     """Models that see images too: read as their text part, and written as models of the text part alone."""
 
     def from_published(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        text = config.get("text_config")
-        if not isinstance(text, Mapping):
-            raise ConfigError("config.json of model_type gemma3 has no text_config; the text part cannot be read")
-        return GEMMA3.from_published(text)
+        return GEMMA3.from_published(config["text_config"])
 
 
 WITH_IMAGES = _ImagesFamily(

@@ -6,10 +6,23 @@ Sources: Radford et al. 2019 (openai/gpt-2 hparams), and the config.json publish
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, no_tokens
-from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped
-from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed, prefixed
-from jaxtrain.interop.formats.transforms import block, conv1d, copy, linear, vector
+from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_tokens, size
+from jaxtrain.interop.formats.rows import (
+    Entry,
+    Row,
+    Skipped,
+    Tied,
+    biased,
+    block,
+    conv1d,
+    copy,
+    dims,
+    in_layers,
+    linear,
+    normed,
+    prefixed,
+    vector,
+)
 
 _FIXED = dict(position="learned", norm="layernorm", bias=True)
 _COMMON = _FIXED | dict(
@@ -25,11 +38,7 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, F, L, V, P = (
-        int(model[key])
-        for key in ("embed_dim", "num_heads", "mlp_dim", "num_layers", "vocab_size", "max_sequence_length")
-    )
-    K = D // H
+    D, H, K, F, L, V, P = dims(model, "DHKFLVP")
     fused: list[Entry] = []
     for at, name in enumerate(("query", "key", "value")):
         kernel = block(conv1d((D,), (H, K)), dim=1, start=at * D, of=3 * D)
@@ -81,9 +90,9 @@ FAMILY = Family(
     fixed=_FIXED,
     write=_write,
     sizes={
-        "gpt2": _COMMON | dict(num_layers=12, embed_dim=768, num_heads=12),
-        "gpt2_medium": _COMMON | dict(num_layers=24, embed_dim=1024, num_heads=16),
-        "gpt2_large": _COMMON | dict(num_layers=36, embed_dim=1280, num_heads=20),
-        "gpt2_xl": _COMMON | dict(num_layers=48, embed_dim=1600, num_heads=25),
+        "gpt2": size(_COMMON, 12, 768, 12),
+        "gpt2_medium": size(_COMMON, 24, 1024, 16),
+        "gpt2_large": size(_COMMON, 36, 1280, 20),
+        "gpt2_xl": size(_COMMON, 48, 1600, 25),
     },
 )

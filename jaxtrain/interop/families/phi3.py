@@ -7,17 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family, no_tokens
-from jaxtrain.interop.families.keys import decoder_keys, fixed, ignored, mapped, own, rope_keys, split_width
+from jaxtrain.interop.families.family import (
+    Family,
+    decoder_keys,
+    fixed,
+    ignored,
+    mapped,
+    no_tokens,
+    own,
+    rope_keys,
+    size,
+)
 from jaxtrain.interop.families.llama import ends, in_decoder
-from jaxtrain.interop.formats.entries import Entry, Row
-from jaxtrain.interop.formats.transforms import block, copy, linear
+from jaxtrain.interop.formats.rows import Entry, Row, block, copy, dims, linear
 
 _FIXED = dict(position="rotary", norm="rmsnorm", bias=False)
 _COMMON = _FIXED | dict(
     vocab_size=32064, max_sequence_length=4096, rope_theta=10000.0, norm_epsilon=1e-5, activation="swiglu",
     tie_embeddings=False, sliding_window=2047,
 )  # fmt: skip
+_DEFAULTS = dict(vocab_size=32064, mlp_dim=8192, max_sequence_length=4096, norm_epsilon=1e-5)
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +39,7 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, G, K, F = (int(model[key]) for key in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
+    D, H, G, K, F = dims(model, "DHGKF")
     qkv, up = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 
     def part(name: str, heads: int, start: int) -> Entry:
@@ -55,19 +64,7 @@ FAMILY = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     keys=(
-        *decoder_keys(
-            32064,
-            3072,
-            8192,
-            32,
-            32,
-            lambda file: int(file["num_attention_heads"]),
-            split_width,
-            4096,
-            norm_epsilon=1e-5,
-            tied=False,
-            write_head_dim=False,
-        ),
+        *decoder_keys(size(_DEFAULTS, 32, 3072, 32), write_head_dim=False),
         mapped("sliding_window", "sliding_window", None),
         own("original_max_position_embeddings", 4096),
         own("partial_rotary_factor", 1.0),
@@ -81,7 +78,7 @@ FAMILY = Family(
     write=_write,
     # The sizes for 128k tokens hold tables of factors; they are read from their folders.
     sizes={
-        "phi3_mini_4k": _COMMON | dict(num_layers=32, embed_dim=3072, num_heads=32, mlp_dim=8192),
-        "phi3_medium_4k": _COMMON | dict(num_layers=40, embed_dim=5120, num_heads=40, num_kv_heads=10, mlp_dim=17920),
+        "phi3_mini_4k": size(_COMMON, 32, 3072, 32, mlp_dim=8192),
+        "phi3_medium_4k": size(_COMMON, 40, 5120, 40, num_kv_heads=10, mlp_dim=17920),
     },
 )

@@ -7,18 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
-from jaxtrain.interop.families.keys import HEAD_KEYS, fixed, ignored, own
-from jaxtrain.interop.formats.entries import Constant, Entry, Row
-from jaxtrain.interop.formats.transforms import convolution, copy, linear
+from jaxtrain.interop.families.family import (
+    HEAD_KEYS,
+    Family,
+    fixed,
+    ignored,
+    labels_of,
+    own,
+    read_architecture,
+    read_labels,
+)
+from jaxtrain.interop.formats.rows import Constant, Entry, Row, convolution, copy, linear
 
-SIZES: dict[str, dict[str, Any]] = {
-    "resnet18": dict(kind="resnet", stage_blocks=[2, 2, 2, 2], bottleneck=False),
-    "resnet34": dict(kind="resnet", stage_blocks=[3, 4, 6, 3], bottleneck=False),
-    "resnet50": dict(kind="resnet", stage_blocks=[3, 4, 6, 3], bottleneck=True),
-    "resnet101": dict(kind="resnet", stage_blocks=[3, 4, 23, 3], bottleneck=True),
-    "resnet152": dict(kind="resnet", stage_blocks=[3, 8, 36, 3], bottleneck=True),
-}
+
+def _size(*blocks: int, bottleneck: bool = True) -> dict[str, Any]:
+    return dict(kind="resnet", stage_blocks=list(blocks), bottleneck=bottleneck)
 
 
 def _widths(width: int, stages: int, *, bottleneck: bool) -> list[int]:
@@ -131,5 +134,11 @@ FAMILY = Family(
     fixed=dict(kind="resnet"),
     read=_read,
     write=_write,
-    sizes=SIZES,
+    sizes={
+        "resnet18": _size(2, 2, 2, 2, bottleneck=False),
+        "resnet34": _size(3, 4, 6, 3, bottleneck=False),
+        "resnet50": _size(3, 4, 6, 3),
+        "resnet101": _size(3, 4, 23, 3),
+        "resnet152": _size(3, 8, 36, 3),
+    },
 )

@@ -25,7 +25,7 @@ from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.formats.gguf import GgufFile, read_gguf, read_tensor
 from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 from jaxtrain.interop.formats.rope import longrope_factor
-from jaxtrain.interop.formats.transforms import Kind
+from jaxtrain.interop.formats.rows import Kind
 
 # Keys that change nothing in the outputs, or that the tensors say themselves.
 _NO_EFFECT = ("attention.causal", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned")

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.formats.rows import Kind, Shape
 from jaxtrain.interop.formats.safetensors import DTYPES, FolderSource
-from jaxtrain.interop.formats.transforms import Kind, Shape
 
 BLOCK = 64
 NESTED_BLOCK = 256

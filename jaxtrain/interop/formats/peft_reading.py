@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.formats.entries import Entry, Row, Tied, names_of, positions
 from jaxtrain.interop.formats.hub import read_json
+from jaxtrain.interop.formats.rows import Entry, Row, Tied, Transform, names_of, positions
 from jaxtrain.interop.formats.safetensors import StoredTensor, map_tensor, read_header
-from jaxtrain.interop.formats.transforms import Transform
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

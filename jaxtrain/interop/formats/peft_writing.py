@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.entries import Entry, Row, Tied, all_names, names_of, positions
 from jaxtrain.interop.formats.peft_reading import (
     PREFIX,
     AdapterConfig,
@@ -21,6 +20,7 @@ from jaxtrain.interop.formats.peft_reading import (
     matches,
     module_names,
 )
+from jaxtrain.interop.formats.rows import Entry, Row, Tied, all_names, names_of, positions
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.formats.hub import INDEX, SINGLE, fetch_weights, read_json, read_published_config
-from jaxtrain.interop.formats.transforms import Kind, Shape
+from jaxtrain.interop.formats.rows import Kind, Shape
 
 # Name in the header -> dtype.
 DTYPES: dict[str, np.dtype] = {

@@ -1,8 +1,7 @@
 """Granite, as a package of somebody else adds it: Llama's tensors, with scales of its own."""
 
 from jaxtrain.interop.families import llama
-from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.keys import decoder_keys, fixed, mapped, own, rope_keys, split_width
+from jaxtrain.interop.families.family import Family, decoder_keys, fixed, mapped, own, rope_keys, split_width
 
 
 def _read(ours, file):

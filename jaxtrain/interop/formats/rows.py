@@ -1,16 +1,26 @@
-"""How one tensor of a published file becomes one parameter of ours, and back: views, never arithmetic. No jax here.
+r"""The rows of a family's name table: which tensors of its files are which parameters of ours, and how. No jax here.
 
-A `Transform` says how to look at their tensor: take a block of one dimension, split dimensions, pick an index of
-some, put the rest in our order, and merge neighbours. All but the merging are views of one array, so that the same
-description reads (a copy out of the view), writes (an assignment into the view) and answers a slice.
+`tensors(model)` of a family returns a tuple of
 
-Families write their tables with the functions below. Letters: D width, H query heads, G key and value heads, K width
-of a head, F hidden width of the MLP, V vocabulary.
+    Entry("embedding", "model.embed_tokens.weight", copy(V, D))
+    Entry("blocks/mlp/up/kernel", "model.layers.{layer}.mlp.up_proj.weight", linear((D,), (F,)), stack=(L,))
+    Entry("blocks/mlp/up/kernel", "...{layer}.experts.{expert}.w3.weight", linear((D,), (F,)), stack=(L, E))
+    Tied("lm_head.weight", to="embedding", transform=copy(V, D))   absent when tied; equal to the embedding if present
+    Skipped(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")   known and not read: it follows from the config
+    Constant("...num_batches_tracked", 0, shape=(), dtype="int64")  not read; written as this
+
+`stack` gives the sizes of the leading dimensions of our parameter, which are one tensor each in the file: {layer} and
+{expert} in the name count them. Of several names the first is written; the others are accepted when reading.
+
+A `Transform` says how one tensor becomes one parameter and back, as views, never by arithmetic: take a block of one
+dimension, split dimensions, pick an index of some, put the rest in our order, and merge neighbours. All but the merging
+are views of one array, so that one description reads (a copy out of the view), writes (an assignment into the view) and
+answers a slice. Letters: D width, H query heads, G key and value heads, K width of a head, F hidden width of the MLP, V
+vocabulary, L layers, P positions.
 
     copy(V, D)                  theirs [V, D] -> ours [V, D]                (embeddings, norms, biases of one dim)
     linear((D,), (H, K))        theirs [H*K, D] -> ours [D, H, K]           (torch Linear: weight is [out, in])
     linear((H, K), (D,))        theirs [D, H*K] -> ours [H, K, D]           (an output projection)
-    linear((D,), (V,))          theirs [V, D] -> ours [D, V]
     conv1d((D,), (H, K))        theirs [D, H*K] -> ours [D, H, K]           (GPT-2's Conv1D: weight is [in, out])
     vector(H, K)                theirs [H*K] -> ours [H, K]                 (biases of projections)
     reshaped((1, 1, D), (D,))   theirs [1, 1, D] -> ours [D]
@@ -24,10 +34,11 @@ One tensor that holds several parameters is one `Entry` per parameter, each with
     interleaved((H, 3, K), 1)                                               the same of their bias [H*3*K]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +46,8 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 # Shape and dtype.
 Kind = tuple[Shape, "np.dtype"]
+# Index in each dimension of a stack: (), (layer,) or (layer, expert).
+Position = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -142,7 +155,6 @@ def conv1d(inputs: Shape, outputs: Shape) -> Transform:
 
 def reshaped(theirs: Shape, ours: Shape) -> Transform:
     """Theirs -> ours where they differ in dimensions of size 1 only ([1, 1, D] -> [D])."""
-    assert [size for size in theirs if size != 1] == [size for size in ours if size != 1], (theirs, ours)
     picks = tuple((at, 0) for at, size in enumerate(theirs) if size == 1)
     left = len(theirs) - len(picks)
     return _whole([(size,) for size in theirs], tuple(range(left)), tuple(int(size != 1) for size in ours), picks)
@@ -161,19 +173,142 @@ def patches(width: int, channels: int, size: int) -> Transform:
 def block(part: Transform, *, dim: int, start: int, of: int) -> Transform:
     """A part, from `start` on, of a tensor that holds several one after the other along `dim`, of size `of`."""
     theirs = tuple(of if at == dim else size for at, size in enumerate(part.theirs))
-    starts = tuple(start if at == dim else 0 for at in range(len(part.theirs)))
-    return replace(part, theirs=theirs, start=starts)
+    return replace(part, theirs=theirs, start=tuple(start if at == dim else 0 for at in range(len(theirs))))
 
 
 def interleaved(sizes: tuple[int, int, int], index: int, inputs: Shape | None = None) -> Transform:
-    """One of several parameters that follow each other within each head (GPT-NeoX).
+    """Parameter `index` of those that follow each other within each head (GPT-NeoX).
 
-    Args:
-        sizes: (heads, number of parameters, width of a head), the split of the output dimension.
-        index: Which of the parameters this is.
-        inputs: Input dimensions: theirs [out, inputs] -> ours [*inputs, heads, width]; None: the bias of it.
+    `sizes` are (heads, number of parameters, width of a head), the split of the output dimension: theirs [out, inputs]
+    -> ours [*inputs, heads, width]; of their bias where `inputs` is None.
     """
     if inputs is None:
         return _whole([sizes], (0, 1), (1, 1), ((1, index),))
     order = (*range(2, 2 + len(inputs)), 0, 1)
     return _whole([sizes, inputs], order, (1,) * (len(inputs) + 2), ((1, index),))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours, and where it lies in a published file.
+
+    Attributes:
+        path: Path of our parameter, parts separated by "/".
+        names: Name of their tensor, or the names, the one to write first; {layer} and {expert} count `stack`.
+        transform: How their tensor becomes ours (of one layer and expert).
+        stack: Sizes of the leading dimensions of ours: () | (layers,) | (layers, experts).
+        state: The path is one of model_state (running statistics), not of params.
+        first_layer: What {layer} is for the first of the stack.
+    """
+
+    path: str
+    names: str | tuple[str, ...]
+    transform: Transform
+    stack: Shape = ()
+    state: bool = False
+    first_layer: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of our parameter."""
+        return (*self.stack, *self.transform.ours)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A tensor that some files repeat although it equals the parameter at path `to`; it is not written."""
+
+    names: str | tuple[str, ...]
+    to: str
+    transform: Transform
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Tensors that are known and not read: `pattern` is a regular expression of the whole name."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that is not read, and written with one value because other readers ask for it."""
+
+    names: str
+    value: float
+    shape: Shape
+    dtype: str
+
+
+Row = Entry | Tied | Skipped | Constant
+_DIMS = {
+    **{"D": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "K": "head_dim", "F": "mlp_dim"},
+    **{"L": "num_layers", "V": "vocab_size", "P": "max_sequence_length"},
+}
+
+
+def dims(model: Mapping[str, Any], letters: str) -> tuple[int, ...]:
+    """Returns sizes of a model group by the letters of this module: dims(model, "DF")."""
+    return tuple(int(model[_DIMS[letter]]) for letter in letters)
+
+
+def all_names(row: Entry | Tied | Constant) -> tuple[str, ...]:
+    """Returns the names of a row with {layer} and {expert} in them, the one to write first."""
+    return (row.names,) if isinstance(row.names, str) else row.names
+
+
+def names_of(row: Entry | Tied | Constant, position: Position = ()) -> tuple[str, ...]:
+    """Returns the names of the tensor at a position (layer, expert) of a row's stack, the one to write first."""
+    numbers = dict(zip(("layer", "expert"), position, strict=False))
+    if position and isinstance(row, Entry):
+        numbers["layer"] += row.first_layer
+    return tuple(name.format(**numbers) for name in all_names(row))
+
+
+def positions(row: Row) -> Iterable[Position]:
+    """Returns every (layer, expert) of a row, in order; one empty tuple for a row that is not stacked."""
+    return product(*map(range, row.stack if isinstance(row, Entry) else ()))
+
+
+def in_layers(rows: Iterable[Entry], prefix: str, layers: int) -> tuple[Entry, ...]:
+    """Returns rows of one block stacked over the layers; `prefix` stands before each name, with {layer}."""
+    return tuple(
+        replace(row, names=tuple(prefix + name for name in all_names(row)), stack=(layers, *row.stack)) for row in rows
+    )
+
+
+def normed(path: str, name: str, width: int) -> list[Entry]:
+    """Returns the rows of a LayerNorm: its scale (weight) and its bias."""
+    return [Entry(f"{path}/scale", f"{name}.weight", copy(width)), Entry(f"{path}/bias", f"{name}.bias", copy(width))]
+
+
+def biased(path: str, name: str, kernel: Transform, outputs: Shape) -> list[Entry]:
+    """Returns the rows of a linear layer (weight) with a bias of the shape `outputs`."""
+    return [Entry(f"{path}/kernel", f"{name}.weight", kernel), Entry(f"{path}/bias", f"{name}.bias", vector(*outputs))]
+
+
+def renamed(rows: Iterable[Row], words: Mapping[str, str]) -> tuple[Row, ...]:
+    """Returns the rows with further accepted names: `words` are what is written -> what older files have instead."""
+
+    def named(row: Row) -> Row:
+        if isinstance(row, Skipped):
+            return row
+        found = dict.fromkeys(all_names(row))
+        for new, old in words.items():
+            found |= dict.fromkeys(name.replace(new, old) for name in all_names(row))
+        return replace(row, names=tuple(found))
+
+    return tuple(named(row) for row in rows)
+
+
+def prefixed(rows: Iterable[Row], *, written: str, read: Sequence[str]) -> tuple[Row, ...]:
+    """Returns the rows with a prefix before every name: `written` is written, those of `read` are accepted too."""
+    prefixes = dict.fromkeys([written, *read])
+
+    def named(row: Row) -> Row:
+        if isinstance(row, Skipped):
+            alternatives = "|".join(one.replace(".", r"\.") for one in prefixes)
+            return replace(row, pattern=f"(?:{alternatives}){row.pattern}")
+        return replace(row, names=tuple(prefix + name for prefix in prefixes for name in all_names(row)))
+
+    return tuple(named(row) for row in rows)
