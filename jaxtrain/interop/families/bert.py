@@ -31,6 +31,7 @@ from jaxtrain.interop.formats.rows import (
     Skipped,
     Tied,
     biased,
+    block_rows,
     copy,
     dims,
     in_layers,
@@ -178,20 +179,6 @@ _DISTIL_BLOCK = {
 }  # fmt: skip
 
 
-def _blocks(model: Mapping[str, Any], names: Mapping[str, str], prefix: str) -> tuple[Row, ...]:
-    D, H, K, F, L = dims(model, "DHKFL")
-    heads = {"attention/output": linear((H, K), (D,)), "mlp/up": linear((D,), (F,)), "mlp/down": linear((F,), (D,))}
-    rows: list[Entry] = []
-    for ours, theirs in names.items():
-        if ours.endswith("norm"):
-            rows += normed(f"blocks/{ours}", theirs, D)
-        elif ours in heads:
-            rows += biased(f"blocks/{ours}", theirs, heads[ours], (F if ours == "mlp/up" else D,))
-        else:
-            rows += biased(f"blocks/{ours}", theirs, linear((D,), (H, K)), (H, K))
-    return in_layers(rows, prefix, L)
-
-
 def _square(model: Mapping[str, Any], path: str, name: str) -> list[Entry]:
     """The rows of a square layer of the head."""
     (D,) = dims(model, "D")
@@ -229,7 +216,8 @@ def _labels(model: Mapping[str, Any], name: str) -> list[Entry]:
 
 
 def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    kind, blocks = head_kind(model), _blocks(model, _BLOCK, "encoder.layer.{layer}.")
+    kind = head_kind(model)
+    blocks = in_layers(block_rows(model, _BLOCK, beside=True), "encoder.layer.{layer}.", model["num_layers"])
     encoder = (*_embeddings(model), *blocks, *_pooler(model))
     rows = [
         *prefixed(encoder, written="" if kind == "embedding" else "bert.", read=("bert.", "")),
@@ -244,7 +232,8 @@ def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 
 def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    kind, blocks = head_kind(model), _blocks(model, _BLOCK, "encoder.layer.{layer}.")
+    kind = head_kind(model)
+    blocks = in_layers(block_rows(model, _BLOCK, beside=True), "encoder.layer.{layer}.", model["num_layers"])
     pooler = _pooler(model) if kind == "embedding" else [Skipped(r"pooler\.dense\.(weight|bias)")]
     encoder = (*_embeddings(model), *blocks, *pooler)
     rows = prefixed(encoder, written="" if kind == "embedding" else "roberta.", read=("roberta.", ""))
@@ -259,7 +248,8 @@ def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 def _distilbert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     kind = head_kind(model)
-    encoder = (*_embeddings(model), *_blocks(model, _DISTIL_BLOCK, "transformer.layer.{layer}."))
+    blocks = in_layers(block_rows(model, _DISTIL_BLOCK, beside=True), "transformer.layer.{layer}.", model["num_layers"])
+    encoder = (*_embeddings(model), *blocks)
     rows = prefixed(encoder, written="" if kind == "embedding" else "distilbert.", read=("distilbert.", ""))
     if kind == "masked_language_model":
         names = ("vocab_transform", "vocab_layer_norm", "vocab_projector.bias", "vocab_projector.weight")

@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import GELU_TANH, Family, Key, fixed, ignored, mapped, own, rope_keys, size
-from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder, mlp_blocks
+from jaxtrain.interop.families.llama import ATTENTION, MLP, decoder
 from jaxtrain.interop.formats.rope import read_rope, read_windows, write_rope, write_windows
-from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, all_names, copy, dims
+from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, all_names, block_rows
 
 _BLOCK = dict(block="sandwich", norm_offset=True, position="rotary", norm="rmsnorm", activation="geglu", bias=False)
 _COMMON = _BLOCK | dict(norm_epsilon=1e-6, tie_embeddings=True, head_dim=256)
@@ -83,17 +83,15 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     return dict(query_pre_attn_scalar=scalar, layer_types=types, sliding_window=window)
 
 
+# Llama's name for the norm of the MLP's input is that of attention's output here.
+_NAMES = {ours: name for ours, name in ATTENTION.items() if ours != "mlp_norm"} | MLP | {
+    "attention_output_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+
+
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    (D,) = dims(model, "D")
-    # Llama's name for the norm of the MLP's input is that of attention's output here.
-    rows = [
-        *(row for row in attention_blocks(model) if row.path != "blocks/mlp_norm/scale"),
-        *mlp_blocks(model),
-        Entry("blocks/attention_output_norm/scale", "post_attention_layernorm.weight", copy(D)),
-        Entry("blocks/mlp_norm/scale", "pre_feedforward_layernorm.weight", copy(D)),
-        Entry("blocks/mlp_output_norm/scale", "post_feedforward_layernorm.weight", copy(D)),
-    ]
-    return (*in_decoder(rows, model), *ends(model))
+    return decoder(model, block_rows(model, _NAMES))
 
 
 GEMMA2 = Family(

@@ -12,8 +12,8 @@ from jaxtrain.interop.formats.rows import (
     Row,
     Skipped,
     Tied,
-    biased,
     block,
+    block_rows,
     conv1d,
     copy,
     dims,
@@ -38,21 +38,16 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, K, F, L, V, P = dims(model, "DHKFLVP")
+    D, H, K, L, V, P = dims(model, "DHKLVP")
     fused: list[Entry] = []
     for at, name in enumerate(("query", "key", "value")):
         kernel = block(conv1d((D,), (H, K)), dim=1, start=at * D, of=3 * D)
         fused.append(Entry(f"blocks/attention/{name}/kernel", "attn.c_attn.weight", kernel))
         bias = block(vector(H, K), dim=0, start=at * D, of=3 * D)
         fused.append(Entry(f"blocks/attention/{name}/bias", "attn.c_attn.bias", bias))
-    rows = [
-        *normed("blocks/attention_norm", "ln_1", D),
-        *fused,
-        *biased("blocks/attention/output", "attn.c_proj", conv1d((H, K), (D,)), (D,)),
-        *normed("blocks/mlp_norm", "ln_2", D),
-        *biased("blocks/mlp/up", "mlp.c_fc", conv1d((D,), (F,)), (F,)),
-        *biased("blocks/mlp/down", "mlp.c_proj", conv1d((F,), (D,)), (D,)),
-    ]
+    names = {"attention/output": "attn.c_proj", "mlp_norm": "ln_2", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}
+    rows = normed("blocks/attention_norm", "ln_1", D) + fused
+    rows += block_rows(model, names, kernel=conv1d, beside=True)
     body: tuple[Row, ...] = (
         Entry("embedding", "wte.weight", copy(V, D)),
         Entry("positions", "wpe.weight", copy(P, D)),

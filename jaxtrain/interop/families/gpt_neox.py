@@ -12,7 +12,7 @@ from jaxtrain.interop.formats.rows import (
     Row,
     Skipped,
     Tied,
-    biased,
+    block_rows,
     copy,
     dims,
     in_layers,
@@ -40,8 +40,14 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+_NAMES = {
+    "attention/output": "attention.dense", "mlp_norm": "post_attention_layernorm", "mlp/up": "mlp.dense_h_to_4h",
+    "mlp/down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+
+
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, K, F, L, V = dims(model, "DHKFLV")
+    D, H, K, L, V = dims(model, "DHKLV")
     fused, name = [], "attention.query_key_value"
     for at, ours in enumerate(("query", "key", "value")):
         kernel, bias = interleaved((H, 3, K), at, (D,)), interleaved((H, 3, K), at)
@@ -50,10 +56,7 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     rows = [
         *normed("blocks/attention_norm", "input_layernorm", D),
         *fused,
-        *biased("blocks/attention/output", "attention.dense", linear((H, K), (D,)), (D,)),
-        *normed("blocks/mlp_norm", "post_attention_layernorm", D),
-        *biased("blocks/mlp/up", "mlp.dense_h_to_4h", linear((D,), (F,)), (F,)),
-        *biased("blocks/mlp/down", "mlp.dense_4h_to_h", linear((F,), (D,)), (D,)),
+        *block_rows(model, _NAMES, beside=True),
     ]
     names = ("embed_out.weight", "lm_head.weight")
     return (

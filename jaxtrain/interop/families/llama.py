@@ -4,6 +4,7 @@ Sources: the config.json published with each model (the base models).
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxtrain.errors import ConfigError
@@ -21,7 +22,7 @@ from jaxtrain.interop.families.family import (
     size,
     write_labels,
 )
-from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, copy, dims, in_layers, linear, vector
+from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, block_rows, copy, dims, in_layers, linear
 
 _COMMON = dict(
     position="rotary", norm="rmsnorm", norm_epsilon=1e-5, activation="swiglu", bias=False, tie_embeddings=False,
@@ -55,9 +56,23 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     return said | dict(architectures=[_LABELLED], **write_labels(model))
 
 
+ATTENTION = {
+    "attention_norm": "input_layernorm", "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
+    "attention/value": "self_attn.v_proj", "attention/output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm", "attention/query_norm": "self_attn.q_norm",
+    "attention/key_norm": "self_attn.k_norm",
+}  # fmt: skip
+MLP = {"mlp/gate": "mlp.gate_proj", "mlp/up": "mlp.up_proj", "mlp/down": "mlp.down_proj"}
+
+
 def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     """Returns the name table of a model group."""
-    return (*in_decoder([*attention_blocks(model), *mlp_blocks(model)], model), *ends(model))
+    return decoder(model, [*block_rows(model, ATTENTION), *block_rows(model, MLP)])
+
+
+def decoder(model: Mapping[str, Any], block: Iterable[Entry]) -> tuple[Row, ...]:
+    """Returns the name table of a decoder: `block` for every layer, and the ends that have Llama's names."""
+    return (*in_layers(block, "model.layers.{layer}.", int(model["num_layers"])), *ends(model))
 
 
 def ends(model: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -76,58 +91,6 @@ def ends(model: Mapping[str, Any]) -> tuple[Row, ...]:
     )
 
 
-def in_decoder(rows: Iterable[Entry], model: Mapping[str, Any]) -> tuple[Row, ...]:
-    """Returns rows of one block stacked over the layers of a decoder."""
-    return in_layers(rows, "model.layers.{layer}.", int(model["num_layers"]))
-
-
-def attention_blocks(model: Mapping[str, Any]) -> list[Entry]:
-    """Returns the rows of the norms and of attention, of one block."""
-    D, H, G, K = dims(model, "DHGK")
-    heads = {"query": H, "key": G, "value": G}
-    rows = [
-        Entry("blocks/attention_norm/scale", "input_layernorm.weight", copy(D)),
-        *(
-            Entry(f"blocks/attention/{name}/kernel", f"self_attn.{name[0]}_proj.weight", linear((D,), (count, K)))
-            for name, count in heads.items()
-        ),
-        Entry("blocks/attention/output/kernel", "self_attn.o_proj.weight", linear((H, K), (D,))),
-        Entry("blocks/mlp_norm/scale", "post_attention_layernorm.weight", copy(D)),
-    ]
-    if model["qk_norm"]:
-        rows += [
-            Entry("blocks/attention/query_norm/scale", "self_attn.q_norm.weight", copy(K)),
-            Entry("blocks/attention/key_norm/scale", "self_attn.k_norm.weight", copy(K)),
-        ]
-    if model["bias"]:
-        rows += [
-            Entry(f"blocks/attention/{name}/bias", f"self_attn.{name[0]}_proj.bias", vector(count, K))
-            for name, count in heads.items()
-        ]
-    if model["bias"] is True:
-        rows.append(Entry("blocks/attention/output/bias", "self_attn.o_proj.bias", copy(D)))
-    return rows
-
-
-def _mlp(model: Mapping[str, Any]) -> dict[str, tuple[tuple[int], tuple[int]]]:
-    D, F = dims(model, "DF")
-    return {"gate": ((D,), (F,)), "up": ((D,), (F,)), "down": ((F,), (D,))}
-
-
-def mlp_blocks(model: Mapping[str, Any]) -> list[Entry]:
-    """Returns the rows of the MLP, of one block."""
-    shapes = _mlp(model)
-    kernels = [
-        Entry(f"blocks/mlp/{name}/kernel", f"mlp.{name}_proj.weight", linear(*shape)) for name, shape in shapes.items()
-    ]
-    if model["bias"] is not True:
-        return kernels
-    return kernels + [
-        Entry(f"blocks/mlp/{name}/bias", f"mlp.{name}_proj.bias", copy(*outputs))
-        for name, (_, outputs) in shapes.items()
-    ]
-
-
 def expert_blocks(model: Mapping[str, Any], router: str, expert: str, **names: str) -> list[Entry]:
     """Returns the rows of a mixture of experts, of one block.
 
@@ -136,14 +99,10 @@ def expert_blocks(model: Mapping[str, Any], router: str, expert: str, **names: s
         router, expert: Names of the router and, with {expert}, of an expert.
         names: gate, up and down -> its name in an expert.
     """
-    (D,), E, shapes = dims(model, "D"), int(model["experts"]["num_experts"]), _mlp(model)
-    return [
-        Entry("blocks/mlp/router/kernel", f"{router}.weight", linear((D,), (E,))),
-        *(
-            Entry(f"blocks/mlp/{ours}/kernel", f"{expert}.{name}.weight", linear(*shapes[ours]), stack=(E,))
-            for ours, name in names.items()
-        ),
-    ]
+    (D,), count = dims(model, "D"), int(model["experts"]["num_experts"])
+    experts = block_rows(model, {f"mlp/{ours}": f"{expert}.{theirs}" for ours, theirs in names.items()})
+    routes = Entry("blocks/mlp/router/kernel", f"{router}.weight", linear((D,), (count,)))
+    return [routes, *(replace(row, stack=(count,)) for row in experts)]
 
 
 FAMILY = Family(
@@ -226,7 +185,7 @@ def _write_experts(model: Mapping[str, Any]) -> dict[str, Any]:
 def _mixtral_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     moe = "block_sparse_moe"
     experts = expert_blocks(model, f"{moe}.gate", f"{moe}.experts.{{expert}}", gate="w1", down="w2", up="w3")
-    return (*in_decoder([*attention_blocks(model), *experts], model), *ends(model))
+    return decoder(model, [*block_rows(model, ATTENTION), *experts])
 
 
 MIXTRAL = Family(

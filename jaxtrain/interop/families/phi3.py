@@ -18,7 +18,7 @@ from jaxtrain.interop.families.family import (
     rope_keys,
     size,
 )
-from jaxtrain.interop.families.llama import ends, in_decoder
+from jaxtrain.interop.families.llama import decoder
 from jaxtrain.interop.formats.rows import Entry, Row, block, copy, dims, linear
 
 _FIXED = dict(position="rotary", norm="rmsnorm", bias=False)
@@ -57,7 +57,7 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         Entry("blocks/mlp/up/kernel", up, block(linear((D,), (F,)), dim=0, start=F, of=2 * F)),
         Entry("blocks/mlp/down/kernel", "mlp.down_proj.weight", linear((F,), (D,))),
     ]
-    return (*in_decoder(rows, model), *ends(model))
+    return decoder(model, rows)
 
 
 FAMILY = Family(

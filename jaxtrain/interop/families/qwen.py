@@ -10,7 +10,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import llama
 from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, own, rope_keys, size
 from jaxtrain.interop.formats.rope import read_windows, write_windows
-from jaxtrain.interop.formats.rows import Row
+from jaxtrain.interop.formats.rows import Row, block_rows
 
 _COMMON = dict(
     vocab_size=151936, max_sequence_length=32768, position="rotary", rope_theta=1e6, norm="rmsnorm",
@@ -127,7 +127,7 @@ def _write_experts(model: Mapping[str, Any]) -> dict[str, Any]:
 def _expert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     names = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     experts = llama.expert_blocks(model, "mlp.gate", "mlp.experts.{expert}", **names)
-    return (*llama.in_decoder([*llama.attention_blocks(model), *experts], model), *llama.ends(model))
+    return llama.decoder(model, [*block_rows(model, llama.ATTENTION), *experts])
 
 
 QWEN3_MOE = Family(

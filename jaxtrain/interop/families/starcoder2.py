@@ -17,8 +17,8 @@ from jaxtrain.interop.families.family import (
     size,
     split_width,
 )
-from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder
-from jaxtrain.interop.formats.rows import Entry, Row, biased, copy, dims, linear
+from jaxtrain.interop.families.llama import ATTENTION, decoder
+from jaxtrain.interop.formats.rows import Entry, Row, block_rows, copy, dims
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=True)
 _COMMON = _FIXED | dict(
@@ -32,15 +32,10 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, F = dims(model, "DF")
-    rows = [
-        *attention_blocks(model),
-        Entry("blocks/attention_norm/bias", "input_layernorm.bias", copy(D)),
-        Entry("blocks/mlp_norm/bias", "post_attention_layernorm.bias", copy(D)),
-        *biased("blocks/mlp/up", "mlp.c_fc", linear((D,), (F,)), (F,)),
-        *biased("blocks/mlp/down", "mlp.c_proj", linear((F,), (D,)), (D,)),
-    ]
-    return (*in_decoder(rows, model), *ends(model), Entry("output_norm/bias", "model.norm.bias", copy(D)))
+    (D,) = dims(model, "D")
+    mlp = block_rows(model, {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}, beside=True)
+    rows = decoder(model, [*block_rows(model, ATTENTION), *mlp])
+    return (*rows, Entry("output_norm/bias", "model.norm.bias", copy(D)))
 
 
 FAMILY = Family(

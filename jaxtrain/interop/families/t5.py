@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.interop.families.family import Family, fixed, ignored, mapped, own, size
-from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, copy, dims, in_layers, linear
+from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, block_rows, copy, dims, in_layers, linear
 
 _FIXED = dict(kind="encoder_decoder", position="relative", norm="rmsnorm", attention_scale=1.0, bias=False)
 _COMMON = _FIXED | dict(
@@ -70,28 +70,17 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 
 def _block(model: Mapping[str, Any], *, crosses: bool) -> list[Entry]:
-    """Returns the rows of one block, whose parts the files number in the order in which they are applied."""
-    D, F, *heads = dims(model, "DFHK")
-    heads = tuple(heads)
+    """The rows of one block, whose parts the files number in the order in which they are applied."""
     parts = {"attention": "SelfAttention"} | ({"cross_attention": "EncDecAttention"} if crosses else {})
-    rows: list[Entry] = []
+    names: dict[str, str] = {}
     for number, (ours, theirs) in enumerate(parts.items()):
-        rows += [
-            Entry(f"{ours}_norm/scale", f"{number}.layer_norm.weight", copy(D)),
-            *(
-                Entry(f"{ours}/{name}/kernel", f"{number}.{theirs}.{name[0]}.weight", linear((D,), heads))
-                for name in ("query", "key", "value")
-            ),
-            Entry(f"{ours}/output/kernel", f"{number}.{theirs}.o.weight", linear(heads, (D,))),
-        ]
+        names[f"{ours}_norm"] = f"{number}.layer_norm"
+        names |= {f"{ours}/{one}": f"{number}.{theirs}.{one[0]}" for one in ("query", "key", "value", "output")}
     mlp = f"{len(parts)}.DenseReluDense"
-    up = {"gate": "wi_0", "up": "wi_1"} if model["activation"] in ("geglu", "swiglu") else {"up": "wi"}
-    return [
-        *rows,
-        Entry("mlp_norm/scale", f"{len(parts)}.layer_norm.weight", copy(D)),
-        *(Entry(f"mlp/{ours}/kernel", f"{mlp}.{theirs}.weight", linear((D,), (F,))) for ours, theirs in up.items()),
-        Entry("mlp/down/kernel", f"{mlp}.wo.weight", linear((F,), (D,))),
-    ]
+    gated = model["activation"] in ("geglu", "swiglu")
+    names["mlp_norm"] = f"{len(parts)}.layer_norm"
+    names |= {"mlp/gate": f"{mlp}.wi_0", "mlp/up": f"{mlp}.wi_1"} if gated else {"mlp/up": f"{mlp}.wi"}
+    return block_rows(model, names | {"mlp/down": f"{mlp}.wo"}, prefix="")
 
 
 FAMILY = Family(

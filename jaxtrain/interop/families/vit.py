@@ -23,6 +23,7 @@ from jaxtrain.interop.formats.rows import (
     Row,
     Skipped,
     biased,
+    block_rows,
     dims,
     in_layers,
     linear,
@@ -47,18 +48,17 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     return labels_of(model["num_classes"])
 
 
+_NAMES = {
+    "attention_norm": "layernorm_before", "attention/output": "attention.output.dense", "mlp_norm": "layernorm_after",
+    "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "attention/query": "attention.attention.query",
+    "attention/key": "attention.attention.key", "attention/value": "attention.attention.value",
+}  # fmt: skip
+
+
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     (D, H, L), (P, C, side) = dims(model, "DHL"), (int(model[key]) for key in ("patch_size", "channels", "image_size"))
-    K, F, count = D // H, int(model["mlp_dim"] or 4 * D), 1 + (side // P) ** 2
-    blocks = [
-        *normed("blocks/attention_norm", "layernorm_before", D),
-        *biased("blocks/attention/output", "attention.output.dense", linear((H, K), (D,)), (D,)),
-        *normed("blocks/mlp_norm", "layernorm_after", D),
-        *biased("blocks/mlp/up", "intermediate.dense", linear((D,), (F,)), (F,)),
-        *biased("blocks/mlp/down", "output.dense", linear((F,), (D,)), (D,)),
-    ]
-    for name in ("query", "key", "value"):
-        blocks += biased(f"blocks/attention/{name}", f"attention.attention.{name}", linear((D,), (H, K)), (H, K))
+    count, said = 1 + (side // P) ** 2, dict(num_kv_heads=H, head_dim=D // H, bias=True, norm="layernorm")
+    blocks = block_rows({**model, **said}, _NAMES, beside=True)
     encoder = (
         Entry("class_token", "embeddings.cls_token", reshaped((1, 1, D), (D,))),
         Entry("positions", "embeddings.position_embeddings", reshaped((1, count, D), (count, D))),

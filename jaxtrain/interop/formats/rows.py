@@ -34,7 +34,7 @@ One tensor that holds several parameters is one `Entry` per parameter, each with
     interleaved((H, 3, K), 1)                                               the same of their bias [H*3*K]
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -285,6 +285,47 @@ def normed(path: str, name: str, width: int) -> list[Entry]:
 def biased(path: str, name: str, kernel: Transform, outputs: Shape) -> list[Entry]:
     """Returns the rows of a linear layer (weight) with a bias of the shape `outputs`."""
     return [Entry(f"{path}/kernel", f"{name}.weight", kernel), Entry(f"{path}/bias", f"{name}.bias", vector(*outputs))]
+
+
+def block_rows(
+    model: Mapping[str, Any],
+    names: Mapping[str, str],
+    *,
+    prefix: str = "blocks/",
+    kernel: Callable[[Shape, Shape], Transform] = linear,
+    beside: bool = False,
+) -> list[Entry]:
+    """Returns the rows of one block of a transformer, whose shapes and biases follow from the model group.
+
+    Args:
+        model: Our model group; `norm`, `bias` and `qk_norm` say which biases and norms there are.
+        names: Part of our block ("attention/query", "mlp_norm", ...) -> name of the module in the file.
+        prefix: What stands before the parts in our paths.
+        kernel: How a linear layer is stored: `linear` or `conv1d`.
+        beside: Whether a bias is written after its kernel; else after all kernels, those of norms last.
+    """
+    D, H, G, K, F = dims(model, "DHGKF")
+    shapes = {"query": ((D,), (H, K)), "key": ((D,), (G, K)), "value": ((D,), (G, K)), "output": ((H, K), (D,))}
+    shapes |= {"gate": ((D,), (F,)), "up": ((D,), (F,)), "down": ((F,), (D,))}
+    rows: list[Entry] = []
+    biases: list[Entry] = []
+    of_norms: list[Entry] = []
+    for ours, theirs in names.items():
+        part = ours.rpartition("/")[2]
+        if part in shapes:
+            inputs, outputs = shapes[part]
+            rows.append(Entry(f"{prefix}{ours}/kernel", f"{theirs}.weight", kernel(inputs, outputs)))
+            has_bias = model["bias"] is True or (model["bias"] and part in ("query", "key", "value"))
+        elif part not in ("query_norm", "key_norm") or model["qk_norm"]:
+            outputs = (K,) if part in ("query_norm", "key_norm") else (D,)
+            rows.append(Entry(f"{prefix}{ours}/scale", f"{theirs}.weight", copy(*outputs)))
+            has_bias = model["norm"] == "layernorm"
+        else:
+            continue
+        if has_bias:
+            place = rows if beside else biases if part in shapes else of_norms
+            place.append(Entry(f"{prefix}{ours}/bias", f"{theirs}.bias", vector(*outputs)))
+    return rows + biases + of_norms
 
 
 def renamed(rows: Iterable[Row], words: Mapping[str, str]) -> tuple[Row, ...]:
