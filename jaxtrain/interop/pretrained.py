@@ -13,10 +13,9 @@ from jaxtrain.config.base import Group
 from jaxtrain.config.published import settings_in, settings_of
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
-from jaxtrain.interop.load import by_path, read_places
-from jaxtrain.interop.save import Origin, saved_dtypes, write_published
+from jaxtrain.interop.read import Places, PublishedModel, by_path, find_places, open_published, read_places
 from jaxtrain.interop.settings import check_same_function
-from jaxtrain.interop.weights import Places, PublishedModel, find_places, open_published
+from jaxtrain.interop.write import Form, Origin, saved_dtypes, write_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
@@ -173,16 +172,9 @@ def save_pretrained(
     origin = None
     if opened is not None:
         origin = Origin(opened.published.source.config, opened.published.source.files, saved_dtypes(opened.published))
-    return write_published(
-        folder,
-        settings,
-        params,
-        {} if model_state is None else model_state,
-        origin=origin,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        nf4_linears=None if base is None else (opened.model if opened else built_of(group, settings)).linears,
-    )
+    linears = None if base is None else (opened.model if opened else built_of(group, settings)).linears
+    form = Form(dtype, max_shard_size, linears)
+    return write_published(folder, settings, params, model_state or {}, origin=origin, form=form)
 
 
 def model_group(model: "Pretrained | Group | Mapping[str, Any]", *, what: str) -> Group:
