@@ -28,11 +28,9 @@ def published_place(text: str | os.PathLike[str], *, what: str) -> str | os.Path
     Of a folder on the hub only the small files are fetched here; `fetch_weights` brings the others when they are read.
 
     Args:
-        text: A path; `package:NAME/FILE` in an installed package; or OWNER/NAME[/FILE.gguf][@REVISION] on the hub.
+        text: A path, which is returned as it is; `package:NAME/FILE` in an installed package; or
+            OWNER/NAME[/FILE.gguf][@REVISION] on the hub.
         what: Where it was written, for messages.
-
-    Returns:
-        Its path; what is no id and no package is returned as it is.
 
     Raises:
         ConfigError: The package is not installed, or the hub does not give the model.
@@ -86,20 +84,20 @@ def _fetched(repo: str, revision: str | None, names: Sequence[str], cache: Path 
 
     # A bar is for what takes its time, and for people.
     (enable_progress_bars if cache is not None and sys.stderr.isatty() else disable_progress_bars)()
+    hub = constants.ENDPOINT
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(names), cache_dir=cache))
     except GatedRepoError:
-        reason = f"is gated; accept its terms at {constants.ENDPOINT}/{repo} and set HF_TOKEN"
+        reason = f"is gated; accept its terms at {hub}/{repo} and set HF_TOKEN"
     except RepositoryNotFoundError:
-        reason = f"is neither here nor at {constants.ENDPOINT}; check the name, or set HF_TOKEN for a private one"
+        reason = f"is neither here nor at {hub}; check the name, or set HF_TOKEN for a private one"
     except RevisionNotFoundError:
-        reason = f"has no such revision at {constants.ENDPOINT}"
+        reason = f"has no such revision at {hub}"
     except Exception as error:  # what the client raises where it gets no answer differs by its version
+        first = str(error.__cause__ or error).splitlines()[0]
+        reason = f"is not here, and {hub} does not give it ({first}); name a folder that is here"
         if constants.HF_HUB_OFFLINE:
             reason = "is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set"
-        else:
-            first = str(error.__cause__ or error).splitlines()[0]
-            reason = f"is not here, and {constants.ENDPOINT} does not give it ({first}); name a folder that is here"
     raise CheckpointError(f"{repo}{f'@{revision}' if revision else ''} {reason}")
 
 
