@@ -161,7 +161,7 @@ def save_adapter(
         >>> sorted(file.name for file in folder.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
-    group, origin, name = model_group(base, what="save_adapter: base"), Origin(), None
+    group, origin, name = model_group(base), Origin(), None
     if isinstance(base, Pretrained):
         origin, name = Origin(base.published.source.config, base.published.source.files), str(base.path)
     return write_adapter(folder, settings_of(group), params, model=model, base=origin, base_name=name)
@@ -201,8 +201,9 @@ def write_adapter(
     architecture = str((base.config.get("architectures") or family.to_published(settings)["architectures"])[0])
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     paths = _whole_paths(rows, trained, heads=_HEADS.get(task or "", ()))
-    for nameless in sorted(trained - paths):
-        raise ConfigError(f"{nameless} is trained whole, and published files have no such parameter")
+    named = paths | {row.path for row in rows if factor_transforms(row, 1) is not None}
+    for nameless in sorted((trained | set(kernels)) - named):
+        raise ConfigError(f"{nameless} is trained, and published files have no such parameter, or no linear layer")
     # Every process gathers; what is None elsewhere only the main one reads.
     factors = {path: (on_main_host(leaf.lora_a, ()), on_main_host(leaf.lora_b, ())) for path, leaf in kernels.items()}
     whole = {path: on_main_host(leaf, ()) for path, leaf in others.items() if path in paths}
@@ -237,9 +238,6 @@ def written_adapter(
         factors: Path of the kernel -> (lora_a [*stack, *D, R], lora_b [*stack, R, *F]).
         whole: Path -> array of what is trained whole, and of what lies in the same module.
         config: What adapter_config.json is to say; its rank is R.
-
-    Raises:
-        ConfigError: An array is of no linear layer of the family.
     """
     adapted: dict[str, list[tuple[Entry, Position]]] = defaultdict(list)
     known: dict[str, None] = {}
@@ -253,11 +251,6 @@ def written_adapter(
             known |= dict.fromkeys(named)
             if named and factor_transforms(row, 1) is not None:
                 adapted[named[0]].append((row, position))
-    unknown = set(factors) - {row.path for parts in adapted.values() for row, _ in parts}
-    if unknown:
-        raise ConfigError(
-            f"{min(unknown)} is no linear layer of published files, so that its adapter has no name there"
-        )
     tensors: dict[str, np.ndarray] = {}
     counts: dict[str, int] = {}
     transposed = False

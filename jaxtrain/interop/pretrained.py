@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.arguments import check_choice, refusal
+from jaxtrain.config.arguments import check_choice
 from jaxtrain.config.base import Group
 from jaxtrain.config.published import settings_in, settings_of
-from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
 from jaxtrain.interop.read import Places, PublishedModel, by_path, find_places, open_published, read_places
 from jaxtrain.interop.settings import check_same_function
@@ -167,7 +166,7 @@ def save_pretrained(
     if base is not None:
         check_choice(base, ("nf4",), what="save_pretrained: base", write="base='nf4'")
     opened = model if isinstance(model, Pretrained) else None
-    group = model_group(model, what="save_pretrained: model")
+    group = model_group(model)
     settings = settings_of(group)
     origin = None
     if opened is not None:
@@ -177,18 +176,12 @@ def save_pretrained(
     return write_published(folder, settings, params, model_state or {}, origin=origin, form=form)
 
 
-def model_group(model: "Pretrained | Group | Mapping[str, Any]", *, what: str) -> Group:
-    """Returns the model group of what `load_pretrained` gave, of itself, or of its keys.
-
-    Raises:
-        ConfigError: It is something else, which was given as `what`.
-    """
+def model_group(model: "Pretrained | Group | Mapping[str, Any]") -> Group:
+    """Returns the model group of what `load_pretrained` gave, of itself, or of its keys."""
     if isinstance(model, Pretrained):
         return model.config
     if isinstance(model, Group):
         return model
-    if not isinstance(model, Mapping) or not model:
-        raise ConfigError(refusal(what, "what load_pretrained gave, or a model group", model, "pretrained"))
     from jaxtrain.config.load import load_config
 
     return load_config({"model": model}).config.model

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.config.arguments import check_choice
 from jaxtrain.errors import CheckpointError, ConfigError, UserError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.formats.hub import INDEX, SINGLE
@@ -158,8 +159,7 @@ def write_published(
     most = _num_bytes(form.max_shard_size)
     family = family_for(settings, model_type=theirs.config.get("model_type"))
     name = form.dtype or theirs.dtypes.get("", "float32")
-    if name not in SAVED_DTYPES:
-        raise ConfigError(f"dtype={name!r} cannot be written; use one of {', '.join(SAVED_DTYPES)}")
+    check_choice(name, tuple(SAVED_DTYPES), what="dtype", write="float32, float16 or bfloat16")
     # Only the main process looks: when another one comes here, it may have written the folder already.
     with on_main_process(partial_folder(folder), does="make the folder"):
         rows = family.tensors(settings)
@@ -326,15 +326,17 @@ def partial_folder(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: The folder that is asked for is not empty, or the file system refuses.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already and not empty; name a new folder")
-    partial = partial_of(folder)
-    try:
-        # What an export that was killed has left.
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
+    partial, problem = partial_of(folder), "is there already and not empty"
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        try:
+            # What an export that was killed has left.
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            problem = None
+        except OSError as error:
+            problem = f"cannot be made ({error.strerror or error})"
+    if problem:
+        raise ConfigError(f"{folder} {problem}; name a new folder")
     try:
         yield
     finally:
@@ -392,19 +394,15 @@ def plan_tensors(rows: tuple[Row, ...], dtypes: Mapping[str, str]) -> dict[str, 
 
 def _check_held(tensors: Mapping[str, WrittenTensor], held: _Held) -> None:
     """Raises a ConfigError that names an array that is not the model's, or no floats where floats are written."""
-    for name, tensor in tensors.items():
+    for tensor in tensors.values():
         for row in (row for row, _ in tensor.parts if isinstance(row, Entry)):
             array, tree = held[row.state].get(row.path), "model_state" if row.state else "params"
-            if array is None or tuple(array.shape) != row.shape:
-                found = None if array is None else list(array.shape)
+            is_wrong = array is None or tuple(array.shape) != row.shape
+            if is_wrong or (tensor.double is None and is_kernel(array)):
+                found = None if array is None else f"{type(array).__name__}{list(array.shape)}"
                 raise ConfigError(
-                    f"{tree} holds {found} at {row.path}, where the model has {list(row.shape)}; give the {tree} of "
-                    "that model"
-                )
-            if tensor.double is None and is_kernel(array):
-                raise ConfigError(
-                    f"params holds {row.path} as {type(array).__name__}, and {name} is written in floats; give floats "
-                    "(jt.merge_adapters makes them), or write nf4 kernels with base='nf4'"
+                    f"{tree} holds {found} at {row.path}, where the model has floats{list(row.shape)}; give its "
+                    f"{tree} (jt.merge_adapters makes floats of kernels), or write nf4 kernels with base='nf4'"
                 )
 
 

@@ -37,6 +37,7 @@ from jaxtrain.interop.formats.rows import (
     in_layers,
     linear,
     normed,
+    output_row,
     prefixed,
     renamed,
 )
@@ -73,7 +74,7 @@ def _keys(vocabulary: int) -> tuple[Key, ...]:
         mapped("intermediate_size", "mlp_dim", 3072),
         mapped("hidden_act", "activation", "gelu", _ACTIVATIONS),
         mapped("hidden_dropout_prob", "dropout", 0.1),
-        mapped("type_vocab_size", "token_types", 2),
+        Key("type_vocab_size", 2, "token_types", allowed=(1, 2, 3, 4)),
         mapped("layer_norm_eps", "norm_epsilon", 1e-12),
         mapped("tie_word_embeddings", "tie_embeddings", True),
         own("classifier_dropout"),
@@ -102,9 +103,8 @@ def _write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The keys that say which head a model has, and the dropout before it, where it differs from the others."""
     kind = head_kind(model)
     written = "sequence" if kind == "regression" else kind
-    suffix = next((suffix for suffix, known in _KINDS.items() if known == written), None)
-    if suffix is None:
-        raise ConfigError(f"model.head.kind is {kind}, but this family knows only {', '.join(_KINDS.values())}")
+    # Another head reads back as this one, and is refused by its key.
+    suffix = next((suffix for suffix, known in _KINDS.items() if known == written), "Model")
     said: dict[str, Any] = dict(architectures=[prefix + suffix])
     if written not in ("sequence", "token"):
         return said
@@ -113,23 +113,21 @@ def _write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return said if rate == model["dropout"] or prefix == "DistilBert" else said | dict(classifier_dropout=rate)
 
 
-def _label_dropout(ours: Mapping[str, Any], file: Mapping[str, Any]) -> float:
+def _label_dropout(file: Mapping[str, Any]) -> float:
     """The rate before the layer that classifies."""
-    if not ours["token_types"]:
-        raise ConfigError("config.json has type_vocab_size: 0, without which this family has no models; 1 would work")
     rate = file["classifier_dropout"]
     return file["hidden_dropout_prob"] if rate is None else rate
 
 
 def _read_bert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(head=_read_head(file, "Bert", masked=ours["activation"], dropout=_label_dropout(ours, file)))
+    return dict(head=_read_head(file, "Bert", masked=ours["activation"], dropout=_label_dropout(file)))
 
 
 def _read_roberta(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     # Positions are counted from the id of padding on, which has the row of its own id.
     offset = file["pad_token_id"] + 1
     # The head of the masked language model has its own activation, whatever hidden_act is.
-    head = _read_head(file, "Roberta", masked="gelu_exact", dropout=_label_dropout(ours, file))
+    head = _read_head(file, "Roberta", masked="gelu_exact", dropout=_label_dropout(file))
     return dict(position_offset=offset, max_sequence_length=file["max_position_embeddings"] - offset, head=head)
 
 
@@ -201,9 +199,7 @@ def _masked_head(model: Mapping[str, Any], names: tuple[str, ...], repeated_bias
         *normed("head/norm", norm, D),
         Entry("head/bias", bias, copy(V)),
         *([Tied(repeated_bias, "head/bias", copy(V))] if repeated_bias else []),
-        Tied(output, "embedding", copy(V, D))
-        if model["tie_embeddings"]
-        else Entry("output", output, linear((D,), (V,))),
+        output_row(model, output),
     ]
 
 

@@ -33,7 +33,7 @@ class Key:
         default: The family's value where the file leaves the key out (see the module).
         to: Key of our model group; None: none.
         values: Their values -> ours; None: as they are. Of several of theirs for one of ours the first is written.
-        allowed: The values that are supported; empty: all.
+        allowed: The values that are supported; empty: all. A function gets the file's values read so far.
         others: Names that some files use for the same key.
         is_read: False: it has no effect.
         write_default: Whether the default is written too.
@@ -43,7 +43,7 @@ class Key:
     default: Any = None
     to: str | None = None
     values: Config | None = None
-    allowed: tuple[Any, ...] = ()
+    allowed: tuple[Any, ...] | Callable[[Config], tuple[Any, ...]] = ()
     others: tuple[str, ...] = ()
     is_read: bool = True
     write_default: bool = True
@@ -66,6 +66,11 @@ def own(name: str, default: Any = None, *others: str) -> Key:
 def fixed(name: str, *values: Any) -> Key:
     """Returns a key that is supported with some values only; the first is the default."""
     return Key(name, values[0], allowed=values)
+
+
+def checked(name: str, default: Any, allowed: Callable[[Config], tuple[Any, ...]]) -> Key:
+    """Returns an `own` key whose values follow from those read before it."""
+    return Key(name, default, allowed=allowed)
 
 
 def ignored(*names: str) -> tuple[Key, ...]:
@@ -201,7 +206,7 @@ class Family:
             given = [config[name] for name in (key.name, *key.others) if name in config][:1]
             computed = given == [None] and callable(key.default)
             file[key.name] = value = key.value_in(file) if not given or computed else given[0]
-            allowed = key.allowed or tuple(key.values or ())
+            allowed = key.allowed(file) if callable(key.allowed) else key.allowed or tuple(key.values or ())
             if allowed and not any(value == one and type(value) is type(one) for one in allowed):
                 raise ConfigError(
                     f"config.json has {key.name}: {_shown(value)}, which the family {self.name} does not support; it "

@@ -11,15 +11,14 @@ from jaxtrain.interop.formats.rows import (
     Entry,
     Row,
     Skipped,
-    Tied,
     block,
     block_rows,
     conv1d,
     copy,
     dims,
     in_layers,
-    linear,
     normed,
+    output_row,
     prefixed,
     vector,
 )
@@ -55,13 +54,8 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         *normed("output_norm", "ln_f", D),
         Skipped(r"h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask
     )
-    output = (
-        Tied("lm_head.weight", "embedding", copy(V, D))
-        if model["tie_embeddings"]
-        else Entry("output", "lm_head.weight", linear((D,), (V,)))
-    )
     # The folders of the four published sizes have no prefix.
-    return (*prefixed(body, written="transformer.", read=("transformer.", "")), output)
+    return (*prefixed(body, written="transformer.", read=("transformer.", "")), output_row(model, "lm_head.weight"))
 
 
 FAMILY = Family(

@@ -11,14 +11,13 @@ from jaxtrain.interop.formats.rows import (
     Entry,
     Row,
     Skipped,
-    Tied,
     block_rows,
     copy,
     dims,
     in_layers,
     interleaved,
-    linear,
     normed,
+    output_row,
 )
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=True)
@@ -58,12 +57,11 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         *fused,
         *block_rows(model, _NAMES, beside=True),
     ]
-    names = ("embed_out.weight", "lm_head.weight")
     return (
         Entry("embedding", "gpt_neox.embed_in.weight", copy(V, D)),
         *in_layers(rows, "gpt_neox.layers.{layer}.", L),
         *normed("output_norm", "gpt_neox.final_layer_norm", D),
-        Tied(names, "embedding", copy(V, D)) if model["tie_embeddings"] else Entry("output", names, linear((D,), (V,))),
+        output_row(model, ("embed_out.weight", "lm_head.weight")),
         Skipped(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
     )
 

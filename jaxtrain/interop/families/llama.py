@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import (
     HEAD_KEYS,
     Family,
+    checked,
     decoder_keys,
     fixed,
     head_kind,
@@ -22,7 +22,7 @@ from jaxtrain.interop.families.family import (
     size,
     write_labels,
 )
-from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, block_rows, copy, dims, in_layers, linear
+from jaxtrain.interop.formats.rows import Entry, Row, Skipped, block_rows, copy, dims, in_layers, linear, output_row
 
 _COMMON = dict(
     position="rotary", norm="rmsnorm", norm_epsilon=1e-5, activation="swiglu", bias=False, tie_embeddings=False,
@@ -38,11 +38,6 @@ _LABELLED = "LlamaForSequenceClassification"
 
 def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the biases, and the head: labels of a text, read at its last token, where the architecture says so."""
-    if file["attention_bias"] != file["mlp_bias"]:
-        raise ConfigError(
-            f"config.json has attention_bias: {file['attention_bias']} and mlp_bias: {file['mlp_bias']}, which the "
-            "family llama supports only when they are equal"
-        )
     biases = dict(bias=file["attention_bias"])
     if list(file["architectures"] or ()) != [_LABELLED]:
         return biases
@@ -78,11 +73,9 @@ def decoder(model: Mapping[str, Any], block: Iterable[Entry]) -> tuple[Row, ...]
 def ends(model: Mapping[str, Any]) -> tuple[Row, ...]:
     """Returns the rows of the embedding, the last norm and the output layer or the head."""
     D, V = dims(model, "DV")
-    output: Row = Entry("output", "lm_head.weight", linear((D,), (V,)))
+    output = output_row(model, "lm_head.weight")
     if head_kind(model) != "language_model":
         output = Entry("head/output/kernel", "score.weight", linear((D,), (int(model["head"]["num_labels"]),)))
-    elif model["tie_embeddings"]:
-        output = Tied("lm_head.weight", "embedding", copy(V, D))
     return (
         Entry("embedding", "model.embed_tokens.weight", copy(V, D)),
         Entry("output_norm/scale", "model.norm.weight", copy(D)),
@@ -113,7 +106,7 @@ FAMILY = Family(
         *rope_keys(10000.0),
         *HEAD_KEYS,
         fixed("attention_bias", False, True),
-        fixed("mlp_bias", False, True),
+        checked("mlp_bias", False, lambda file: (file["attention_bias"],)),
         fixed("pretraining_tp", 1),
         fixed("rope_interleaved", False),
         fixed("is_llama_config", True),
@@ -166,12 +159,13 @@ MISTRAL = Family(
 )
 
 
+def _chosen(file: Mapping[str, Any]) -> tuple[int, ...]:
+    # One expert of several has the weight 1 in transformers, and its probability here.
+    count = int(file["num_local_experts"])
+    return () if count == 1 else tuple(range(2, count + 1))
+
+
 def _read_experts(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    if file["num_experts_per_tok"] == 1 != file["num_local_experts"]:
-        raise ConfigError(
-            "config.json has num_experts_per_tok: 1, whose expert has the weight 1 in the family mixtral and its "
-            "probability in jaxtrain; 2 or more would work"
-        )
     return dict(experts=dict(num_experts=file["num_local_experts"], experts_per_token=file["num_experts_per_tok"]))
 
 
@@ -195,7 +189,7 @@ MIXTRAL = Family(
         *decoder_keys(_DEFAULTS | dict(norm_epsilon=1e-5)),
         mapped("sliding_window", "sliding_window", None),
         own("num_local_experts", 8),
-        own("num_experts_per_tok", 2),
+        checked("num_experts_per_tok", 2, _chosen),
         *rope_keys(1e6),
         fixed("router_jitter_noise", 0.0, 0),
         *ignored("router_aux_loss_coef", "output_router_logits"),

@@ -6,7 +6,6 @@ Sources: the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import (
     Family,
     decoder_keys,
@@ -32,7 +31,7 @@ _DEFAULTS = dict(vocab_size=32064, mlp_dim=8192, max_sequence_length=4096, norm_
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     scaling = model["rope_scaling"]
     if scaling is not None and scaling["kind"] != "longrope":
-        raise ConfigError(f"model.rope_scaling.kind={scaling['kind']}: transformers opens a phi3 with longrope alone")
+        return dict(rope_scaling=None, rope_parameters=None)  # transformers opens a phi3 with longrope alone
     length = model["max_sequence_length"] if scaling is None else scaling["original_length"]
     said = dict(original_max_position_embeddings=length, partial_rotary_factor=model["rotary_fraction"])
     return said | no_tokens(model, eos_token_id=32000, pad_token_id=32000)

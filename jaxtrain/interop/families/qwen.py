@@ -6,9 +6,8 @@ Sources: the config.json published with each model (the base models).
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import llama
-from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, own, rope_keys, size
+from jaxtrain.interop.families.family import Family, checked, decoder_keys, fixed, ignored, own, rope_keys, size
 from jaxtrain.interop.formats.rope import read_windows, write_windows
 from jaxtrain.interop.formats.rows import Row, block_rows
 
@@ -105,12 +104,6 @@ QWEN3 = Family(
 
 def _read_experts(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     chosen = file["num_experts_per_tok"]
-    # Our weights of several experts sum to 1, and one alone has its probability.
-    if bool(file["norm_topk_prob"]) != (chosen != 1):
-        raise ConfigError(
-            f"config.json has norm_topk_prob: {file['norm_topk_prob']}, which the family qwen3_moe does not support "
-            f"with num_experts_per_tok: {chosen}; {chosen != 1} would work"
-        )
     return dict(experts=dict(num_experts=file["num_experts"], experts_per_token=chosen))
 
 
@@ -140,7 +133,8 @@ QWEN3_MOE = Family(
         ),
         own("num_experts", 128, "num_local_experts"),
         own("num_experts_per_tok", 8),
-        own("norm_topk_prob", False),
+        # Our weights of several experts sum to 1, and one alone has its probability.
+        checked("norm_topk_prob", False, lambda file: (file["num_experts_per_tok"] != 1,)),
         *rope_keys(10000.0),
         fixed("attention_bias", False),
         fixed("use_sliding_window", False),

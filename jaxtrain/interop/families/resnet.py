@@ -6,10 +6,10 @@ Sources: He et al. 2015 (arXiv 1512.03385), table 1; models of 50 layers or more
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import (
     HEAD_KEYS,
     Family,
+    checked,
     fixed,
     ignored,
     labels_of,
@@ -32,15 +32,14 @@ def _widths(width: int, stages: int, *, bottleneck: bool) -> list[int]:
 def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all keys; a model without a head leaves the number of classes to the data."""
     found = read_architecture(file, "ResNetForImageClassification", "ResNetModel")
-    bottleneck, width, depths = file["layer_type"] == "bottleneck", file["embedding_size"], list(file["depths"])
-    usual = _widths(width, len(depths), bottleneck=bottleneck)
-    if file["layer_type"] not in ("basic", "bottleneck") or list(file["hidden_sizes"]) != usual:
-        raise ConfigError(
-            f"config.json has layer_type: {file['layer_type']} and hidden_sizes: {file['hidden_sizes']}; the family "
-            f"resnet knows basic and bottleneck, and {usual} for its embedding_size and depths"
-        )
     classes = None if found == "ResNetModel" else read_labels(file)
-    return dict(stage_blocks=depths, bottleneck=bottleneck, width=width, stem="imagenet", num_classes=classes)
+    bottleneck, width = file["layer_type"] == "bottleneck", file["embedding_size"]
+    stages = list(file["depths"])
+    return dict(stage_blocks=stages, bottleneck=bottleneck, width=width, stem="imagenet", num_classes=classes)
+
+
+def _usual_widths(file: Mapping[str, Any]) -> tuple[list[int]]:
+    return (_widths(file["embedding_size"], len(file["depths"]), bottleneck=file["layer_type"] == "bottleneck"),)
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,9 +119,9 @@ FAMILY = Family(
     architecture="ResNetForImageClassification",
     keys=(
         own("embedding_size", 64),
-        own("hidden_sizes", [256, 512, 1024, 2048]),
         own("depths", [3, 4, 6, 3]),
-        own("layer_type", "bottleneck"),
+        fixed("layer_type", "bottleneck", "basic"),
+        checked("hidden_sizes", [256, 512, 1024, 2048], _usual_widths),
         fixed("num_channels", 3),
         fixed("hidden_act", "relu"),
         fixed("downsample_in_first_stage", False),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.interop.families.family import Family, fixed, ignored, mapped, own, size
-from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, block_rows, copy, dims, in_layers, linear
+from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, block_rows, copy, dims, in_layers, output_row
 
 _FIXED = dict(kind="encoder_decoder", position="relative", norm="rmsnorm", attention_scale=1.0, bias=False)
 _COMMON = _FIXED | dict(
@@ -52,9 +52,7 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     layers = {"encoder": model["num_layers"], "decoder": model["num_decoder_layers"]}
     rows: list[Row] = [
         Entry("embedding", "shared.weight", copy(V, D)),
-        Tied("lm_head.weight", "embedding", copy(V, D))
-        if model["tie_embeddings"]
-        else Entry("output", "lm_head.weight", linear((D,), (V,))),
+        output_row(model, "lm_head.weight"),
     ]
     for side, count in layers.items():
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"

@@ -89,10 +89,8 @@ def read_gguf(path: str | Path) -> GgufFile:
         with path.open("rb") as file:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         return _Reader(content).file(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, struct.error, MemoryError, OverflowError) as error:
-        raise CheckpointError(f"{path} is damaged, or no GGUF file that is read: {error}") from None
+    except (OSError, ValueError, KeyError, struct.error, MemoryError, OverflowError) as error:
+        raise CheckpointError(f"{path} is missing, damaged, or no GGUF file that is read: {error}") from None
 
 
 class _Reader:

@@ -197,14 +197,14 @@ def _phi3(keys: _Keys) -> dict[str, Any]:
     tables = {one: f"rope_factors_{one}.weight" for one in ("short", "long")}
     if not set(keys.file.tensors).issuperset(tables.values()):
         return config
-    usual = longrope_factor(original, longest)
-    if not math.isclose(given, usual, rel_tol=1e-4):
-        raise keys.unsupported("rope.scaling.attn_factor", given, f"the length of the context asks for {usual:.6f}")
     factors = {
         f"{one}_factor": [float(str(x)) for x in np.asarray(read_tensor(keys.file, name), np.float32)]
         for one, name in tables.items()
     }
-    return config | {"rope_scaling": {"rope_type": "longrope", **factors}}
+    scaling = {"rope_type": "longrope", **factors}
+    if not math.isclose(given, longrope_factor(original, longest), rel_tol=1e-4):
+        scaling["attention_factor"] = given
+    return config | {"rope_scaling": scaling}
 
 
 def _gpt2(keys: _Keys) -> dict[str, Any]:

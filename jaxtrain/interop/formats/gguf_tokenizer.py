@@ -102,14 +102,13 @@ class _Tokenizer:
         generation: dict[str, Any] = {f"{name}_id": special[name] for name in _GENERATES if name in special}
         if ends := self.ends():
             generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-        if self.kind not in ("gpt2", "llama"):
-            raise ValueError(f"{_START}model is {self.kind}; gpt2 (byte-level BPE) and llama (SentencePiece) are read")
+        parts = {"gpt2": _byte_pairs, "llama": _scored_pieces}[self.kind](self)
         tokenizer = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
             "added_tokens": self.added(),
-            **(_byte_pairs(self) if self.kind == "gpt2" else _scored_pieces(self)),
+            **parts,
             "post_processor": self.around(),
         }
         return {

@@ -275,26 +275,25 @@ class QuantizedSource:
         rows, inputs = (1, rows * inputs) if inputs % BLOCK else (rows, inputs)
         blocks = -(-inputs // BLOCK)
         codes = self._part(name, "", "uint8", (rows * inputs // 2, 1)).reshape(rows, -1)
-        maps = {".quant_map": np.array(LEVELS, np.float32)}
-        maps |= {} if offset is None else {".nested_quant_map": dynamic_map()}
-        for part, wanted in maps.items():
-            # torch's 8-bit map differs in the last bit of some values by the CPU.
-            if np.abs(self._part(name, part, "float32", wanted.shape) - wanted).max() > 1e-6:
-                raise CheckpointError(f"{self.folder.folder}: {name}{part} holds other levels than those of nf4")
+        self._part(name, ".quant_map", "float32", (16,), np.array(LEVELS, np.float32))
         dtype = "float32" if offset is None else "uint8"
         absmax = self._part(name, ".absmax", dtype, (rows * blocks,)).reshape(rows, blocks)
         if offset is None:
             return PackedTensor(codes, absmax)
         nested = self._part(name, ".nested_absmax", "float32", (-(-rows * blocks // NESTED_BLOCK),))
+        # torch's 8-bit map differs in the last bit of some values by the CPU.
+        self._part(name, ".nested_quant_map", "float32", (256,), dynamic_map())
         return PackedTensor(codes, absmax, nested, offset)
 
-    def _part(self, name: str, part: str, dtype: str, shape: Shape) -> np.ndarray:
+    def _part(self, name: str, part: str, dtype: str, shape: Shape, levels: np.ndarray | None = None) -> np.ndarray:
         found = self.folder.tensors.get(name + part)
-        if found != (shape, np.dtype(dtype)):
+        array = self.folder.read(name + part) if found == (shape, np.dtype(dtype)) else None
+        if array is None or (levels is not None and np.abs(array - levels).max() > 1e-6):
             raise CheckpointError(
-                f"{self.folder.folder}: {name}{part} is {found or 'missing'}; nf4 wants {dtype}{list(shape)} there"
+                f"{self.folder.folder}: {name}{part} is {found or 'missing'}; nf4 wants {dtype}{list(shape)} there, "
+                "and its own levels"
             )
-        return self.folder.read(name + part)
+        return array
 
 
 def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:

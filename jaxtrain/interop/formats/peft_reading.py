@@ -255,10 +255,7 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
         for position in positions(row):
             names = module_names(row, position)
             module = next((name for name in names if name + _A in folder.stored), names[0])
-            has = module + _A in folder.stored
-            if has != (module + _B in folder.stored):
-                raise CheckpointError(f"{folder.path} holds one of two factors of {module}; it is not whole")
-            if has:
+            if {module + _A, module + _B} <= folder.stored.keys():
                 modules[module].append((row, position))
     used = {module + end for module in modules for end in (_A, _B)}
     whole = _read_whole(folder, rows, used)

@@ -287,6 +287,14 @@ def biased(path: str, name: str, kernel: Transform, outputs: Shape) -> list[Entr
     return [Entry(f"{path}/kernel", f"{name}.weight", kernel), Entry(f"{path}/bias", f"{name}.bias", vector(*outputs))]
 
 
+def output_row(model: Mapping[str, Any], names: str | tuple[str, ...]) -> Row:
+    """Returns the row of the output layer, which may be the embedding."""
+    D, V = dims(model, "DV")
+    if model["tie_embeddings"]:
+        return Tied(names, "embedding", copy(V, D))
+    return Entry("output", names, linear((D,), (V,)))
+
+
 def block_rows(
     model: Mapping[str, Any],
     names: Mapping[str, str],

@@ -202,13 +202,12 @@ def open_folder(path: str | Path) -> FolderSource:
     single = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if len(single) == 1:
         return FolderSource(folder, config, read_header(single[0]))
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pth", ".pt", ".ckpt"))
-    if pickles and not single:
-        raise CheckpointError(
-            f"{folder} holds its weights as {pickles[0]}, a pickle, which can run code when read; convert it once with "
-            "transformers: AutoModel.from_pretrained(folder).save_pretrained(other, safe_serialization=True)"
-        )
-    raise CheckpointError(f"{folder} holds {len(single)} safetensors files; it needs {SINGLE}, or shards with {INDEX}")
+    pickle = next((file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pth", ".pt")), None)
+    said = f"{len(single)} safetensors files; it needs {SINGLE}, or shards with {INDEX}"
+    if pickle and not single:
+        said = f"its weights as {pickle}, a pickle, which can run code when read; convert it once with transformers: "
+        said += "AutoModel.from_pretrained(folder).save_pretrained(other, safe_serialization=True)"
+    raise CheckpointError(f"{folder} holds {said}")
 
 
 def _sharded(folder: Path) -> dict[str, StoredTensor]:
