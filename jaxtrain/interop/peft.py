@@ -345,21 +345,11 @@ def _whole(rows: Sequence[Row], whole: Mapping[str, np.ndarray]) -> tuple[list[s
             out = tensors.setdefault(PREFIX + name, np.zeros(row.transform.theirs, np.float32))
             row.transform.write(out, np.asarray(whole[row.path][position], np.float32))
     # PEFT copies the modules that it trains whole, and so unties them: what repeats one is written too.
-    tied = [row for row in rows if isinstance(row, Tied)]
-    for row in tied:
-        if row.to not in whole:
-            continue
+    for row in (row for row in rows if isinstance(row, Tied) and row.to in whole):
         name = names_of(row)[0]
-        module = name.rpartition(".")[0]
-        apart = [one for one in tied if names_of(one)[0].rpartition(".")[0] == module and one.to not in whole]
-        if apart:
-            raise ConfigError(
-                f"{row.to} is trained whole, and published files repeat it in {module}, whose {names_of(apart[0])[0]} "
-                f"is not; PEFT cannot say that: name {apart[0].to} in lora.train_also too, or export with --merge"
-            )
         out = tensors.setdefault(PREFIX + name, np.zeros(row.transform.theirs, np.float32))
         row.transform.write(out, np.asarray(whole[row.to], np.float32))
-        modules[module] = None
+        modules[name.rpartition(".")[0]] = None
     return list(modules), tensors
 
 

@@ -1,9 +1,7 @@
 """The writer: our parameters as a published folder: shards with an index, config.json, tokenizer files.
 
 Tensors are gathered one at a time. In nf4, floats are quantized as they are written, as bitsandbytes would quantize the
-same folder in floats. A kernel that is in nf4 already is written as it is. Where several kernels are one tensor of the
-file (Phi-3, GPT-NeoX), their scales come from double quantizations of their own, which one tensor cannot hold: such a
-tensor gets float32 scales.
+same folder in floats. A kernel that is in nf4 already is written as it is.
 """
 
 import contextlib
@@ -29,7 +27,6 @@ from jaxtrain.interop.formats.hub import INDEX, SINGLE
 from jaxtrain.interop.formats.nf4 import (
     BLOCK,
     PackedTensor,
-    dequantize_magnitudes,
     pack_floats,
     packed_kinds,
     packed_parts,
@@ -179,7 +176,7 @@ def write_published(
             parts = gathered(here, held)
             if is_main_process() and failure is None:
                 try:
-                    write_safetensors(partial_of(folder) / file, _kinds_of(here), _assembled(parts, linears or {}))
+                    write_safetensors(partial_of(folder) / file, _kinds_of(here), _assembled(parts))
                 except UserError as error:
                     failure = error
             # Every process takes part in gathering what is sharded over processes, also for one that cannot write.
@@ -415,17 +412,20 @@ def _packed_tensors(
         rows = [row for row, _ in tensor.parts if isinstance(row, Entry) and row.path in linears]
         if len(rows) < len(tensor.parts) or name.endswith(_KEPT.get(family, "\0")):
             continue
-        ours = {isinstance(held.get(row.path), Nf4Kernel) for row in rows}
-        turned = any(rows_of_outputs(row.transform, linears[row.path]) is None for row in rows)
-        if turned or len(ours) > 1 or math.prod(tensor.shape) % 2 or (ours == {True} and tensor.shape[1] % BLOCK):
+        kept = [isinstance(held.get(row.path), Nf4Kernel) for row in rows]
+        outputs = [rows_of_outputs(row.transform, linears[row.path]) for row in rows]
+        turned = any(one is None for one in outputs) or math.prod(tensor.shape) % 2
+        # What is in nf4 already is written as it is: of one kernel, with our blocks.
+        whole = (
+            len(rows) == 1 and np.array_equal(outputs[0], np.arange(tensor.shape[0])) and not tensor.shape[1] % BLOCK
+        )
+        if turned or (any(kept) and not whole):
             raise ConfigError(
                 f"{name} {list(tensor.shape)} cannot be written in nf4 as transformers quantizes it (a Conv1D, an odd "
-                "number of weights, rows that do not divide into blocks of ours, or floats beside nf4); leave --base "
-                "(base=) out"
+                "number of weights; kernels in nf4 that share a tensor, or whose rows do not divide into blocks of "
+                "ours); leave --base (base=) out"
             )
-        kept = held.get(rows[0].path)
-        whole = len(rows) == 1 and _is_whole(rows[0], linears)
-        found[name] = replace(tensor, double=not isinstance(kept, Nf4Kernel) or (whole and kept.offset is not None))
+        found[name] = replace(tensor, double=not kept[0] or held[rows[0].path].offset is not None)
     if found == dict(tensors):
         raise ConfigError("base='nf4' is for linear layers, and the model has none; leave --base (base=) out")
     return found
@@ -488,20 +488,15 @@ def _part(row: Entry | Constant, position: Position, held: _Held) -> Any:
     return {name: on_main_host(getattr(array, name), position) for name in names}
 
 
-def _assembled(
-    parts: Iterable[tuple[str, WrittenTensor, list[Any]]], linears: _Linears
-) -> Iterator[tuple[str, np.ndarray]]:
+def _assembled(parts: Iterable[tuple[str, WrittenTensor, list[Any]]]) -> Iterator[tuple[str, np.ndarray]]:
     """Name and array of what stands in a file for `gathered` tensors; descriptions of quantized ones come last."""
     texts: dict[str, np.ndarray] = {}
     for name, tensor, found in parts:
         if tensor.double is None:
             yield name, floats_of(tensor, found)
             continue
-        if isinstance(found[0], Mapping):
-            rows = [row for row, _ in tensor.parts if isinstance(row, Entry)]
-            packed = _joined(list(zip(rows, found, strict=True)), linears)
-        else:
-            packed = pack_floats(floats_of(tensor, found), double=tensor.double)
+        is_packed = isinstance(found[0], Mapping)
+        packed = _packed(found[0]) if is_packed else pack_floats(floats_of(tensor, found), double=tensor.double)
         arrays = dict(packed_parts(name, packed, tensor.shape, tensor.dtype.name))
         texts[state_name(name)] = arrays.pop(state_name(name))
         yield from arrays.items()
@@ -527,35 +522,12 @@ def floats_of(tensor: WrittenTensor, parts: Sequence[Any]) -> np.ndarray:
     return out
 
 
-def _joined(parts: Sequence[tuple[Entry, Mapping[str, np.ndarray]]], linears: _Linears) -> PackedTensor:
-    """The quantized tensor that layers of nf4 kernels are: each of them takes rows of it."""
-    row, arrays = parts[0]
-    if len(parts) == 1 and _is_whole(row, linears):
-        codes, absmax = _by_output(arrays["codes"]), _by_output(arrays["absmax"])
-        if "offset" not in arrays:
-            return PackedTensor(codes, absmax)
-        return PackedTensor(codes, absmax, arrays["nested_absmax"], float(arrays["offset"]))
-    outputs, inputs = row.transform.theirs
-    codes = np.zeros((outputs, inputs // 2), np.uint8)
-    absmax = np.zeros((outputs, inputs // BLOCK), np.float32)
-    for row, arrays in parts:
-        rows = rows_of_outputs(row.transform, linears[row.path])
-        codes[rows], magnitudes = _by_output(arrays["codes"]), _by_output(arrays["absmax"])
-        if "offset" in arrays:
-            magnitudes = dequantize_magnitudes(magnitudes, arrays["nested_absmax"], float(arrays["offset"]))
-        absmax[rows] = magnitudes
-    return PackedTensor(codes, absmax)
-
-
-def _by_output(array: np.ndarray) -> np.ndarray:
-    """[n, *F] -> [F, n]."""
-    return np.ascontiguousarray(array.reshape(len(array), -1).T)
-
-
-def _is_whole(row: Entry, linears: _Linears) -> bool:
-    """Whether the outputs of a kernel are all rows of its tensor, in order."""
-    rows = rows_of_outputs(row.transform, linears[row.path])
-    return rows is not None and np.array_equal(rows, np.arange(row.transform.theirs[0]))
+def _packed(arrays: Mapping[str, np.ndarray]) -> PackedTensor:
+    """The quantized tensor [out, in] of the arrays of an nf4 kernel."""
+    codes, absmax = (np.ascontiguousarray(arrays[one].reshape(len(arrays[one]), -1).T) for one in ("codes", "absmax"))
+    if "offset" not in arrays:
+        return PackedTensor(codes, absmax)
+    return PackedTensor(codes, absmax, arrays["nested_absmax"], float(arrays["offset"]))
 
 
 def on_main_host(array: Any, position: Position) -> np.ndarray | None:

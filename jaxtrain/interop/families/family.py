@@ -119,30 +119,28 @@ def split_width(file: Config) -> int:
     return int(file["hidden_size"]) // int(file["num_attention_heads"])
 
 
-def decoder_keys(defaults: Config, *, mlp: str = "intermediate_size", write_head_dim: bool = True) -> tuple[Key, ...]:
+_SILU = mapped("hidden_act", "activation", "silu", {"silu": "swiglu", "swish": "swiglu"})
+
+
+def decoder_keys(
+    defaults: Config, *, activation: Key = _SILU, mlp: str = "intermediate_size", write_head_dim: bool = True
+) -> tuple[Key, ...]:
     """Returns the keys that decoders share.
 
     Args:
         defaults: The family's defaults, by our names; as many heads of keys as of queries, `split_width`, an epsilon of
             1e-6 and an output layer of its own are there unless said otherwise.
+        activation: The key of the activation.
         mlp: The key of the MLP's width.
         write_head_dim: False: transformers divides the width by the heads, and knows no key for the usual head_dim.
     """
     usual = dict(num_kv_heads=lambda file: int(file["num_attention_heads"]), head_dim=split_width)
     defaults = usual | dict(norm_epsilon=1e-6, tie_embeddings=False) | {**defaults}
-    return (
-        *(
-            mapped(
-                mlp if ours == "mlp_dim" else name,
-                ours,
-                defaults[ours],
-                write_default=write_head_dim or ours != "head_dim",
-            )
-            for name, ours in _DECODER.items()
-        ),
-        mapped("hidden_act", "activation", "silu", {"silu": "swiglu", "swish": "swiglu"}),
-        fixed("attention_dropout", 0.0, 0),
-    )
+    keys = []
+    for name, ours in _DECODER.items():
+        written = write_head_dim or ours != "head_dim"
+        keys.append(mapped(mlp if ours == "mlp_dim" else name, ours, defaults[ours], write_default=written))
+    return (*keys, activation, fixed("attention_dropout", 0.0, 0))
 
 
 def rope_keys(theta: float, *others: str) -> tuple[Key, ...]:

@@ -9,7 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import GELU_TANH, Family, Key, fixed, ignored, mapped, own, rope_keys, size
+from jaxtrain.interop.families.family import (
+    GELU_TANH,
+    Family,
+    Key,
+    decoder_keys,
+    fixed,
+    ignored,
+    mapped,
+    own,
+    rope_keys,
+    size,
+)
 from jaxtrain.interop.families.llama import ATTENTION, MLP, decoder
 from jaxtrain.interop.formats.rope import read_rope, read_windows, write_rope, write_windows
 from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, all_names, block_rows
@@ -35,26 +46,19 @@ def _local(window: int) -> dict[str, Any]:
     return dict(local_layers=dict(pattern=(1, 1, 1, 1, 1, 0), window=window, rope_theta=10000.0))
 
 
+_ACTIVATION = mapped("hidden_activation", "activation", "gelu_pytorch_tanh", {name: "geglu" for name in GELU_TANH})
+
+
 def _keys(vocabulary: int, length: int) -> tuple[Key, ...]:
     """The keys of both generations, with the sizes that differ."""
+    sizes = size({}, 26, 2304, 8, num_kv_heads=4, mlp_dim=9216, head_dim=256, tie_embeddings=True)
     return (
-        mapped("vocab_size", "vocab_size", vocabulary),
-        mapped("hidden_size", "embed_dim", 2304),
-        mapped("intermediate_size", "mlp_dim", 9216),
-        mapped("num_hidden_layers", "num_layers", 26),
-        mapped("num_attention_heads", "num_heads", 8),
-        mapped("num_key_value_heads", "num_kv_heads", 4),
-        mapped("head_dim", "head_dim", 256),
-        mapped("max_position_embeddings", "max_sequence_length", length),
-        mapped("rms_norm_eps", "norm_epsilon", 1e-6),
-        mapped("tie_word_embeddings", "tie_embeddings", True),
-        mapped("hidden_activation", "activation", "gelu_pytorch_tanh", {name: "geglu" for name in GELU_TANH}),
+        *decoder_keys(sizes | dict(vocab_size=vocabulary, max_sequence_length=length), activation=_ACTIVATION),
         *ignored("hidden_act"),  # hidden_activation takes its place
         own("query_pre_attn_scalar", 256),
         own("sliding_window", _WINDOW),
         own("layer_types"),
         fixed("attention_bias", False),
-        fixed("attention_dropout", 0.0, 0),
         fixed("use_bidirectional_attention", None, False),
     )
 
