@@ -12,7 +12,7 @@ import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.config.published import settings_of
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.save import Origin, saved_dtypes, write_published
+from jaxtrain.interop.write import Origin, Texts, saved_dtypes, write_published
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.published import check_class_order
 from jaxtrain.run.run import run_config
@@ -73,7 +73,8 @@ def test_classes_are_those_that_were_trained(classes, wanted, tmp_path):
     start = jt.load_pretrained(ORIGIN)
     origin = Origin({**start.published.source.config, **OLD}, {}, saved_dtypes(start.published))
     settings = settings_of(start.config)
-    write_published(tmp_path / "out", settings, start.params, start.model_state, origin=origin, classes=classes)
+    texts = Texts(classes=classes)
+    write_published(tmp_path / "out", settings, start.params, start.model_state, origin=origin, texts=texts)
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["id2label"] == {str(number): name for number, name in enumerate(wanted)}
     assert classes is None or said["label2id"] == {name: number for number, name in enumerate(wanted)}

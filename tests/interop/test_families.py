@@ -20,8 +20,8 @@ from jaxtrain.config.published import settings_of
 from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.interop.formats.safetensors import open_folder
-from jaxtrain.interop.load import by_path
-from jaxtrain.interop.tensors import floats_of, gathered, plan_tensors
+from jaxtrain.interop.read import by_path
+from jaxtrain.interop.write import floats_of, gathered, plan_tensors
 
 PUBLISHED = Path(__file__).parent / "published"
 # float32 here and there; sums of a few dozen products in another order.

@@ -45,22 +45,14 @@ def test_the_family_that_a_model_is_written_as(name, family):
     assert family_for(settings(name)).name == family
 
 
-@pytest.mark.parametrize("scaling", [{"kind": "linear", "factor": 2.0}], ids=["linear"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"rotary_fraction": 0.5},
-        {"head": {"kind": "sequence", "num_labels": 3, "pooling": "last"}},
-    ],
-    ids=lambda more: " ".join(more),
-)
-def test_a_scaling_of_rotary_positions_that_no_family_can_say_beside_the_rest_is_refused(scaling, more):
+def test_a_scaling_of_rotary_positions_that_no_family_can_say_beside_the_rest_is_refused():
     # Of the families that know a rotary_fraction, transformers opens phi3 with longrope alone.
     group = {"num_layers": 2, "embed_dim": 16, "num_heads": 2, "vocab_size": 67, "max_sequence_length": 24}
-    model = settings_of(parse_settings({"kind": "transformer", **group, "rope_scaling": scaling, **more}))
+    group |= {"rope_scaling": {"kind": "linear", "factor": 2.0}, "rotary_fraction": 0.5}
+    model = settings_of(parse_settings({"kind": "transformer", **group}))
     with pytest.raises(ConfigError, match="no published family has this model"):
         family_for(model)
-    with pytest.raises(ConfigError, match=f"cannot say model.rope_scaling.kind={scaling['kind']}: .* longrope alone"):
+    with pytest.raises(ConfigError, match=r"from phi3, which cannot say model\.rope_scaling="):
         family_for(model, model_type="phi3")
 
 
@@ -88,7 +80,7 @@ def test_one_expert_per_token_has_its_probability_as_weight():
     model = with_one_choice("qwen3_moe")
     written = family_for(model).to_published(model)
     assert (written["model_type"], written["norm_topk_prob"]) == ("qwen3_moe", False)
-    with pytest.raises(ConfigError, match=r"norm_topk_prob: True.* False would work"):
+    with pytest.raises(ConfigError, match=r"norm_topk_prob: true.* it knows false"):
         family_of("qwen3_moe").from_published(written | {"norm_topk_prob": True})
     with pytest.raises(ConfigError, match="experts_per_token': 1"):
         family_for(with_one_choice("mixtral"))

@@ -11,7 +11,7 @@ import pytest
 from jaxtrain import load_pretrained, make_train_step
 from jaxtrain.config import load_config
 from jaxtrain.interop.families.bert import BERT as FAMILY
-from jaxtrain.interop.load import by_path
+from jaxtrain.interop.read import by_path
 from jaxtrain.interop.settings import check_fits, fresh_notes, fresh_parts
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import TASKS

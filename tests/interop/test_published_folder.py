@@ -18,7 +18,7 @@ from jaxtrain.interop.formats.safetensors import (
     read_header,
     write_safetensors,
 )
-from jaxtrain.interop.weights import find_places, open_published
+from jaxtrain.interop.read import find_places, open_published
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 

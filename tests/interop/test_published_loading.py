@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.interop import load
+from jaxtrain.interop import read
 from jaxtrain.interop.formats.safetensors import open_folder
-from jaxtrain.interop.load import by_path, copy_into, read_places
+from jaxtrain.interop.read import by_path, copy_into, read_places
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 WANTED = dict(np.load(LLAMA / "expected.npz"))
@@ -78,7 +78,7 @@ def test_memory_is_one_share_and_the_largest_tensor(tmp_path):
 @pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "by NumPy"])
 def test_transposed_views_are_copied_number_for_number(order, has_cpu, monkeypatch):
     if not has_cpu:  # as with JAX_PLATFORMS=cuda
-        monkeypatch.setattr(load, "_cpu_device", lambda: None)
+        monkeypatch.setattr(read, "_cpu_device", lambda: None)
     theirs = np.random.default_rng(0).normal(size=(37, 70, 41)).astype(np.float32)
     part = theirs.transpose(order)
     for dtype in (np.float32, jnp.bfloat16):
