@@ -37,11 +37,6 @@ HEADS = {
         {"head": {"kind": "sequence", "hidden": "tanh", "num_labels": 5}},
         ["head/output/*"],
     ),
-    "labels on a layer of another kind": (
-        "bert_base",
-        {"head": {"kind": "sequence", "hidden": "relu", "num_labels": 5}},
-        ["head/*"],
-    ),
     "other labels": ("bert_sequence", {"head.num_labels": 7}, ["head/output/*"]),
     "labels that only the data knows": ("bert_base", {"head": {"kind": "sequence", "pooling": "mean"}}, ["head/*"]),
     "other classes of images": ("vit_classification", {"num_classes": 4}, ["head/*"]),
@@ -74,7 +69,6 @@ def test_a_step_starts_from_an_encoder_with_a_new_head():
 
 # architectures, further keys of config.json, kind of our head
 ARCHITECTURES = {
-    "none": (None, {}, "embedding"),
     "pretraining": ("BertForPreTraining", {}, "masked_language_model"),
     "one label": ("BertForSequenceClassification", {"num_labels": 1}, "regression"),
     "numbers": ("BertForSequenceClassification", {"num_labels": 3, "problem_type": "regression"}, "regression"),

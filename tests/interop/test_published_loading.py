@@ -1,18 +1,15 @@
 """Published weights reach every layout, each slice is read once, and the doors (config, commands) open."""
 
 import dataclasses
-import json
 import tracemalloc
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.interop import read
 from jaxtrain.interop.formats.safetensors import open_folder
 from jaxtrain.interop.read import by_path, copy_into, read_places
 
@@ -75,10 +72,7 @@ def test_memory_is_one_share_and_the_largest_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
-@pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "by NumPy"])
-def test_transposed_views_are_copied_number_for_number(order, has_cpu, monkeypatch):
-    if not has_cpu:  # as with JAX_PLATFORMS=cuda
-        monkeypatch.setattr(read, "_cpu_device", lambda: None)
+def test_transposed_views_are_copied_number_for_number(order):
     theirs = np.random.default_rng(0).normal(size=(37, 70, 41)).astype(np.float32)
     part = theirs.transpose(order)
     for dtype in (np.float32, jnp.bfloat16):
@@ -117,14 +111,6 @@ def test_a_tokenizer_of_the_folder_is_the_default(tmp_path):
     assert jt.load_config("quickstart", overrides=[f"model.from={tmp_path}", *own]).config.data.tokenizer.kind == "byte"
 
 
-def test_a_step_starts_from_a_folder():
-    pretrained = jt.load_pretrained(LLAMA)
-    mesh = jt.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    step = jt.make_train_step(pretrained.model, jt.language_modeling(), optax.sgd(0.1), mesh=mesh)
-    state = step.init(0, params=LLAMA)
-    jax.tree.map(np.testing.assert_array_equal, state.params, pretrained.params)
-
-
 @pytest.mark.long
 def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -133,7 +119,6 @@ def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
         (tmp_path / "folder" / name).write_bytes((LLAMA / name).read_bytes())
     answer = cli("import", "folder", "-o", "run")
     assert (answer.code, answer.out) == (0, "run\n"), answer.err
-    assert json.loads(Path("run/run.json").read_text())["published"]["folder"] == str(tmp_path / "folder")
     # Neither the run nor its export needs the folder.
     (tmp_path / "folder").rename(tmp_path / "elsewhere")
     assert cli("export", "run", "-o", "out", "--max-shard-size", "8KB").code == 0
