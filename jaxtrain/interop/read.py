@@ -38,13 +38,7 @@ _Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our parameters lies in a published model.
-
-    Attributes:
-        row: The row of the family's table.
-        names: Name of their tensor for each position of the row's stack, in order.
-        dtype: The dtype of the first of them.
-    """
+    """Where one of our parameters lies in a published model: names of tensors by position of its stack, in order."""
 
     row: Entry
     names: tuple[str, ...]
@@ -326,14 +320,9 @@ def _stored_layer(
 
 @functools.lru_cache(maxsize=64)
 def rows_of_outputs(transform: Transform, dims: tuple[int, int]) -> np.ndarray | None:
-    """Returns which rows of a weight [out, in] of a file the outputs of our kernel are, in our order.
+    """Returns which rows of a weight [out, in] of a file the outputs of our kernel are, in our order: int64.
 
-    Args:
-        transform: How the weight becomes our kernel.
-        dims: Numbers of input and of output dims of the kernel.
-
-    Returns:
-        int64 [number of our outputs], not to be changed; None where the inputs of the two are in another order.
+    `dims` are the numbers of its input and output dims. None where the inputs of the two are in another order.
     """
     out, inputs = transform.theirs
     ours = [math.prod(transform.ours[: dims[0]]), math.prod(transform.ours[dims[0] :])]

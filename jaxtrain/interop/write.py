@@ -406,7 +406,7 @@ def _check_held(tensors: Mapping[str, WrittenTensor], held: _Held) -> None:
 def _packed_tensors(
     tensors: Mapping[str, WrittenTensor], held: Mapping[str, Any], linears: _Linears, family: str
 ) -> dict[str, WrittenTensor]:
-    """The tensors, with those of linear layers to be quantized; a ConfigError where readers want it otherwise."""
+    """The tensors, with those of linear layers to be quantized."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         rows = [row for row, _ in tensor.parts if isinstance(row, Entry) and row.path in linears]

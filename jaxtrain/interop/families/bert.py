@@ -137,10 +137,6 @@ def _read_distilbert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[s
     return dict(token_types=0, head=head | (dict(dropout=file["dropout"]) if head["kind"] == "token" else {}))
 
 
-def _write_bert(model: Mapping[str, Any]) -> dict[str, Any]:
-    return _write_head(model, "Bert")
-
-
 def _write_roberta(model: Mapping[str, Any]) -> dict[str, Any]:
     offset = int(model["position_offset"])
     positions = dict(max_position_embeddings=model["max_sequence_length"] + offset, pad_token_id=offset - 1)
@@ -262,7 +258,7 @@ BERT = Family(
     tensors=_bert_tensors,
     fixed=_FIXED,
     read=_read_bert,
-    write=_write_bert,
+    write=lambda model: _write_head(model, "Bert"),
     sizes={
         "bert_base": size(_BERT, 12, 768, 12),
         "bert_base_cased": size(_BERT, 12, 768, 12, vocab_size=28996),

@@ -323,12 +323,7 @@ class GgufSource:
 
 
 def open_gguf(path: str | Path) -> GgufSource:
-    """Opens a GGUF file as a published folder.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, or holds a tensor that its architecture does not have.
-        ConfigError: Its architecture, or a key or value of it, is not supported.
-    """
+    """Opens a GGUF file as a published folder; a CheckpointError, or a ConfigError of `published_config`, where not."""
     file = read_gguf(path)
     config = published_config(file)
     stored, tensors = {}, {}

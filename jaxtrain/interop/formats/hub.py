@@ -50,11 +50,7 @@ def published_place(text: str | os.PathLike[str], *, what: str) -> str | os.Path
 
 
 def fetch_weights(folder: Path) -> None:
-    """Fetches the tensors of a folder in the hub's cache that holds the small files alone; another is left as it is.
-
-    Raises:
-        CheckpointError: The hub does not give them.
-    """
+    """Fetches the tensors of a folder in the hub's cache that holds the small files alone; another is left as it is."""
     match = _SNAPSHOT.fullmatch(folder.parent.parent.name)
     if match is None or folder.parent.name != "snapshots":
         return
@@ -121,11 +117,7 @@ def is_published(path: str | Path) -> bool:
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """Returns the object (or the list, if `kind` is list) in a JSON file that somebody else wrote.
-
-    Raises:
-        ConfigError: There is no such file, or something else is in it.
-    """
+    """Returns the object (or the list, if `kind` is list) in a JSON file that somebody else wrote, or a ConfigError."""
     try:
         return kind(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as problem:
@@ -137,7 +129,6 @@ def read_published_config(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: There is none, or it is not that of a published model whose tensors are read.
-        CheckpointError: The GGUF file is damaged.
     """
     if path.suffix == ".gguf":
         from jaxtrain.interop.formats.gguf import read_gguf

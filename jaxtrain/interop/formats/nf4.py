@@ -120,11 +120,7 @@ def check_inputs(num_inputs: int, *, what: str) -> None:
 
 
 def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes rows of weights [R, I] of any float dtype, I even: a weight of torch's Linear.
-
-    Returns:
-        The packed codes, uint8 [R, I / 2], and the magnitudes, float32 [R, B].
-    """
+    """Quantizes rows of weights [R, I], I even: packed codes, uint8 [R, I / 2], and magnitudes, float32 [R, B]."""
     count, inputs = rows.shape
     blocks = -(-inputs // BLOCK)
     codes, absmax = np.empty((count, inputs // 2), np.uint8), np.empty((count, blocks), np.float32)
@@ -165,11 +161,7 @@ def mean_magnitude(absmax: np.ndarray) -> np.float32:
 
 
 def quantize_magnitudes(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Quantizes magnitudes, float32 [R, B], to 8 bits: double quantization.
-
-    Returns:
-        Codes, uint8 [R, B]; nested magnitudes, float32 [N]; and the offset.
-    """
+    """Double quantization of magnitudes, float32 [R, B]: codes, uint8 [R, B], nested ones, float32 [N], and offset."""
     offset = mean_magnitude(absmax)
     flat = (absmax - offset).reshape(-1)
     count = -(-flat.size // NESTED_BLOCK)
@@ -266,11 +258,7 @@ class QuantizedSource:
         return dequantize_rows(packed.codes, packed.magnitudes).reshape(shape).astype(dtype)
 
     def packed(self, name: str) -> PackedTensor:
-        """Returns a quantized tensor; of one long row where blocks run on from row to row.
-
-        Raises:
-            CheckpointError: Its parts do not fit each other.
-        """
+        """Returns a quantized tensor; of one long row where blocks run on from row to row."""
         (rows, inputs), _, offset = self.quantized[name]
         rows, inputs = (1, rows * inputs) if inputs % BLOCK else (rows, inputs)
         blocks = -(-inputs // BLOCK)
@@ -297,22 +285,15 @@ class QuantizedSource:
 
 
 def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
-    """Returns a folder as a source of floats, whether or not some of its tensors are quantized.
-
-    Raises:
-        CheckpointError: A tensor is quantized in another way than nf4 in blocks of 64.
-    """
+    """Returns a folder as a source of floats; a CheckpointError where tensors are quantized otherwise than in nf4."""
     found = {}
     for name in folder.stored:
         owner, mark, kind = name.partition(_STATE)
         if not mark:
             continue
-        try:
-            state = json.loads(folder.read(name).tobytes())
-            (rows, inputs), dtype, offset = state["shape"], _DTYPES[state["dtype"]], state.get("nested_offset")
-            sizes = (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            kind, sizes = f"no description ({error})", ()
+        state = json.loads(folder.read(name).tobytes())
+        (rows, inputs), dtype, offset = state["shape"], _DTYPES[state["dtype"]], state.get("nested_offset")
+        sizes = (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK))
         if kind != "nf4" or sizes != (BLOCK, NESTED_BLOCK):
             raise CheckpointError(
                 f"{folder.folder}: {name} says {kind} in blocks of {sizes}; only nf4 in blocks of {BLOCK} and "

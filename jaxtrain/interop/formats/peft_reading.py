@@ -18,7 +18,7 @@ dims), whatever the module is: torch's Linear, GPT-2's Conv1D, or one that holds
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 from pathlib import Path
@@ -234,21 +234,13 @@ class AdapterArrays:
     whole: Mapping[str, np.ndarray]
 
 
-# A kernel of ours and its layer, in a module of theirs.
-_Part = tuple[Entry, Position]
-
-
 def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterArrays:
-    """Reads the arrays of an adapter.
-
-    Args:
-        folder: The adapter; its tensors say what it adapts.
-        rows: Name table of the base's family, for the base.
+    """Reads the arrays of an adapter, whose tensors say what it adapts; `rows` are the base's name table.
 
     Raises:
         CheckpointError: The tensors do not fit the base.
     """
-    modules: dict[str, list[_Part]] = defaultdict(list)
+    modules: dict[str, list[tuple[Entry, Position]]] = defaultdict(list)
     for row in rows:
         if not isinstance(row, Entry) or factor_transforms(row, 1) is None or len(row.stack) > 1:
             continue
@@ -265,17 +257,17 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
             f"{folder.path} holds {rest[0] if rest else 'no factors'}: it is of another base, or not supported "
             "(DoRA; adapters of embeddings, experts, biases or the output layer)"
         )
-    found = {module: list(_factors(folder, module, parts)) for module, parts in modules.items()}
+    found = {module: _factors(folder, module, parts) for module, parts in modules.items()}
     scales = {module: rank_and_scale(folder.config, module)[1] for module in modules}
-    rank = max(a.shape[-1] for parts in found.values() for _, a, _ in parts)
-    widest = next(module for module, parts in found.items() if parts[0][1].shape[-1] == rank)
+    rank = max(a.shape[-1] for pairs in found.values() for a, _ in pairs)
+    widest = next(module for module, pairs in found.items() if pairs[0][0].shape[-1] == rank)
     scale = folder.config.scale
     if not isclose(scales[widest], scale, rel_tol=_SAME_SCALE):
         scale = scales[widest]
     factors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for module, parts in found.items():
+    for module, parts in modules.items():
         same = isclose(scales[module], scale, rel_tol=_SAME_SCALE)
-        for (row, position), a, b in parts:
+        for (row, position), (a, b) in zip(parts, found[module], strict=True):
             if row.path not in factors:
                 shapes = ((*row.stack, *a.shape[:-1], rank), (*row.stack, rank, *b.shape[1:]))
                 factors[row.path] = (np.zeros(shapes[0], np.float32), np.zeros(shapes[1], np.float32))
@@ -289,15 +281,13 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
 
 
 def _factors(
-    folder: AdapterFolder, module: str, parts: Sequence[_Part]
-) -> Iterator[tuple[_Part, np.ndarray, np.ndarray]]:
-    """The factors of each kernel of one module: (which, [*D, R], [R, *F])."""
+    folder: AdapterFolder, module: str, parts: Sequence[tuple[Entry, Position]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The factors of each kernel of one module: [*D, R], [R, *F]."""
     rank, _ = rank_and_scale(folder.config, module)
     made = [one for row, _ in parts if (one := factor_transforms(row, rank)) is not None]
     a, b = (_floats(folder, module + end, one) for end, one in ((_A, made[0].a), (_B, made[0].b)))
-    pairs = [(one.a.read_all(a), one.b.read_all(b)) for one in made]
-    for part, (own_a, own_b) in zip(parts, _blocks(pairs, folder.config.rank), strict=True):
-        yield part, own_a, own_b
+    return _blocks([(one.a.read_all(a), one.b.read_all(b)) for one in made], folder.config.rank)
 
 
 def _floats(folder: AdapterFolder, name: str, transform: Transform) -> np.ndarray:
