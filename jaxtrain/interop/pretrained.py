@@ -10,10 +10,9 @@ import jax
 
 from jaxtrain.config.arguments import check_choice
 from jaxtrain.config.base import Group
-from jaxtrain.config.published import settings_in, settings_of
+from jaxtrain.config.published import settings_of
 from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
 from jaxtrain.interop.read import Places, PublishedModel, by_path, find_places, open_published, read_places
-from jaxtrain.interop.settings import check_same_function
 from jaxtrain.interop.write import Form, Origin, saved_dtypes, write_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, ModelState, Params
@@ -100,8 +99,7 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
         model: Keys of our model group that are to differ from what its config.json says ({"dropout": 0.1}).
 
     Raises:
-        ConfigError: There is no such model; its family, or a key or a value of its config.json, is not supported; or a
-            key of `model` makes another function of the weights than they were trained for.
+        ConfigError: There is no such model; its family, or a key or a value of its config.json, is not supported.
         CheckpointError: Its files are missing or damaged, or hold other tensors than its config.json says.
 
     Example:
@@ -120,7 +118,6 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
     published = open_published(path)
     config = load_config({"model": {"from": str(path), **(model or {})}}).config.model
     settings = settings_of(config)
-    check_same_function(str(path), settings, settings_in(path, published.settings))
     places = find_places(published, settings)
     return Pretrained(Path(path), config, built_of(config, settings), published, places)
 

@@ -22,10 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import family_of, read_settings
-from jaxtrain.interop.formats.gguf_model import open_gguf
+from jaxtrain.interop.formats.gguf_model import GgufSource, open_gguf
 from jaxtrain.interop.formats.nf4 import BLOCK, QuantizedSource, quantize_magnitudes, with_quantized
 from jaxtrain.interop.formats.rows import Entry, Position, Shape, Skipped, Tied, Transform, names_of, positions
-from jaxtrain.interop.formats.safetensors import Source, open_folder
+from jaxtrain.interop.formats.safetensors import FolderSource, open_folder
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.precision.kernels import quantize_kernel
@@ -70,7 +70,7 @@ class PublishedModel:
     """
 
     path: Path
-    source: Source
+    source: FolderSource | GgufSource
     family: Family
     settings: Mapping[str, Any]
 
@@ -101,7 +101,7 @@ def open_published(path: str | Path) -> PublishedModel:
         ConfigError: No such folder or file, a family that is not known, or a key or a value that is not supported.
         CheckpointError: Its files are missing or damaged.
     """
-    source: Any = open_gguf(path) if Path(path).suffix == ".gguf" else with_quantized(open_folder(path))
+    source = open_gguf(path) if Path(path).suffix == ".gguf" else with_quantized(open_folder(path))
     try:
         family, settings = family_of(source.config.get("model_type")), read_settings(source.config)
     except ConfigError as error:
@@ -307,7 +307,7 @@ def _stored_layer(
     whole = rows is not None and np.array_equal(rows, np.arange(len(packed.codes)))
     if rows is None or transform.theirs[1] % BLOCK or (double and packed.offset is not None and not whole):
         raise CheckpointError(
-            f"{source.folder.folder}: the blocks of {name} are not those of the nf4 kernel {place.row.path}; take its "
+            f"{source.folder}: the blocks of {name} are not those of the nf4 kernel {place.row.path}; take its "
             "scales as float32 (finetune.double_quantization=false), or read it as floats, without finetune.base=nf4"
         )
     found: dict[str, Any] = {"codes": packed.codes[rows], "absmax": packed.magnitudes[rows]}

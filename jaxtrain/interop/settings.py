@@ -98,31 +98,8 @@ def fresh_notes(model: Group) -> list[str]:
     return [f"{patterns} drawn anew: {published_from(model)} has another head; all else is read"] if patterns else []
 
 
-# Keys that change what every block computes of the same arrays: weights were trained for one value of each.
-_TRAINED_FOR = (
-    "norm", "norm_offset", "block", "activation", "position", "position_offset", "rotary_fraction", "embedding_scale",
-    "attention_scale", "logits_scale", "relative_max_distance",
-)  # fmt: skip
-# Two forms of one function, 5e-4 apart.
-_ALIKE = {"gelu", "gelu_exact"}
-
-
-def check_same_function(path: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raises a ConfigError where a key makes another function of the weights at `path` than they were trained for.
-
-    `ours` and `theirs` are every key of our model group: of the config, and of the published model.
-    """
-    for key in _TRAINED_FOR:
-        one, other = ours.get(key), theirs.get(key)
-        if one != other and not _ALIKE.issuperset((one, other)):
-            raise ConfigError(
-                f"model.{key}={one} makes another function of the weights of {path}, which were trained with {other}; "
-                f"leave model.{key} out, or leave out model.from to draw every weight"
-            )
-
-
 def check_fits(model: Group) -> None:
-    """Raises a ConfigError where a key asks for other arrays than the published model has, or another function of them.
+    """Raises a ConfigError where a key asks for other arrays than the published model has.
 
     Another head is no mistake: `fresh_parts` says what of it is drawn.
     """
@@ -135,7 +112,6 @@ def check_fits(model: Group) -> None:
     ours |= {key: theirs[key] for key in ("head", "num_classes") if key in theirs}
     # An output layer that a file holds beside what ties it may be asked for.
     theirs |= {"tie_embeddings": False} if ours.get("tie_embeddings") is False else {}
-    check_same_function(path, ours, theirs)
     for key in theirs:
         if key == "size" or ours.get(key) == theirs[key]:
             continue

@@ -221,38 +221,26 @@ _DTYPES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPE
 
 
 @dataclass(frozen=True)
-class QuantizedSource:
-    """A published folder with quantized tensors, which reads as one of floats; a `Source` made by `with_quantized`.
+class QuantizedSource(FolderSource):
+    """A published folder with quantized tensors, which reads as one of floats; made by `with_quantized`.
 
     Attributes:
-        folder: The folder as it is stored.
         quantized: Name of each quantized tensor -> shape, dtype, and what was taken off its magnitudes, if quantized.
     """
 
-    folder: FolderSource
     quantized: Mapping[str, tuple[Shape, np.dtype, float | None]]
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """What the config.json says."""
-        return self.folder.config
-
-    @property
-    def files(self) -> dict[str, bytes]:
-        """Name -> bytes of the files beside config and tensors."""
-        return self.folder.files
 
     @property
     def tensors(self) -> dict[str, Kind]:
         """Name -> shape and dtype of what `read` returns."""
         parts = {name + part for name in self.quantized for part in (*_PARTS, f"{_STATE}nf4")}
-        plain = {name: kind for name, kind in self.folder.tensors.items() if name not in parts}
+        plain = {name: kind for name, kind in super().tensors.items() if name not in parts}
         return plain | {name: (shape, dtype) for name, (shape, dtype, _) in self.quantized.items()}
 
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor; the floats of a quantized one are rounded to its dtype."""
         if name not in self.quantized:
-            return self.folder.read(name)
+            return super().read(name)
         shape, dtype, _ = self.quantized[name]
         packed = self.packed(name)
         return dequantize_rows(packed.codes, packed.magnitudes).reshape(shape).astype(dtype)
@@ -274,11 +262,11 @@ class QuantizedSource:
         return PackedTensor(codes, absmax, nested, offset)
 
     def _part(self, name: str, part: str, dtype: str, shape: Shape, levels: np.ndarray | None = None) -> np.ndarray:
-        found = self.folder.tensors.get(name + part)
-        array = self.folder.read(name + part) if found == (shape, np.dtype(dtype)) else None
+        found = super().tensors.get(name + part)
+        array = super().read(name + part) if found == (shape, np.dtype(dtype)) else None
         if array is None or (levels is not None and np.abs(array - levels).max() > 1e-6):
             raise CheckpointError(
-                f"{self.folder.folder}: {name}{part} is {found or 'missing'}; nf4 wants {dtype}{list(shape)} there, "
+                f"{self.folder}: {name}{part} is {found or 'missing'}; nf4 wants {dtype}{list(shape)} there, "
                 "and its own levels"
             )
         return array
@@ -300,7 +288,7 @@ def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
                 f"{NESTED_BLOCK} is read: save the model with these"
             )
         found[owner] = ((rows, inputs), dtype, None if offset is None else float(offset))
-    return QuantizedSource(folder, found) if found else folder
+    return QuantizedSource(folder.folder, folder.config, folder.stored, found) if found else folder
 
 
 def pack_floats(weight: np.ndarray, *, double: bool) -> PackedTensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -141,32 +141,14 @@ def _header(shapes: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
     return text + b" " * (-len(text) % 8), starts
 
 
-class Source(Protocol):
-    """What weights are read from: a folder, or a file that stands for one.
+@dataclass(frozen=True)
+class FolderSource:
+    """A published folder, made by `open_folder`; a GGUF file that stands for one has the same attributes.
 
     Attributes:
         config: What the config.json says.
-        tensors: Name -> shape and dtype of what `read` returns.
-        files: Name -> text or bytes of the tokenizer's files and the like.
+        stored: Name -> where the tensor lies.
     """
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Kind]: ...
-
-    @property
-    def files(self) -> Mapping[str, str | bytes]: ...
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor; that of a mapped file is read where it is touched."""
-        ...
-
-
-@dataclass(frozen=True)
-class FolderSource:
-    """A published folder, made by `open_folder`; its attributes are those of `Source`."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -174,7 +156,7 @@ class FolderSource:
 
     @property
     def tensors(self) -> dict[str, Kind]:
-        """Name -> shape and dtype."""
+        """Name -> shape and dtype of what `read` returns."""
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
     @property
