@@ -47,7 +47,6 @@ FOUND = {
     "chats": (reading(), None, BUILT_IN["chatml"], NAMED, ALL),
     "as the published model": (reading(), origin(), None, {}, {}),
     "another template": (reading("plain"), origin(), BUILT_IN["plain"], {}, {}),
-    "another stop token": (reading(stop=(0,)), origin(), None, {}, {"eos_token_id": 0}),
 }
 
 

@@ -5,16 +5,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from jaxtrain import load_pretrained, make_train_step
+from jaxtrain import load_pretrained
 from jaxtrain.config import load_config
 from jaxtrain.interop.families.bert import BERT as FAMILY
-from jaxtrain.interop.read import by_path
 from jaxtrain.interop.settings import check_fits, fresh_notes, fresh_parts
-from jaxtrain.models.shipped.build import build_model
-from jaxtrain.models.tasks import TASKS
 
 PUBLISHED = Path(__file__).parent / "published"
 
@@ -52,19 +48,6 @@ def test_another_head_is_drawn_and_the_rest_is_read(folder, keys, patterns):
     notes = fresh_notes(config.model)
     assert len(notes) == bool(patterns)
     assert all(f"{', '.join(patterns)} drawn anew: {path} has another head" in note for note in notes)
-
-
-def test_a_step_starts_from_an_encoder_with_a_new_head():
-    path = PUBLISHED / "bert_base"
-    config = load_config({"model": {"from": str(path), **HEADS["labels on what the model pools"][1]}}).config
-    model = build_model(config.model, input_shape=(12,))
-    step = make_train_step(model, TASKS["classification"](), optax.sgd(0.1))
-    found = by_path(jax.device_get(step.init(0, params=path, skip=fresh_parts(config.model)).params))
-    drawn = by_path(jax.device_get(step.init(0).params))
-    read = by_path(jax.device_get(load_pretrained(path).params))
-    assert set(found) - set(read) == {"head/output/kernel", "head/output/bias"}
-    for name, value in found.items():
-        np.testing.assert_array_equal(value, read.get(name, drawn[name]), err_msg=name)
 
 
 # architectures, further keys of config.json, kind of our head
