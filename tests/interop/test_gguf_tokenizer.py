@@ -57,7 +57,6 @@ def test_each_rule_divides_text_as_published(pre, expected):
         pytest.param({"add_bos_token": False, "pre": "llama-bpe"}, ["a"], id="none"),
         pytest.param({"pre": "llama-bpe"}, ["<|im_start|>", "a"], id="Llama 3 without the key"),
         pytest.param({"add_eos_token": True}, ["a", "<|im_end|>"], id="an end"),
-        pytest.param({"add_bos_token": True, "bos_token_id": None}, ["a"], id="no such token"),
     ],
 )
 def test_tokens_around_a_text_are_those_of_the_file(said, expected):
@@ -74,7 +73,6 @@ TURNS = ["<eos>", "<end_of_turn>", "<|eom_id|>", "<|end|>", "a"]
     [
         pytest.param({"eot_token_id": 3}, [3, 3, 1, 3, 1], [0, 3], id="the key stands before names"),
         pytest.param({}, [3, 3, 1, 1, 1], [0, 1], id="by its name"),
-        pytest.param({"eos_token_id": None}, [3, 3, 1, 1, 1], 1, id="without an end of text"),
     ],
 )
 def test_a_model_stops_at_the_ends_of_texts_turns_and_messages(said, kinds, ends):
@@ -82,7 +80,7 @@ def test_a_model_stops_at_the_ends_of_texts_turns_and_messages(said, kinds, ends
     files = tokenizer_files(PATH, {f"tokenizer.ggml.{key}": value for key, value in given.items()})
     assert json.loads(files["generation_config.json"])["eos_token_id"] == ends
     # What a template calls the end of text stays the end of text.
-    assert json.loads(files["tokenizer_config.json"]).get("eos_token") == (None if "eos_token_id" in said else "<eos>")
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<eos>"
 
 
 def test_special_tokens_and_chat_template_are_kept():

@@ -81,16 +81,6 @@ def test_the_folder_gives_the_keys_and_what_is_set_after_it_wins():
     assert any("model.embed_dim" in note and "gave way to model.from" in note for note in other.notes)
 
 
-def test_a_tokenizer_of_the_folder_is_the_default(tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(LLAMA / name)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    found = jt.load_config("quickstart", overrides=[f"model.from={tmp_path}"]).config.data.tokenizer
-    assert (found.kind, found.path) == ("file", str(tmp_path / "tokenizer.json"))
-    own = ["data.tokenizer.kind=byte"]
-    assert jt.load_config("quickstart", overrides=[f"model.from={tmp_path}", *own]).config.data.tokenizer.kind == "byte"
-
-
 @pytest.mark.long
 def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
