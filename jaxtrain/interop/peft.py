@@ -33,15 +33,7 @@ from jaxtrain.interop.formats.safetensors import write_safetensors
 from jaxtrain.interop.pretrained import Pretrained, load_pretrained, model_group
 from jaxtrain.interop.read import by_path
 from jaxtrain.interop.settings import family_for
-from jaxtrain.interop.write import (
-    Origin,
-    doing,
-    name_folder,
-    on_main_host,
-    partial_folder,
-    partial_of,
-    write_files,
-)
+from jaxtrain.interop.write import Origin, doing, name_folder, on_main_host, partial_folder, partial_of, write_files
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.adapters import adapt
 from jaxtrain.models.model import Model, Params

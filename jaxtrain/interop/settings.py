@@ -7,13 +7,7 @@ from pydantic import ValidationError
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import HeadConfig, published_from
-from jaxtrain.config.published import (
-    parse_settings,
-    published_family,
-    published_settings,
-    settings_in,
-    settings_of,
-)
+from jaxtrain.config.published import parse_settings, published_family, published_settings, settings_in, settings_of
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import FAMILIES, family_of, read_settings

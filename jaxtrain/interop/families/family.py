@@ -241,7 +241,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def no_tokens(model: Config, **defaults: int) -> dict[str, None]:
+def no_ids(model: Config, **defaults: int) -> dict[str, None]:
     """Returns null for the keys of special tokens whose default in the family (`defaults`) is no token of a model."""
     return {name: None for name, token in defaults.items() if token >= int(model["vocab_size"])}
 

@@ -6,7 +6,7 @@ Sources: Radford et al. 2019 (openai/gpt-2 hparams), and the config.json publish
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_tokens, size
+from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_ids, size
 from jaxtrain.interop.formats.rows import (
     Entry,
     Row,
@@ -33,7 +33,7 @@ _SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     # Rates of training whose defaults are not 0, and which a program that trains the model further would take over.
-    return {name: 0.0 for name in _DROPOUT} | no_tokens(model, bos_token_id=50256, eos_token_id=50256)
+    return {name: 0.0 for name in _DROPOUT} | no_ids(model, bos_token_id=50256, eos_token_id=50256)
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:

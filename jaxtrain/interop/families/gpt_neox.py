@@ -16,7 +16,6 @@ from jaxtrain.interop.formats.rows import (
     dims,
     in_layers,
     interleaved,
-    normed,
     output_row,
 )
 
@@ -53,14 +52,14 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         fused.append(Entry(f"blocks/attention/{ours}/kernel", f"{name}.weight", kernel))
         fused.append(Entry(f"blocks/attention/{ours}/bias", f"{name}.bias", bias))
     rows = [
-        *normed("blocks/attention_norm", "input_layernorm", D),
+        *block_rows(model, {"attention_norm": "input_layernorm"}, beside=True),
         *fused,
         *block_rows(model, _NAMES, beside=True),
     ]
     return (
         Entry("embedding", "gpt_neox.embed_in.weight", copy(V, D)),
         *in_layers(rows, "gpt_neox.layers.{layer}.", L),
-        *normed("output_norm", "gpt_neox.final_layer_norm", D),
+        *block_rows(model, {"output_norm": "gpt_neox.final_layer_norm"}, prefix="", beside=True),
         output_row(model, ("embed_out.weight", "lm_head.weight")),
         Skipped(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
     )

@@ -6,17 +6,7 @@ Sources: the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import (
-    Family,
-    decoder_keys,
-    fixed,
-    ignored,
-    mapped,
-    no_tokens,
-    own,
-    rope_keys,
-    size,
-)
+from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, mapped, no_ids, own, rope_keys, size
 from jaxtrain.interop.families.llama import decoder
 from jaxtrain.interop.formats.rows import Entry, Row, block, copy, dims, linear
 
@@ -34,7 +24,7 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
         return dict(rope_scaling=None, rope_parameters=None)  # transformers opens a phi3 with longrope alone
     length = model["max_sequence_length"] if scaling is None else scaling["original_length"]
     said = dict(original_max_position_embeddings=length, partial_rotary_factor=model["rotary_fraction"])
-    return said | no_tokens(model, eos_token_id=32000, pad_token_id=32000)
+    return said | no_ids(model, eos_token_id=32000, pad_token_id=32000)
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:

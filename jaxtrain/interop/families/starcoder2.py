@@ -6,17 +6,7 @@ Sources: Lozhkov et al. 2024, and the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import (
-    GELUS,
-    Family,
-    fixed,
-    ignored,
-    mapped,
-    no_tokens,
-    rope_keys,
-    size,
-    split_width,
-)
+from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_ids, rope_keys, size, split_width
 from jaxtrain.interop.families.llama import ATTENTION, decoder
 from jaxtrain.interop.formats.rows import Entry, Row, block_rows, copy, dims
 
@@ -28,7 +18,7 @@ _COMMON = _FIXED | dict(
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(use_bias=True) | no_tokens(model, bos_token_id=50256, eos_token_id=50256)
+    return dict(use_bias=True) | no_ids(model, bos_token_id=50256, eos_token_id=50256)
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
