@@ -56,13 +56,7 @@ _HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """An adapter, read against the base that it is of.
-
-    Attributes:
-        path: The folder.
-        lora: What its adapter_config.json says, as settings of `adapt`.
-        leaves: Path of one of our parameters (blocks/attention/query/kernel/lora_a, or what is trained whole) -> array.
-    """
+    """An adapter's folder, its settings for `adapt`, and path of one of our parameters (.../lora_a) -> array."""
 
     path: Path
     lora: LoraConfig
@@ -170,12 +164,7 @@ def write_adapter(
 ) -> Path:
     """Writes an adapter's folder. Every process calls it, the main one writes.
 
-    Args:
-        folder: The folder to make; it may exist if it is empty.
-        settings: Our model group, from `settings_of`.
-        params, model: The adapted model and its parameters.
-        base: What is known of its base; empty where there is none.
-        base_name: Path or name of the base.
+    `settings` are our model group, from `settings_of`, `base` what is known of its base, and `base_name` where that is.
 
     Raises:
         ConfigError: The folder is not empty, the model has no adapters, or no published family has it.

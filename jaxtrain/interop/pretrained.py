@@ -86,7 +86,11 @@ class Pretrained:
         return self._read(sharded_model.abstract_params, sharded_model.abstract_model_state)
 
     def _read(self, params: Any, model_state: Any) -> tuple[Params, ModelState]:
-        return _filled(self, params, self.places.params), _filled(self, model_state, self.places.model_state)
+        def filled(tree: Any, places: Mapping[str, Any]) -> Any:
+            found = read_places(self.published, places, by_path(tree))
+            return jax.tree_util.tree_map_with_path(lambda path, leaf: found[path_name(path)], tree)
+
+        return filled(params, self.places.params), filled(model_state, self.places.model_state)
 
 
 def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None) -> Pretrained:
@@ -191,9 +195,3 @@ def built_of(group: Any, settings: Mapping[str, Any]) -> Model:
     return build_model(
         group, input_shape=(settings["max_sequence_length"],) if "max_sequence_length" in settings else pixels
     )
-
-
-def _filled(pretrained: Pretrained, tree: Any, places: Mapping[str, Any]) -> Any:
-    wanted = by_path(tree)
-    found = read_places(pretrained.published, places, wanted)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: found[path_name(path)], tree)

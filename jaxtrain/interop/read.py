@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Places:
-    """Where every parameter lies: path -> place, for the two trees of a model."""
+    """Where every parameter of the two trees of a model lies: path -> place."""
 
     params: dict[str, Place]
     model_state: dict[str, Place]
@@ -248,11 +248,9 @@ def read_kernel(
 
     Host memory holds the integers that the devices of this process get, and the floats of one layer.
 
-    Args:
-        published, place: The published model, and where the kernel lies in it.
-        wanted: Name of each array of the quantized kernel (of an int8 one `values` and `scale`, of an nf4 one `codes`,
-            `absmax`, and with double quantization `nested_absmax` and `offset`) -> shape, dtype and sharding.
-        dims: Numbers of input and of output dims of the kernel.
+    `wanted` are name of each array of the quantized kernel (of an int8 one `values` and `scale`, of an nf4 one `codes`,
+    `absmax`, and with double quantization `nested_absmax` and `offset`) -> shape, dtype and sharding; `dims` are the
+    numbers of input and of output dims of the kernel.
 
     Raises:
         CheckpointError: The tensors are stored in nf4, and cannot be taken as they are.

@@ -145,8 +145,7 @@ def write_published(
         settings: Our model group, from `settings_of`.
         params, model_state: The model's arrays, sharded in any way.
         origin: The published model that this one came from, whose family and further keys it takes over.
-        texts: What it was trained to read and write.
-        form: How the weights are written.
+        texts, form: What it was trained to read and write, and how the weights are written.
 
     Raises:
         ConfigError: The folder is not empty, no family can say the model, or an argument is out of range.
@@ -164,11 +163,13 @@ def write_published(
         held = {False: by_path(params, is_leaf=is_kernel), True: by_path(model_state)}
         config = _named_classes(_config(theirs.config, family, settings), texts.classes)
         config |= dict(torch_dtype=name, dtype=name)
-        config = {**(_without_ids(settings) if origin is None else {}), **config, **texts.ids}
+        has_vocabulary = "vocab_size" in settings and settings.get("head") is None
+        # Of the special tokens of a model that came from no published one, and that writes text, nothing is known.
+        unknown = _NO_IDS if origin is None and has_vocabulary and settings.get("causal", True) else {}
+        config = {**unknown, **config, **texts.ids}
         if linears is not None:
             tensors = _packed_tensors(tensors, held[False], linears, family.name)
-            has_head = "vocab_size" in settings and settings.get("head") is None
-            config["quantization_config"] = _quantization_of(tensors, rows, dtype=name, has_head=has_head)
+            config["quantization_config"] = _quantization_of(tensors, rows, dtype=name, has_head=has_vocabulary)
         _check_held(tensors, held)
         shards, failure = _in_files(tensors, most), None
         for file, names in shards.items():
@@ -242,8 +243,8 @@ def _named_classes(config: dict[str, Any], classes: Sequence[str] | None) -> dic
         return config
     names = [*classes, *(f"LABEL_{number}" for number in range(len(classes), len(labels)))]
     said = {key: value for key, value in config.items() if key != "problem_type"}
-    numbered = {str(number): name for number, name in enumerate(names)}
-    return said | {"id2label": numbered, "label2id": {name: number for number, name in enumerate(names)}}
+    said["id2label"] = {str(number): name for number, name in enumerate(names)}
+    return said | {"label2id": {name: number for number, name in enumerate(names)}}
 
 
 def _num_bytes(text: str) -> int:
@@ -256,19 +257,10 @@ def _num_bytes(text: str) -> int:
     return size
 
 
-def _without_ids(settings: Mapping[str, Any]) -> dict[str, None]:
-    """Null for the special tokens of a model that came from no published one, and of which nothing is known."""
-    writes_text = settings["kind"] == "encoder_decoder" or settings.get("causal", False)
-    return dict(_NO_IDS) if writes_text and settings.get("head") is None else {}
-
-
 def companions(config: Mapping[str, Any], files: Mapping[str, str | bytes], texts: Texts) -> dict[str, str | bytes]:
-    """Returns name -> contents of the small files of a folder.
+    """Returns name -> contents of the small files of a folder: those of the origin, where `texts` says nothing else.
 
-    Args:
-        config: The config.json, or the keys of it that say special tokens.
-        files: Name -> contents of the origin's; they stay as they are where `texts` says nothing else.
-        texts: What takes the place of what the files say.
+    `config` is the config.json, or the keys of it that say special tokens.
     """
     found = dict(files)
     is_own = texts.tokenizer is not None and "tokenizer.json" not in files

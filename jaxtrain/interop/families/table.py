@@ -54,8 +54,4 @@ def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def sizes_of(kind: str) -> dict[str, dict[str, Any]]:
     """Returns the published sizes of every family whose models are of a kind (transformer, resnet, ...)."""
     rows = {name: dict(size) for family in FAMILIES.values() for name, size in family.sizes.items()}
-    return {
-        name: {key: value for key, value in size.items() if key != "kind"}
-        for name, size in rows.items()
-        if size.get("kind", "transformer") == kind
-    }
+    return {name: size for name, size in rows.items() if size.pop("kind", "transformer") == kind}

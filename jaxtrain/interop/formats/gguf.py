@@ -48,13 +48,7 @@ class BlockType:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies in its file.
-
-    Attributes:
-        shape: Dimensions, the slowest first: the reverse of what the file lists.
-        kind: How its elements are stored.
-        start, num_bytes: First byte, and number of bytes, in the file.
-    """
+    """Where a tensor lies in its file, in bytes; its shape is the reverse of what the file lists, the slowest first."""
 
     shape: tuple[int, ...]
     kind: BlockType
@@ -64,13 +58,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file that is open for reading.
-
-    Attributes:
-        metadata: Key -> value, as in the file; arrays are lists.
-        tensors: Name in the file -> tensor.
-        content: The bytes of the file, uint8 [bytes], mapped and not read.
-    """
+    """A GGUF file that is open for reading: its content, uint8 [bytes], is mapped and not read."""
 
     path: Path
     metadata: Mapping[str, Any]

@@ -293,12 +293,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A GGUF file in the place of a published folder, a `Source` made by `open_gguf`; quantized tensors are float32.
-
-    Attributes:
-        file: The file.
-        stored: Published name -> how the tensor is stored.
-    """
+    """A GGUF file in the place of a published folder, by published names; quantized tensors are float32."""
 
     file: GgufFile
     config: Mapping[str, Any]

@@ -222,11 +222,7 @@ _DTYPES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPE
 
 @dataclass(frozen=True)
 class QuantizedSource(FolderSource):
-    """A published folder with quantized tensors, which reads as one of floats; made by `with_quantized`.
-
-    Attributes:
-        quantized: Name of each quantized tensor -> shape, dtype, and what was taken off its magnitudes, if quantized.
-    """
+    """A published folder that reads as one of floats: quantized name -> shape, dtype, offset of its magnitudes."""
 
     quantized: Mapping[str, tuple[Shape, np.dtype, float | None]]
 

@@ -43,12 +43,7 @@ _FLOATS = ("factor", "low_frequency_factor", "high_frequency_factor", "beta_fast
 
 
 def longrope_factor(original_length: int, max_length: int) -> float:
-    """The factor of cos and sin of a model whose longrope scaling gives none: sqrt(1 + ln(s) / ln(o)).
-
-    Args:
-        original_length: o.
-        max_length: positions of the model, s times o.
-    """
+    """The factor of cos and sin where longrope scaling gives none: sqrt(1 + ln(max / original) / ln(original))."""
     extension = max_length / original_length
     return math.sqrt(1 + math.log(extension) / math.log(original_length)) if extension > 1 else 1.0
 

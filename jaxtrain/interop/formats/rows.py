@@ -339,15 +339,11 @@ def block_rows(
 def renamed(rows: Iterable[Row], words: Mapping[str, str]) -> tuple[Row, ...]:
     """Returns the rows with further accepted names: `words` are what is written -> what older files have instead."""
 
-    def named(row: Row) -> Row:
-        if isinstance(row, Skipped):
-            return row
-        found = dict.fromkeys(all_names(row))
-        for new, old in words.items():
-            found |= dict.fromkeys(name.replace(new, old) for name in all_names(row))
-        return replace(row, names=tuple(found))
+    def names(row: Entry | Tied | Constant) -> tuple[str, ...]:
+        older = (name.replace(new, old) for new, old in words.items() for name in all_names(row))
+        return tuple(dict.fromkeys([*all_names(row), *older]))
 
-    return tuple(named(row) for row in rows)
+    return tuple(row if isinstance(row, Skipped) else replace(row, names=names(row)) for row in rows)
 
 
 def prefixed(rows: Iterable[Row], *, written: str, read: Sequence[str]) -> tuple[Row, ...]:
