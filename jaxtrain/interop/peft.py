@@ -182,12 +182,15 @@ def write_adapter(
     architecture = str((base.config.get("architectures") or family.to_published(settings)["architectures"])[0])
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     paths = _whole_paths(rows, trained, heads=_HEADS.get(task or "", ()))
-    named = paths | {row.path for row in rows if factor_transforms(row, 1) is not None}
+    entries = [row for row in rows if isinstance(row, Entry)]
+    named = paths | {row.path for row in entries if factor_transforms(row, 1) is not None}
     for nameless in sorted((trained | set(kernels)) - named):
         raise ConfigError(f"{nameless} is trained, and published files have no such parameter, or no linear layer")
     # Every process gathers; what is None elsewhere only the main one reads.
-    factors = {path: (on_main_host(leaf.lora_a, ()), on_main_host(leaf.lora_b, ())) for path, leaf in kernels.items()}
-    whole = {path: on_main_host(leaf, ()) for path, leaf in others.items() if path in paths}
+    factors: Any = {
+        path: (on_main_host(leaf.lora_a, ()), on_main_host(leaf.lora_b, ())) for path, leaf in kernels.items()
+    }
+    whole: Any = {path: on_main_host(leaf, ()) for path, leaf in others.items() if path in paths}
     said = AdapterConfig(lora.rank, lora.alpha, lora.dropout, lora.rank_stabilised, base=base_name, task_type=task)
 
     def write() -> None:

@@ -371,7 +371,9 @@ def plan_tensors(rows: tuple[Row, ...], dtypes: Mapping[str, str]) -> dict[str, 
         if isinstance(row, Constant):
             placed.append(((), row.names))
             found[row.names] = WrittenTensor(row.shape, np.dtype(row.dtype), ((row, ()),))
-        for position in positions(row) if isinstance(row, Entry) else ():
+        if not isinstance(row, Entry):
+            continue
+        for position in positions(row):
             name = names_of(row, position)[0]
             if name not in found:
                 placed.append((position, name))
@@ -408,10 +410,8 @@ def _packed_tensors(
         outputs = [rows_of_outputs(row.transform, linears[row.path]) for row in rows]
         turned = any(one is None for one in outputs) or math.prod(tensor.shape) % 2
         # What is in nf4 already is written as it is: of one kernel, with our blocks.
-        whole = (
-            len(rows) == 1 and np.array_equal(outputs[0], np.arange(tensor.shape[0])) and not tensor.shape[1] % BLOCK
-        )
-        if turned or (any(kept) and not whole):
+        is_whole = len(rows) == 1 and np.array_equal(np.asarray(outputs[0]), np.arange(tensor.shape[0]))
+        if turned or (any(kept) and (not is_whole or tensor.shape[1] % BLOCK)):
             raise ConfigError(
                 f"{name} {list(tensor.shape)} cannot be written in nf4 as transformers quantizes it (a Conv1D, an odd "
                 "number of weights; kernels in nf4 that share a tensor, or whose rows do not divide into blocks of "

@@ -46,7 +46,7 @@ class _Keys:
     def number(self, key: str, default: float | None = None) -> Any:
         """Returns a number that is the same in every layer; it is 0 only where that is the default."""
         found = self.left.pop(key, default)
-        value = found[0] if isinstance(found, list) and found == found[:1] * len(found) != [] else found
+        value: Any = found[0] if isinstance(found, list) and found == found[:1] * len(found) != [] else found
         if type(value) not in (int, float) or not 0 <= value < math.inf or (value == 0 and default != 0):
             raise self.unsupported(key, value, "one number above 0, for all layers, is read")
         return value
