@@ -17,7 +17,7 @@ import gguf  # pyright: ignore[reportMissingImports]
 import numpy as np
 import sentencepiece  # pyright: ignore[reportMissingImports]
 
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 BLOCKS = 3
 TEXTS = (
     "Training a model",
@@ -39,10 +39,8 @@ def blocks() -> dict[str, np.ndarray]:
         blocks = rng.integers(0, 256, (BLOCKS, size), dtype=np.uint8)
         # Scales of real sizes: random bytes would be infinite or too small to tell apart. One is negative.
         scales = np.array([[0.0123, 0.51], [-3.7, 0.002], [6e-8, 11.0]], np.float16).view(np.uint8)
-        if name in ("Q3_K", "Q6_K"):
+        if name == "Q6_K":
             blocks[:, -2:] = scales[:, :2]
-        elif name == "Q2_K":
-            blocks[:, -4:] = scales
         elif name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
             blocks[:, :4] = scales
         else:

@@ -8,15 +8,12 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.arguments import check_choice, refusal
+from jaxtrain.config.arguments import check_choice
 from jaxtrain.config.base import Group
-from jaxtrain.config.published import settings_in, settings_of
-from jaxtrain.errors import ConfigError
+from jaxtrain.config.published import settings_of
 from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
-from jaxtrain.interop.load import by_path, read_places
-from jaxtrain.interop.save import Origin, saved_dtypes, write_published
-from jaxtrain.interop.settings import check_same_function
-from jaxtrain.interop.weights import Places, PublishedModel, find_places, open_published
+from jaxtrain.interop.read import Places, PublishedModel, by_path, find_places, open_published, read_places
+from jaxtrain.interop.write import Form, Origin, saved_dtypes, write_published
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
@@ -89,7 +86,11 @@ class Pretrained:
         return self._read(sharded_model.abstract_params, sharded_model.abstract_model_state)
 
     def _read(self, params: Any, model_state: Any) -> tuple[Params, ModelState]:
-        return _filled(self, params, self.places.params), _filled(self, model_state, self.places.model_state)
+        def filled(tree: Any, places: Mapping[str, Any]) -> Any:
+            found = read_places(self.published, places, by_path(tree))
+            return jax.tree_util.tree_map_with_path(lambda path, leaf: found[path_name(path)], tree)
+
+        return filled(params, self.places.params), filled(model_state, self.places.model_state)
 
 
 def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None) -> Pretrained:
@@ -102,8 +103,7 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
         model: Keys of our model group that are to differ from what its config.json says ({"dropout": 0.1}).
 
     Raises:
-        ConfigError: There is no such model; its family, or a key or a value of its config.json, is not supported; or a
-            key of `model` makes another function of the weights than they were trained for.
+        ConfigError: There is no such model; its family, or a key or a value of its config.json, is not supported.
         CheckpointError: Its files are missing or damaged, or hold other tensors than its config.json says.
 
     Example:
@@ -122,7 +122,6 @@ def load_pretrained(path: str | Path, *, model: Mapping[str, Any] | None = None)
     published = open_published(path)
     config = load_config({"model": {"from": str(path), **(model or {})}}).config.model
     settings = settings_of(config)
-    check_same_function(str(path), settings, settings_in(path, published.settings))
     places = find_places(published, settings)
     return Pretrained(Path(path), config, built_of(config, settings), published, places)
 
@@ -168,35 +167,22 @@ def save_pretrained(
     if base is not None:
         check_choice(base, ("nf4",), what="save_pretrained: base", write="base='nf4'")
     opened = model if isinstance(model, Pretrained) else None
-    group = model_group(model, what="save_pretrained: model")
+    group = model_group(model)
     settings = settings_of(group)
     origin = None
     if opened is not None:
         origin = Origin(opened.published.source.config, opened.published.source.files, saved_dtypes(opened.published))
-    return write_published(
-        folder,
-        settings,
-        params,
-        {} if model_state is None else model_state,
-        origin=origin,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        nf4_linears=None if base is None else (opened.model if opened else built_of(group, settings)).linears,
-    )
+    linears = None if base is None else (opened.model if opened else built_of(group, settings)).linears
+    form = Form(dtype, max_shard_size, linears)
+    return write_published(folder, settings, params, model_state or {}, origin=origin, form=form)
 
 
-def model_group(model: "Pretrained | Group | Mapping[str, Any]", *, what: str) -> Group:
-    """Returns the model group of what `load_pretrained` gave, of itself, or of its keys.
-
-    Raises:
-        ConfigError: It is something else, which was given as `what`.
-    """
+def model_group(model: "Pretrained | Group | Mapping[str, Any]") -> Group:
+    """Returns the model group of what `load_pretrained` gave, of itself, or of its keys."""
     if isinstance(model, Pretrained):
         return model.config
     if isinstance(model, Group):
         return model
-    if not isinstance(model, Mapping) or not model:
-        raise ConfigError(refusal(what, "what load_pretrained gave, or a model group", model, "pretrained"))
     from jaxtrain.config.load import load_config
 
     return load_config({"model": model}).config.model
@@ -209,9 +195,3 @@ def built_of(group: Any, settings: Mapping[str, Any]) -> Model:
     return build_model(
         group, input_shape=(settings["max_sequence_length"],) if "max_sequence_length" in settings else pixels
     )
-
-
-def _filled(pretrained: Pretrained, tree: Any, places: Mapping[str, Any]) -> Any:
-    wanted = by_path(tree)
-    found = read_places(pretrained.published, places, wanted)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: found[path_name(path)], tree)

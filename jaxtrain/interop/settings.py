@@ -7,37 +7,28 @@ from pydantic import ValidationError
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import HeadConfig, published_from
-from jaxtrain.config.published import (
-    parse_settings,
-    published_family,
-    published_settings,
-    settings_in,
-    settings_of,
-)
+from jaxtrain.config.published import parse_settings, published_family, published_settings, settings_in, settings_of
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import FAMILIES, family_of, read_settings
-from jaxtrain.interop.formats.entries import Entry
-from jaxtrain.interop.formats.transforms import Shape
+from jaxtrain.interop.formats.rows import Entry, Shape
 
 # What a published config does not say, or what changes how outputs are computed but not what they are.
 _NOT_COMPARED = ("size", "from", "attention", "dropout")
-# A family that cannot write a model at all counts as one that cannot say so many of its keys.
-_UNWRITTEN = 2
 
 
-def unsaid(family: Family, settings: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of our model group (`settings_of`) whose values a config.json of the family cannot say."""
+def _unsaid(family: Family, settings: Mapping[str, Any]) -> list[str]:
+    """The keys of our model group (`settings_of`) whose values a config.json of the family cannot say."""
     kind = family.fixed.get("kind", "transformer")
     if settings.get("kind") != kind:
         return [f"model.kind={settings.get('kind')}"] * len(settings)
     try:
         written = {**family.to_published(settings), "model_type": family.name}
         again = settings_of(parse_settings(read_settings(written)))
-    except ConfigError as error:
-        return [str(error)] * _UNWRITTEN
-    except ValidationError as error:  # what it can say of the model does not fit together
-        return [str(error.errors()[0]["msg"])] * _UNWRITTEN
+    except (ConfigError, ValidationError) as error:  # what it can say of the model does not fit together
+        said = str(error) if isinstance(error, ConfigError) else str(error.errors()[0]["msg"])
+        # A family that cannot write a model at all counts as one that cannot say two of its keys.
+        return [said] * 2
     differing = (key for key, value in settings.items() if key not in _NOT_COMPARED and again.get(key, key) != value)
     return [f"model.{key}={settings[key]}" for key in differing]
 
@@ -53,14 +44,11 @@ def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) ->
         ConfigError: No family can say it; names the nearest, and what that one cannot.
     """
     families = list(FAMILIES.values()) if model_type is None else [family_of(model_type)]
-    problems = {}
-    for family in families:
-        problems[family.name] = unsaid(family, settings)
-        if not problems[family.name]:
-            return family
-    nearest = min(problems, key=lambda name: len(problems[name]))
-    which = "no published family has this model; the nearest," if model_type is None else "the model came from"
-    raise ConfigError(f"{which} {nearest}, which cannot say {problems[nearest][0]}")
+    nearest = min(families, key=lambda family: len(_unsaid(family, settings)))
+    if problems := _unsaid(nearest, settings):
+        which = "no published family has this model; the nearest," if model_type is None else "the model came from"
+        raise ConfigError(f"{which} {nearest.name}, which cannot say {problems[0]}")
+    return nearest
 
 
 # Kind of model whose last layer follows from `num_classes` -> patterns of that layer's parameters.
@@ -69,11 +57,7 @@ _POOLED = {"sequence", "regression", "embedding"}
 
 
 def fresh_parts(model: Group) -> list[str]:
-    """Returns patterns of paths that a published model does not give, because the config asks for another head.
-
-    Args:
-        model: The model group of a config.
-    """
+    """Returns patterns of paths that a published model does not give, because the config asks for another head."""
     path = published_from(model)
     if path is None:
         return []
@@ -103,49 +87,15 @@ def _head_shape(head: HeadConfig | None) -> dict[str, Any]:
 
 
 def fresh_notes(model: Group) -> list[str]:
-    """Returns a line for people about what is drawn although the model starts from a published one."""
+    """Returns a line about what is drawn although the model starts from a published one."""
     patterns = ", ".join(fresh_parts(model))
     return [f"{patterns} drawn anew: {published_from(model)} has another head; all else is read"] if patterns else []
 
 
-# Keys that change what every block computes of the same arrays: weights were trained for one value of each.
-_TRAINED_FOR = (
-    "norm", "norm_offset", "block", "activation", "position", "position_offset", "rotary_fraction", "embedding_scale",
-    "attention_scale", "logits_scale", "relative_max_distance",
-)  # fmt: skip
-# Two forms of one function, 5e-4 apart.
-_ALIKE = {"gelu", "gelu_exact"}
-
-
-def check_same_function(path: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raises where a key makes another function of the weights of a published model than they were trained for.
-
-    Args:
-        path: The published model.
-        ours, theirs: Every key of our model group: of the config, and of the published model.
-
-    Raises:
-        ConfigError: Names the key, its value, and that of the published model.
-    """
-    for key in _TRAINED_FOR:
-        one, other = ours.get(key), theirs.get(key)
-        if one != other and not _ALIKE.issuperset((one, other)):
-            raise ConfigError(
-                f"model.{key}={one} makes another function of the weights of {path}, which were trained with {other}; "
-                f"leave model.{key} out, or leave out model.from to draw every weight"
-            )
-
-
 def check_fits(model: Group) -> None:
-    """Raises where a key asks for other arrays than the published model has, or for another function of them.
+    """Raises a ConfigError where a key asks for other arrays than the published model has.
 
     Another head is no mistake: `fresh_parts` says what of it is drawn.
-
-    Args:
-        model: The model group of a config.
-
-    Raises:
-        ConfigError: Names the key, its value, and that of the published model.
     """
     path = published_from(model)
     if path is None:
@@ -156,7 +106,6 @@ def check_fits(model: Group) -> None:
     ours |= {key: theirs[key] for key in ("head", "num_classes") if key in theirs}
     # An output layer that a file holds beside what ties it may be asked for.
     theirs |= {"tie_embeddings": False} if ours.get("tie_embeddings") is False else {}
-    check_same_function(path, ours, theirs)
     for key in theirs:
         if key == "size" or ours.get(key) == theirs[key]:
             continue

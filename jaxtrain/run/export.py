@@ -15,10 +15,11 @@ from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, publi
 from jaxtrain.config.published import settings_of
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
+from jaxtrain.interop.formats.nf4 import QuantizedSource
 from jaxtrain.interop.peft import write_adapter
 from jaxtrain.interop.pretrained import load_pretrained
-from jaxtrain.interop.save import Origin, companions, saved_dtypes, write_published
-from jaxtrain.interop.weights import StoredParameter
+from jaxtrain.interop.read import StoredParameter
+from jaxtrain.interop.write import Form, Origin, companions, saved_dtypes, write_published
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Model, ModelState, Params
@@ -68,25 +69,23 @@ def export_run(
         raise ConfigError(f"{run_dir} has no adapters to merge; leave --merge out")
     tokenizer = None if file is None else file.read_text(encoding="utf-8")
     texts = exported_texts(info, run.tokenizer, origin, model)
+    texts = dataclasses.replace(texts, tokenizer=tokenizer, classes=run.classes)
     if has_adapters and not merge:
         if base is not None or dtype not in (None, "float32"):
             raise ConfigError("adapters are written in float32; leave --base and --dtype out, or add --merge")
+        known = origin or Origin()
         return write_adapter(
             folder,
             settings,
             run.params,
             model=model,
-            base=Origin(
-                {} if origin is None else origin.config,
-                companions(texts.ids, {} if origin is None else origin.files, tokenizer, texts),
-            ),
+            base=Origin(known.config, companions(texts.ids, known.files, texts)),
             base_name=record.get("folder"),
         )
     original = model if adapted is None else adapted.original
-    how = {"origin": origin, "dtype": dtype, "max_shard_size": max_shard_size, "tokenizer": tokenizer, "texts": texts}
-    how |= {"nf4_linears": None if base is None else original.linears, "classes": run.classes}
+    form = Form(dtype, max_shard_size, None if base is None else original.linears)
     params = _merged(run, settings) if merge else run.params
-    return write_published(folder, settings, params, run.model_state, **how)
+    return write_published(folder, settings, params, run.model_state, origin=origin, texts=texts, form=form)
 
 
 def export_folder(
@@ -104,15 +103,11 @@ def export_folder(
         {name: StoredParameter(published, place) for name, place in places.items()}
         for places in (opened.places.params, opened.places.model_state)
     ]
-    return write_published(
-        folder,
-        settings_of(opened.config),
-        *held,
-        origin=Origin(published.source.config, published.source.files, saved_dtypes(published)),
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        nf4_linears=None if base is None else opened.model.linears,
-    )
+    if base is not None and isinstance(published.source, QuantizedSource):
+        raise ConfigError(f"{path} is in nf4 already; copy it, or leave --base out to write floats")
+    origin = Origin(published.source.config, published.source.files, saved_dtypes(published))
+    form = Form(dtype, max_shard_size, None if base is None else opened.model.linears)
+    return write_published(folder, settings_of(opened.config), *held, origin=origin, form=form)
 
 
 def _settings(run: OpenedRun) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import Served, SpecialTokens
 from jaxtrain.interop.families.bert import read_sentence_head
-from jaxtrain.interop.formats.entries import Entry
 from jaxtrain.interop.formats.hub import is_published, published_place, read_published_config, tokenizer_origin
 from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
+from jaxtrain.interop.formats.rows import Entry
 from jaxtrain.interop.settings import check_fits, fresh_parts
 from jaxtrain.models.model import ModelState, Params, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel

@@ -23,9 +23,9 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.interop.families.family import label_names
 from jaxtrain.interop.formats.hub import read_published_config, tokenizer_origin
-from jaxtrain.interop.save import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes
+from jaxtrain.interop.read import open_published
 from jaxtrain.interop.settings import fresh_parts
-from jaxtrain.interop.weights import open_published
+from jaxtrain.interop.write import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes
 from jaxtrain.models.model import Model
 from jaxtrain.run.directory import TOKENIZER_FILE, file_digest, tokenizer_file
 from jaxtrain.runtime.files import write_json_atomic

@@ -25,9 +25,9 @@ from jaxtrain.config.arguments import is_store_address
 from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.formats.hub import is_published
-from jaxtrain.interop.load import read_kernel, read_places
+from jaxtrain.interop.read import read_kernel, read_places
 from jaxtrain.interop.peft import OpenedAdapter, open_adapter
-from jaxtrain.interop.weights import Place, PublishedModel, find_places, open_published
+from jaxtrain.interop.read import Place, PublishedModel, find_places, open_published
 from jaxtrain.layout.sharding import parameter_spec
 from jaxtrain.models.adapters import quantized_kernel
 from jaxtrain.models.model import ModelState, Params, parameter_shapes
@@ -221,7 +221,7 @@ def _from_published(path: str | Path, own: _Given | None, target: _Target, adapt
     params = _published_part(path, published, places.params, _original_params(target.model))
     state = _published_part(path, published, places.model_state, paths_of(target.model.abstract_model_state))
     rows = None if adapter is None else published.family.tensors(settings)
-    opened = None if rows is None else open_adapter(adapter or "", rows, base=published, places=places.params)
+    opened = None if rows is None else open_adapter(adapter or "", rows)
     return _placed(params, own or state, target, opened)
 
 

@@ -55,7 +55,7 @@ def test_an_index_leads_nowhere(tmp_path, file):
     (tmp_path / "secret.safetensors").write_bytes(b"")
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(CheckpointError, match="a shard must lie in the folder itself"):
+    with pytest.raises(CheckpointError, match="places tensors elsewhere"):
         open_folder(folder)
 
 

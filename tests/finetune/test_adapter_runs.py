@@ -217,6 +217,5 @@ def test_gpt3_with_rank_4_on_query_and_value_trains_what_the_formula_counts() ->
     gpt3 = dict(kind="transformer", num_layers=96, embed_dim=12288, num_heads=96, mlp_dim=49152, vocab_size=50257)
     big = jt.build_model(gpt3 | {"max_sequence_length": 2048}, input_shape=(2048,))
     adapted = jt.adapt(big, lora=jt.LoraConfig(rank=4, targets=("query", "value")))
-    assert adapted.adapted is not None
-    trained = [leaf.size for path, leaf in parameter_shapes(adapted).items() if adapted.adapted.trains(path)]
+    trained = [leaf.size for path, leaf in parameter_shapes(adapted).items() if path.endswith(("lora_a", "lora_b"))]
     assert sum(trained) == 18_874_368

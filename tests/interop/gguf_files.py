@@ -29,38 +29,34 @@ def value(given):
     return value(("u32", given) if isinstance(given, int) else ("f32", given))
 
 
-def gguf_bytes(metadata, tensors, *, version=3, alignment=32, entries=None, letters=b"GGUF", counts=None):
+def gguf_bytes(metadata, tensors, *, version=3, entries=None, counts=None):
     """The bytes of a file.
 
     Args:
-        metadata: Key -> value, or a list of pairs.
+        metadata: Key -> value.
         tensors: Name -> array: float32, float16, or (number of a ggml type, shape, bytes).
         entries: In place of the table of tensors: (name, shape, type, offset) each.
         counts: In place of the numbers of tensors and of keys.
     """
-    pairs = list(metadata.items()) if isinstance(metadata, dict) else metadata
     table, content = [], b""
     for name, array in tensors.items():
         if isinstance(array, tuple):
             kind, shape, data = array
         else:
-            kind, shape, data = (
-                {np.dtype(np.float32): 0, np.dtype(np.float16): 1}[array.dtype],
-                array.shape,
-                array.tobytes(),
-            )
-        content += bytes(-len(content) % alignment)
+            kind = {np.dtype(np.float32): 0, np.dtype(np.float16): 1}[array.dtype]
+            shape, data = array.shape, array.tobytes()
+        content += bytes(-len(content) % 32)
         table.append((name, shape, kind, len(content)))
         content += data
     table = table if entries is None else entries
-    num_tensors, num_keys = counts or (len(table), len(pairs))
-    out = letters + struct.pack("<IQQ", version, num_tensors, num_keys)
-    for key, given in pairs:
+    num_tensors, num_keys = counts or (len(table), len(metadata))
+    out = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys)
+    for key, given in metadata.items():
         out += string(key) + value(given)
     for name, shape, kind, offset in table:
         out += string(name) + struct.pack("<I", len(shape))
         out += b"".join(struct.pack("<Q", size) for size in reversed(shape)) + struct.pack("<IQ", kind, offset)
-    return out + bytes(-len(out) % alignment) + content
+    return out + bytes(-len(out) % 32) + content
 
 
 def q8_0(array):
@@ -79,28 +75,17 @@ ARCHITECTURES = {
     **{"qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2"},
 }
 KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "head_dim": "attention.key_length",
-    "sliding_window": "attention.sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "original_max_position_embeddings": "rope.scaling.original_context_length",
-    "n_embd": "embedding_length",
-    "n_layer": "block_count",
-    "n_head": "attention.head_count",
-    "n_positions": "context_length",
+    "vocab_size": "vocab_size", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "original_max_position_embeddings": "rope.scaling.original_context_length", "n_embd": "embedding_length",
+    "n_layer": "block_count", "n_head": "attention.head_count", "n_positions": "context_length",
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
-}
+}  # fmt: skip
 FLOATS = {"rms_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping", "final_logit_softcapping"}
 
 
@@ -139,43 +124,20 @@ def metadata_of(config):
 
 # Part of a published name -> part of the GGUF name; the first that fits.
 WORDS = (
-    ("model.embed_tokens", "token_embd"),
-    ("model.norm", "output_norm"),
-    ("lm_head", "output"),
-    ("model.layers.", "blk."),
-    ("transformer.wte", "token_embd"),
-    ("transformer.wpe", "position_embd"),
-    ("transformer.ln_f", "output_norm"),
-    ("transformer.h.", "blk."),
-    ("input_layernorm", "attn_norm"),
-    ("self_attn.q_proj", "attn_q"),
-    ("self_attn.k_proj", "attn_k"),
-    ("self_attn.v_proj", "attn_v"),
-    ("self_attn.o_proj", "attn_output"),
-    ("self_attn.qkv_proj", "attn_qkv"),
-    ("self_attn.q_norm", "attn_q_norm"),
-    ("self_attn.k_norm", "attn_k_norm"),
-    ("pre_feedforward_layernorm", "ffn_norm"),
-    ("post_feedforward_layernorm", "post_ffw_norm"),
-    ("mlp.gate_up_proj", "ffn_up"),
-    ("mlp.gate_proj", "ffn_gate"),
-    ("mlp.up_proj", "ffn_up"),
-    ("mlp.down_proj", "ffn_down"),
-    ("block_sparse_moe.gate", "ffn_gate_inp"),
-    ("mlp.gate.", "ffn_gate_inp."),
-    ("block_sparse_moe.experts.w1", "ffn_gate_exps"),
-    ("block_sparse_moe.experts.w3", "ffn_up_exps"),
-    ("block_sparse_moe.experts.w2", "ffn_down_exps"),
-    ("mlp.experts.gate_proj", "ffn_gate_exps"),
-    ("mlp.experts.up_proj", "ffn_up_exps"),
-    ("mlp.experts.down_proj", "ffn_down_exps"),
-    ("ln_1", "attn_norm"),
-    ("ln_2", "ffn_norm"),
-    ("attn.c_attn", "attn_qkv"),
-    ("attn.c_proj", "attn_output"),
-    ("mlp.c_fc", "ffn_up"),
-    ("mlp.c_proj", "ffn_down"),
-)
+    ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output"),
+    ("model.layers.", "blk."), ("transformer.wte", "token_embd"), ("transformer.wpe", "position_embd"),
+    ("transformer.ln_f", "output_norm"), ("transformer.h.", "blk."), ("input_layernorm", "attn_norm"),
+    ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"), ("self_attn.qkv_proj", "attn_qkv"), ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"), ("pre_feedforward_layernorm", "ffn_norm"),
+    ("post_feedforward_layernorm", "post_ffw_norm"), ("mlp.gate_up_proj", "ffn_up"), ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down"), ("block_sparse_moe.gate", "ffn_gate_inp"),
+    ("mlp.gate.", "ffn_gate_inp."), ("block_sparse_moe.experts.w1", "ffn_gate_exps"),
+    ("block_sparse_moe.experts.w3", "ffn_up_exps"), ("block_sparse_moe.experts.w2", "ffn_down_exps"),
+    ("mlp.experts.gate_proj", "ffn_gate_exps"), ("mlp.experts.up_proj", "ffn_up_exps"),
+    ("mlp.experts.down_proj", "ffn_down_exps"), ("ln_1", "attn_norm"), ("ln_2", "ffn_norm"),
+    ("attn.c_attn", "attn_qkv"), ("attn.c_proj", "attn_output"), ("mlp.c_fc", "ffn_up"), ("mlp.c_proj", "ffn_down"),
+)  # fmt: skip
 
 
 def tensors_of(config, tensors):

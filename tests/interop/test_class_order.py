@@ -12,7 +12,7 @@ import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.config.published import settings_of
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.save import Origin, saved_dtypes, write_published
+from jaxtrain.interop.write import Origin, Texts, saved_dtypes, write_published
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.published import check_class_order
 from jaxtrain.run.run import run_config
@@ -30,17 +30,9 @@ def folder_of(folder, names=NAMES):
     return folder
 
 
-def config_of(folder, **model):
-    return load_config({"model": {"from": str(folder), **model}, "data": {"kind": "digits"}}).config
-
-
-@pytest.mark.parametrize("classes", [NAMES, ("0", "1", "2"), ("a", "b", "c")])
-def test_names_that_do_not_contradict(tmp_path, classes):
-    check_class_order(config_of(folder_of(tmp_path / "model")), classes)
-
-
 def test_another_order_is_refused_before_anything_is_made(tmp_path):
     folder = folder_of(tmp_path / "model")
+    check_class_order(load_config({"model": {"from": str(folder)}, "data": {"kind": "digits"}}).config, ("a", "b", "c"))
     for name in NAMES:
         (tmp_path / "images" / name).mkdir(parents=True)
         for number in range(4):
@@ -73,7 +65,8 @@ def test_classes_are_those_that_were_trained(classes, wanted, tmp_path):
     start = jt.load_pretrained(ORIGIN)
     origin = Origin({**start.published.source.config, **OLD}, {}, saved_dtypes(start.published))
     settings = settings_of(start.config)
-    write_published(tmp_path / "out", settings, start.params, start.model_state, origin=origin, classes=classes)
+    texts = Texts(classes=classes)
+    write_published(tmp_path / "out", settings, start.params, start.model_state, origin=origin, texts=texts)
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["id2label"] == {str(number): name for number, name in enumerate(wanted)}
     assert classes is None or said["label2id"] == {name: number for number, name in enumerate(wanted)}

@@ -1,5 +1,6 @@
 """Exported folders say how the model chats and where its texts end, as the run that was exported does."""
 
+import dataclasses
 import datetime
 import json
 
@@ -12,7 +13,7 @@ from jaxtrain.config.published import settings_of
 from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.inference.chat import answer_ends
-from jaxtrain.interop.save import Origin, Texts, companions, write_published
+from jaxtrain.interop.write import Origin, Texts, companions, write_published
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.open_model import open_served
 from jaxtrain.run.published import exported_texts
@@ -46,7 +47,6 @@ FOUND = {
     "chats": (reading(), None, BUILT_IN["chatml"], NAMED, ALL),
     "as the published model": (reading(), origin(), None, {}, {}),
     "another template": (reading("plain"), origin(), BUILT_IN["plain"], {}, {}),
-    "another stop token": (reading(stop=(0,)), origin(), None, {}, {"eos_token_id": 0}),
 }
 
 
@@ -59,24 +59,23 @@ def test_what_the_folder_says_is_what_the_run_was_trained_with(name):
 @pytest.mark.parametrize("file", [False, True], ids=["in tokenizer_config.json", "a file of its own"])
 def test_a_template_takes_the_place_of_that_of_the_published_model(file):
     given = origin(file=file, generation={"eos_token_id": 258, "top_p": 0.9})
-    found = companions(
-        given.config, given.files, None, Texts("new", {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0})
-    )
+    texts = Texts("new", {"eos_token": "<|endoftext|>"}, {"eos_token_id": 0})
+    found = companions(given.config, given.files, texts)
     settings = json.loads(found["tokenizer_config.json"])
     assert {**settings, "chat_template": "new"} == {**NAMED, "eos_token": "<|endoftext|>", "chat_template": "new"}
     assert (found.get("chat_template.jinja"), settings.get("chat_template")) == (
         ("new", None) if file else (None, "new")
     )
     assert json.loads(found["generation_config.json"]) == {"eos_token_id": 0, "top_p": 0.9}
-    assert companions(given.config, given.files, None, Texts()) == given.files
+    assert companions(given.config, given.files, Texts()) == given.files
 
 
 def test_every_family_says_where_a_text_ends(tmp_path):
     family = {"position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}  # of GPT-2
     model = jt.load_config({"model": {**GROUP, **family}}).config.model
     params, _ = jax.jit(jt.build_model(model, input_shape=(8,)).init)(jax.random.key(0))
-    texts = exported_texts({}, BPE, None, MODEL)
-    write_published(tmp_path / "out", settings_of(model), params, {}, tokenizer=BPE.to_json(), texts=texts)
+    texts = dataclasses.replace(exported_texts({}, BPE, None, MODEL), tokenizer=BPE.to_json())
+    write_published(tmp_path / "out", settings_of(model), params, {}, texts=texts)
     said = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
     config = said["config.json"]
     keys = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id")

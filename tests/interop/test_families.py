@@ -5,7 +5,6 @@ scripts/published_fixtures/fixture.py). One row a fixture; a family is added wit
 """
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from jaxtrain.config.published import settings_of
 from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.interop.formats.safetensors import open_folder
-from jaxtrain.interop.load import by_path
-from jaxtrain.interop.tensors import floats_of, gathered, plan_tensors
+from jaxtrain.interop.read import by_path
+from jaxtrain.interop.write import floats_of, gathered, plan_tensors
 
 PUBLISHED = Path(__file__).parent / "published"
 # float32 here and there; sums of a few dozen products in another order.
@@ -29,39 +28,27 @@ TOLERANCE = 1e-4
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the table says of a fixture.
-
-    Attributes:
-        inputs: entries of expected.npz that are inputs -> how our model calls them; one entry: an array alone.
-    """
-
-    inputs: tuple[tuple[str, str], ...] = (("tokens", "tokens"),)
-
-
+# Entries of expected.npz that are inputs -> how our model calls them; one entry: an array alone.
+PLAIN = (("tokens", "tokens"),)
 TO_TEXT = (("tokens", "tokens"), ("attention_mask", "segments"), ("decoder_tokens", "decoder_tokens"))
 ENCODER = (("tokens", "tokens"), ("attention_mask", "segments"), ("token_type_ids", "token_types"))
 IMAGES = (("pixel_values", "images"),)
 ROWS = {
-    "llama": Row(),
-    "llama31": Row(),
-    "smollm2": Row(),
-    "starcoder2": Row(),
-    **{name: Row() for name in ("mistral", "mixtral", "qwen2", "qwen2_window", "qwen2_yarn", "qwen3", "qwen3_moe")},
-    **{name: Row() for name in ("gemma2", "gemma3_text", "phi3", "phi3_longrope", "gpt2", "gpt_neox")},
-    **{name: Row(ENCODER) for name in ("bert_mlm", "bert_sequence", "bert_token")},
-    **{name: Row(ENCODER) for name in ("roberta_mlm", "roberta_sequence")},
-    **{name: Row(IMAGES) for name in ("vit_classification", "resnet_basic", "resnet_bottleneck")},
-    **{name: Row(ENCODER) for name in ("distilbert_mlm", "distilbert_sequence", "llama_sequence")},
-    **{name: Row(TO_TEXT) for name in ("t5", "t5_v11")},
+    **dict.fromkeys(
+        ("llama", "llama31", "smollm2", "starcoder2", "mistral", "mixtral", "qwen2", "qwen2_window"), PLAIN
+    ),
+    **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
+    **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window"), PLAIN),
+    **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
+    **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
+    **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
+    **dict.fromkeys(("t5", "t5_v11"), TO_TEXT),
 }
-# Plain pytest proves the machinery with one family.
-PLAIN = ("llama",)
 
 
 def rows(names):
-    return [name if name in PLAIN else pytest.param(name, marks=pytest.mark.long) for name in names]
+    """Plain pytest proves the machinery with one family."""
+    return [name if name == "llama" else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @cache
@@ -76,9 +63,9 @@ def expected(name):
 
 def inputs_of(name):
     arrays, row = expected(name), ROWS[name]
-    if row.inputs == IMAGES:
+    if row == IMAGES:
         return jnp.asarray(arrays["pixel_values"].transpose(0, 2, 3, 1))  # [B, C, H, W] there
-    given = {ours: jnp.asarray(arrays[theirs], jnp.int32) for theirs, ours in row.inputs if theirs in arrays}
+    given = {ours: jnp.asarray(arrays[theirs], jnp.int32) for theirs, ours in row if theirs in arrays}
     return given["tokens"] if len(given) == 1 else given
 
 

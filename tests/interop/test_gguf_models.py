@@ -22,13 +22,12 @@ NAMES = (
 )
 
 
-def convert(name, folder, *, metadata=(), without=(), tensors=()):
-    """The GGUF file of a published folder, with keys changed, left out, and tensors added."""
+def convert(name, folder, *, metadata=(), tensors=()):
+    """The GGUF file of a published folder, with keys changed and tensors added."""
     source = open_folder(PUBLISHED / name)
-    keys = metadata_of(source.config) | dict(metadata)
     arrays = tensors_of(source.config, {one: np.array(source.read(one)) for one in source.tensors}) | dict(tensors)
     path = folder / f"{name}.gguf"
-    path.write_bytes(gguf_bytes({key: one for key, one in keys.items() if key not in without}, arrays))
+    path.write_bytes(gguf_bytes(metadata_of(source.config) | dict(metadata), arrays))
     return path
 
 
@@ -49,25 +48,8 @@ def test_tensors_and_keys_are_the_published_ones(name, tmp_path):
         np.testing.assert_allclose(found.read(tensor), whole, rtol=0, atol=tolerance, err_msg=tensor)
 
 
-def test_quantized_rows_are_put_back_in_order(tmp_path):
-    """The rows of a quantized projection move as whole rows of blocks."""
-    weight = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
-    stored, values = q8_0(weight)
-    config = json.loads((PUBLISHED / "llama" / "config.json").read_text())
-    wide = {"llama.embedding_length": 32}
-    path = convert("llama", tmp_path, metadata=wide, tensors={"blk.0.attn_q.weight": stored})
-    heads = config["num_attention_heads"]
-    expected = values.reshape(heads, -1, 2, 32).swapaxes(1, 2).reshape(32, 32)
-    source = open_gguf(path)
-    np.testing.assert_array_equal(source.read("model.layers.0.self_attn.q_proj.weight"), expected)
-
-
 WRONG = {
-    "an architecture": (
-        dict(metadata={"general.architecture": "mamba"}),
-        ConfigError,
-        "architecture: mamba; the known",
-    ),
+    "an architecture": (dict(metadata={"general.architecture": "mamba"}), ConfigError, "mamba; the known"),
     "a part": (dict(metadata={"split.count": 3}), ConfigError, "is a part of a model; merge the parts with"),
     "layers that differ": (
         dict(metadata={"llama.attention.head_count_kv": [1, 2]}),
@@ -132,10 +114,8 @@ def test_metadata_and_tensors_are_read(tmp_path, version):
         np.testing.assert_array_equal(found, array)
 
 
-@pytest.mark.parametrize("stored", ["F32", "Q8_0"])
-def test_an_expert_is_read_alone(tmp_path, stored):
-    array = np.random.default_rng(0).normal(size=(2, 6, 96)).astype(np.float32)
-    tensor, expected = q8_0(array) if stored == "Q8_0" else (array, array)
+def test_an_expert_of_blocks_is_read_alone(tmp_path):
+    tensor, expected = q8_0(np.random.default_rng(0).normal(size=(2, 6, 96)).astype(np.float32))
     path = tmp_path / "a.gguf"
     path.write_bytes(gguf_bytes({}, {"w": tensor}))
     np.testing.assert_array_equal(read_tensor(read_gguf(path), "w", 1), expected[1])
@@ -151,10 +131,7 @@ def changed(given, old, new):
 
 WRONG_FILES = {
     "another format": (b"{}" * 20, "GGUF of the versions 2 and 3, little-endian, is read"),
-    "version 1": (gguf_bytes({}, {}, version=1), "versions 2 and 3"),
-    "too many tensors": (gguf_bytes({}, {}, counts=(2**40, 0)), "go past the end"),
     "a string past the end": (changed("v", string("v"), b"\0\0\1\0\0\0\0\0v"), "65536 bytes at byte"),
-    "a string that is not text": (changed("vv", b"vv", b"\xff\xfe"), "is damaged, or no GGUF file"),
     "a type that is not read": (entry(kind=16), "the tensor a is stored in ggml's type 16; the types read are F32"),
     "half a block": (entry(kind=8), "the tensor a Q8_0[3, 4] does not lie in the file as whole blocks"),
     "a huge shape": (entry(shape=(2**62, 2**62)), "does not lie in the file"),

@@ -35,19 +35,10 @@ def folder_of(folder, *, name="llama", cast=lambda name, array: array, without=(
     return folder
 
 
-UNREADABLE = {
-    "a text as width": ("gemma2", "hidden_size", "abc"),
-    "a number as architectures": ("llama", "architectures", 3),
-    "zero heads": ("phi3", "num_attention_heads", 0),
-}
-
-
-@pytest.mark.parametrize(("name", "key", "value"), UNREADABLE.values(), ids=UNREADABLE)
-def test_values_of_another_kind_are_named(name, key, value):
-    config = json.loads((PUBLISHED / name / "config.json").read_text())
-    with pytest.raises(ConfigError, match=f"the family {name} cannot read") as caught:
-        settings_in("m", read_settings({**config, key: value}))
-    assert "\n" not in str(caught.value)
+def test_values_of_another_kind_are_named():
+    config = json.loads((PUBLISHED / "gemma2" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"^[^\n]*the family gemma2 cannot read[^\n]*$"):
+        settings_in("m", read_settings({**config, "hidden_size": "abc"}))
 
 
 def _norms_apart(name, array):
@@ -62,24 +53,17 @@ DTYPES = {
 
 @pytest.mark.parametrize(("cast", "more"), DTYPES.values(), ids=DTYPES)
 def test_tensors_come_out_in_the_dtypes_they_had(cast, more, tmp_path):
-    pretrained = jt.load_pretrained(folder_of(tmp_path / "in", cast=cast, **more))
+    source = folder_of(tmp_path / "in", cast=cast, **more)
+    (source / "tokenizer.model").write_bytes(b"\x00\xff")
+    pretrained = jt.load_pretrained(source)
     jt.save_pretrained(tmp_path / "out", pretrained.params, model=pretrained)
     before, after = open_folder(tmp_path / "in"), open_folder(tmp_path / "out")
     assert after.tensors == before.tensors
     for name in before.tensors:
         assert after.read(name).tobytes() == before.read(name).tobytes(), name
+    assert before.files.items() <= after.files.items()
     most = before.tensors["model.embed_tokens.weight"][1].name
     assert after.config["dtype"] == after.config["torch_dtype"] == most
-
-
-def test_tokenizer_files_keep_their_bytes(tmp_path):
-    source = folder_of(tmp_path / "in")
-    files = {"tokenizer.model": b"\x00\xff", "spiece.model": b"\xff", "vocab.txt": b"\xfe\n", "merges.txt": b"a b\r\n"}
-    for name, content in files.items():
-        (source / name).write_bytes(content)
-    pretrained = jt.load_pretrained(source)
-    jt.save_pretrained(tmp_path / "out", pretrained.params, model=pretrained)
-    assert {name: (tmp_path / "out" / name).read_bytes() for name in files} == files
 
 
 def test_no_form_of_a_key_contradicts_the_model(tmp_path):
@@ -91,22 +75,12 @@ def test_no_form_of_a_key_contradicts_the_model(tmp_path):
     assert jt.load_pretrained(tmp_path / "out").config.model_dump()["rope_scaling"] is None
 
 
-OVERRIDDEN = {
-    "layers": ({"num_layers": 1}, "num_layers=1"),
-    "output layer": ({"tie_embeddings": True}, "tie_embeddings=True"),
-}
-
-
-@pytest.mark.parametrize(("keys", "said"), OVERRIDDEN.values(), ids=OVERRIDDEN)
-def test_other_arrays_are_refused_before_anything_is_compiled(keys, said):
+def test_other_arrays_are_refused_before_anything_is_compiled():
     path = str(PUBLISHED / "llama")
-    with pytest.raises(ConfigError, match=rf"model\.{said} asks for other arrays"):
-        check_fits(load_config({"model": {"from": path, **keys}}).config.model)
-
-
-def test_keys_without_arrays_may_differ():
+    with pytest.raises(ConfigError, match=r"model\.num_layers=1 asks for other arrays"):
+        check_fits(load_config({"model": {"from": path, "num_layers": 1}}).config.model)
     keys = {"dropout": 0.1, "max_sequence_length": 32, "rope_theta": 5.0}
-    check_fits(load_config({"model": {"from": str(PUBLISHED / "llama"), **keys}}).config.model)
+    check_fits(load_config({"model": {"from": path, **keys}}).config.model)
 
 
 @pytest.mark.long
@@ -136,13 +110,10 @@ def longrope(**keys):
     return jt.load_config({"model": {"kind": "transformer", "from": str(PHI3), **keys}}).config.model
 
 
-def test_another_length_of_the_run_does_not_change_the_factor_of_longrope():
+def test_the_factor_of_longrope_outlives_another_length_and_is_written_where_the_lengths_do_not_say_it():
     for length in (64, 16, 128):
         model = longrope(max_sequence_length=length)
         assert rotary_factor(model.rope_scaling, max_length=model.max_sequence_length) == FACTOR
-
-
-def test_it_is_written_where_the_lengths_do_not_say_it():
     family = family_of("phi3")
     same = family.to_published(settings_of(longrope()))
     assert "attention_factor" not in same["rope_scaling"] | same["rope_parameters"]

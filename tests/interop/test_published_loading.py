@@ -1,20 +1,16 @@
 """Published weights reach every layout, each slice is read once, and the doors (config, commands) open."""
 
 import dataclasses
-import json
-import tracemalloc
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.interop import load
 from jaxtrain.interop.formats.safetensors import open_folder
-from jaxtrain.interop.load import by_path, copy_into, read_places
+from jaxtrain.interop.read import by_path, copy_into, read_places
 
 LLAMA = Path(__file__).parent / "published" / "llama"
 WANTED = dict(np.load(LLAMA / "expected.npz"))
@@ -55,30 +51,8 @@ def test_weights_on_a_mesh():
     np.testing.assert_allclose(logits, WANTED["logits"], rtol=0, atol=1e-4 * np.ptp(WANTED["logits"]))
 
 
-@pytest.mark.long
-def test_memory_is_one_share_and_the_largest_tensor(tmp_path):
-    group = {"kind": "transformer", "num_layers": 4, "embed_dim": 128, "num_heads": 4, "vocab_size": 2048}
-    model = jt.build_model(group, input_shape=(8,))
-    jt.save_pretrained(tmp_path / "x", jax.jit(model.init)(jax.random.key(0))[0], model=group, dtype="bfloat16")
-    pretrained = jt.load_pretrained(tmp_path / "x")
-    sharded = jt.shard_model(pretrained.model, mesh=jt.make_mesh(fsdp=8))
-    share = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sharded.abstract_params))
-    largest = max(int(np.prod(shape)) * dtype.itemsize for shape, dtype in pretrained.published.source.tensors.values())
-    tracemalloc.start()
-    params = pretrained.read(sharded)[0]
-    jax.block_until_ready(params)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    # The emulated devices belong to one process, whose share is the model. NumPy's buffers are traced; those that
-    # become a device's own without a copy are the share itself.
-    assert peak <= 1.3 * share + largest
-
-
 @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
-@pytest.mark.parametrize("has_cpu", [True, False], ids=["by jax", "by NumPy"])
-def test_transposed_views_are_copied_number_for_number(order, has_cpu, monkeypatch):
-    if not has_cpu:  # as with JAX_PLATFORMS=cuda
-        monkeypatch.setattr(load, "_cpu_device", lambda: None)
+def test_transposed_views_are_copied_number_for_number(order):
     theirs = np.random.default_rng(0).normal(size=(37, 70, 41)).astype(np.float32)
     part = theirs.transpose(order)
     for dtype in (np.float32, jnp.bfloat16):
@@ -107,24 +81,6 @@ def test_the_folder_gives_the_keys_and_what_is_set_after_it_wins():
     assert any("model.embed_dim" in note and "gave way to model.from" in note for note in other.notes)
 
 
-def test_a_tokenizer_of_the_folder_is_the_default(tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(LLAMA / name)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    found = jt.load_config("quickstart", overrides=[f"model.from={tmp_path}"]).config.data.tokenizer
-    assert (found.kind, found.path) == ("file", str(tmp_path / "tokenizer.json"))
-    own = ["data.tokenizer.kind=byte"]
-    assert jt.load_config("quickstart", overrides=[f"model.from={tmp_path}", *own]).config.data.tokenizer.kind == "byte"
-
-
-def test_a_step_starts_from_a_folder():
-    pretrained = jt.load_pretrained(LLAMA)
-    mesh = jt.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    step = jt.make_train_step(pretrained.model, jt.language_modeling(), optax.sgd(0.1), mesh=mesh)
-    state = step.init(0, params=LLAMA)
-    jax.tree.map(np.testing.assert_array_equal, state.params, pretrained.params)
-
-
 @pytest.mark.long
 def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -133,7 +89,6 @@ def test_train_import_export_and_back(cli, tmp_path, monkeypatch):
         (tmp_path / "folder" / name).write_bytes((LLAMA / name).read_bytes())
     answer = cli("import", "folder", "-o", "run")
     assert (answer.code, answer.out) == (0, "run\n"), answer.err
-    assert json.loads(Path("run/run.json").read_text())["published"]["folder"] == str(tmp_path / "folder")
     # Neither the run nor its export needs the folder.
     (tmp_path / "folder").rename(tmp_path / "elsewhere")
     assert cli("export", "run", "-o", "out", "--max-shard-size", "8KB").code == 0

@@ -48,13 +48,7 @@ def test_the_tokenizer_gives_the_published_ids(expected):
     assert tokenizer.encode("in 2024").tokens == ["in", "Ġ", "2", "0", "2", "4"]
 
 
-LAYOUTS = {
-    "one device": {"data": 1},
-    "tensor=3": {"data": 1, "tensor": 3},
-}
-
-
-@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 1, "tensor": 3}], ids=str)
 def test_logits_and_answer_are_those_of_transformers(sizes, pretrained, expected):
     mesh = jt.make_mesh(**sizes, devices=jax.devices()[: max(sizes.values())])
     sharded = jt.shard_model(pretrained.model, mesh=mesh)

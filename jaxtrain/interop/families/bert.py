@@ -9,12 +9,38 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
-from jaxtrain.interop.families.keys import HEAD_KEYS, Key, fixed, ignored, mapped, own
-from jaxtrain.interop.families.llama import head_kind
-from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed, prefixed, renamed
+from jaxtrain.interop.families.family import (
+    HEAD_KEYS,
+    Family,
+    Key,
+    fixed,
+    head_kind,
+    ignored,
+    mapped,
+    own,
+    read_architecture,
+    read_labels,
+    read_text_head,
+    size,
+    write_labels,
+)
 from jaxtrain.interop.formats.hub import read_json
-from jaxtrain.interop.formats.transforms import copy, linear
+from jaxtrain.interop.formats.rows import (
+    Entry,
+    Row,
+    Skipped,
+    Tied,
+    biased,
+    block_rows,
+    copy,
+    dims,
+    in_layers,
+    linear,
+    normed,
+    output_row,
+    prefixed,
+    renamed,
+)
 
 _FIXED = dict(position="learned", norm="layernorm", block="post", embedding_norm=True, bias=True, causal=False)
 _MASKED = dict(
@@ -22,14 +48,9 @@ _MASKED = dict(
     head=dict(kind="masked_language_model", hidden="gelu_exact"),
 )  # fmt: skip
 _BERT = _FIXED | _MASKED | dict(vocab_size=30522, max_sequence_length=512, token_types=2, norm_epsilon=1e-12)
-_ROBERTA = (
-    _FIXED
-    | _MASKED
-    | dict(vocab_size=50265, max_sequence_length=512, position_offset=2, token_types=1, norm_epsilon=1e-5)
-)
+_ROBERTA = _BERT | dict(vocab_size=50265, position_offset=2, token_types=1, norm_epsilon=1e-5)
 # The code that reads DistilBERT has the epsilon written into it; config.json does not say it.
 _DISTIL_FIXED = _FIXED | dict(norm_epsilon=1e-12)
-_BASE, _LARGE = dict(num_layers=12, embed_dim=768, num_heads=12), dict(num_layers=24, embed_dim=1024, num_heads=16)
 _SENTENCE = dict(head=dict(kind="embedding", pooling="mean", normalize=True))
 # "gelu" means the error function here.
 _ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
@@ -53,7 +74,7 @@ def _keys(vocabulary: int) -> tuple[Key, ...]:
         mapped("intermediate_size", "mlp_dim", 3072),
         mapped("hidden_act", "activation", "gelu", _ACTIVATIONS),
         mapped("hidden_dropout_prob", "dropout", 0.1),
-        mapped("type_vocab_size", "token_types", 2),
+        Key("type_vocab_size", 2, "token_types", allowed=(1, 2, 3, 4)),
         mapped("layer_norm_eps", "norm_epsilon", 1e-12),
         mapped("tie_word_embeddings", "tie_embeddings", True),
         own("classifier_dropout"),
@@ -64,56 +85,49 @@ def _keys(vocabulary: int) -> tuple[Key, ...]:
 
 
 def _read_head(
-    file: Mapping[str, Any], prefix: str, *, masked: object, text: str, pooled: str | None, dropout: float
+    file: Mapping[str, Any], prefix: str, *, masked: object, dropout: float, text: str = "tanh", pooled: Any = "tanh"
 ) -> dict[str, Any]:
-    """Returns our head."""
+    """Our head; `masked`, `text` and `pooled` are the activations of the layer before the last of its three kinds."""
     found = read_architecture(file, *(prefix + suffix for suffix in reversed(_KINDS)))
     kind = _KINDS[found.removeprefix(prefix)]
     if kind == "masked_language_model":
         return dict(kind=kind, hidden=masked)
     if kind == "embedding":
         return dict(kind=kind, pooling="first", hidden=pooled)
-    labels = read_labels(file)
     if kind == "token":
-        return dict(kind=kind, num_labels=labels, dropout=dropout)
-    kind = "regression" if file["problem_type"] == "regression" or labels == 1 else kind
-    return dict(kind=kind, num_labels=labels, pooling="first", hidden=text, dropout=dropout)
+        return dict(kind=kind, num_labels=read_labels(file), dropout=dropout)
+    return read_text_head(file, pooling="first", hidden=text, dropout=dropout)
 
 
 def _write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Returns the keys that say which head a model has, and the dropout before it, where it differs from the others."""
+    """The keys that say which head a model has, and the dropout before it, where it differs from the others."""
     kind = head_kind(model)
     written = "sequence" if kind == "regression" else kind
-    suffix = next((suffix for suffix, known in _KINDS.items() if known == written), None)
-    if suffix is None:
-        raise ConfigError(f"model.head.kind is {kind}, but this family knows only {', '.join(_KINDS.values())}")
+    # Another head reads back as this one, and is refused by its key.
+    suffix = next((suffix for suffix, known in _KINDS.items() if known == written), "Model")
     said: dict[str, Any] = dict(architectures=[prefix + suffix])
-    if kind not in ("sequence", "token", "regression"):
+    if written not in ("sequence", "token"):
         return said
-    said |= labels_of(model["head"]["num_labels"]) | (dict(problem_type="regression") if kind == "regression" else {})
+    said |= write_labels(model)
     rate = model["head"]["dropout"]
     return said if rate == model["dropout"] or prefix == "DistilBert" else said | dict(classifier_dropout=rate)
 
 
-def _label_dropout(ours: Mapping[str, Any], file: Mapping[str, Any]) -> float:
-    """Returns the rate before the layer that classifies."""
-    if not ours["token_types"]:
-        raise ConfigError("config.json has type_vocab_size: 0, without which this family has no models; 1 would work")
+def _label_dropout(file: Mapping[str, Any]) -> float:
+    """The rate before the layer that classifies."""
     rate = file["classifier_dropout"]
     return file["hidden_dropout_prob"] if rate is None else rate
 
 
 def _read_bert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    rate = _label_dropout(ours, file)
-    return dict(head=_read_head(file, "Bert", masked=ours["activation"], text="tanh", pooled="tanh", dropout=rate))
+    return dict(head=_read_head(file, "Bert", masked=ours["activation"], dropout=_label_dropout(file)))
 
 
 def _read_roberta(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    rate = _label_dropout(ours, file)
     # Positions are counted from the id of padding on, which has the row of its own id.
     offset = file["pad_token_id"] + 1
     # The head of the masked language model has its own activation, whatever hidden_act is.
-    head = _read_head(file, "Roberta", masked="gelu_exact", text="tanh", pooled="tanh", dropout=rate)
+    head = _read_head(file, "Roberta", masked="gelu_exact", dropout=_label_dropout(file))
     return dict(position_offset=offset, max_sequence_length=file["max_position_embeddings"] - offset, head=head)
 
 
@@ -121,10 +135,6 @@ def _read_distilbert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[s
     rate = file["seq_classif_dropout"]
     head = _read_head(file, "DistilBert", masked=ours["activation"], text="relu", pooled=None, dropout=rate)
     return dict(token_types=0, head=head | (dict(dropout=file["dropout"]) if head["kind"] == "token" else {}))
-
-
-def _write_bert(model: Mapping[str, Any]) -> dict[str, Any]:
-    return _write_head(model, "Bert")
 
 
 def _write_roberta(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +149,7 @@ def _write_distilbert(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _embeddings(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, V, P, T = (int(model[key]) for key in ("embed_dim", "vocab_size", "max_sequence_length", "token_types"))
+    (D, V, P), T = dims(model, "DVP"), int(model["token_types"])
     return (
         Entry("embedding", "embeddings.word_embeddings.weight", copy(V, D)),
         Entry("positions", "embeddings.position_embeddings.weight", copy(P + int(model["position_offset"]), D)),
@@ -163,23 +173,9 @@ _DISTIL_BLOCK = {
 }  # fmt: skip
 
 
-def _blocks(model: Mapping[str, Any], names: Mapping[str, str], prefix: str) -> tuple[Row, ...]:
-    D, H, K, F, L = (int(model[key]) for key in ("embed_dim", "num_heads", "head_dim", "mlp_dim", "num_layers"))
-    heads = {"attention/output": linear((H, K), (D,)), "mlp/up": linear((D,), (F,)), "mlp/down": linear((F,), (D,))}
-    rows: list[Entry] = []
-    for ours, theirs in names.items():
-        if ours.endswith("norm"):
-            rows += normed(f"blocks/{ours}", theirs, D)
-        elif ours in heads:
-            rows += biased(f"blocks/{ours}", theirs, heads[ours], (F if ours == "mlp/up" else D,))
-        else:
-            rows += biased(f"blocks/{ours}", theirs, linear((D,), (H, K)), (H, K))
-    return in_layers(rows, prefix, L)
-
-
 def _square(model: Mapping[str, Any], path: str, name: str) -> list[Entry]:
     """The rows of a square layer of the head."""
-    D = int(model["embed_dim"])
+    (D,) = dims(model, "D")
     return biased(path, name, linear((D,), (D,)), (D,))
 
 
@@ -192,16 +188,14 @@ def _pooler(model: Mapping[str, Any]) -> list[Entry] | list[Skipped]:
 
 def _masked_head(model: Mapping[str, Any], names: tuple[str, ...], repeated_bias: str | None = None) -> list[Row]:
     """The head of a masked language model: names of its square layer, norm, bias and output layer."""
-    D, V = (int(model[key]) for key in ("embed_dim", "vocab_size"))
+    D, V = dims(model, "DV")
     dense, norm, bias, output = names
     return [
         *_square(model, "head/dense", dense),
         *normed("head/norm", norm, D),
         Entry("head/bias", bias, copy(V)),
         *([Tied(repeated_bias, "head/bias", copy(V))] if repeated_bias else []),
-        Tied(output, "embedding", copy(V, D))
-        if model["tie_embeddings"]
-        else Entry("output", output, linear((D,), (V,))),
+        output_row(model, output),
     ]
 
 
@@ -214,7 +208,8 @@ def _labels(model: Mapping[str, Any], name: str) -> list[Entry]:
 
 
 def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    kind, blocks = head_kind(model), _blocks(model, _BLOCK, "encoder.layer.{layer}.")
+    kind = head_kind(model)
+    blocks = in_layers(block_rows(model, _BLOCK, beside=True), "encoder.layer.{layer}.", model["num_layers"])
     encoder = (*_embeddings(model), *blocks, *_pooler(model))
     rows = [
         *prefixed(encoder, written="" if kind == "embedding" else "bert.", read=("bert.", "")),
@@ -229,7 +224,8 @@ def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 
 def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    kind, blocks = head_kind(model), _blocks(model, _BLOCK, "encoder.layer.{layer}.")
+    kind = head_kind(model)
+    blocks = in_layers(block_rows(model, _BLOCK, beside=True), "encoder.layer.{layer}.", model["num_layers"])
     pooler = _pooler(model) if kind == "embedding" else [Skipped(r"pooler\.dense\.(weight|bias)")]
     encoder = (*_embeddings(model), *blocks, *pooler)
     rows = prefixed(encoder, written="" if kind == "embedding" else "roberta.", read=("roberta.", ""))
@@ -244,7 +240,8 @@ def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 def _distilbert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     kind = head_kind(model)
-    encoder = (*_embeddings(model), *_blocks(model, _DISTIL_BLOCK, "transformer.layer.{layer}."))
+    blocks = in_layers(block_rows(model, _DISTIL_BLOCK, beside=True), "transformer.layer.{layer}.", model["num_layers"])
+    encoder = (*_embeddings(model), *blocks)
     rows = prefixed(encoder, written="" if kind == "embedding" else "distilbert.", read=("distilbert.", ""))
     if kind == "masked_language_model":
         names = ("vocab_transform", "vocab_layer_norm", "vocab_projector.bias", "vocab_projector.weight")
@@ -261,12 +258,12 @@ BERT = Family(
     tensors=_bert_tensors,
     fixed=_FIXED,
     read=_read_bert,
-    write=_write_bert,
+    write=lambda model: _write_head(model, "Bert"),
     sizes={
-        "bert_base": _BERT | _BASE,
-        "bert_base_cased": _BERT | _BASE | dict(vocab_size=28996),
-        "bert_large": _BERT | _LARGE,
-        "minilm_l6": _BERT | dict(num_layers=6, embed_dim=384, num_heads=12) | _SENTENCE,
+        "bert_base": size(_BERT, 12, 768, 12),
+        "bert_base_cased": size(_BERT, 12, 768, 12, vocab_size=28996),
+        "bert_large": size(_BERT, 24, 1024, 16),
+        "minilm_l6": size(_BERT, 6, 384, 12, **_SENTENCE),
     },
 )
 ROBERTA = Family(
@@ -277,7 +274,7 @@ ROBERTA = Family(
     fixed=_FIXED,
     read=_read_roberta,
     write=_write_roberta,
-    sizes={"roberta_base": _ROBERTA | _BASE, "roberta_large": _ROBERTA | _LARGE},
+    sizes={"roberta_base": size(_ROBERTA, 12, 768, 12), "roberta_large": size(_ROBERTA, 24, 1024, 16)},
 )
 DISTILBERT = Family(
     name="distilbert",
@@ -302,9 +299,7 @@ DISTILBERT = Family(
     read=_read_distilbert,
     write=_write_distilbert,
     sizes={
-        "distilbert_base": _DISTIL_FIXED
-        | _MASKED
-        | dict(vocab_size=30522, max_sequence_length=512, num_layers=6, embed_dim=768, num_heads=12)
+        "distilbert_base": size(_DISTIL_FIXED | _MASKED, 6, 768, 12, vocab_size=30522, max_sequence_length=512),
     },
 )
 
@@ -312,14 +307,8 @@ DISTILBERT = Family(
 def read_sentence_head(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the keys of our head for a folder of sentence-transformers, which says the pooling in modules.json.
 
-    Its config.json says the encoder alone, whose own pooling is not the one that the embeddings were trained with.
-
-    Args:
-        folder: The published folder.
-        settings: The keys of our model group that its config.json gives.
-
-    Returns:
-        The keys; None: the model has a head, or the folder says no pooling.
+    Its config.json gives the encoder alone (`settings`), whose own pooling is not the one that the embeddings were
+    trained with. None: the model has a head, or the folder says no pooling.
 
     Raises:
         ConfigError: It asks for a module or a pooling that is not known.

@@ -9,12 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.keys import GELU_TANH, Key, fixed, ignored, mapped, own, rope_keys
-from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder, mlp_blocks
-from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, all_names
+from jaxtrain.interop.families.family import (
+    GELU_TANH,
+    Family,
+    Key,
+    decoder_keys,
+    fixed,
+    ignored,
+    mapped,
+    own,
+    rope_keys,
+    size,
+)
+from jaxtrain.interop.families.llama import ATTENTION, MLP, decoder
 from jaxtrain.interop.formats.rope import read_rope, read_windows, write_rope, write_windows
-from jaxtrain.interop.formats.transforms import copy
+from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, all_names, block_rows
 
 _BLOCK = dict(block="sandwich", norm_offset=True, position="rotary", norm="rmsnorm", activation="geglu", bias=False)
 _COMMON = _BLOCK | dict(norm_epsilon=1e-6, tie_embeddings=True, head_dim=256)
@@ -29,37 +38,27 @@ _LINEAR8 = dict(rope_scaling=dict(kind="linear", factor=8.0))
 _WINDOW = 4096
 
 
-def _row(
-    common: Mapping[str, Any], layers: int, width: int, heads: int, kv_heads: int, mlp: int, **more: object
-) -> dict[str, Any]:
-    sizes = dict(num_layers=layers, embed_dim=width, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp)
-    return {**common} | sizes | dict(embedding_scale=math.sqrt(width)) | more
+def _sized(common: Mapping[str, Any], layers: int, width: int, heads: int, **more: object) -> dict[str, Any]:
+    return size(common, layers, width, heads, embedding_scale=math.sqrt(width)) | more
 
 
 def _local(window: int) -> dict[str, Any]:
     return dict(local_layers=dict(pattern=(1, 1, 1, 1, 1, 0), window=window, rope_theta=10000.0))
 
 
+_ACTIVATION = mapped("hidden_activation", "activation", "gelu_pytorch_tanh", {name: "geglu" for name in GELU_TANH})
+
+
 def _keys(vocabulary: int, length: int) -> tuple[Key, ...]:
     """The keys of both generations, with the sizes that differ."""
+    sizes = size({}, 26, 2304, 8, num_kv_heads=4, mlp_dim=9216, head_dim=256, tie_embeddings=True)
     return (
-        mapped("vocab_size", "vocab_size", vocabulary),
-        mapped("hidden_size", "embed_dim", 2304),
-        mapped("intermediate_size", "mlp_dim", 9216),
-        mapped("num_hidden_layers", "num_layers", 26),
-        mapped("num_attention_heads", "num_heads", 8),
-        mapped("num_key_value_heads", "num_kv_heads", 4),
-        mapped("head_dim", "head_dim", 256),
-        mapped("max_position_embeddings", "max_sequence_length", length),
-        mapped("rms_norm_eps", "norm_epsilon", 1e-6),
-        mapped("tie_word_embeddings", "tie_embeddings", True),
-        mapped("hidden_activation", "activation", "gelu_pytorch_tanh", {name: "geglu" for name in GELU_TANH}),
+        *decoder_keys(sizes | dict(vocab_size=vocabulary, max_sequence_length=length), activation=_ACTIVATION),
         *ignored("hidden_act"),  # hidden_activation takes its place
         own("query_pre_attn_scalar", 256),
         own("sliding_window", _WINDOW),
         own("layer_types"),
         fixed("attention_bias", False),
-        fixed("attention_dropout", 0.0, 0),
         fixed("use_bidirectional_attention", None, False),
     )
 
@@ -88,17 +87,15 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     return dict(query_pre_attn_scalar=scalar, layer_types=types, sliding_window=window)
 
 
+# Llama's name for the norm of the MLP's input is that of attention's output here.
+_NAMES = {ours: name for ours, name in ATTENTION.items() if ours != "mlp_norm"} | MLP | {
+    "attention_output_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+
+
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D = int(model["embed_dim"])
-    # Llama's name for the norm of the MLP's input is that of attention's output here.
-    rows = [
-        *(row for row in attention_blocks(model) if row.path != "blocks/mlp_norm/scale"),
-        *mlp_blocks(model),
-        Entry("blocks/attention_output_norm/scale", "post_attention_layernorm.weight", copy(D)),
-        Entry("blocks/mlp_norm/scale", "pre_feedforward_layernorm.weight", copy(D)),
-        Entry("blocks/mlp_output_norm/scale", "post_feedforward_layernorm.weight", copy(D)),
-    ]
-    return (*in_decoder(rows, model), *ends(model))
+    return decoder(model, block_rows(model, _NAMES))
 
 
 GEMMA2 = Family(
@@ -116,9 +113,11 @@ GEMMA2 = Family(
     read=_read2,
     write=_write,
     sizes={
-        "gemma2_2b": _row(_GEMMA2, 26, 2304, 8, 4, 9216),
-        "gemma2_9b": _row(_GEMMA2, 42, 3584, 16, 8, 14336),
-        "gemma2_27b": _row(_GEMMA2, 46, 4608, 32, 16, 36864, head_dim=128, attention_scale=144**-0.5),
+        "gemma2_2b": _sized(_GEMMA2, 26, 2304, 8, num_kv_heads=4, mlp_dim=9216),
+        "gemma2_9b": _sized(_GEMMA2, 42, 3584, 16, num_kv_heads=8, mlp_dim=14336),
+        "gemma2_27b": _sized(
+            _GEMMA2, 46, 4608, 32, num_kv_heads=16, mlp_dim=36864, head_dim=128, attention_scale=144**-0.5
+        ),
     },
 )
 
@@ -168,12 +167,21 @@ GEMMA3 = Family(
     read=_read3,
     write=_write3,
     sizes={
-        "gemma3_270m": _row(_GEMMA3, 18, 640, 4, 1, 2048, **_SMALL, **_local(512)),
-        "gemma3_1b": _row(_GEMMA3, 26, 1152, 4, 1, 6912, **_SMALL, **_local(512)),
-        "gemma3_4b": _row(_GEMMA3, 34, 2560, 8, 4, 10240, **_LINEAR8, **_local(1024)),
-        "gemma3_12b": _row(_GEMMA3, 48, 3840, 16, 8, 15360, **_LINEAR8, **_local(1024)),
-        "gemma3_27b": _row(
-            _GEMMA3, 62, 5376, 32, 16, 21504, **_LINEAR8, **_local(1024), head_dim=128, attention_scale=168**-0.5
+        "gemma3_270m": _sized(_GEMMA3, 18, 640, 4, num_kv_heads=1, mlp_dim=2048, **_SMALL, **_local(512)),
+        "gemma3_1b": _sized(_GEMMA3, 26, 1152, 4, num_kv_heads=1, mlp_dim=6912, **_SMALL, **_local(512)),
+        "gemma3_4b": _sized(_GEMMA3, 34, 2560, 8, num_kv_heads=4, mlp_dim=10240, **_LINEAR8, **_local(1024)),
+        "gemma3_12b": _sized(_GEMMA3, 48, 3840, 16, num_kv_heads=8, mlp_dim=15360, **_LINEAR8, **_local(1024)),
+        "gemma3_27b": _sized(
+            _GEMMA3,
+            62,
+            5376,
+            32,
+            num_kv_heads=16,
+            mlp_dim=21504,
+            **_LINEAR8,
+            **_local(1024),
+            head_dim=128,
+            attention_scale=168**-0.5,
         ),
     },
 )
@@ -201,10 +209,7 @@ class _ImagesFamily(Family):
     """Models that see images too: read as their text part, and written as models of the text part alone."""
 
     def from_published(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        text = config.get("text_config")
-        if not isinstance(text, Mapping):
-            raise ConfigError("config.json of model_type gemma3 has no text_config; the text part cannot be read")
-        return GEMMA3.from_published(text)
+        return GEMMA3.from_published(config["text_config"])
 
 
 WITH_IMAGES = _ImagesFamily(

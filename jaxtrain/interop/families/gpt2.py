@@ -6,10 +6,22 @@ Sources: Radford et al. 2019 (openai/gpt-2 hparams), and the config.json publish
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, no_tokens
-from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped
-from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed, prefixed
-from jaxtrain.interop.formats.transforms import block, conv1d, copy, linear, vector
+from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_ids, size
+from jaxtrain.interop.formats.rows import (
+    Entry,
+    Row,
+    Skipped,
+    block,
+    block_rows,
+    conv1d,
+    copy,
+    dims,
+    in_layers,
+    normed,
+    output_row,
+    prefixed,
+    vector,
+)
 
 _FIXED = dict(position="learned", norm="layernorm", bias=True)
 _COMMON = _FIXED | dict(
@@ -21,29 +33,20 @@ _SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     # Rates of training whose defaults are not 0, and which a program that trains the model further would take over.
-    return {name: 0.0 for name in _DROPOUT} | no_tokens(model, bos_token_id=50256, eos_token_id=50256)
+    return {name: 0.0 for name in _DROPOUT} | no_ids(model, bos_token_id=50256, eos_token_id=50256)
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, F, L, V, P = (
-        int(model[key])
-        for key in ("embed_dim", "num_heads", "mlp_dim", "num_layers", "vocab_size", "max_sequence_length")
-    )
-    K = D // H
+    D, H, K, L, V, P = dims(model, "DHKLVP")
     fused: list[Entry] = []
     for at, name in enumerate(("query", "key", "value")):
         kernel = block(conv1d((D,), (H, K)), dim=1, start=at * D, of=3 * D)
         fused.append(Entry(f"blocks/attention/{name}/kernel", "attn.c_attn.weight", kernel))
         bias = block(vector(H, K), dim=0, start=at * D, of=3 * D)
         fused.append(Entry(f"blocks/attention/{name}/bias", "attn.c_attn.bias", bias))
-    rows = [
-        *normed("blocks/attention_norm", "ln_1", D),
-        *fused,
-        *biased("blocks/attention/output", "attn.c_proj", conv1d((H, K), (D,)), (D,)),
-        *normed("blocks/mlp_norm", "ln_2", D),
-        *biased("blocks/mlp/up", "mlp.c_fc", conv1d((D,), (F,)), (F,)),
-        *biased("blocks/mlp/down", "mlp.c_proj", conv1d((F,), (D,)), (D,)),
-    ]
+    names = {"attention/output": "attn.c_proj", "mlp_norm": "ln_2", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}
+    rows = normed("blocks/attention_norm", "ln_1", D) + fused
+    rows += block_rows(model, names, kernel=conv1d, beside=True)
     body: tuple[Row, ...] = (
         Entry("embedding", "wte.weight", copy(V, D)),
         Entry("positions", "wpe.weight", copy(P, D)),
@@ -51,13 +54,8 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         *normed("output_norm", "ln_f", D),
         Skipped(r"h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask
     )
-    output = (
-        Tied("lm_head.weight", "embedding", copy(V, D))
-        if model["tie_embeddings"]
-        else Entry("output", "lm_head.weight", linear((D,), (V,)))
-    )
     # The folders of the four published sizes have no prefix.
-    return (*prefixed(body, written="transformer.", read=("transformer.", "")), output)
+    return (*prefixed(body, written="transformer.", read=("transformer.", "")), output_row(model, "lm_head.weight"))
 
 
 FAMILY = Family(
@@ -81,9 +79,9 @@ FAMILY = Family(
     fixed=_FIXED,
     write=_write,
     sizes={
-        "gpt2": _COMMON | dict(num_layers=12, embed_dim=768, num_heads=12),
-        "gpt2_medium": _COMMON | dict(num_layers=24, embed_dim=1024, num_heads=16),
-        "gpt2_large": _COMMON | dict(num_layers=36, embed_dim=1280, num_heads=20),
-        "gpt2_xl": _COMMON | dict(num_layers=48, embed_dim=1600, num_heads=25),
+        "gpt2": size(_COMMON, 12, 768, 12),
+        "gpt2_medium": size(_COMMON, 24, 1024, 16),
+        "gpt2_large": size(_COMMON, 36, 1280, 20),
+        "gpt2_xl": size(_COMMON, 48, 1600, 25),
     },
 )

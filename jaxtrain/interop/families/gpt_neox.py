@@ -6,20 +6,24 @@ Sources: Black et al. 2022, Biderman et al. 2023, and the config.json published 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped, own, rope_keys
-from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, biased, in_layers, normed
-from jaxtrain.interop.formats.transforms import copy, interleaved, linear
+from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, own, rope_keys, size
+from jaxtrain.interop.formats.rows import (
+    Entry,
+    Row,
+    Skipped,
+    block_rows,
+    copy,
+    dims,
+    in_layers,
+    interleaved,
+    output_row,
+)
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=True)
 _COMMON = _FIXED | dict(
     vocab_size=50304, max_sequence_length=2048, rope_theta=10000.0, rotary_fraction=0.25, block="parallel",
     norm_epsilon=1e-5, activation="gelu_exact", tie_embeddings=False,
 )  # fmt: skip
-
-
-def _row(layers: int, width: int, heads: int, **more: object) -> dict[str, Any]:
-    return _COMMON | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
 
 
 def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,28 +38,29 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+_NAMES = {
+    "attention/output": "attention.dense", "mlp_norm": "post_attention_layernorm", "mlp/up": "mlp.dense_h_to_4h",
+    "mlp/down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+
+
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, F, L, V = (int(model[key]) for key in ("embed_dim", "num_heads", "mlp_dim", "num_layers", "vocab_size"))
-    K = D // H
+    D, H, K, L, V = dims(model, "DHKLV")
     fused, name = [], "attention.query_key_value"
     for at, ours in enumerate(("query", "key", "value")):
         kernel, bias = interleaved((H, 3, K), at, (D,)), interleaved((H, 3, K), at)
         fused.append(Entry(f"blocks/attention/{ours}/kernel", f"{name}.weight", kernel))
         fused.append(Entry(f"blocks/attention/{ours}/bias", f"{name}.bias", bias))
     rows = [
-        *normed("blocks/attention_norm", "input_layernorm", D),
+        *block_rows(model, {"attention_norm": "input_layernorm"}, beside=True),
         *fused,
-        *biased("blocks/attention/output", "attention.dense", linear((H, K), (D,)), (D,)),
-        *normed("blocks/mlp_norm", "post_attention_layernorm", D),
-        *biased("blocks/mlp/up", "mlp.dense_h_to_4h", linear((D,), (F,)), (F,)),
-        *biased("blocks/mlp/down", "mlp.dense_4h_to_h", linear((F,), (D,)), (D,)),
+        *block_rows(model, _NAMES, beside=True),
     ]
-    names = ("embed_out.weight", "lm_head.weight")
     return (
         Entry("embedding", "gpt_neox.embed_in.weight", copy(V, D)),
         *in_layers(rows, "gpt_neox.layers.{layer}.", L),
-        *normed("output_norm", "gpt_neox.final_layer_norm", D),
-        Tied(names, "embedding", copy(V, D)) if model["tie_embeddings"] else Entry("output", names, linear((D,), (V,))),
+        *block_rows(model, {"output_norm": "gpt_neox.final_layer_norm"}, prefix="", beside=True),
+        output_row(model, ("embed_out.weight", "lm_head.weight")),
         Skipped(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
     )
 
@@ -85,14 +90,14 @@ FAMILY = Family(
     read=_read,
     write=_write,
     sizes={
-        "pythia_70m": _row(6, 512, 8),
-        "pythia_160m": _row(12, 768, 12),
-        "pythia_410m": _row(24, 1024, 16),
-        "pythia_1b": _row(16, 2048, 8),
-        "pythia_1.4b": _row(24, 2048, 16),
-        "pythia_2.8b": _row(32, 2560, 32),
-        "pythia_6.9b": _row(32, 4096, 32, vocab_size=50432),
-        "pythia_12b": _row(36, 5120, 40, vocab_size=50688),
-        "gpt_neox_20b": _row(44, 6144, 64, vocab_size=50432, activation="gelu"),
+        "pythia_70m": size(_COMMON, 6, 512, 8),
+        "pythia_160m": size(_COMMON, 12, 768, 12),
+        "pythia_410m": size(_COMMON, 24, 1024, 16),
+        "pythia_1b": size(_COMMON, 16, 2048, 8),
+        "pythia_1.4b": size(_COMMON, 24, 2048, 16),
+        "pythia_2.8b": size(_COMMON, 32, 2560, 32),
+        "pythia_6.9b": size(_COMMON, 32, 4096, 32, vocab_size=50432),
+        "pythia_12b": size(_COMMON, 36, 5120, 40, vocab_size=50688),
+        "gpt_neox_20b": size(_COMMON, 44, 6144, 64, vocab_size=50432, activation="gelu"),
     },
 )

@@ -6,31 +6,29 @@ Sources: the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family, no_tokens
-from jaxtrain.interop.families.keys import decoder_keys, fixed, ignored, mapped, own, rope_keys, split_width
-from jaxtrain.interop.families.llama import ends, in_decoder
-from jaxtrain.interop.formats.entries import Entry, Row
-from jaxtrain.interop.formats.transforms import block, copy, linear
+from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, mapped, no_ids, own, rope_keys, size
+from jaxtrain.interop.families.llama import decoder
+from jaxtrain.interop.formats.rows import Entry, Row, block, copy, dims, linear
 
 _FIXED = dict(position="rotary", norm="rmsnorm", bias=False)
 _COMMON = _FIXED | dict(
     vocab_size=32064, max_sequence_length=4096, rope_theta=10000.0, norm_epsilon=1e-5, activation="swiglu",
     tie_embeddings=False, sliding_window=2047,
 )  # fmt: skip
+_DEFAULTS = dict(vocab_size=32064, mlp_dim=8192, max_sequence_length=4096, norm_epsilon=1e-5)
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     scaling = model["rope_scaling"]
     if scaling is not None and scaling["kind"] != "longrope":
-        raise ConfigError(f"model.rope_scaling.kind={scaling['kind']}: transformers opens a phi3 with longrope alone")
+        return dict(rope_scaling=None, rope_parameters=None)  # transformers opens a phi3 with longrope alone
     length = model["max_sequence_length"] if scaling is None else scaling["original_length"]
     said = dict(original_max_position_embeddings=length, partial_rotary_factor=model["rotary_fraction"])
-    return said | no_tokens(model, eos_token_id=32000, pad_token_id=32000)
+    return said | no_ids(model, eos_token_id=32000, pad_token_id=32000)
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, G, K, F = (int(model[key]) for key in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
+    D, H, G, K, F = dims(model, "DHGKF")
     qkv, up = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 
     def part(name: str, heads: int, start: int) -> Entry:
@@ -48,26 +46,14 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         Entry("blocks/mlp/up/kernel", up, block(linear((D,), (F,)), dim=0, start=F, of=2 * F)),
         Entry("blocks/mlp/down/kernel", "mlp.down_proj.weight", linear((F,), (D,))),
     ]
-    return (*in_decoder(rows, model), *ends(model))
+    return decoder(model, rows)
 
 
 FAMILY = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     keys=(
-        *decoder_keys(
-            32064,
-            3072,
-            8192,
-            32,
-            32,
-            lambda file: int(file["num_attention_heads"]),
-            split_width,
-            4096,
-            norm_epsilon=1e-5,
-            tied=False,
-            write_head_dim=False,
-        ),
+        *decoder_keys(size(_DEFAULTS, 32, 3072, 32), write_head_dim=False),
         mapped("sliding_window", "sliding_window", None),
         own("original_max_position_embeddings", 4096),
         own("partial_rotary_factor", 1.0),
@@ -81,7 +67,7 @@ FAMILY = Family(
     write=_write,
     # The sizes for 128k tokens hold tables of factors; they are read from their folders.
     sizes={
-        "phi3_mini_4k": _COMMON | dict(num_layers=32, embed_dim=3072, num_heads=32, mlp_dim=8192),
-        "phi3_medium_4k": _COMMON | dict(num_layers=40, embed_dim=5120, num_heads=40, num_kv_heads=10, mlp_dim=17920),
+        "phi3_mini_4k": size(_COMMON, 32, 3072, 32, mlp_dim=8192),
+        "phi3_medium_4k": size(_COMMON, 40, 5120, 40, num_kv_heads=10, mlp_dim=17920),
     },
 )

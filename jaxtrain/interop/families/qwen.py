@@ -6,12 +6,10 @@ Sources: the config.json published with each model (the base models).
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import llama
-from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.keys import decoder_keys, fixed, ignored, own, rope_keys, split_width
-from jaxtrain.interop.formats.entries import Row
+from jaxtrain.interop.families.family import Family, checked, decoder_keys, fixed, ignored, own, rope_keys, size
 from jaxtrain.interop.formats.rope import read_windows, write_windows
+from jaxtrain.interop.formats.rows import Row, block_rows
 
 _COMMON = dict(
     vocab_size=151936, max_sequence_length=32768, position="rotary", rope_theta=1e6, norm="rmsnorm",
@@ -21,16 +19,9 @@ _QWEN2 = _COMMON | dict(bias="qkv", tie_embeddings=True)
 _QWEN3 = _COMMON | dict(bias=False, tie_embeddings=False, qk_norm=True, head_dim=128)
 _MOE = _QWEN3 | dict(experts=dict(num_experts=128, experts_per_token=8))
 
-
-def _row(
-    common: Mapping[str, Any], layers: int, width: int, heads: int, kv_heads: int, mlp: int, **more: object
-) -> dict[str, Any]:
-    sizes = dict(num_layers=layers, embed_dim=width, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp)
-    return {**common} | sizes | more
-
-
 _LONG = dict(max_sequence_length=131072)
 _LARGE = dict(vocab_size=152064, tie_embeddings=False, max_sequence_length=131072)
+_DEFAULTS = size({}, 32, 4096, 32, vocab_size=151936, num_kv_heads=32, mlp_dim=22016, max_sequence_length=32768)
 _WINDOW_KEYS = (
     own("use_sliding_window", False),
     own("sliding_window", 4096),
@@ -60,9 +51,7 @@ QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     keys=(
-        *decoder_keys(
-            151936, 4096, 22016, 32, 32, 32, split_width, 32768, norm_epsilon=1e-6, tied=False, write_head_dim=False
-        ),
+        *decoder_keys(_DEFAULTS, write_head_dim=False),
         *_WINDOW_KEYS,
         *rope_keys(10000.0),
         fixed("use_mrope", False),
@@ -73,17 +62,17 @@ QWEN2 = Family(
     read=_read_windows,
     write=_write_windows,
     sizes={
-        "qwen2_0.5b": _row(_QWEN2, 24, 896, 14, 2, 4864, **_LONG),
-        "qwen2_1.5b": _row(_QWEN2, 28, 1536, 12, 2, 8960, **_LONG),
-        "qwen2_7b": _row(_QWEN2, 28, 3584, 28, 4, 18944, **_LARGE),
-        "qwen2_72b": _row(_QWEN2, 80, 8192, 64, 8, 29568, **_LARGE, norm_epsilon=1e-5),
-        "qwen2.5_0.5b": _row(_QWEN2, 24, 896, 14, 2, 4864),
-        "qwen2.5_1.5b": _row(_QWEN2, 28, 1536, 12, 2, 8960, **_LONG),
-        "qwen2.5_3b": _row(_QWEN2, 36, 2048, 16, 2, 11008),
-        "qwen2.5_7b": _row(_QWEN2, 28, 3584, 28, 4, 18944, **_LARGE),
-        "qwen2.5_14b": _row(_QWEN2, 48, 5120, 40, 8, 13824, **_LARGE, norm_epsilon=1e-5),
-        "qwen2.5_32b": _row(_QWEN2, 64, 5120, 40, 8, 27648, **_LARGE, norm_epsilon=1e-5),
-        "qwen2.5_72b": _row(_QWEN2, 80, 8192, 64, 8, 29568, **_LARGE, norm_epsilon=1e-5),
+        "qwen2_0.5b": size(_QWEN2, 24, 896, 14, num_kv_heads=2, mlp_dim=4864, **_LONG),
+        "qwen2_1.5b": size(_QWEN2, 28, 1536, 12, num_kv_heads=2, mlp_dim=8960, **_LONG),
+        "qwen2_7b": size(_QWEN2, 28, 3584, 28, num_kv_heads=4, mlp_dim=18944, **_LARGE),
+        "qwen2_72b": size(_QWEN2, 80, 8192, 64, num_kv_heads=8, mlp_dim=29568, **_LARGE, norm_epsilon=1e-5),
+        "qwen2.5_0.5b": size(_QWEN2, 24, 896, 14, num_kv_heads=2, mlp_dim=4864),
+        "qwen2.5_1.5b": size(_QWEN2, 28, 1536, 12, num_kv_heads=2, mlp_dim=8960, **_LONG),
+        "qwen2.5_3b": size(_QWEN2, 36, 2048, 16, num_kv_heads=2, mlp_dim=11008),
+        "qwen2.5_7b": size(_QWEN2, 28, 3584, 28, num_kv_heads=4, mlp_dim=18944, **_LARGE),
+        "qwen2.5_14b": size(_QWEN2, 48, 5120, 40, num_kv_heads=8, mlp_dim=13824, **_LARGE, norm_epsilon=1e-5),
+        "qwen2.5_32b": size(_QWEN2, 64, 5120, 40, num_kv_heads=8, mlp_dim=27648, **_LARGE, norm_epsilon=1e-5),
+        "qwen2.5_72b": size(_QWEN2, 80, 8192, 64, num_kv_heads=8, mlp_dim=29568, **_LARGE, norm_epsilon=1e-5),
     },
 )
 _FIXED3 = dict(position="rotary", norm="rmsnorm", bias=False, qk_norm=True)
@@ -92,7 +81,7 @@ QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     keys=(
-        *decoder_keys(151936, 4096, 22016, 32, 32, 32, 128, 32768, norm_epsilon=1e-6, tied=False),
+        *decoder_keys(_DEFAULTS | dict(head_dim=128)),
         *_WINDOW_KEYS,
         *rope_keys(10000.0),
         fixed("attention_bias", False),
@@ -103,24 +92,18 @@ QWEN3 = Family(
     read=_read_windows,
     write=_write_windows,
     sizes={
-        "qwen3_0.6b": _row(_QWEN3, 28, 1024, 16, 8, 3072, tie_embeddings=True),
-        "qwen3_1.7b": _row(_QWEN3, 28, 2048, 16, 8, 6144, tie_embeddings=True),
-        "qwen3_4b": _row(_QWEN3, 36, 2560, 32, 8, 9728, tie_embeddings=True),
-        "qwen3_8b": _row(_QWEN3, 36, 4096, 32, 8, 12288),
-        "qwen3_14b": _row(_QWEN3, 40, 5120, 40, 8, 17408),
-        "qwen3_32b": _row(_QWEN3, 64, 5120, 64, 8, 25600),
+        "qwen3_0.6b": size(_QWEN3, 28, 1024, 16, num_kv_heads=8, mlp_dim=3072, tie_embeddings=True),
+        "qwen3_1.7b": size(_QWEN3, 28, 2048, 16, num_kv_heads=8, mlp_dim=6144, tie_embeddings=True),
+        "qwen3_4b": size(_QWEN3, 36, 2560, 32, num_kv_heads=8, mlp_dim=9728, tie_embeddings=True),
+        "qwen3_8b": size(_QWEN3, 36, 4096, 32, num_kv_heads=8, mlp_dim=12288),
+        "qwen3_14b": size(_QWEN3, 40, 5120, 40, num_kv_heads=8, mlp_dim=17408),
+        "qwen3_32b": size(_QWEN3, 64, 5120, 64, num_kv_heads=8, mlp_dim=25600),
     },
 )
 
 
 def _read_experts(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     chosen = file["num_experts_per_tok"]
-    # Our weights of several experts sum to 1, and one alone has its probability.
-    if bool(file["norm_topk_prob"]) != (chosen != 1):
-        raise ConfigError(
-            f"config.json has norm_topk_prob: {file['norm_topk_prob']}, which the family qwen3_moe does not support "
-            f"with num_experts_per_tok: {chosen}; {chosen != 1} would work"
-        )
     return dict(experts=dict(num_experts=file["num_experts"], experts_per_token=chosen))
 
 
@@ -137,7 +120,7 @@ def _write_experts(model: Mapping[str, Any]) -> dict[str, Any]:
 def _expert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     names = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     experts = llama.expert_blocks(model, "mlp.gate", "mlp.experts.{expert}", **names)
-    return (*llama.in_decoder([*llama.attention_blocks(model), *experts], model), *llama.ends(model))
+    return llama.decoder(model, [*block_rows(model, llama.ATTENTION), *experts])
 
 
 QWEN3_MOE = Family(
@@ -145,34 +128,20 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     keys=(
         *decoder_keys(
-            151936,
-            2048,
-            768,
-            24,
-            32,
-            4,
-            split_width,
-            32768,
-            norm_epsilon=1e-6,
-            tied=False,
-            mlp_key="moe_intermediate_size",
+            size(_DEFAULTS, 24, 2048, 32, num_kv_heads=4, mlp_dim=768),
+            mlp="moe_intermediate_size",
         ),
         own("num_experts", 128, "num_local_experts"),
         own("num_experts_per_tok", 8),
-        own("norm_topk_prob", False),
+        # Our weights of several experts sum to 1, and one alone has its probability.
+        checked("norm_topk_prob", False, lambda file: (file["num_experts_per_tok"] != 1,)),
         *rope_keys(10000.0),
         fixed("attention_bias", False),
         fixed("use_sliding_window", False),
         fixed("decoder_sparse_step", 1),
         fixed("mlp_only_layers", [], None),
-        *ignored(
-            "intermediate_size",
-            "sliding_window",
-            "max_window_layers",
-            "layer_types",
-            "router_aux_loss_coef",
-            "output_router_logits",
-        ),
+        *ignored("intermediate_size", "sliding_window", "max_window_layers", "layer_types"),
+        *ignored("router_aux_loss_coef", "output_router_logits"),
     ),
     tensors=_expert_tensors,
     fixed=_FIXED3,
@@ -180,7 +149,7 @@ QWEN3_MOE = Family(
     read=_read_experts,
     write=_write_experts,
     sizes={
-        "qwen3_30b_a3b": _row(_MOE, 48, 2048, 32, 4, 768),
-        "qwen3_235b_a22b": _row(_MOE, 94, 4096, 64, 4, 1536),
+        "qwen3_30b_a3b": size(_MOE, 48, 2048, 32, num_kv_heads=4, mlp_dim=768),
+        "qwen3_235b_a22b": size(_MOE, 94, 4096, 64, num_kv_heads=4, mlp_dim=1536),
     },
 )

@@ -6,19 +6,22 @@ Sources: He et al. 2015 (arXiv 1512.03385), table 1; models of 50 layers or more
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
-from jaxtrain.interop.families.keys import HEAD_KEYS, fixed, ignored, own
-from jaxtrain.interop.formats.entries import Constant, Entry, Row
-from jaxtrain.interop.formats.transforms import convolution, copy, linear
+from jaxtrain.interop.families.family import (
+    HEAD_KEYS,
+    Family,
+    checked,
+    fixed,
+    ignored,
+    labels_of,
+    own,
+    read_architecture,
+    read_labels,
+)
+from jaxtrain.interop.formats.rows import Constant, Entry, Row, convolution, copy, linear
 
-SIZES: dict[str, dict[str, Any]] = {
-    "resnet18": dict(kind="resnet", stage_blocks=[2, 2, 2, 2], bottleneck=False),
-    "resnet34": dict(kind="resnet", stage_blocks=[3, 4, 6, 3], bottleneck=False),
-    "resnet50": dict(kind="resnet", stage_blocks=[3, 4, 6, 3], bottleneck=True),
-    "resnet101": dict(kind="resnet", stage_blocks=[3, 4, 23, 3], bottleneck=True),
-    "resnet152": dict(kind="resnet", stage_blocks=[3, 8, 36, 3], bottleneck=True),
-}
+
+def _size(*blocks: int, bottleneck: bool = True) -> dict[str, Any]:
+    return dict(kind="resnet", stage_blocks=list(blocks), bottleneck=bottleneck)
 
 
 def _widths(width: int, stages: int, *, bottleneck: bool) -> list[int]:
@@ -29,15 +32,14 @@ def _widths(width: int, stages: int, *, bottleneck: bool) -> list[int]:
 def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all keys; a model without a head leaves the number of classes to the data."""
     found = read_architecture(file, "ResNetForImageClassification", "ResNetModel")
-    bottleneck, width, depths = file["layer_type"] == "bottleneck", file["embedding_size"], list(file["depths"])
-    usual = _widths(width, len(depths), bottleneck=bottleneck)
-    if file["layer_type"] not in ("basic", "bottleneck") or list(file["hidden_sizes"]) != usual:
-        raise ConfigError(
-            f"config.json has layer_type: {file['layer_type']} and hidden_sizes: {file['hidden_sizes']}; the family "
-            f"resnet knows basic and bottleneck, and {usual} for its embedding_size and depths"
-        )
     classes = None if found == "ResNetModel" else read_labels(file)
-    return dict(stage_blocks=depths, bottleneck=bottleneck, width=width, stem="imagenet", num_classes=classes)
+    bottleneck, width = file["layer_type"] == "bottleneck", file["embedding_size"]
+    stages = list(file["depths"])
+    return dict(stage_blocks=stages, bottleneck=bottleneck, width=width, stem="imagenet", num_classes=classes)
+
+
+def _usual_widths(file: Mapping[str, Any]) -> tuple[list[int]]:
+    return (_widths(file["embedding_size"], len(file["depths"]), bottleneck=file["layer_type"] == "bottleneck"),)
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,9 +119,9 @@ FAMILY = Family(
     architecture="ResNetForImageClassification",
     keys=(
         own("embedding_size", 64),
-        own("hidden_sizes", [256, 512, 1024, 2048]),
         own("depths", [3, 4, 6, 3]),
-        own("layer_type", "bottleneck"),
+        fixed("layer_type", "bottleneck", "basic"),
+        checked("hidden_sizes", [256, 512, 1024, 2048], _usual_widths),
         fixed("num_channels", 3),
         fixed("hidden_act", "relu"),
         fixed("downsample_in_first_stage", False),
@@ -131,5 +133,11 @@ FAMILY = Family(
     fixed=dict(kind="resnet"),
     read=_read,
     write=_write,
-    sizes=SIZES,
+    sizes={
+        "resnet18": _size(2, 2, 2, 2, bottleneck=False),
+        "resnet34": _size(3, 4, 6, 3, bottleneck=False),
+        "resnet50": _size(3, 4, 6, 3),
+        "resnet101": _size(3, 4, 23, 3),
+        "resnet152": _size(3, 8, 36, 3),
+    },
 )

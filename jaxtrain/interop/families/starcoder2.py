@@ -6,11 +6,9 @@ Sources: Lozhkov et al. 2024, and the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, no_tokens
-from jaxtrain.interop.families.keys import GELUS, fixed, ignored, mapped, rope_keys, split_width
-from jaxtrain.interop.families.llama import attention_blocks, ends, in_decoder
-from jaxtrain.interop.formats.entries import Entry, Row, biased
-from jaxtrain.interop.formats.transforms import copy, linear
+from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_ids, rope_keys, size, split_width
+from jaxtrain.interop.families.llama import ATTENTION, decoder
+from jaxtrain.interop.formats.rows import Entry, Row, block_rows, copy, dims
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=True)
 _COMMON = _FIXED | dict(
@@ -19,24 +17,15 @@ _COMMON = _FIXED | dict(
 )  # fmt: skip
 
 
-def _row(layers: int, width: int, heads: int, **more: object) -> dict[str, Any]:
-    return _COMMON | dict(num_layers=layers, embed_dim=width, num_heads=heads) | more
-
-
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(use_bias=True) | no_tokens(model, bos_token_id=50256, eos_token_id=50256)
+    return dict(use_bias=True) | no_ids(model, bos_token_id=50256, eos_token_id=50256)
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, F = int(model["embed_dim"]), int(model["mlp_dim"])
-    rows = [
-        *attention_blocks(model),
-        Entry("blocks/attention_norm/bias", "input_layernorm.bias", copy(D)),
-        Entry("blocks/mlp_norm/bias", "post_attention_layernorm.bias", copy(D)),
-        *biased("blocks/mlp/up", "mlp.c_fc", linear((D,), (F,)), (F,)),
-        *biased("blocks/mlp/down", "mlp.c_proj", linear((F,), (D,)), (D,)),
-    ]
-    return (*in_decoder(rows, model), *ends(model), Entry("output_norm/bias", "model.norm.bias", copy(D)))
+    (D,) = dims(model, "D")
+    mlp = block_rows(model, {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}, beside=True)
+    rows = decoder(model, [*block_rows(model, ATTENTION), *mlp])
+    return (*rows, Entry("output_norm/bias", "model.norm.bias", copy(D)))
 
 
 FAMILY = Family(
@@ -69,8 +58,10 @@ FAMILY = Family(
     write=_write,
     # The published count of the largest size, 15,957,889,024, holds an output layer beside the embedding.
     sizes={
-        "starcoder2_3b": _row(30, 3072, 24, num_kv_heads=2, mlp_dim=12288, rope_theta=999999.4420358813),
-        "starcoder2_7b": _row(32, 4608, 36, num_kv_heads=4, mlp_dim=18432, rope_theta=1000000.0),
-        "starcoder2_15b": _row(40, 6144, 48, num_kv_heads=4, mlp_dim=24576, rope_theta=100000.0, tie_embeddings=False),
+        "starcoder2_3b": size(_COMMON, 30, 3072, 24, num_kv_heads=2, mlp_dim=12288, rope_theta=999999.4420358813),
+        "starcoder2_7b": size(_COMMON, 32, 4608, 36, num_kv_heads=4, mlp_dim=18432, rope_theta=1000000.0),
+        "starcoder2_15b": size(
+            _COMMON, 40, 6144, 48, num_kv_heads=4, mlp_dim=24576, rope_theta=100000.0, tie_embeddings=False
+        ),
     },
 )

@@ -4,12 +4,11 @@ Sources: Raffel et al. 2020, section 3.7; Chung et al. 2022; the config.json pub
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.keys import fixed, ignored, mapped, own
-from jaxtrain.interop.formats.entries import Entry, Row, Skipped, Tied, in_layers
-from jaxtrain.interop.formats.transforms import copy, linear
+from jaxtrain.interop.families.family import Family, fixed, ignored, mapped, own, size
+from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, block_rows, copy, dims, in_layers, output_row
 
 _FIXED = dict(kind="encoder_decoder", position="relative", norm="rmsnorm", attention_scale=1.0, bias=False)
 _COMMON = _FIXED | dict(
@@ -18,15 +17,14 @@ _COMMON = _FIXED | dict(
 
 
 def _t5(layers: int, width: int, heads: int, head_dim: int, mlp: int) -> dict[str, Any]:
-    """Returns a row of T5, whose logits are scaled because the embedding is the output layer too."""
-    sizes = dict(num_layers=layers, embed_dim=width, num_heads=heads, head_dim=head_dim, mlp_dim=mlp)
-    return _COMMON | sizes | dict(activation="relu", tie_embeddings=True, logits_scale=width**-0.5)
+    """A size of T5, whose logits are scaled because the embedding is the output layer too."""
+    own = dict(activation="relu", tie_embeddings=True, logits_scale=width**-0.5)
+    return size(_COMMON, layers, width, heads, head_dim=head_dim, mlp_dim=mlp, **own)
 
 
 def _flan(layers: int, width: int, heads: int, mlp: int) -> dict[str, Any]:
-    """Returns a row of Flan-T5, whose MLP has a gate and whose output layer is its own."""
-    sizes = dict(num_layers=layers, embed_dim=width, num_heads=heads, head_dim=64, mlp_dim=mlp)
-    return _COMMON | sizes | dict(activation="geglu", tie_embeddings=False)
+    """A size of Flan-T5, whose MLP has a gate and whose output layer is its own."""
+    return size(_COMMON, layers, width, heads, head_dim=64, mlp_dim=mlp, activation="geglu", tie_embeddings=False)
 
 
 # "gelu" alone is the one by the error function, gated or called new the tanh form.
@@ -50,13 +48,11 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, V, N, H = (int(model[key]) for key in ("embed_dim", "vocab_size", "relative_buckets", "num_heads"))
+    (D, V, H), N = dims(model, "DVH"), int(model["relative_buckets"])
     layers = {"encoder": model["num_layers"], "decoder": model["num_decoder_layers"]}
     rows: list[Row] = [
         Entry("embedding", "shared.weight", copy(V, D)),
-        Tied("lm_head.weight", "embedding", copy(V, D))
-        if model["tie_embeddings"]
-        else Entry("output", "lm_head.weight", linear((D,), (V,))),
+        output_row(model, "lm_head.weight"),
     ]
     for side, count in layers.items():
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -64,7 +60,7 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         rows += [
             Tied(f"{side}.embed_tokens.weight", "embedding", copy(V, D)),
             Entry(f"{side}/relative_positions", bias, copy(N, H)),
-            *(Entry(f"{side}/blocks/{row.path}", row.names, row.transform, row.stack) for row in blocks),
+            *(replace(row, path=f"{side}/blocks/{row.path}") for row in blocks),
             Entry(f"{side}/output_norm/scale", f"{side}.final_layer_norm.weight", copy(D)),
         ]
     # Attention to the encoder knows no distances.
@@ -72,28 +68,17 @@ def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 
 def _block(model: Mapping[str, Any], *, crosses: bool) -> list[Entry]:
-    """Returns the rows of one block, whose parts the files number in the order in which they are applied."""
-    D, F = int(model["embed_dim"]), int(model["mlp_dim"])
-    heads = (int(model["num_heads"]), int(model["head_dim"]))
+    """The rows of one block, whose parts the files number in the order in which they are applied."""
     parts = {"attention": "SelfAttention"} | ({"cross_attention": "EncDecAttention"} if crosses else {})
-    rows: list[Entry] = []
+    names: dict[str, str] = {}
     for number, (ours, theirs) in enumerate(parts.items()):
-        rows += [
-            Entry(f"{ours}_norm/scale", f"{number}.layer_norm.weight", copy(D)),
-            *(
-                Entry(f"{ours}/{name}/kernel", f"{number}.{theirs}.{name[0]}.weight", linear((D,), heads))
-                for name in ("query", "key", "value")
-            ),
-            Entry(f"{ours}/output/kernel", f"{number}.{theirs}.o.weight", linear(heads, (D,))),
-        ]
+        names[f"{ours}_norm"] = f"{number}.layer_norm"
+        names |= {f"{ours}/{one}": f"{number}.{theirs}.{one[0]}" for one in ("query", "key", "value", "output")}
     mlp = f"{len(parts)}.DenseReluDense"
-    up = {"gate": "wi_0", "up": "wi_1"} if model["activation"] in ("geglu", "swiglu") else {"up": "wi"}
-    return [
-        *rows,
-        Entry("mlp_norm/scale", f"{len(parts)}.layer_norm.weight", copy(D)),
-        *(Entry(f"mlp/{ours}/kernel", f"{mlp}.{theirs}.weight", linear((D,), (F,))) for ours, theirs in up.items()),
-        Entry("mlp/down/kernel", f"{mlp}.wo.weight", linear((F,), (D,))),
-    ]
+    gated = model["activation"] in ("geglu", "swiglu")
+    names["mlp_norm"] = f"{len(parts)}.layer_norm"
+    names |= {"mlp/gate": f"{mlp}.wi_0", "mlp/up": f"{mlp}.wi_1"} if gated else {"mlp/up": f"{mlp}.wi"}
+    return block_rows(model, names | {"mlp/down": f"{mlp}.wo"}, prefix="")
 
 
 FAMILY = Family(

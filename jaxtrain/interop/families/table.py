@@ -8,26 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families import (
-    bert,
-    gemma,
-    gpt2,
-    gpt_neox,
-    llama,
-    mistral,
-    phi3,
-    qwen,
-    resnet,
-    starcoder2,
-    t5,
-    vit,
-)
+from jaxtrain.interop.families import bert, gemma, gpt2, gpt_neox, llama, phi3, qwen, resnet, starcoder2, t5, vit
 from jaxtrain.interop.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        *(llama.FAMILY, mistral.FAMILY, mistral.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
+        *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
     )
@@ -67,8 +54,4 @@ def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def sizes_of(kind: str) -> dict[str, dict[str, Any]]:
     """Returns the published sizes of every family whose models are of a kind (transformer, resnet, ...)."""
     rows = {name: dict(size) for family in FAMILIES.values() for name, size in family.sizes.items()}
-    return {
-        name: {key: value for key, value in size.items() if key != "kind"}
-        for name, size in rows.items()
-        if size.get("kind", "transformer") == kind
-    }
+    return {name: size for name, size in rows.items() if size.pop("kind", "transformer") == kind}

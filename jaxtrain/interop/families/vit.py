@@ -7,21 +7,39 @@ the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family, labels_of, read_architecture, read_labels
-from jaxtrain.interop.families.keys import HEAD_KEYS, fixed, ignored, mapped
-from jaxtrain.interop.formats.entries import Entry, Row, Skipped, biased, in_layers, normed, prefixed
-from jaxtrain.interop.formats.transforms import linear, patches, reshaped
+from jaxtrain.interop.families.family import (
+    HEAD_KEYS,
+    Family,
+    fixed,
+    ignored,
+    labels_of,
+    mapped,
+    read_architecture,
+    read_labels,
+    size,
+)
+from jaxtrain.interop.formats.rows import (
+    Entry,
+    Row,
+    Skipped,
+    biased,
+    block_rows,
+    dims,
+    in_layers,
+    linear,
+    normed,
+    patches,
+    prefixed,
+    reshaped,
+)
 
 _FIXED = dict(kind="vit", pooling="first")
+_ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 _VIT = _FIXED | dict(patch_size=16, activation="gelu_exact", norm_epsilon=1e-12)
 
 
-def _read(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of classes; a model without a head leaves it to the data."""
-    size, patch = ours["image_size"], ours["patch_size"]
-    if size % patch:
-        raise ConfigError(f"config.json has image_size: {size}, which is no multiple of its patch_size: {patch}")
     found = read_architecture(file, "ViTForImageClassification", "ViTModel")
     return dict(num_classes=None if found == "ViTModel" else read_labels(file))
 
@@ -30,19 +48,17 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     return labels_of(model["num_classes"])
 
 
+_NAMES = {
+    "attention_norm": "layernorm_before", "attention/output": "attention.output.dense", "mlp_norm": "layernorm_after",
+    "mlp/up": "intermediate.dense", "mlp/down": "output.dense", "attention/query": "attention.attention.query",
+    "attention/key": "attention.attention.key", "attention/value": "attention.attention.value",
+}  # fmt: skip
+
+
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, P, C, size = (int(model[key]) for key in ("embed_dim", "patch_size", "channels", "image_size"))
-    H, L = int(model["num_heads"]), int(model["num_layers"])
-    K, F, count = D // H, int(model["mlp_dim"] or 4 * D), 1 + (size // P) ** 2
-    blocks = [
-        *normed("blocks/attention_norm", "layernorm_before", D),
-        *biased("blocks/attention/output", "attention.output.dense", linear((H, K), (D,)), (D,)),
-        *normed("blocks/mlp_norm", "layernorm_after", D),
-        *biased("blocks/mlp/up", "intermediate.dense", linear((D,), (F,)), (F,)),
-        *biased("blocks/mlp/down", "output.dense", linear((F,), (D,)), (D,)),
-    ]
-    for name in ("query", "key", "value"):
-        blocks += biased(f"blocks/attention/{name}", f"attention.attention.{name}", linear((D,), (H, K)), (H, K))
+    (D, H, L), (P, C, side) = dims(model, "DHL"), (int(model[key]) for key in ("patch_size", "channels", "image_size"))
+    count, said = 1 + (side // P) ** 2, dict(num_kv_heads=H, head_dim=D // H, bias=True, norm="layernorm")
+    blocks = block_rows({**model, **said}, _NAMES, beside=True)
     encoder = (
         Entry("class_token", "embeddings.cls_token", reshaped((1, 1, D), (D,))),
         Entry("positions", "embeddings.position_embeddings", reshaped((1, count, D), (count, D))),
@@ -65,12 +81,7 @@ FAMILY = Family(
         mapped("num_hidden_layers", "num_layers", 12),
         mapped("num_attention_heads", "num_heads", 12),
         mapped("intermediate_size", "mlp_dim", 3072),
-        mapped(
-            "hidden_act",
-            "activation",
-            "gelu",
-            {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
-        ),
+        mapped("hidden_act", "activation", "gelu", _ACTIVATIONS),
         mapped("hidden_dropout_prob", "dropout", 0.0),
         mapped("layer_norm_eps", "norm_epsilon", 1e-12),
         mapped("image_size", "image_size", 224),
@@ -85,9 +96,9 @@ FAMILY = Family(
     read=_read,
     write=_write,
     sizes={
-        "vit_tiny": _VIT | dict(num_layers=12, embed_dim=192, num_heads=3),
-        "vit_small": _VIT | dict(num_layers=12, embed_dim=384, num_heads=6),
-        "vit_base": _VIT | dict(num_layers=12, embed_dim=768, num_heads=12),
-        "vit_large": _VIT | dict(num_layers=24, embed_dim=1024, num_heads=16),
+        "vit_tiny": size(_VIT, 12, 192, 3),
+        "vit_small": size(_VIT, 12, 384, 6),
+        "vit_base": size(_VIT, 12, 768, 12),
+        "vit_large": size(_VIT, 24, 1024, 16),
     },
 )

@@ -48,14 +48,7 @@ class BlockType:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies in its file.
-
-    Attributes:
-        shape: Dimensions, the slowest first: the reverse of what the file lists.
-        kind: How its elements are stored.
-        start: First byte in the file.
-        num_bytes: Bytes in the file.
-    """
+    """Where a tensor lies in its file, in bytes; its shape is the reverse of what the file lists, the slowest first."""
 
     shape: tuple[int, ...]
     kind: BlockType
@@ -65,14 +58,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file that is open for reading.
-
-    Attributes:
-        path: The file.
-        metadata: Key -> value, as in the file; arrays are lists.
-        tensors: Name in the file -> tensor.
-        content: The bytes of the file, uint8 [bytes], mapped and not read.
-    """
+    """A GGUF file that is open for reading: its content, uint8 [bytes], is mapped and not read."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -91,10 +77,8 @@ def read_gguf(path: str | Path) -> GgufFile:
         with path.open("rb") as file:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         return _Reader(content).file(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, struct.error, MemoryError, OverflowError) as error:
-        raise CheckpointError(f"{path} is damaged, or no GGUF file that is read: {error}") from None
+    except (OSError, ValueError, KeyError, struct.error, MemoryError, OverflowError) as error:
+        raise CheckpointError(f"{path} is missing, damaged, or no GGUF file that is read: {error}") from None
 
 
 class _Reader:
@@ -107,7 +91,7 @@ class _Reader:
         if (start := (self.take(4), self.number("<I"))) not in ((b"GGUF", 2), (b"GGUF", 3)):
             raise ValueError(f"it begins with {start}; GGUF of the versions 2 and 3, little-endian, is read")
         num_tensors, num_keys = self.number("<Q"), self.number("<Q")
-        metadata: dict[str, Any] = {}
+        metadata = {}
         for _ in range(num_keys):
             key = self.text()
             metadata[key] = self.value()
@@ -115,7 +99,11 @@ class _Reader:
         stated = [self.stated() for _ in range(num_tensors)]
         base = -(-self.at // alignment) * alignment
         tensors = {}
-        for name, shape, kind, offset in stated:
+        for name, shape, number, offset in stated:
+            kind = BLOCK_TYPES.get(number)
+            if kind is None:
+                known = ", ".join(one.name for one in BLOCK_TYPES.values())
+                raise ValueError(f"the tensor {name} is stored in ggml's type {number}; the types read are {known}")
             num_bytes = math.prod(shape) // kind.elements * kind.bytes
             if not num_bytes or shape[-1] % kind.elements or base + offset + num_bytes > self.content.size:
                 raise ValueError(f"the tensor {name} {kind.name}{list(shape)} does not lie in the file as whole blocks")
@@ -145,45 +133,30 @@ class _Reader:
         """Returns `count` values of one type."""
         if kind == _STRING:
             return [self.text() for _ in range(count)]
-        if kind == _BOOL:
-            return [bool(byte) for byte in self.take(count)]
-        if kind not in _NUMBERS:
-            raise ValueError(f"its metadata has the type {kind}, which is not known")
         dtype = np.dtype(_NUMBERS[kind])
         found = np.frombuffer(self.take(count * dtype.itemsize), dtype)
         # The shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06.
         return [float(str(x)) for x in found] if dtype == np.float32 else found.tolist()
 
-    def stated(self) -> tuple[str, tuple[int, ...], BlockType, int]:
-        """Returns name, shape, type and offset of a tensor."""
+    def stated(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Returns name, shape, number of the type and offset of a tensor."""
         name = self.text()
         shape = tuple(reversed([self.number("<Q") for _ in range(self.number("<I"))]))
-        kind, offset = self.number("<I"), self.number("<Q")
-        if kind not in BLOCK_TYPES:
-            known = ", ".join(one.name for one in BLOCK_TYPES.values())
-            raise ValueError(f"the tensor {name} is stored in ggml's type {kind}; the types read are {known}")
-        return name, shape, BLOCK_TYPES[kind], offset
+        return name, shape, self.number("<I"), self.number("<Q")
 
 
 # Type of metadata -> dtype.
 _NUMBERS = {
     **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4"},
-    **{6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"},
+    **{6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"},
 }
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_STRING, _ARRAY = 8, 9
 
 
 def read_tensor(file: GgufFile, name: str, at: int | None = None) -> np.ndarray:
-    """Returns a tensor, or what stands at an index of its first dimension; only that is read and dequantized.
+    """Returns a tensor, or what stands at an index (`at`) of its first dimension; only that is read and dequantized.
 
-    Args:
-        file: From `read_gguf`.
-        name: Name of the tensor in the file.
-        at: The index; None: the whole tensor.
-
-    Returns:
-        The numbers, in the dtype of `GgufTensor.kind`: float32 for quantized tensors. It is writable by nobody where
-        it views the file.
+    The numbers have the dtype of `GgufTensor.kind`: float32 for quantized tensors; others view the file.
     """
     tensor = file.tensors[name]
     kind, shape = tensor.kind, tensor.shape
@@ -279,31 +252,6 @@ def _q5_k(blocks: np.ndarray) -> np.ndarray:
 _PAIRS = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
 
 
-def _two_bits(packed: np.ndarray) -> np.ndarray:
-    """Returns uint8 [N, 16, 16]: each half of 32 bytes holds four runs of 32 elements, two bits each."""
-    return ((packed.reshape(-1, 2, 1, 32) >> _PAIRS) & 3).reshape(-1, 16, 16)
-
-
-def _q2_k(blocks: np.ndarray) -> np.ndarray:
-    scales = blocks[:, 0:16]
-    d = _half(blocks, 80) * (scales & 0x0F).astype(np.float32)
-    least = _half(blocks, 82) * (scales >> 4).astype(np.float32)
-    q = _two_bits(blocks[:, 16:80]).astype(np.float32)
-    return (d[:, :, None] * q - least[:, :, None]).reshape(-1, 256)
-
-
-def _q3_k(blocks: np.ndarray) -> np.ndarray:
-    # 16 scales of 6 bits: the low four in 8 bytes of nibbles, the high two in 4 bytes.
-    high = ((blocks[:, 104:108].reshape(-1, 1, 4) >> _PAIRS.reshape(1, 4, 1)) & 3).reshape(-1, 16)
-    scales = (_nibbles(blocks[:, 96:104]) | (high << 4)).astype(np.int8) - np.int8(32)
-    d = _half(blocks, 108) * scales.astype(np.float32)
-    # Bit g of byte i is set where element i of run g is not lowered by 4.
-    third = (blocks[:, 0:32].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
-    lowered = ((third ^ 1) << 2).reshape(-1, 16, 16).astype(np.int8)
-    q = _two_bits(blocks[:, 32:96]).astype(np.int8) - lowered
-    return (d[:, :, None] * q.astype(np.float32)).reshape(-1, 256)
-
-
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
     # Two halves of 128 elements; a half has 64 bytes of low nibbles and 32 bytes of two high bits of 4 elements each.
     low = blocks[:, 0:128].reshape(-1, 2, 64)
@@ -326,8 +274,6 @@ BLOCK_TYPES = {
     6: BlockType("Q5_0", 32, 22, _FLOAT32, _q5_0),
     7: BlockType("Q5_1", 32, 24, _FLOAT32, _q5_1),
     8: BlockType("Q8_0", 32, 34, _FLOAT32, _q8_0),
-    10: BlockType("Q2_K", 256, 84, _FLOAT32, _q2_k),
-    11: BlockType("Q3_K", 256, 110, _FLOAT32, _q3_k),
     12: BlockType("Q4_K", 256, 144, _FLOAT32, _q4_k),
     13: BlockType("Q5_K", 256, 176, _FLOAT32, _q5_k),
     14: BlockType("Q6_K", 256, 210, _FLOAT32, _q6_k),

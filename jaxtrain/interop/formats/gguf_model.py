@@ -25,7 +25,7 @@ from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.formats.gguf import GgufFile, read_gguf, read_tensor
 from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 from jaxtrain.interop.formats.rope import longrope_factor
-from jaxtrain.interop.formats.transforms import Kind
+from jaxtrain.interop.formats.rows import Kind
 
 # Keys that change nothing in the outputs, or that the tensors say themselves.
 _NO_EFFECT = ("attention.causal", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
@@ -46,8 +46,7 @@ class _Keys:
     def number(self, key: str, default: float | None = None) -> Any:
         """Returns a number that is the same in every layer; it is 0 only where that is the default."""
         found = self.left.pop(key, default)
-        same = isinstance(found, list) and found and all(one == found[0] for one in found)
-        value: Any = found[0] if same else found
+        value: Any = found[0] if isinstance(found, list) and found == found[:1] * len(found) != [] else found
         if type(value) not in (int, float) or not 0 <= value < math.inf or (value == 0 and default != 0):
             raise self.unsupported(key, value, "one number above 0, for all layers, is read")
         return value
@@ -58,11 +57,7 @@ class _Keys:
 
 
 def published_config(file: GgufFile) -> dict[str, Any]:
-    """Returns the config.json of a GGUF file.
-
-    Raises:
-        ConfigError: The architecture, a key or a value of it is not supported, or a key is missing.
-    """
+    """Returns the config.json of a GGUF file; a ConfigError where a key or a value is not supported."""
     architecture = str(file.metadata.get("general.architecture"))
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
@@ -141,12 +136,11 @@ def _llama(keys: _Keys) -> dict[str, Any]:
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the scaling whose table of divisors of the frequencies the file holds."""
     table = np.asarray(read_tensor(file, "rope_freqs.weight"), np.float64).reshape(-1)
-    half = config["head_dim"] // 2
     if np.all(table == 1):
         return None
-    factor = float(np.round(table.max(), 4))
+    half, factor = config["head_dim"] // 2, float(np.round(table.max(), 4))
     wavelength = 2 * math.pi * config["rope_theta"] ** (np.arange(half) / half)
-    if table.shape == wavelength.shape and table.min() >= 1 and factor > 1:
+    if len(table) == half and table.min() >= 1 and factor > 1:
         # A frequency between the two ends tells the original length; a table without one has the usual length.
         smooth = (1 / table - 1 / factor) / (1 - 1 / factor)
         inside = np.flatnonzero((smooth > 0.01) & (smooth < 0.99))
@@ -203,14 +197,14 @@ def _phi3(keys: _Keys) -> dict[str, Any]:
     tables = {one: f"rope_factors_{one}.weight" for one in ("short", "long")}
     if not set(keys.file.tensors).issuperset(tables.values()):
         return config
-    usual = longrope_factor(original, longest)
-    if not math.isclose(given, usual, rel_tol=1e-4):
-        raise keys.unsupported("rope.scaling.attn_factor", given, f"the length of the context asks for {usual:.6f}")
     factors = {
         f"{one}_factor": [float(str(x)) for x in np.asarray(read_tensor(keys.file, name), np.float32)]
         for one, name in tables.items()
     }
-    return config | {"rope_scaling": {"rope_type": "longrope", **factors}}
+    scaling = {"rope_type": "longrope", **factors}
+    if not math.isclose(given, longrope_factor(original, longest), rel_tol=1e-4):
+        scaling["attention_factor"] = given
+    return config | {"rope_scaling": scaling}
 
 
 def _gpt2(keys: _Keys) -> dict[str, Any]:
@@ -275,9 +269,7 @@ _EXPERTS = {
 }  # fmt: skip
 # Tables that the config is made from, and no weights.
 _ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-_NAME = re.compile(
-    r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+?)(?P<all>_exps)?(?:\.(?P<expert>\d+))?\.(?P<end>weight|bias)"
-)
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+?)(?P<experts>_exps)?\.(?P<end>weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -301,14 +293,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A GGUF file in the place of a published folder; made by `open_gguf`.
-
-    Attributes:
-        file: The file.
-        config: What its config.json would hold.
-        stored: Published name -> how the tensor is stored.
-        tensors: Published name -> shape and dtype of what `read` returns; quantized tensors are float32.
-    """
+    """A GGUF file in the place of a published folder, by published names; quantized tensors are float32."""
 
     file: GgufFile
     config: Mapping[str, Any]
@@ -317,11 +302,7 @@ class GgufSource:
 
     @property
     def files(self) -> dict[str, str]:
-        """Name -> text of the other files of a published folder that the file stands for.
-
-        Raises:
-            CheckpointError: The tokenizer is of a kind that is not read.
-        """
+        """Name -> text of the tokenizer's files."""
         return tokenizer_files(self.file.path, self.file.metadata)
 
     def read(self, name: str) -> np.ndarray:
@@ -337,12 +318,7 @@ class GgufSource:
 
 
 def open_gguf(path: str | Path) -> GgufSource:
-    """Opens a GGUF file as a published folder.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, or holds a tensor that its architecture does not have.
-        ConfigError: Its architecture, or a key or value of it, is not supported.
-    """
+    """Opens a GGUF file as a published folder; a CheckpointError, or a ConfigError of `published_config`, where not."""
     file = read_gguf(path)
     config = published_config(file)
     stored, tensors = {}, {}
@@ -363,27 +339,19 @@ def _published(name: str, file: GgufFile, config: Mapping[str, Any]) -> dict[str
     kind, found = config["model_type"], _NAME.fullmatch(name)
     if found is None:
         return {}
-    layer, part, end, expert = found["layer"], found["part"], found["end"], found["expert"]
+    layer, part, end = found["layer"], found["part"], found["end"]
+    plus_one = kind.startswith("gemma") and part.endswith("norm")
     if layer is None:
         top = (_GPT2_TOP | {"output": "lm_head"} if kind == "gpt2" else _TOP).get(part)
-        one = Stored(name, plus_one=kind.startswith("gemma") and part.endswith("norm"))
-        return {f"{top}.{end}": one} if top else {}
+        return {f"{top}.{end}": Stored(name, plus_one=plus_one)} if top else {}
     prefix = f"{'transformer.h' if kind == 'gpt2' else 'model.layers'}.{layer}"
-    if found["all"] or expert:
+    if found["experts"]:
         theirs = _EXPERTS.get(kind, {}).get(part)
-        if theirs is None:
-            return {}
-        if expert:
-            return {f"{prefix}.{theirs.format(expert)}.{end}": Stored(name)}
         count = config.get("num_local_experts", config.get("num_experts", 0))
-        return {f"{prefix}.{theirs.format(at)}.{end}": Stored(name, at) for at in range(count)}
+        return {f"{prefix}.{theirs.format(at)}.{end}": Stored(name, at) for at in range(count)} if theirs else {}
     theirs, heads = _LAYERS.get(kind, _LAYER).get(part), 0
     if file.metadata["general.architecture"] == "llama" and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-    one = Stored(
-        name,
-        rotary_heads=heads,
-        plus_one=kind.startswith("gemma") and part.endswith("norm"),
-        transposed=kind == "gpt2" and end == "weight" and "norm" not in part,
-    )
+    transposed = kind == "gpt2" and end == "weight" and "norm" not in part
+    one = Stored(name, rotary_heads=heads, plus_one=plus_one, transposed=transposed)
     return {f"{prefix}.{theirs}.{end}": one} if theirs else {}

@@ -24,9 +24,7 @@ _GENERATES = ("bos_token", "eos_token", "pad_token")
 # What ends a turn or a message beside the end of a text: the key of its id, and the names by which readers of GGUF find
 # it in files without the key.
 _TURN_ENDS = {
-    "eot_token_id": (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]"),
-    ),
+    "eot_token_id": ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>"),
     "eom_token_id": ("<|eom_id|>",),
 }
 
@@ -64,15 +62,10 @@ _NORMALIZERS = {"qwen2": {"type": "NFC"}}
 
 
 def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the files of a published folder that say what a GGUF file does about its tokenizer.
+    """Returns the files of a published folder that say what the metadata of a GGUF file does about its tokenizer.
 
-    Args:
-        path: The GGUF file, for messages.
-        metadata: Its metadata.
-
-    Returns:
-        Name of the file -> its text: tokenizer.json, tokenizer_config.json (special tokens, chat template) and
-        generation_config.json; empty where the file holds no tokenizer.
+    Name -> text of tokenizer.json, tokenizer_config.json (special tokens, chat template) and generation_config.json;
+    nothing where the file (`path`) holds no tokenizer.
 
     Raises:
         CheckpointError: The tokenizer is of a kind that is not read, or its parts do not fit together.
@@ -109,14 +102,13 @@ class _Tokenizer:
         generation: dict[str, Any] = {f"{name}_id": special[name] for name in _GENERATES if name in special}
         if ends := self.ends():
             generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-        if self.kind not in ("gpt2", "llama"):
-            raise ValueError(f"{_START}model is {self.kind}; gpt2 (byte-level BPE) and llama (SentencePiece) are read")
+        parts = {"gpt2": _byte_pairs, "llama": _scored_pieces}[self.kind](self)
         tokenizer = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
             "added_tokens": self.added(),
-            **(_byte_pairs(self) if self.kind == "gpt2" else _scored_pieces(self)),
+            **parts,
             "post_processor": self.around(),
         }
         return {
@@ -154,11 +146,10 @@ class _Tokenizer:
             return None
 
         def framed(name: str, kind: int) -> list[dict[str, Any]]:
-            parts = [
-                [] if i is None else [{"SpecialToken": {"id": self.tokens[i], "type_id": kind}}]
-                for i in (before, after)
-            ]
-            return [*parts[0], {"Sequence": {"id": name, "type_id": kind}}, *parts[1]]
+            def token(number: int | None) -> list[dict[str, Any]]:
+                return [] if number is None else [{"SpecialToken": {"id": self.tokens[number], "type_id": kind}}]
+
+            return [*token(before), {"Sequence": {"id": name, "type_id": kind}}, *token(after)]
 
         return {
             "type": "TemplateProcessing",
@@ -204,21 +195,17 @@ def _scored_pieces(told: _Tokenizer) -> dict[str, Any]:
         pairs += [
             (-score, numbers[left], numbers[right]) for left, right in cuts if left in numbers and right in numbers
         ]
-    prefix = told.said.get("add_space_prefix", True)
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    back = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    normalizer: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    back: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    back += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if told.said.get("add_space_prefix", True):
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, normalizer]}
+        back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = told.said.get("unknown_token_id")
     return {
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces]}
-        if prefix
-        else spaces,
+        "normalizer": normalizer,
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": [*back, strip] if prefix else back},
+        "decoder": {"type": "Sequence", "decoders": back},
         "model": _model(
             tokens,
             [[tokens[left], tokens[right]] for _, left, right in sorted(pairs)],

@@ -28,11 +28,9 @@ def published_place(text: str | os.PathLike[str], *, what: str) -> str | os.Path
     Of a folder on the hub only the small files are fetched here; `fetch_weights` brings the others when they are read.
 
     Args:
-        text: A path; `package:NAME/FILE` in an installed package; or OWNER/NAME[/FILE.gguf][@REVISION] on the hub.
+        text: A path, which is returned as it is; `package:NAME/FILE` in an installed package; or
+            OWNER/NAME[/FILE.gguf][@REVISION] on the hub.
         what: Where it was written, for messages.
-
-    Returns:
-        Its path; what is no id and no package is returned as it is.
 
     Raises:
         ConfigError: The package is not installed, or the hub does not give the model.
@@ -52,11 +50,7 @@ def published_place(text: str | os.PathLike[str], *, what: str) -> str | os.Path
 
 
 def fetch_weights(folder: Path) -> None:
-    """Fetches the tensors of a folder in the hub's cache that holds the small files alone; another is left as it is.
-
-    Raises:
-        CheckpointError: The hub does not give them.
-    """
+    """Fetches the tensors of a folder in the hub's cache that holds the small files alone; another is left as it is."""
     match = _SNAPSHOT.fullmatch(folder.parent.parent.name)
     if match is None or folder.parent.name != "snapshots":
         return
@@ -86,20 +80,20 @@ def _fetched(repo: str, revision: str | None, names: Sequence[str], cache: Path 
 
     # A bar is for what takes its time, and for people.
     (enable_progress_bars if cache is not None and sys.stderr.isatty() else disable_progress_bars)()
+    hub = constants.ENDPOINT
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(names), cache_dir=cache))
     except GatedRepoError:
-        reason = f"is gated; accept its terms at {constants.ENDPOINT}/{repo} and set HF_TOKEN"
+        reason = f"is gated; accept its terms at {hub}/{repo} and set HF_TOKEN"
     except RepositoryNotFoundError:
-        reason = f"is neither here nor at {constants.ENDPOINT}; check the name, or set HF_TOKEN for a private one"
+        reason = f"is neither here nor at {hub}; check the name, or set HF_TOKEN for a private one"
     except RevisionNotFoundError:
-        reason = f"has no such revision at {constants.ENDPOINT}"
+        reason = f"has no such revision at {hub}"
     except Exception as error:  # what the client raises where it gets no answer differs by its version
+        first = str(error.__cause__ or error).splitlines()[0]
+        reason = f"is not here, and {hub} does not give it ({first}); name a folder that is here"
         if constants.HF_HUB_OFFLINE:
             reason = "is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set"
-        else:
-            first = str(error.__cause__ or error).splitlines()[0]
-            reason = f"is not here, and {constants.ENDPOINT} does not give it ({first}); name a folder that is here"
     raise CheckpointError(f"{repo}{f'@{revision}' if revision else ''} {reason}")
 
 
@@ -123,11 +117,7 @@ def is_published(path: str | Path) -> bool:
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """Returns the object (or the list, if `kind` is list) in a JSON file that somebody else wrote.
-
-    Raises:
-        ConfigError: There is no such file, or something else is in it.
-    """
+    """Returns the object (or the list, if `kind` is list) in a JSON file that somebody else wrote, or a ConfigError."""
     try:
         return kind(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as problem:
@@ -139,7 +129,6 @@ def read_published_config(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: There is none, or it is not that of a published model whose tensors are read.
-        CheckpointError: The GGUF file is damaged.
     """
     if path.suffix == ".gguf":
         from jaxtrain.interop.formats.gguf import read_gguf

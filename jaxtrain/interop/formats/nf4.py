@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.formats.rows import Kind, Shape
 from jaxtrain.interop.formats.safetensors import DTYPES, FolderSource
-from jaxtrain.interop.formats.transforms import Kind, Shape
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -111,11 +111,7 @@ def _number(order: np.ndarray) -> np.ndarray:
 
 
 def check_inputs(num_inputs: int, *, what: str) -> None:
-    """Raises where a kernel (`what`) of `num_inputs` cannot be stored in 4 bits.
-
-    Raises:
-        ConfigError: The number is odd.
-    """
+    """Raises a ConfigError where a kernel (`what`) of an odd `num_inputs` cannot be stored in 4 bits."""
     if num_inputs % 2:
         raise ConfigError(
             f"nf4 stores two weights per byte, and {what} has {num_inputs} inputs, an odd number; use int8, or a "
@@ -124,14 +120,7 @@ def check_inputs(num_inputs: int, *, what: str) -> None:
 
 
 def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes rows of weights.
-
-    Args:
-        rows: [R, I] of any float dtype, I even: a weight of torch's Linear.
-
-    Returns:
-        The packed codes, uint8 [R, I / 2], and the magnitudes, float32 [R, B].
-    """
+    """Quantizes rows of weights [R, I], I even: packed codes, uint8 [R, I / 2], and magnitudes, float32 [R, B]."""
     count, inputs = rows.shape
     blocks = -(-inputs // BLOCK)
     codes, absmax = np.empty((count, inputs // 2), np.uint8), np.empty((count, blocks), np.float32)
@@ -172,14 +161,7 @@ def mean_magnitude(absmax: np.ndarray) -> np.float32:
 
 
 def quantize_magnitudes(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Quantizes magnitudes to 8 bits: double quantization.
-
-    Args:
-        absmax: float32 [R, B].
-
-    Returns:
-        Codes, uint8 [R, B]; nested magnitudes, float32 [N]; and the offset.
-    """
+    """Double quantization of magnitudes, float32 [R, B]: codes, uint8 [R, B], nested ones, float32 [N], and offset."""
     offset = mean_magnitude(absmax)
     flat = (absmax - offset).reshape(-1)
     count = -(-flat.size // NESTED_BLOCK)
@@ -194,20 +176,10 @@ def quantize_magnitudes(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return codes.reshape(-1)[: flat.size].reshape(absmax.shape), nested, offset
 
 
-def dequantize_magnitudes(
-    codes: np.ndarray, nested_absmax: np.ndarray, offset: float, values: np.ndarray | None = None
-) -> np.ndarray:
-    """Returns the magnitudes, float32 [R, B], that double quantization stands for.
-
-    Args:
-        codes: uint8 [R, B].
-        nested_absmax: float32 [N].
-        offset: What was taken off.
-        values: The 8-bit map, float32 [256]; None: `dynamic_map`.
-    """
-    values = dynamic_map() if values is None else values
+def dequantize_magnitudes(codes: np.ndarray, nested_absmax: np.ndarray, offset: float) -> np.ndarray:
+    """Returns the magnitudes, float32 [R, B], that codes, uint8 [R, B], nested ones, float32 [N], and offset mean."""
     scales = np.repeat(nested_absmax, NESTED_BLOCK)[: codes.size].reshape(codes.shape)
-    return values[codes] * scales + np.float32(offset)
+    return dynamic_map()[codes] * scales + np.float32(offset)
 
 
 def dequantize_rows(codes: np.ndarray, absmax: np.ndarray) -> np.ndarray:
@@ -225,28 +197,21 @@ class PackedTensor:
     Attributes:
         codes: uint8 [R, I / 2].
         absmax: float32 [R, I / 64], or uint8 with double quantization.
-        nested_absmax: float32 [N]; None without double quantization, as are the next.
+        nested_absmax: float32 [N]; None without double quantization, as is the next.
         offset: What was taken off the magnitudes.
-        values: The 8-bit map, float32 [256]; None with double quantization: `dynamic_map`.
     """
 
     codes: np.ndarray
     absmax: np.ndarray
     nested_absmax: np.ndarray | None = None
     offset: float | None = None
-    values: np.ndarray | None = None
 
     @property
     def magnitudes(self) -> np.ndarray:
         """float32 [R, I / 64]: the largest magnitudes of the blocks."""
         if self.nested_absmax is None or self.offset is None:
             return self.absmax
-        return dequantize_magnitudes(self.absmax, self.nested_absmax, self.offset, self.values)
-
-    @property
-    def has_usual_map(self) -> bool:
-        """Whether the 8-bit map is the published one; torch's differs in the last bit of some values by the CPU."""
-        return self.values is None or bool(np.abs(self.values - dynamic_map()).max() <= 1e-6)
+        return dequantize_magnitudes(self.absmax, self.nested_absmax, self.offset)
 
 
 # What stands before the kind in the name of a description, and the other parts of a weight.
@@ -256,106 +221,76 @@ _DTYPES = {"float32": DTYPES["F32"], "float16": DTYPES["F16"], "bfloat16": DTYPE
 
 
 @dataclass(frozen=True)
-class QuantizedSource:
-    """A published folder with quantized tensors, which reads as one of floats; a `Source` made by `with_quantized`.
+class QuantizedSource(FolderSource):
+    """A published folder that reads as one of floats: quantized name -> shape, dtype, offset of its magnitudes."""
 
-    Attributes:
-        folder: The folder as it is stored.
-        quantized: Name of each quantized tensor -> shape, dtype, and what was taken off its magnitudes, if quantized.
-    """
-
-    folder: FolderSource
     quantized: Mapping[str, tuple[Shape, np.dtype, float | None]]
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """What the config.json says."""
-        return self.folder.config
-
-    @property
-    def files(self) -> dict[str, bytes]:
-        """Name -> bytes of the files beside config and tensors."""
-        return self.folder.files
 
     @property
     def tensors(self) -> dict[str, Kind]:
         """Name -> shape and dtype of what `read` returns."""
         parts = {name + part for name in self.quantized for part in (*_PARTS, f"{_STATE}nf4")}
-        plain = {name: kind for name, kind in self.folder.tensors.items() if name not in parts}
+        plain = {name: kind for name, kind in super().tensors.items() if name not in parts}
         return plain | {name: (shape, dtype) for name, (shape, dtype, _) in self.quantized.items()}
 
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor; the floats of a quantized one are rounded to its dtype."""
         if name not in self.quantized:
-            return self.folder.read(name)
+            return super().read(name)
         shape, dtype, _ = self.quantized[name]
         packed = self.packed(name)
         return dequantize_rows(packed.codes, packed.magnitudes).reshape(shape).astype(dtype)
 
     def packed(self, name: str) -> PackedTensor:
-        """Returns a quantized tensor; of one long row where blocks run on from row to row.
-
-        Raises:
-            CheckpointError: Its parts do not fit each other.
-        """
+        """Returns a quantized tensor; of one long row where blocks run on from row to row."""
         (rows, inputs), _, offset = self.quantized[name]
         rows, inputs = (1, rows * inputs) if inputs % BLOCK else (rows, inputs)
         blocks = -(-inputs // BLOCK)
         codes = self._part(name, "", "uint8", (rows * inputs // 2, 1)).reshape(rows, -1)
-        levels = self._part(name, ".quant_map", "float32", (16,))
-        if not np.array_equal(levels, np.array(LEVELS, np.float32)):
-            raise CheckpointError(f"{self.folder.folder}: {name}.quant_map holds other levels than those of nf4")
+        self._part(name, ".quant_map", "float32", (16,), np.array(LEVELS, np.float32))
         dtype = "float32" if offset is None else "uint8"
         absmax = self._part(name, ".absmax", dtype, (rows * blocks,)).reshape(rows, blocks)
         if offset is None:
             return PackedTensor(codes, absmax)
         nested = self._part(name, ".nested_absmax", "float32", (-(-rows * blocks // NESTED_BLOCK),))
-        return PackedTensor(codes, absmax, nested, offset, self._part(name, ".nested_quant_map", "float32", (256,)))
+        # torch's 8-bit map differs in the last bit of some values by the CPU.
+        self._part(name, ".nested_quant_map", "float32", (256,), dynamic_map())
+        return PackedTensor(codes, absmax, nested, offset)
 
-    def _part(self, name: str, part: str, dtype: str, shape: Shape) -> np.ndarray:
-        found = self.folder.tensors.get(name + part)
-        if found != (shape, np.dtype(dtype)):
+    def _part(self, name: str, part: str, dtype: str, shape: Shape, levels: np.ndarray | None = None) -> np.ndarray:
+        found = super().tensors.get(name + part)
+        array = super().read(name + part) if found == (shape, np.dtype(dtype)) else None
+        if array is None or (levels is not None and np.abs(array - levels).max() > 1e-6):
             raise CheckpointError(
-                f"{self.folder.folder}: {name}{part} is {found or 'missing'}; nf4 wants {dtype}{list(shape)} there"
+                f"{self.folder}: {name}{part} is {found or 'missing'}; nf4 wants {dtype}{list(shape)} there, "
+                "and its own levels"
             )
-        return self.folder.read(name + part)
+        return array
 
 
 def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
-    """Returns a folder as a source of floats, whether or not some of its tensors are quantized.
-
-    Raises:
-        CheckpointError: A tensor is quantized in another way than nf4 in blocks of 64.
-    """
+    """Returns a folder as a source of floats; a CheckpointError where tensors are quantized otherwise than in nf4."""
     found = {}
     for name in folder.stored:
         owner, mark, kind = name.partition(_STATE)
         if not mark:
             continue
-        try:
-            state = json.loads(folder.read(name).tobytes())
-            (rows, inputs), dtype, offset = state["shape"], _DTYPES[state["dtype"]], state.get("nested_offset")
-            sizes = (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            kind, sizes = f"no description ({error})", ()
+        state = json.loads(folder.read(name).tobytes())
+        (rows, inputs), dtype, offset = state["shape"], _DTYPES[state["dtype"]], state.get("nested_offset")
+        sizes = (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK))
         if kind != "nf4" or sizes != (BLOCK, NESTED_BLOCK):
             raise CheckpointError(
                 f"{folder.folder}: {name} says {kind} in blocks of {sizes}; only nf4 in blocks of {BLOCK} and "
                 f"{NESTED_BLOCK} is read: save the model with these"
             )
         found[owner] = ((rows, inputs), dtype, None if offset is None else float(offset))
-    return QuantizedSource(folder, found) if found else folder
+    return QuantizedSource(folder.folder, folder.config, folder.stored, found) if found else folder
 
 
 def pack_floats(weight: np.ndarray, *, double: bool) -> PackedTensor:
-    """Quantizes a weight as bitsandbytes does: blocks run on from row to row where rows do not divide into them.
+    """Quantizes a weight [R, I], R * I even, as bitsandbytes does; its magnitudes too, if `double`.
 
-    Args:
-        weight: [R, I] of any float dtype, R * I even.
-        double: Whether the magnitudes are quantized too.
-
-    Returns:
-        Codes and magnitudes of R rows; of one long row where I does not divide by 64.
+    Blocks run on from row to row where I does not divide by 64: codes and magnitudes are then of one long row.
     """
     rows = weight if weight.shape[1] % BLOCK == 0 else weight.reshape(1, -1)
     codes, absmax = quantize_rows(rows)
@@ -366,10 +301,7 @@ def pack_floats(weight: np.ndarray, *, double: bool) -> PackedTensor:
 
 
 def packed_kinds(name: str, shape: Shape, *, double: bool) -> dict[str, Kind]:
-    """Returns name -> shape and dtype of the tensors that a weight [R, I] is stored as; its description may be shorter.
-
-    `double` says whether the magnitudes are quantized too.
-    """
+    """Returns name -> shape and dtype of what a weight [R, I] is stored as; its description may be shorter."""
     byte, number = np.dtype(np.uint8), np.dtype(np.float32)
     blocks = -(-prod(shape) // BLOCK)
     kinds: dict[str, Kind] = {
@@ -390,13 +322,9 @@ def state_name(name: str) -> str:
 
 
 def packed_parts(name: str, packed: PackedTensor, shape: Shape, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Returns name and array of the tensors that a weight is stored as, in the order of `packed_kinds`.
+    """Returns name and array of the tensors that a weight [R, I] is stored as, in the order of `packed_kinds`.
 
-    Args:
-        name: Of the weight.
-        packed: Its codes and magnitudes.
-        shape: [R, I].
-        dtype: float32, float16 or bfloat16: what readers turn it into.
+    `dtype` (float32, float16 or bfloat16) is what readers turn it into.
     """
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": list(shape)}
     yield name, packed.codes.reshape(-1, 1)
@@ -405,18 +333,15 @@ def packed_parts(name: str, packed: PackedTensor, shape: Shape, dtype: str) -> I
     if packed.nested_absmax is not None and packed.offset is not None:
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(packed.offset)}
         yield f"{name}.nested_absmax", packed.nested_absmax
-        yield f"{name}.nested_quant_map", dynamic_map() if packed.values is None else packed.values
+        yield f"{name}.nested_quant_map", dynamic_map()
     yield state_name(name), np.frombuffer(json.dumps(state).encode(), np.uint8)
 
 
 def quantization_config(*, double: bool, dtype: str, skipped: Sequence[str] | None) -> dict[str, Any]:
     """Returns what a config.json says of such tensors.
 
-    Args:
-        double: Whether the magnitudes are quantized too.
-        dtype: Dtype that other readers compute in.
-        skipped: Names of the linear layers that are stored as floats; None: those that readers leave out unasked (the
-            output layer).
+    `dtype` is that of readers' products; `skipped` are names of the linear layers that are stored as floats, None those
+    that readers leave out unasked (the output layer).
     """
     return {
         "quant_method": "bitsandbytes",

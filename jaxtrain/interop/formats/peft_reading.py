@@ -18,7 +18,7 @@ dims), whatever the module is: torch's Linear, GPT-2's Conv1D, or one that holds
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 from pathlib import Path
@@ -27,33 +27,28 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.interop.formats.entries import Entry, Row, Tied, names_of, positions
 from jaxtrain.interop.formats.hub import read_json
+from jaxtrain.interop.formats.rows import Entry, Position, Row, Tied, Transform, names_of, positions
 from jaxtrain.interop.formats.safetensors import StoredTensor, map_tensor, read_header
-from jaxtrain.interop.formats.transforms import Transform
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-# Keys that are read, and keys that say how the factors were begun, or where they came from. Any other key (DoRA,
-# biases, stacked parameters, ...) changes the arithmetic unless its value is off.
-_READ = (
+# Keys that are read, that the tensors say too, or that say how the factors were begun, or where they came from. Any
+# other key (DoRA, biases, stacked parameters, ...) changes the arithmetic unless its value is off.
+_KNOWN = (
     "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora",
     "target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
-    "layers_pattern", "init_lora_weights",
-)  # fmt: skip
-_NO_EFFECT = (
-    "auto_mapping", "revision", "peft_version", "inference_mode", "fan_in_fan_out", "megatron_config", "megatron_core",
-    "runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
-    "ensure_weight_tying",
+    "layers_pattern", "init_lora_weights", "auto_mapping", "revision", "peft_version", "inference_mode",
+    "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying",
 )  # fmt: skip
 _OFF = (None, False, [], {}, "none")
 # Ways to begin that change the base too, so that the factors alone are not the adapter.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Rounding of alpha / sqrt(rank) in double precision is far below this; two settings that differ are far above.
 _SAME_SCALE = 1e-9
-Position = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -64,12 +59,7 @@ class AdapterConfig:
         rank, alpha: Of every module that no pattern names.
         dropout: Share of an adapter's inputs that become 0 in training.
         rank_stabilised: Whether the scale is alpha / sqrt(rank) instead of alpha / rank.
-        target_modules: Ends of module names, or one regular expression.
         rank_pattern, alpha_pattern: Regular expression of the end of a module's name -> its rank or alpha.
-        layers: Indices of the layers that are adapted; empty: all.
-        layers_pattern: Names of lists of layers that `layers` counts; empty: any.
-        exclude_modules: Ends of names, or one regular expression, of modules that are not adapted.
-        modules_to_save: Ends of names of modules that are trained whole.
         base: Name of the base, or the path to it.
         task_type: CAUSAL_LM, SEQ_CLS, ...; None: not said.
     """
@@ -78,13 +68,8 @@ class AdapterConfig:
     alpha: float
     dropout: float = 0.0
     rank_stabilised: bool = False
-    target_modules: tuple[str, ...] | str = ()
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    layers: tuple[int, ...] = ()
-    layers_pattern: tuple[str, ...] = ()
-    exclude_modules: tuple[str, ...] | str = ()
-    modules_to_save: tuple[str, ...] = ()
     base: str | None = None
     task_type: str | None = None
 
@@ -125,21 +110,13 @@ def open_adapter_folder(path: str | Path) -> AdapterFolder:
 
 def _read_config(file: Path) -> AdapterConfig:
     said = read_json(file)
-    wrong = next((key for key, value in said.items() if key not in (*_READ, *_NO_EFFECT) and value not in _OFF), None)
+    wrong = next((key for key, value in said.items() if key not in _KNOWN and value not in _OFF), None)
     if said.get("peft_type") != "LORA":
         wrong = "peft_type"
     if str(said.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
         wrong = "init_lora_weights"
     if wrong is not None:
         raise ConfigError(f"{file} has {wrong}: {said.get(wrong)}, which is not supported; plain LoRA adapters are")
-
-    def names(key: str) -> tuple[str, ...] | str:
-        value = said.get(key) or ()
-        return value if isinstance(value, str) and re.compile(value) else tuple(value)
-
-    def listed(key: str) -> tuple[Any, ...]:
-        value = said.get(key)
-        return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
     def patterns(key: str, kind: type) -> dict[str, Any]:
         return {pattern: kind(value) for pattern, value in (said.get(key) or {}).items() if re.compile(pattern)}
@@ -150,13 +127,8 @@ def _read_config(file: Path) -> AdapterConfig:
             alpha=said.get("lora_alpha", 8),
             dropout=float(said.get("lora_dropout") or 0),
             rank_stabilised=bool(said.get("use_rslora")),
-            target_modules=names("target_modules"),
             rank_pattern=patterns("rank_pattern", int),
             alpha_pattern=patterns("alpha_pattern", float),
-            layers=listed("layers_to_transform"),
-            layers_pattern=listed("layers_pattern"),
-            exclude_modules=names("exclude_modules"),
-            modules_to_save=listed("modules_to_save"),
             base=said.get("base_model_name_or_path"),
             task_type=said.get("task_type"),
         )
@@ -165,36 +137,6 @@ def _read_config(file: Path) -> AdapterConfig:
     except (TypeError, ValueError, AttributeError, re.error) as error:
         raise ConfigError(f"{file} has a value that cannot be read: {error}") from None
     return config
-
-
-def targets_module(config: AdapterConfig, module: str) -> bool | None:
-    """Whether an adapter_config.json gives a linear module an adapter; None where it leaves that to the model.
-
-    Args:
-        config: What it says.
-        module: Name of the module, as in "model.layers.0.self_attn.q_proj".
-    """
-    if config.exclude_modules and matches(config.exclude_modules, module):
-        return False
-    if any(re.match(rf"(^|.*\.){re.escape(name)}($|\..*)", module) for name in config.modules_to_save):
-        return False
-    if config.target_modules == "all-linear":
-        return None
-    if not matches(config.target_modules, module):
-        return False
-    if not config.layers or isinstance(config.target_modules, str):
-        return True
-    lists = config.layers_pattern or ("[^.]*",)
-    numbers = [re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module) for name in lists]
-    first = next((int(found[1]) for found in numbers if found), None)
-    return first is not None and first in config.layers
-
-
-def matches(targets: Sequence[str] | str, module: str) -> bool:
-    """Whether a module is one of these, as PEFT compares names."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
-    return any(module == one or module.endswith(f".{one}") for one in targets)
 
 
 def rank_and_scale(config: AdapterConfig, module: str) -> tuple[int, float]:
@@ -233,8 +175,7 @@ def factor_transforms(row: Row, rank: int) -> Factors | None:
     weight = row.transform
     if len(weight.theirs) != 2 or set(weight.merges) != {1}:
         return None
-    first = len(weight.splits[0])
-    picked = dict(weight.picks)
+    first, picked = len(weight.splits[0]), dict(weight.picks)
     remaining = [at for at in range(first + len(weight.splits[1])) if at not in picked]
     # Which dim of theirs each of our dims comes from; inputs come first in ours.
     owners = [int(remaining[one] >= first) for one in weight.order]
@@ -283,7 +224,7 @@ class AdapterArrays:
     Attributes:
         rank: R of all factors; those of smaller ranks are filled up with zeros, which stay zeros in training.
         scale: What the product of every pair of factors is multiplied by.
-        factors: Path of the kernel -> (lora_a, lora_b), float32.
+        factors: Path of the kernel -> (lora_a [*stack, *D, R], lora_b [*stack, R, *F]), float32.
         whole: Path -> array of what is trained whole, float32.
     """
 
@@ -293,34 +234,20 @@ class AdapterArrays:
     whole: Mapping[str, np.ndarray]
 
 
-# A kernel of ours and its layer, in a module of theirs.
-_Part = tuple[Entry, Position]
-
-
 def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterArrays:
-    """Reads the arrays of an adapter.
-
-    Args:
-        folder: The adapter.
-        rows: Name table of the base's family, for the base.
+    """Reads the arrays of an adapter, whose tensors say what it adapts; `rows` are the base's name table.
 
     Raises:
-        CheckpointError: The tensors do not fit the base, or not adapter_config.json.
+        CheckpointError: The tensors do not fit the base.
     """
-    modules: dict[str, list[_Part]] = defaultdict(list)
+    modules: dict[str, list[tuple[Entry, Position]]] = defaultdict(list)
     for row in rows:
         if not isinstance(row, Entry) or factor_transforms(row, 1) is None or len(row.stack) > 1:
             continue
         for position in positions(row):
             names = module_names(row, position)
             module = next((name for name in names if name + _A in folder.stored), names[0])
-            has, wanted = module + _A in folder.stored, targets_module(folder.config, module)
-            if wanted not in (None, has) or has != (module + _B in folder.stored):
-                raise CheckpointError(
-                    f"{folder.path} {'holds' if has else 'lacks'} factors of {module}, unlike what target_modules of "
-                    "its adapter_config.json say; it is of another base, or not whole"
-                )
-            if has:
+            if {module + _A, module + _B} <= folder.stored.keys():
                 modules[module].append((row, position))
     used = {module + end for module in modules for end in (_A, _B)}
     whole = _read_whole(folder, rows, used)
@@ -330,17 +257,17 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
             f"{folder.path} holds {rest[0] if rest else 'no factors'}: it is of another base, or not supported "
             "(DoRA; adapters of embeddings, experts, biases or the output layer)"
         )
-    found = {module: list(_factors(folder, module, parts)) for module, parts in modules.items()}
+    found = {module: _factors(folder, module, parts) for module, parts in modules.items()}
     scales = {module: rank_and_scale(folder.config, module)[1] for module in modules}
-    rank = max(a.shape[-1] for parts in found.values() for _, a, _ in parts)
-    widest = next(module for module, parts in found.items() if parts[0][1].shape[-1] == rank)
+    rank = max(a.shape[-1] for pairs in found.values() for a, _ in pairs)
+    widest = next(module for module, pairs in found.items() if pairs[0][0].shape[-1] == rank)
     scale = folder.config.scale
     if not isclose(scales[widest], scale, rel_tol=_SAME_SCALE):
         scale = scales[widest]
     factors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for module, parts in found.items():
+    for module, parts in modules.items():
         same = isclose(scales[module], scale, rel_tol=_SAME_SCALE)
-        for (row, position), a, b in parts:
+        for (row, position), (a, b) in zip(parts, found[module], strict=True):
             if row.path not in factors:
                 shapes = ((*row.stack, *a.shape[:-1], rank), (*row.stack, rank, *b.shape[1:]))
                 factors[row.path] = (np.zeros(shapes[0], np.float32), np.zeros(shapes[1], np.float32))
@@ -354,15 +281,13 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
 
 
 def _factors(
-    folder: AdapterFolder, module: str, parts: Sequence[_Part]
-) -> Iterator[tuple[_Part, np.ndarray, np.ndarray]]:
-    """The factors of each kernel of one module: (which, [*D, R], [R, *F])."""
+    folder: AdapterFolder, module: str, parts: Sequence[tuple[Entry, Position]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The factors of each kernel of one module: [*D, R], [R, *F]."""
     rank, _ = rank_and_scale(folder.config, module)
     made = [one for row, _ in parts if (one := factor_transforms(row, rank)) is not None]
     a, b = (_floats(folder, module + end, one) for end, one in ((_A, made[0].a), (_B, made[0].b)))
-    pairs = [(one.a.read_all(a), one.b.read_all(b)) for one in made]
-    for part, (own_a, own_b) in zip(parts, _blocks(pairs, folder.config.rank), strict=True):
-        yield part, own_a, own_b
+    return _blocks([(one.a.read_all(a), one.b.read_all(b)) for one in made], folder.config.rank)
 
 
 def _floats(folder: AdapterFolder, name: str, transform: Transform) -> np.ndarray:

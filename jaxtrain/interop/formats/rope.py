@@ -12,18 +12,20 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 
 _REQUIRED = object()
+_LENGTH = ("original_max_position_embeddings", "original_length", _REQUIRED)
+_FACTOR = ("factor", "factor", _REQUIRED)
 # Kind -> (key of the published group, ours, default).
 _KINDS: dict[str, tuple[tuple[str, str, object], ...]] = {
     "llama3": (
-        ("factor", "factor", _REQUIRED),
+        _FACTOR,
         ("low_freq_factor", "low_frequency_factor", _REQUIRED),
         ("high_freq_factor", "high_frequency_factor", _REQUIRED),
-        ("original_max_position_embeddings", "original_length", _REQUIRED),
+        _LENGTH,
     ),
-    "linear": (("factor", "factor", _REQUIRED),),
+    "linear": (_FACTOR,),
     "yarn": (
-        ("factor", "factor", _REQUIRED),
-        ("original_max_position_embeddings", "original_length", _REQUIRED),
+        _FACTOR,
+        _LENGTH,
         ("beta_fast", "beta_fast", 32.0),
         ("beta_slow", "beta_slow", 1.0),
         ("attention_factor", "attention_factor", None),
@@ -32,7 +34,7 @@ _KINDS: dict[str, tuple[tuple[str, str, object], ...]] = {
     "longrope": (
         ("short_factor", "short_factors", _REQUIRED),
         ("long_factor", "long_factors", _REQUIRED),
-        ("original_max_position_embeddings", "original_length", _REQUIRED),
+        _LENGTH,
         ("attention_factor", "attention_factor", None),
     ),
 }
@@ -41,21 +43,13 @@ _FLOATS = ("factor", "low_frequency_factor", "high_frequency_factor", "beta_fast
 
 
 def longrope_factor(original_length: int, max_length: int) -> float:
-    """The factor of cos and sin of a model whose longrope scaling gives none: sqrt(1 + ln(s) / ln(o)).
-
-    Args:
-        original_length: o.
-        max_length: positions of the model, s times o.
-    """
+    """The factor of cos and sin where longrope scaling gives none: sqrt(1 + ln(max / original) / ln(original))."""
     extension = max_length / original_length
     return math.sqrt(1 + math.log(extension) / math.log(original_length)) if extension > 1 else 1.0
 
 
 def read_rope(file: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `rope_theta` and `rope_scaling` of our model group, and `rotary_fraction` where a file says it.
-
-    Args:
-        file: The file's values of the declared keys.
 
     Raises:
         ConfigError: The kind of scaling is not known, or one of its numbers is missing or unknown.
@@ -129,14 +123,11 @@ _WINDOWED = {"sliding_attention": 1, "full_attention": 0}
 
 
 def read_windows(layer_types: Sequence[str], window: int | None) -> dict[str, Any]:
-    """Returns `sliding_window` and `local_layers` of our model group.
-
-    Args:
-        layer_types: "sliding_attention" or "full_attention" for each layer.
-        window: Of the sliding layers.
+    """Returns `sliding_window` and `local_layers` of our model group; `window` is that of the sliding layers.
 
     Raises:
-        ConfigError: There are other types, or no window where one is needed.
+        ConfigError: There are other types than "sliding_attention" and "full_attention", or no window where one is
+            needed.
     """
     if any(kind not in _WINDOWED for kind in layer_types) or ("sliding_attention" in layer_types and window is None):
         raise ConfigError(

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.formats.hub import INDEX, SINGLE, fetch_weights, read_json, read_published_config
-from jaxtrain.interop.formats.transforms import Kind, Shape
+from jaxtrain.interop.formats.rows import Kind, Shape
 
 # Name in the header -> dtype.
 DTYPES: dict[str, np.dtype] = {
@@ -79,9 +79,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             found[name], at = one, end
         if at != size - 8 - length:
             raise ValueError(f"its tensors end at byte {at + 8 + length} of {size}")
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror or error}); fetch the file again") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is no whole safetensors file ({error}); fetch it again") from None
     return {name: found[name] for name in header if name in found}
 
@@ -95,10 +93,10 @@ def map_tensor(tensor: StoredTensor) -> np.ndarray:
 
 
 def write_safetensors(file: Path, shapes: Mapping[str, Kind], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Writes a safetensors file, one tensor in memory at a time.
+    """Writes a safetensors file, one tensor in memory at a time; it appears when it is whole.
 
     Args:
-        file: The file to write; it appears when it is whole.
+        file: The file to write.
         shapes: Name -> shape and dtype, in the order of the file. Of vectors of bytes at its end this is the most that
             they may hold.
         tensors: Name and array, in any order; vectors that hold less come last, in the order of `shapes`.
@@ -143,32 +141,14 @@ def _header(shapes: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
     return text + b" " * (-len(text) % 8), starts
 
 
-class Source(Protocol):
-    """What weights are read from: a folder, or a file that stands for one.
+@dataclass(frozen=True)
+class FolderSource:
+    """A published folder, made by `open_folder`; a GGUF file that stands for one has the same attributes.
 
     Attributes:
         config: What the config.json says.
-        tensors: Name -> shape and dtype of what `read` returns.
-        files: Name -> text or bytes of the tokenizer's files and the like.
+        stored: Name -> where the tensor lies.
     """
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Kind]: ...
-
-    @property
-    def files(self) -> Mapping[str, str | bytes]: ...
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor; that of a mapped file is read where it is touched."""
-        ...
-
-
-@dataclass(frozen=True)
-class FolderSource:
-    """A published folder, made by `open_folder`; its attributes are those of `Source`."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -176,7 +156,7 @@ class FolderSource:
 
     @property
     def tensors(self) -> dict[str, Kind]:
-        """Name -> shape and dtype."""
+        """Name -> shape and dtype of what `read` returns."""
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
     @property
@@ -204,24 +184,20 @@ def open_folder(path: str | Path) -> FolderSource:
     single = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if len(single) == 1:
         return FolderSource(folder, config, read_header(single[0]))
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pth", ".pt", ".ckpt"))
-    if pickles and not single:
-        raise CheckpointError(
-            f"{folder} holds its weights as {pickles[0]}, a pickle, which can run code when read; convert it once with "
-            "transformers: AutoModel.from_pretrained(folder).save_pretrained(other, safe_serialization=True)"
-        )
-    raise CheckpointError(f"{folder} holds {len(single)} safetensors files; it needs {SINGLE}, or shards with {INDEX}")
+    pickle = next((file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pth", ".pt")), None)
+    said = f"{len(single)} safetensors files; it needs {SINGLE}, or shards with {INDEX}"
+    if pickle and not single:
+        said = f"its weights as {pickle}, a pickle, which can run code when read; convert it once with transformers: "
+        said += "AutoModel.from_pretrained(folder).save_pretrained(other, safe_serialization=True)"
+    raise CheckpointError(f"{folder} holds {said}")
 
 
 def _sharded(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of all shards, as the index says."""
-    names = read_json(folder / INDEX).get("weight_map")
-    files = sorted(set(map(str, names.values()))) if isinstance(names, dict) else []
+    names = read_json(folder / INDEX).get("weight_map") or {}
     # Whoever published the index named the files: they may not lead out of the folder.
-    wrong = next((file for file in files if Path(file).name != file or not (folder / file).is_file()), None)
-    if not files or wrong is not None:
-        raise CheckpointError(f"{folder / INDEX} names {wrong or 'no files'}; a shard must lie in the folder itself")
+    files = [file for file in sorted(set(map(str, names.values()))) if Path(file).name == file]
     found = {name: (file, tensor) for file in files for name, tensor in read_header(folder / file).items()}
-    if {name: file for name, (file, _) in found.items()} != names:
+    if not names or {name: file for name, (file, _) in found.items()} != names:
         raise CheckpointError(f"{folder / INDEX} places tensors elsewhere than the files do; fetch all of them again")
     return {name: found[name][1] for name in names}

@@ -1,8 +1,7 @@
 """Granite, as a package of somebody else adds it: Llama's tensors, with scales of its own."""
 
 from jaxtrain.interop.families import llama
-from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.keys import decoder_keys, fixed, mapped, own, rope_keys, split_width
+from jaxtrain.interop.families.family import Family, decoder_keys, fixed, mapped, own, rope_keys, size
 
 
 def _read(ours, file):
@@ -25,7 +24,7 @@ FAMILY = Family(
     name="granite",
     architecture="GraniteForCausalLM",
     keys=(
-        *decoder_keys(32000, 4096, 11008, 32, 32, 32, split_width, 2048, norm_epsilon=1e-6, tied=False),
+        *decoder_keys(size({}, 32, 4096, 32, vocab_size=32000, mlp_dim=11008, max_sequence_length=2048)),
         *rope_keys(10000.0),
         mapped("embedding_multiplier", "embedding_scale", 1.0),
         own("attention_multiplier", 1.0),

@@ -1,4 +1,4 @@
-"""Weights of a published model straight into shardings, as floats or as quantized kernels.
+"""The reader: a published model opened, where our parameters lie in it, and its weights straight into shardings.
 
 Each process reads what its devices hold, once. A stack of layers that is quantized is never whole in floats: one layer
 is read into shards of floats, quantized on the devices, and its integers are put beside those of the other layers. What
@@ -7,9 +7,11 @@ is stored quantized already is taken as it is, where the format is the one that 
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,28 +19,146 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.errors import CheckpointError
-from jaxtrain.interop.formats.entries import positions
-from jaxtrain.interop.formats.nf4 import BLOCK, QuantizedSource, quantize_magnitudes
-from jaxtrain.interop.formats.transforms import Transform
-from jaxtrain.interop.weights import Place, PublishedModel
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.table import family_of, read_settings
+from jaxtrain.interop.formats.gguf_model import GgufSource, open_gguf
+from jaxtrain.interop.formats.nf4 import BLOCK, QuantizedSource, quantize_magnitudes, with_quantized
+from jaxtrain.interop.formats.rows import Entry, Position, Shape, Skipped, Tied, Transform, names_of, positions
+from jaxtrain.interop.formats.safetensors import FolderSource, open_folder
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.precision.kernels import quantize_kernel
 from jaxtrain.precision.nf4 import quantize_nf4
 from jaxtrain.runtime.devices import usable_cores
 
-Position = tuple[int, ...]
 # Start and stop per dimension.
 _Bounds = tuple[tuple[int, int], ...]
 
 
-class _Shards:
-    """The shards of one array on the devices of this process, filled layer by layer.
+@dataclass(frozen=True)
+class Place:
+    """Where one of our parameters lies in a published model: names of tensors by position of its stack, in order."""
 
-    Args:
-        like: Shape, dtype and sharding of the array.
+    row: Entry
+    names: tuple[str, ...]
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of our parameter."""
+        return self.row.shape
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where every parameter of the two trees of a model lies: path -> place."""
+
+    params: dict[str, Place]
+    model_state: dict[str, Place]
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A published model, opened by `open_published`.
+
+    Attributes:
+        path: The folder or file.
+        source: What its tensors are read from.
+        family: Its family.
+        settings: Keys of our model group, as its config.json says.
     """
+
+    path: Path
+    source: FolderSource | GgufSource
+    family: Family
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """One of our parameters in a published model, read a layer at a time: what is written in the place of an array."""
+
+    published: PublishedModel
+    place: Place
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the parameter."""
+        return self.place.shape
+
+    def read(self, position: Position) -> np.ndarray:
+        """Returns what stands at a position of its stack."""
+        row = self.place.row
+        name = self.place.names[int(np.ravel_multi_index(position, row.stack)) if row.stack else 0]
+        return row.transform.read_all(self.published.source.read(name))
+
+
+def open_published(path: str | Path) -> PublishedModel:
+    """Opens a published folder, or a GGUF file, and reads its config; no tensor is read.
+
+    Raises:
+        ConfigError: No such folder or file, a family that is not known, or a key or a value that is not supported.
+        CheckpointError: Its files are missing or damaged.
+    """
+    source = open_gguf(path) if Path(path).suffix == ".gguf" else with_quantized(open_folder(path))
+    try:
+        family, settings = family_of(source.config.get("model_type")), read_settings(source.config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return PublishedModel(Path(path), source, family, settings)
+
+
+def find_places(published: PublishedModel, settings: Mapping[str, Any]) -> Places:
+    """Returns where each parameter of a model lies; `settings` are every key of its group (see `settings_of`).
+
+    Raises:
+        CheckpointError: Tensors that are missing, too many or of another shape; names the first three.
+    """
+    tensors, rows = published.source.tensors, published.family.tensors(settings)
+    places, used = Places({}, {}), set()
+    problems: dict[str, list[str]] = {"lacks": [], "has too many": [], "has other shapes or dtypes": []}
+    for row in rows:
+        if isinstance(row, Skipped):
+            used.update(name for name in tensors if re.fullmatch(row.pattern, name))
+            continue
+        names = []
+        for position in positions(row):
+            candidates = names_of(row, position)
+            held = [one for one in candidates if one in tensors]
+            used.update(held)
+            names += held[:1]
+            if isinstance(row, Entry) and not held:
+                problems["lacks"].append(candidates[0])
+        if not isinstance(row, Entry) or not names:
+            continue
+        for shape, dtype, name in ((*tensors[name], name) for name in names):
+            if shape != row.transform.theirs or dtype.kind in "iub":
+                wanted = list(row.transform.theirs)
+                problems["has other shapes or dtypes"].append(f"{name} is {dtype}{list(shape)}, not floats {wanted}")
+        (places.model_state if row.state else places.params)[row.path] = Place(row, tuple(names), tensors[names[0]][1])
+    problems["has too many"] += (name for name in tensors if name not in used)
+    said = [f"{what} ({len(names)}): {', '.join(names[:3])}" for what, names in problems.items() if names]
+    if said:
+        raise CheckpointError(
+            f"the tensors of {published.path} do not fit its config.json as the family {published.family.name} reads "
+            f"it: it {'; it '.join(said)}"
+        )
+    for row in (row for row in rows if isinstance(row, Tied)):
+        name, place = next((one for one in names_of(row) if one in tensors), None), places.params.get(row.to)
+        if name is None or place is None or name in place.names:
+            continue
+        # A tensor that repeats another and differs from it: leaving it out would change the model.
+        if not np.array_equal(published.source.read(name), published.source.read(place.names[0])):
+            raise CheckpointError(
+                f"{published.path}: {name} differs from {place.names[0]}, although its config.json ties them; set "
+                "model.tie_embeddings=false"
+            )
+    return places
+
+
+class _Shards:
+    """The shards of one array, of the shape, dtype and sharding of `like`, filled layer by layer."""
 
     def __init__(self, like: jax.ShapeDtypeStruct):
         assert like.sharding is not None
@@ -70,18 +190,10 @@ class _Shards:
 def read_places(
     published: PublishedModel, places: Mapping[str, Place], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads parameters into shardings.
+    """Reads parameters into shardings: path -> array of the shape, dtype and sharding of `wanted`; floats are cast.
 
     The largest is read first: while it is copied to the devices, nothing else takes memory. Host memory stays within
     what the devices of this process hold, plus the largest tensor of the file.
-
-    Args:
-        published: The published model.
-        places: Path -> where it lies.
-        wanted: Path -> shape, dtype and sharding of what is read; floats are cast.
-
-    Returns:
-        Path -> array.
     """
     largest_first = sorted(wanted, key=lambda path: wanted[path].size, reverse=True)
     found = {path: _read(published, places[path], wanted[path]) for path in largest_first}
@@ -104,14 +216,10 @@ def _read(published: PublishedModel, place: Place, like: jax.ShapeDtypeStruct) -
 
 
 def copy_into(out: np.ndarray, part: np.ndarray) -> None:
-    """Copies a view, of any strides, into an array, casting to its dtype.
+    """Copies a view, of any strides, into an array of its shape, casting to its dtype.
 
     A transposed view is put in order by jax on the CPU, which is six times as fast as tiles in NumPy (16 bits, 4
     million numbers: 1.2 ms and 7.7 ms on one core); NumPy's own order would bring a line of the cache per number.
-
-    Args:
-        out: Array to write.
-        part: View of the same shape.
     """
     strides = [stride if size > 1 else math.inf for stride, size in zip(part.strides, part.shape, strict=True)]
     in_order = part.size < 1024 or int(np.argmin(strides)) == part.ndim - 1
@@ -128,28 +236,21 @@ def _cpu_device() -> Any:
         return None
 
 
-def by_path(tree: Any) -> dict[str, Any]:
+def by_path(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Returns path -> leaf of a tree."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
 def read_kernel(
     published: PublishedModel, place: Place, wanted: Mapping[str, jax.ShapeDtypeStruct], dims: tuple[int, int]
 ) -> dict[str, jax.Array]:
-    """Reads a kernel into the arrays of a quantized one.
+    """Reads a kernel into the arrays of a quantized one: name -> array, the same on every mesh.
 
-    The result is the same on every mesh. Host memory holds the integers that the devices of this process get, and the
-    floats of one layer.
+    Host memory holds the integers that the devices of this process get, and the floats of one layer.
 
-    Args:
-        published: The published model.
-        place: Where the kernel lies in it.
-        wanted: Name of each array of the quantized kernel (of an int8 one `values` and `scale`, of an nf4 one `codes`,
-            `absmax`, and with double quantization `nested_absmax` and `offset`) -> shape, dtype and sharding.
-        dims: Numbers of input and of output dims of the kernel.
-
-    Returns:
-        Name -> array.
+    `wanted` are name of each array of the quantized kernel (of an int8 one `values` and `scale`, of an nf4 one `codes`,
+    `absmax`, and with double quantization `nested_absmax` and `offset`) -> shape, dtype and sharding; `dims` are the
+    numbers of input and of output dims of the kernel.
 
     Raises:
         CheckpointError: The tensors are stored in nf4, and cannot be taken as they are.
@@ -199,38 +300,27 @@ def _stored_layer(
     source: QuantizedSource, place: Place, name: str, dims: tuple[int, int], *, double: bool
 ) -> dict[str, Any]:
     """The arrays of one layer whose tensor is nf4 in the file."""
-    transform = place.row.transform
-    rows = rows_of_outputs(transform, dims)
-    packed = source.packed(name)
-    outputs = transform.ours[dims[0] :]
+    transform, packed = place.row.transform, source.packed(name)
+    rows, outputs = rows_of_outputs(transform, dims), transform.ours[dims[0] :]
     whole = rows is not None and np.array_equal(rows, np.arange(len(packed.codes)))
-    kept = packed.offset is not None and packed.nested_absmax is not None
-    if rows is None or transform.theirs[1] % BLOCK or (double and kept and not (whole and packed.has_usual_map)):
+    if rows is None or transform.theirs[1] % BLOCK or (double and packed.offset is not None and not whole):
         raise CheckpointError(
-            f"{source.folder.folder}: the blocks of {name} are not those of the nf4 kernel {place.row.path}; take its "
+            f"{source.folder}: the blocks of {name} are not those of the nf4 kernel {place.row.path}; take its "
             "scales as float32 (finetune.double_quantization=false), or read it as floats, without finetune.base=nf4"
         )
-    found = {"codes": packed.codes[rows].T.reshape(-1, *outputs)}
-    if not double:
-        return found | {"absmax": packed.magnitudes[rows].T.reshape(-1, *outputs)}
-    absmax, nested, offset = (
-        (packed.absmax, packed.nested_absmax, packed.offset) if kept else quantize_magnitudes(packed.absmax[rows])
-    )
-    return found | {
-        "absmax": absmax.T.reshape(-1, *outputs), "nested_absmax": nested, "offset": np.float32(offset)
-    }  # fmt: skip
+    found: dict[str, Any] = {"codes": packed.codes[rows], "absmax": packed.magnitudes[rows]}
+    if double:
+        scales = packed.absmax, packed.nested_absmax, packed.offset
+        scales = quantize_magnitudes(packed.absmax[rows]) if packed.offset is None else scales
+        found |= {"absmax": scales[0], "nested_absmax": scales[1], "offset": np.float32(scales[2])}
+    return found | {one: found[one].T.reshape(-1, *outputs) for one in ("codes", "absmax")}
 
 
 @functools.lru_cache(maxsize=64)
 def rows_of_outputs(transform: Transform, dims: tuple[int, int]) -> np.ndarray | None:
-    """Returns which rows of a weight [out, in] of a file the outputs of our kernel are, in our order.
+    """Returns which rows of a weight [out, in] of a file the outputs of our kernel are, in our order: int64.
 
-    Args:
-        transform: How the weight becomes our kernel.
-        dims: Numbers of input and of output dims of the kernel.
-
-    Returns:
-        int64 [number of our outputs], not to be changed; None where the inputs of the two are in another order.
+    `dims` are the numbers of its input and output dims. None where the inputs of the two are in another order.
     """
     out, inputs = transform.theirs
     ours = [math.prod(transform.ours[: dims[0]]), math.prod(transform.ours[dims[0] :])]
