@@ -37,20 +37,20 @@ def run(arguments: argparse.Namespace) -> int:
             overrides=arguments.overrides,
             name=arguments.name,
         )
-        started = start_service(
+        service = start_service(
             served, slots=arguments.slots, length=arguments.length, queue=arguments.queue, api_key=key
         )
         listen(taken)
         address = address_of(taken)
         print_remark(f"{served.sharded_model!r}")
-        print_remark(f"model {served.name!r}: {started.summary}; compiled in {time.monotonic() - began:.1f} s")
+        print_remark(f"model {served.name!r}: {service.summary}; compiled in {time.monotonic() - began:.1f} s")
         print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
 
         def say_ready() -> None:
             print_text(f"ready: {address}", flush=True)
 
         try:
-            serve_app(build_app(started.service, host=arguments.host), taken, when_ready=say_ready)
+            serve_app(build_app(service, host=arguments.host), taken, when_ready=say_ready)
         finally:
-            started.close()
+            service.close()
     return 0

@@ -151,7 +151,7 @@ def test_answers_end_before_the_first_stop_and_batches_do_not_matter(asked):
 
 def test_settings_of_tasks():
     asked = read_generation({"until": "\n", "max_tokens": 3}, task="t")
-    assert (asked.until, asked.new_tokens, asked.sampling) == (("\n",), 3, jt.Sampling(0.0))
+    assert (asked.stop, asked.new_tokens, asked.sampling) == (("\n",), 3, jt.Sampling(0.0))
     assert read_generation({}, task="t").new_tokens == 256
     assert read_generation({"do_sample": True}, task="t").sampling == jt.Sampling(1.0)
     assert read_generation({"do_sample": False, "temperature": 0.7}, task="t").sampling == jt.Sampling(0.0)

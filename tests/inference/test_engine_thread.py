@@ -14,10 +14,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.inference.engine import engine as engine_module
-from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.engine.programs import Chosen
+from jaxtrain.inference.engine.engine import Engine, Scheduler
+from jaxtrain.inference.engine.programs import Chosen, Chunk
 from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request, Ticket
-from jaxtrain.inference.engine.scheduler import Scheduler
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.decoder import NOWHERE, Decoder
 
@@ -50,8 +49,8 @@ class CountingPrograms:
         self.positions.append(positions_S.tolist())
         return self._chosen(tokens_S, "decode")
 
-    def prefill(self, slot: int, tokens: list[int], *_: Any, **__: Any) -> Chosen:
-        return self._chosen(np.array(tokens[-1:]), f"prefill {slot}")
+    def prefill(self, chunk: Chunk) -> Chosen:
+        return self._chosen(chunk.tokens_C[-1:], f"prefill {chunk.slot}")
 
     def copy(self, source: int, target: int) -> None:
         self.runs.append(f"copy {source} to {target}")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 import jaxtrain as jt
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.decoding import generate_ids, generation_pieces
+from jaxtrain.inference.decoding import Writing, generate_ids, generation_pieces
 
 GREEDY = jt.Sampling(temperature=0)
 LENGTH, VOCABULARY, NEW = 64, 40, 12
@@ -37,12 +37,6 @@ def moved(sharded: jt.ShardedModel, by: float) -> Any:
     params, _ = jax.jit(sharded.init)(jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 64))
     return jax.tree.map(lambda leaf: leaf + by * jax.random.normal(next(keys), leaf.shape), params)
-
-
-def generate_rows(*arguments: Any, **options: Any) -> Any:
-    """What was generated, with its counts."""
-    (found,) = generation_pieces(*arguments, **options)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +74,8 @@ def test_a_row_ends_at_its_stop_token_and_the_program_when_all_rows_have(sharded
 
     watched = dataclasses.replace(sharded.model, decoder=dataclasses.replace(decoder, decode=decode))
     stops = {int(greedy[0, 1]), int(greedy[1, 2]), int(greedy[2, 2])}
-    ended = generate_rows(
-        dataclasses.replace(sharded, model=watched), params, PROMPTS, new_tokens=NEW, sampling=GREEDY, stop_tokens=stops
-    )
+    watched = dataclasses.replace(sharded, model=watched)
+    (ended,) = generation_pieces(watched, params, PROMPTS, Writing(NEW, GREEDY, stop_tokens=stops))
     jax.effects_barrier()
     assert len(calls) <= 2
     for row, wanted in enumerate(greedy):
@@ -110,8 +103,7 @@ def test_a_row_is_what_it_is_alone(sharded, params):
 @pytest.mark.long
 def test_pieces_are_parts_of_the_whole(sharded, params, greedy):
     ended, before = np.zeros(3, bool), 0
-    options: dict[str, Any] = dict(new_tokens=NEW, sampling=GREEDY, piece=5, ended_B=ended)
-    for found in generation_pieces(sharded, params, PROMPTS, **options):
+    for found in generation_pieces(sharded, params, PROMPTS, Writing(NEW, GREEDY, piece=5), ended):
         upto = int(found.counts[0])
         assert upto > before
         before = upto
@@ -185,7 +177,7 @@ def test_a_mesh_changes_no_token(params, greedy):
 
 
 WRONG = {
-    "an id beyond the vocabulary": ([[1, 2], [3, 40]], "token 40, but the model's vocabulary has 40"),
+    "an id beyond the vocabulary": ([[1, 2], [3, 40]], "no id of 40 or more, as 40; use its own tokenizer"),
     "an empty prompt": ([[1], []], "at least one prompt and token"),
 }
 

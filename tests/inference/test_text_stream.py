@@ -1,15 +1,18 @@
 """Text of tokens as they come: whole characters, stop strings, and the spaces of a continuation."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
-from jaxtrain.inference.decoding import Generated
-from jaxtrain.inference.generate import write_texts
+from jaxtrain.inference.decoding import Generated, Writing
+from jaxtrain.inference.generate import TextStream, whole_texts
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.text_stream import TextStream
+from jaxtrain.models.decoder import Decoder
 
 
 def spaced() -> BpeTokenizer:
@@ -74,21 +77,13 @@ def test_a_long_row_of_bytes_that_are_no_text_is_no_long_work():
     assert decoded < 100 * 2000
 
 
-@pytest.mark.parametrize(
-    ("begins", "expected"),
-    [(None, [" b", " b"]), ([False, True], [" b", "b"])],
-    ids=["both follow a prompt", "the second prompt is empty"],
-)
-def test_only_a_text_that_stands_alone_loses_its_first_space(monkeypatch, begins, expected):
+def test_only_a_text_that_stands_alone_loses_its_first_space(monkeypatch):
     made = Model(models.BPE(vocab={"▁": 0, "a": 1, "b": 2, "▁b": 3}, merges=[("▁", "b")]))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # pyright: ignore[reportAttributeAccessIssue] a setter
     made.decoder = decoders.Metaspace(prepend_scheme="first")  # pyright: ignore[reportAttributeAccessIssue] a setter
     found = Generated(np.full((2, 1), 3), np.ones(2, np.int32))
     monkeypatch.setattr("jaxtrain.inference.generate.generation_pieces", lambda *_, **__: iter([found]))
-    written = write_texts(
-        None, None, BpeTokenizer(made), [np.zeros(1, np.int32)] * 2, new_tokens=1, sampling=Sampling(0), begins=begins
-    )  # fmt: skip
-    texts = ["", ""]
-    for one in written:
-        texts[one.row] += one.text
-    assert texts == expected
+    decoder = Decoder(lambda *_: {}, lambda *_: None, max_length=8)
+    model: Any = SimpleNamespace(model=SimpleNamespace(decoder=decoder))
+    found = whole_texts(model, {}, BpeTokenizer(made), ["a", ""], Writing(1, Sampling(0)))
+    assert found == ["a b", "b"]
