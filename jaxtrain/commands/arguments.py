@@ -42,9 +42,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--step": {"type": step_number, "metavar": "N", "help": "step to load; default: the newest intact one"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--quantize": {
-        "choices": ("int8", "int8_dynamic", "nf4"),
-        "help": "weights of linear layers in int8, or their inputs too (int8_dynamic), or weights in 4 bits (nf4); "
-        "default: as they were trained",
+        "choices": ("int8", "nf4"),
+        "help": "weights of linear layers in int8, or in 4 bits (nf4); default: as they were trained",
     },
 }
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from dense_experts import dense_experts
 
-from jaxtrain.ops.experts import triton
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts, route, router_loss
-from jaxtrain.ops.experts.grouped import BLOCKED, multiply_groups, tiled
+from jaxtrain.ops.experts.grouped import BLOCKED, TILE, multiply_groups, num_tiles, tiled
 
 BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS = 2, 12, 8, 16, 4
 RNG = np.random.default_rng(0)
@@ -126,7 +125,7 @@ def test_forms_multiply_each_group_with_its_kernel(form, width, groups):
 def test_tiles_are_little_more_than_the_rows():
     """What the kernels for NVIDIA multiply at most, over what was routed."""
     for num_rows, num_experts in ((8192, 8), (65536, 64)):
-        assert triton.num_tiles(num_rows, num_experts) * triton.TILE <= 1.15 * num_rows
+        assert num_tiles(num_rows, num_experts) * TILE <= 1.15 * num_rows
 
 
 @pytest.mark.parametrize("choices", [1, 3])

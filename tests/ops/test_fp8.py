@@ -11,8 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.ops.linear import linear, use_linear_format
-from jaxtrain.ops.low_precision import FORWARD, GRADIENT, fp8_matmul, quantize
+from jaxtrain.ops.linear import FORWARD, GRADIENT, fp8_matmul, linear, quantize, use_linear_format
 
 # Eager operations compile one by one.
 fast_quantize = jax.jit(quantize, static_argnums=1)

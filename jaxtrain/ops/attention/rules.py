@@ -222,16 +222,13 @@ def refusal(kernel: str, case: AttentionCase) -> str | None:
 def choose_kernel(
     order: Sequence[str], refuses: Callable[[str], str | None], wanted: str, *, where: str = ""
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The first implementation that takes a case, or the one that a user names.
+    """The first implementation that takes a case, or the one that a user names, and (name, reason) of those before it.
 
     Args:
         order: names in the order in which they are tried; the last one refuses nothing.
         refuses: name -> why it cannot or should not run, or None.
         wanted: auto, or a name.
         where: hardware for the message, as in " on h100x8".
-
-    Returns:
-        The name, and (name, reason) of each that was tried before it.
 
     Raises:
         ConfigError: a wanted implementation that is unknown or cannot take the case.
@@ -254,30 +251,8 @@ def choose_kernel(
 # --- A sequence that is sharded over mesh axis `context`. ---
 
 
-@dataclass(frozen=True)
-class ContextWay:
-    """What one way of attending over a sharded sequence takes.
-
-    Attributes:
-        with_pipe: may run inside a pipeline. A collective-permute that only some stages reach waits forever, because
-            its rendezvous is among all devices; the other collectives have groups.
-        splits_heads: the heads must divide by `context` as well.
-        halves: a causal sequence is partitioned into two chunks per device.
-        plain: knows neither window nor softcap.
-    """
-
-    with_pipe: bool
-    splits_heads: bool
-    halves: bool
-    plain: bool = False
-
-
 # In the order in which "auto" tries them: ring moves least and needs least memory, gather runs on any heads.
-CONTEXT_WAYS: Mapping[str, ContextWay] = {
-    "ring": ContextWay(with_pipe=False, splits_heads=False, halves=True, plain=True),
-    "all_to_all": ContextWay(with_pipe=True, splits_heads=True, halves=False),
-    "gather": ContextWay(with_pipe=True, splits_heads=False, halves=False),
-}
+_CONTEXT_WAYS = ("ring", "all_to_all", "gather")
 
 
 @dataclass(frozen=True)
@@ -301,28 +276,24 @@ class ContextCase:
 
 def _problem(name: str, case: ContextCase) -> str | None:
     """Why a way cannot be taken; None: it can."""
-    way, heads, parts = CONTEXT_WAYS[name], case.num_heads, case.head_parts
+    heads, parts, use = case.num_heads, case.head_parts, "use all_to_all, gather or auto"
     if case.form.relative:
         return (
             f"parallel.context={case.context} shards the sequence, which model.position=relative does not support; "
             "use parallel.context=1 with fsdp or tensor in its place, or model.position=rotary"
         )
-    if way.plain and (case.form.window is not None or case.form.softcap is not None):
-        return (
-            f"parallel.context_attention={name} knows neither model.sliding_window nor model.attention_softcap; "
-            "use all_to_all, gather or auto"
-        )
-    if not way.with_pipe and case.pipe > 1:
-        return (
-            f"parallel.context_attention={name} cannot run with parallel.pipe={case.pipe}; "
-            "use all_to_all, gather or auto"
-        )
+    if name == "ring" and (case.form.window is not None or case.form.softcap is not None):
+        return f"parallel.context_attention=ring knows neither model.sliding_window nor model.attention_softcap; {use}"
+    # A collective-permute that only some stages reach waits forever, because its rendezvous is among all devices; the
+    # other collectives have groups.
+    if name == "ring" and case.pipe > 1:
+        return f"parallel.context_attention=ring cannot run with parallel.pipe={case.pipe}; {use}"
     if heads % parts:
         return (
             f"model.num_heads={heads} does not divide by parallel.tensor={parts}; "
             f"make it {nearest_multiples(heads, parts)}, or use parallel.tensor={math.gcd(heads, parts)}"
         )
-    if way.splits_heads and heads % (parts * case.context):
+    if name == "all_to_all" and heads % (parts * case.context):
         other = "gather" if case.pipe > 1 else "ring"
         return (
             f"parallel.context_attention={name}: model.num_heads={heads} does not divide by "
@@ -334,13 +305,13 @@ def _problem(name: str, case: ContextCase) -> str | None:
 
 
 def choose_context_way(wanted: str, case: ContextCase) -> str:
-    """The way that is taken: ring, all_to_all or gather; for auto the first of `CONTEXT_WAYS` that can be taken.
+    """The way that is taken: ring, all_to_all or gather; for auto the first that can be taken.
 
     Raises:
         ConfigError: a way that cannot be taken on this mesh with these heads.
     """
     problem = None
-    for name in CONTEXT_WAYS if wanted == "auto" else (wanted,):
+    for name in _CONTEXT_WAYS if wanted == "auto" else (wanted,):
         problem = _problem(name, case)
         if problem is None:
             return name
@@ -356,7 +327,7 @@ def check_context_length(wanted: str, case: ContextCase, sequence_length: int) -
     size = case.context
     if size == 1:
         return
-    halves = case.form.causal and CONTEXT_WAYS[choose_context_way(wanted, case)].halves
+    halves = case.form.causal and choose_context_way(wanted, case) == "ring"
     chunks = size * 2 if halves else size
     if sequence_length % chunks:
         shown = f"2 x parallel.context={size} (causal ring attention)" if halves else f"parallel.context={size}"

@@ -23,8 +23,15 @@ from jaxtrain.ops.attention.reference import capped
 from jaxtrain.ops.elementwise import aligned
 from jaxtrain.ops.linear import linear
 from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
-from jaxtrain.ops.loss.blockwise import BlockedLoss, OutputLayer
-from jaxtrain.ops.loss.sharded import TOKENS, blockwise_losses, blockwise_sums, is_sharded, mesh_axes
+from jaxtrain.ops.loss.blockwise import (
+    TOKENS,
+    BlockedLoss,
+    OutputLayer,
+    blockwise_losses,
+    blockwise_sums,
+    is_sharded,
+    mesh_axes,
+)
 
 # Bytes of the logits of a block whose largest are sought, over all devices.
 _BLOCK_BYTES = 2**28
