@@ -123,13 +123,11 @@ class Generated:
     counts: np.ndarray
 
 
-# (params, prompts_BP, lengths_B, rules) -> texts with their first token
-Start = Callable[[Params, Any, Any, RowRules], Decoding]
-# (params, texts, rules, most tokens of a row) -> texts; stops where all rows have ended
-Advance = Callable[[Params, Decoding, RowRules, Any], Decoding]
+# Of (params, prompts_BP, lengths_B, rules), and of (params, texts, rules, most tokens of a row).
+Program = Callable[..., Decoding]
 
 # Compiled functions by what they are for, kept as long as the sharded model is.
-_programs: weakref.WeakKeyDictionary[ShardedModel, dict[DecodingForm, tuple[Start, Advance]]] = (
+_programs: weakref.WeakKeyDictionary[ShardedModel, dict[DecodingForm, tuple[Program, Program]]] = (
     weakref.WeakKeyDictionary()
 )
 _casts: weakref.WeakKeyDictionary[ShardedModel, Callable[[Params], Params]] = weakref.WeakKeyDictionary()
@@ -233,7 +231,7 @@ def _generated(texts: Decoding) -> Generated:
     return Generated(np.array(texts.tokens_BT), np.array(texts.counts_B))
 
 
-def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Start, Advance]:
+def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Program, Program]:
     programs = _programs.setdefault(sharded_model, {})
     if form not in programs:
         needs = (sharded_model.model, form, sharded_model.policy, sharded_model.mesh)
@@ -243,12 +241,11 @@ def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Start, A
     return programs[form]
 
 
-def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Start:
+def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Program:
     """Make the function that reads prompts, padded on the right, and chooses the first token of each row.
 
-    A model with an encoder reads the prompt there, and the new tokens are its output. The cache overwrites the
-    padding's entries before anything can see them. What is no cache is replicated over the mesh, so that every process
-    has it.
+    The cache overwrites the padding's entries before anything can see them. What is no cache is replicated over the
+    mesh, so that every process has it.
     """
     decoder = decoder_of(model)
     dtype = cache_dtype_of(form.cache_dtype, policy)
@@ -273,7 +270,7 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh)
     return start
 
 
-def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Advance:
+def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Program:
     """Make the function that adds tokens to texts until all rows have ended, or have as many as are asked for."""
     decoder = decoder_of(model)
 

@@ -103,10 +103,8 @@ def _adapted(
 ) -> Array:
     """x @ base + scale * (x @ lora_a) @ lora_b: [*N, O], for a backward pass that keeps the arguments as they came.
 
-    The kernel is a slice of the parameters, and layers side by side (query, key and value) have the same x, so that
-    neither takes memory of its own. Autodiff would keep both for each layer in the shapes that are multiplied: 15 % of
-    the temporary memory of a step on CPU (SmolLM2-135M, rank 16, 4 rows of 256 tokens, jax 0.10.2). What is computed
-    again in the backward pass is x @ lora_a; everything else is reshaped.
+    Autodiff would keep them for each layer in the shapes that are multiplied: 15 % of the temporary memory of a step on
+    CPU (SmolLM2-135M, rank 16, 4 rows of 256 tokens, jax 0.10.2). Computed again is x @ lora_a alone.
     """
 
     def both(x: Array, dropped: Array, kernel: LowRankKernel) -> Array:
@@ -186,12 +184,10 @@ def _power_of_two(exponent: Array) -> Array:
 
 
 def _dot(a: Scaled, b: Scaled, a_dims: tuple[int, ...], b_dims: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Multiply two scaled tensors, contracting the given dims, with a sum in float32.
+    """Multiply two scaled tensors, contracting the given dims, with a sum in float32; remat saves it before scaling.
 
-    On GPUs the operands stay in 8 bits and the scales are applied after the product: XLA then uses a native product
-    whether it chooses cuBLAS or Triton, while scales before the product are recognised by its cuBLAS pass alone. On
-    other platforms the operands are converted to the dtype of the result, exactly. The product before scaling is what
-    remat policies save.
+    On GPUs the operands stay in 8 bits and the scales come after the product: XLA's Triton does not recognise scales
+    before it. On other platforms the operands are converted to the dtype of the result, exactly.
     """
     lhs, rhs, precision = a.values, b.values, None
     if platform() != "gpu":

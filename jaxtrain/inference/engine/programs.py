@@ -337,7 +337,8 @@ class Programs:
             for width in sorted(widths):
                 prefills[width] = compiled(read, fed, (_nothing_to_read(width),), (placed, replicated))
             copy = compiled(functools.partial(copy_slot, layout=self._layout), one, (np.int32(0), np.int32(0)), placed)
-            penalties = compiled(set_penalties, one, (np.int32(0), *self._no_penalties()), placed)
+            none_V = np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32)
+            penalties = compiled(set_penalties, one, (np.int32(0), *none_V), placed)
         self._decode, self._copy, self._set_penalties = decode.result(), copy.result(), penalties.result()
         self._prefill = {width: program.result() for width, program in prefills.items()}
 
@@ -345,9 +346,6 @@ class Programs:
         """What `decode` is given where no slot has a text."""
         zeros_S = np.zeros(self.slots, np.int32)
         return zeros_S, zeros_S + np.int32(NOWHERE), _greedy(self.slots), np.bool_(False)
-
-    def _no_penalties(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32)
 
     def decode(self, tokens_S: np.ndarray, positions_S: np.ndarray, rows: RowSampling, *, wants_top: bool) -> Chosen:
         """Run `decode_slots`, and wait for what it chose."""
@@ -381,7 +379,7 @@ class Programs:
         for width in self._prefill:
             jax.block_until_ready(self.prefill(_nothing_to_read(width)))
         self.copy(0, 0)
-        self.set_penalties(0, *self._no_penalties())
+        self.set_penalties(0, np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32))
 
 
 def _nothing_to_read(width: int) -> Chunk:

@@ -241,11 +241,8 @@ class _Endpoints:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
-
-    def _model(self) -> dict[str, Any]:
         service = self._service
-        return {
+        model = {
             "id": service.name,
             "object": "model",
             "created": service.created,
@@ -253,6 +250,7 @@ class _Endpoints:
             "max_model_len": service.length,
             "chat": service.reader.chat is not None and service.engine is not None,
         }
+        return _json({"object": "list", "data": [model]})
 
     async def completions(self, request: HttpRequest) -> Response:
         return await self._write(request, CompletionBody, completion_call)

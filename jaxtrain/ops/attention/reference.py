@@ -267,9 +267,6 @@ def _buckets(reach: int, num_buckets: int, max_distance: int, causal: bool) -> n
 def distance_bias(table_NH: Array, reach: int, *, max_distance: int, causal: bool) -> Array:
     """Look up what is added to the scores at each distance of a key from its query.
 
-    Half of the buckets hold one distance each; the others grow with the logarithm of the distance up to
-    `max_distance`, from where on the last one holds all. Without `causal`, half of all buckets are for keys ahead.
-
     The table has learned numbers of any float dtype; the result is float32 [H, 2 * reach + 1], of the distances
     (key - query) from -reach to reach.
     """

@@ -128,9 +128,6 @@ ORDER: Mapping[str, tuple[str, ...]] = {
     "cpu": ("blockwise", "reference"),
 }
 ELSEWHERE = ("blockwise", "reference")
-# These refuse because another one would be faster, not because they cannot: a user who names one gets it.
-_ADVICE = ("blockwise",)
-
 _CUDNN_DTYPES = ("bfloat16", "float16")
 _CUDNN_HEAD_DIMS, _CUDNN_LARGEST_HEAD_DIM, _HOPPER_LARGEST_HEAD_DIM = 8, 128, 256
 # The splash kernel's tiles are lanes of a TPU register wide.
@@ -168,11 +165,11 @@ class AttentionCase:
     hopper_here: bool = False
 
 
-def _cudnn_refusal(case: AttentionCase) -> str | None:
+def _cudnn_reasons(case: AttentionCase) -> dict[str, bool]:
     form, capability = case.form, case.capability
     # jax compiles for Hopper's larger heads only where such a card is present.
     largest = _HOPPER_LARGEST_HEAD_DIM if case.hopper_here else _CUDNN_LARGEST_HEAD_DIM
-    reasons = {
+    return {
         f"the platform is {case.platform}": case.platform != "gpu",
         f"the dtype is {case.dtype}, it takes {' and '.join(_CUDNN_DTYPES)}": case.dtype not in _CUDNN_DTYPES,
         "documents are packed": case.packed,  # the kernel knows documents by their ends only
@@ -188,11 +185,10 @@ def _cudnn_refusal(case: AttentionCase) -> str | None:
         # jax refuses it where the kernel is differentiated.
         f"the sequence is {case.length} long, it takes even lengths": bool(case.length and case.length % 2),
     }
-    return next((why for why, holds in reasons.items() if holds), None)
 
 
-def _splash_refusal(case: AttentionCase) -> str | None:
-    reasons = {
+def _splash_reasons(case: AttentionCase) -> dict[str, bool]:
+    return {
         f"the platform is {case.platform}": case.platform != "tpu",
         "positions are relative": case.form.relative,
         "batch or heads do not divide by the mesh": not case.divides,
@@ -203,20 +199,19 @@ def _splash_refusal(case: AttentionCase) -> str | None:
             case.head_dim % _SPLASH_HEAD_DIMS
         ),
     }
-    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def refusal(kernel: str, case: AttentionCase) -> str | None:
     """Why an implementation cannot or should not run a case, or None."""
+    block, reasons = block_size(case.platform, case.length), {}
     match kernel:
         case "cudnn":
-            return _cudnn_refusal(case)
+            reasons = _cudnn_reasons(case)
         case "splash":
-            return _splash_refusal(case)
+            reasons = _splash_reasons(case)
         case "blockwise":  # it can always compute it
-            block = block_size(case.platform, case.length)
-            return f"the sequence is one block of {block}" if case.length <= block else None
-    return None
+            reasons = {f"the sequence is one block of {block}": case.length <= block}
+    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def choose_kernel(
@@ -236,7 +231,8 @@ def choose_kernel(
     if wanted != "auto":
         if wanted not in KERNELS:
             raise ConfigError(f"unknown model.attention={wanted!r}; known: auto, {', '.join(KERNELS)}")
-        why = None if wanted in _ADVICE else refuses(wanted)
+        # Blockwise refuses because another one would be faster, not because it cannot.
+        why = None if wanted == "blockwise" else refuses(wanted)
         if why is not None:
             raise ConfigError(f"model.attention={wanted} cannot run{where}: {why}; use model.attention=auto")
         return wanted, []
@@ -305,11 +301,7 @@ def _problem(name: str, case: ContextCase) -> str | None:
 
 
 def choose_context_way(wanted: str, case: ContextCase) -> str:
-    """The way that is taken: ring, all_to_all or gather; for auto the first that can be taken.
-
-    Raises:
-        ConfigError: a way that cannot be taken on this mesh with these heads.
-    """
+    """The way that is taken, for auto the first that can be; a ConfigError where none can with these heads."""
     problem = None
     for name in _CONTEXT_WAYS if wanted == "auto" else (wanted,):
         problem = _problem(name, case)
@@ -319,11 +311,7 @@ def choose_context_way(wanted: str, case: ContextCase) -> str:
 
 
 def check_context_length(wanted: str, case: ContextCase, sequence_length: int) -> None:
-    """Raise where a sequence cannot be sharded over `context` as the chosen way needs it.
-
-    Raises:
-        ConfigError: from `choose_context_way`, or a length that does not divide; names sizes that work.
-    """
+    """Raise a ConfigError with sizes that work where a sequence cannot be sharded as the chosen way needs it."""
     size = case.context
     if size == 1:
         return

@@ -206,11 +206,7 @@ def refusal(kernel: str, q_BLHK: Array, k_BLGK: Array, segments_BL: Segments, fo
 
 
 def choose(q_BLHK: Array, k_BLGK: Array, segments_BL: Segments, form: AttentionForm, *, wanted: str = "auto") -> Kernel:
-    """Choose the kernel that runs on the platform of the step, and note it with the reasons against those before it.
-
-    Raises:
-        ConfigError: a wanted kernel (a name, not auto) that is unknown or cannot take the case.
-    """
+    """Choose the kernel that runs on the platform of the step, and note it with the reasons against those before it."""
     rows = TABLE.get(platform(), tuple(_ALL[kernel] for kernel in rules.ELSEWHERE))
     known = {**_ALL, **{row.name: row for row in rows}}
     name, refused = rules.choose_kernel(

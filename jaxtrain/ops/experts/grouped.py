@@ -178,19 +178,12 @@ def _parts_and_rest(size: Array, end: Array, part: int) -> tuple[Array, Array]:
 
 
 def _unwritten(given: Array, num_rows: int, width: int) -> Array:
-    """Make a buffer that holds anything, with the dtype and the mesh axes of an array.
-
-    It is filled with some number of that array: XLA would share the zeros of several loops, and copy them for each.
-    """
+    """Make a buffer of some number of the given array: zeros of several loops XLA would share, and copy for each."""
     return jnp.broadcast_to(given[(0,) * given.ndim], (num_rows, width))
 
 
 def _choose_blocks(num_blocks: Array, most: int, form: Callable[[int, Array, State], State], state: State) -> State:
-    """Apply the form of so many blocks to the state, none where there are no blocks.
-
-    Forms must read the turn of their loop, which is 0: XLA computes what does not change in a loop before it, even
-    where the loop does not turn.
-    """
+    """Apply the form of so many blocks to the state; it must read its turn, 0, or XLA computes it before the loop."""
     for number in range(1, most + 1):
         with jax.named_scope(f"{REST}{number}"):
             turns = (num_blocks == number).astype(jnp.int32)

@@ -116,10 +116,8 @@ def gradients_by_vocabulary(
 ) -> tuple[Array, OutputLayer]:
     """Compute the gradients of sum(push x (negative log-likelihood + z-loss)) for hidden states and output layer.
 
-    Logits are computed a second time. The kernel's gradient needs no sum over blocks, and takes the place of the kernel
-    block by block: where the caller needs the kernel no more, the compiler keeps one array for both. (Zeros to begin
-    with, it would moreover make together with those that an embedding's gradient begins with, and keep: two arrays of 1
-    GiB for Llama 8B on an H100, jax 0.10.2.)
+    Logits are computed a second time. The kernel's gradient takes the place of the kernel block by block: zeros to
+    begin with a compiler would make early and keep (two arrays of 1 GiB for Llama 8B on an H100, jax 0.10.2).
 
     Args:
         h_ND, output, targets_N, normalizer, form: as of `forward`, and from it.
@@ -171,11 +169,7 @@ def gradients_by_vocabulary(
 def by_tokens(
     h_ND: Array, output: OutputLayer, targets_N: Array, weights_N: Array, form: BlockedLoss
 ) -> tuple[Normalizer, Array, Array, OutputLayer]:
-    """Compute what `forward` returns, and both gradients at once for push = weights.
-
-    No logits are computed twice: all logits of a token are there when its gradient is made. The gradient of h_ND is in
-    its dtype, that of the output layer in float32.
-    """
+    """Compute what `forward` returns, and both gradients for push = weights, of h_ND in its dtype, else in float32."""
     size, count = form.size, h_ND.shape[0]
     ids = _own_ids(output.kernel, form)
 
@@ -407,11 +401,7 @@ def blockwise_sums(
 
 
 def blockwise_losses(hidden_BLD: Array, output: OutputLayer, targets_BL: Array, form: BlockedLoss) -> Array:
-    """Compute the loss of each token, float32 [B, L], with one block of logits in memory at a time, by vocabulary.
-
-    Arguments are those of `blockwise_sums`, without z-loss. Blocks by tokens become blocks by vocabulary, since the
-    gradients of single tokens' losses are not known before the backward pass.
-    """
+    """Compute the loss of each token, float32 [B, L], as `blockwise_sums` without z-loss, always by vocabulary."""
     where = _on_mesh(form)
     call = jax.custom_vjp(partial(_losses, where))
     call.defvjp(partial(_losses_and_saved, where), partial(_loss_gradients, where), symbolic_zeros=True)
@@ -489,10 +479,7 @@ def _opened(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], _Trains]:
 
 
 def _for_gradients(where: _OnMesh, trains: _Trains) -> _OnMesh:
-    """How gradients are computed: that of a frozen kernel is summed at once, a sum that compilers leave out.
-
-    A sum inside the loop over blocks they keep, because each turn writes into the array that the next one reads.
-    """
+    """How gradients are computed: that of a frozen kernel is summed outside the loop, where compilers leave it out."""
     return replace(where, form=replace(where.form, sums_each_block=where.form.sums_each_block and trains.kernel))
 
 
