@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.errors import ConfigError
 from jaxtrain.inference.sampling import bias_rows, choose_rows, log_probabilities_of, row_sampling
 
 TIES = [1.0, 3.0, 3.0, 3.0, -2.0]
@@ -109,8 +108,3 @@ def test_log_probabilities_are_of_the_raw_logits():
     np.testing.assert_array_equal(ids, jnp.argsort(-wanted)[:, :4])
     np.testing.assert_allclose(values, jnp.sort(wanted)[:, ::-1][:, :4], atol=2e-6)
     assert log_probabilities_of(logits, jnp.array([3, 49]), 0)[1].shape == (2, 0)
-
-
-def test_a_bias_of_a_token_that_is_not_there_is_one_line():
-    with pytest.raises(ConfigError, match=r"^logit_bias names token 9; the vocabulary has 0 to 4$"):
-        bias_rows([jt.Sampling(logit_bias={9: 1.0})], 5)

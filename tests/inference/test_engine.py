@@ -11,7 +11,6 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.engine.programs import Programs
 from jaxtrain.inference.engine.request import Request
 from jaxtrain.inference.sampling import Sampling, bias_rows, choose_rows, row_sampling
 
@@ -191,18 +190,3 @@ def test_a_sharded_engine_gives_what_one_device_gives(model, alone):
     with Engine(sharded_model, placed, slots=4, chunk=8) as engine:
         check_like_alone(engine, alone, random_requests(12, seed=3), threads=3)
         assert engine.counters().compiled == 0
-
-
-@pytest.mark.long
-def test_what_zero_shards_over_data_is_gathered_once_before_the_first_step() -> None:
-    """Parameters of a step with ZeRO, which an engine would gather for each token if they stayed in parts."""
-    model = jt.build_model(SMALL, input_shape=(LENGTH,), vocab_size=VOCABULARY)
-    mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
-    sharded_model = jt.shard_model(model, mesh=mesh, parallelism=jt.Parallelism(zero=1))
-    params = jax.tree.map(
-        lambda leaf: jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding), sharded_model.abstract_params
-    )
-    assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
-    programs = Programs(sharded_model, params, slots=2, length=8, chunk=4, cache_dtype=None)
-    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(programs.params))
-    jax.tree.map(np.testing.assert_array_equal, programs.params, params)

@@ -43,7 +43,6 @@ def embedding(given: Any) -> Any:
 
 NOT_JSON = {
     "half": b'{"model": ',
-    "a number of 5,000 digits": b'{"seed": ' + b"9" * 5000 + b"}",
     "100,000 lists in each other": b'{"a": ' + b"[" * 100_000,
     "no UTF-8": b'{"model": "tiny", "prompt": "\xff\xfe"}',
     "half of a surrogate pair": b'{"model": "tiny", "prompt": "\\ud800"}',
@@ -69,12 +68,9 @@ WRONG_COMPLETIONS = {
     "a prompt without a token": ({"prompt": [[]]}, "prompt", "empty"),
     "a number as prompt": ({"prompt": 1.5}, "prompt", "array"),
     "an id outside of the vocabulary": ({"prompt": [258]}, "prompt", "use ids from 0 to 257"),
-    "temperature below 0": ({"temperature": -1}, "temperature", "greater than or equal to 0"),
     "temperature NaN": ({"temperature": float("nan")}, "temperature", "finite"),
     "a bias of a word": ({"logit_bias": {"a": 1}}, "logit_bias", "integer"),
     "n of a thousand": ({"n": 1000}, "n", "less than or equal to 128"),
-    "nothing at all": ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-    "stream as a text": ({"stream": "yes"}, "stream", "boolean"),
     "the best of several": ({"best_of": 3}, "best_of", "should be 1"),
 }
 WRONG_CHATS = {

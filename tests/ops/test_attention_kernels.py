@@ -38,8 +38,6 @@ CASES = {
     "full": Case(AttentionForm(causal=False)),
     "window": Case(AttentionForm(window=20)),
     "window, full": Case(AttentionForm(causal=False, window=9)),
-    "window of one": Case(AttentionForm(window=1)),
-    "window wider than the sequence": Case(AttentionForm(window=500)),
     "packed, full": Case(AttentionForm(causal=False), packed=True),
     "one key-value head, packed": Case(groups=1, packed=True),
     "window, grouped": Case(AttentionForm(window=20), groups=2),
@@ -96,9 +94,6 @@ BLOCKS = {
     ("a length that no block divides", 16): (),
     ("bf16, softcap", 48): (),
     ("window, full", 16): pytest.mark.long,
-    ("window of one", 16): pytest.mark.long,
-    ("window wider than the sequence", 48): pytest.mark.long,
-    ("causal", 8): pytest.mark.long,
 }
 
 
