@@ -198,8 +198,8 @@ def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int)
     largest = max((int(np.max(ids, initial=-1)) for ids in encoded), default=-1)
     if not all(map(len, encoded)) or not 0 <= largest < (model.vocab_size or largest + 1):
         raise ConfigError(
-            f"a prompt takes at least one token, and no id of {model.vocab_size} or more, as {largest}; use its "
-            "own tokenizer"
+            f"each prompt takes at least one token, and ids below {model.vocab_size} (the largest is {largest}); use "
+            "the model's own tokenizer"
         )
     longest, limit, short = max(map(len, encoded)), decoder.max_length, decoder.short_length
     most = room_for_new_tokens(decoder, longest) if longest <= limit else 0

@@ -1,7 +1,5 @@
 """What benchmarks ask of a model, without lm-eval: against log-softmax and argmax of logits, row by row in NumPy."""
 
-import string
-
 import jax
 import numpy as np
 import pytest
@@ -83,20 +81,6 @@ def test_log_likelihoods_are_those_of_single_rows(asked, log_softmax):
         # Sums of float32 numbers of about 5 in another order.
         assert score == pytest.approx(expected, rel=1e-5), name
         assert is_greedy == bool((logs.argmax(-1) == continuation).all()), name
-
-
-def test_greedy_continuations_are_known_as_such(asked, sharded, params):
-    prompts = list(string.ascii_lowercase[:8])
-    letters = zip(prompts, asked.answer([(prompt, {"max_gen_toks": 1}) for prompt in prompts], task="t"), strict=True)
-    # Bytes of an untrained model: half of them are letters of ASCII, which a text can hold alone.
-    prompt, letter = next((prompt, letter) for prompt, letter in letters if letter.isascii() and letter.isprintable())
-    pairs = [(prompt, letter), (prompt, "b" if letter == "a" else "a")]
-    assert [greedy for _, greedy in asked.score_continuations(pairs)] == [True, False]
-    (answer,) = asked.answer([("To be", {"max_gen_toks": 5})], task="t")
-    greedy = jt.Sampling(temperature=0)
-    new = jt.generate_text(sharded, params, ByteTokenizer(), ["To be"], new_tokens=5, sampling=greedy)[0]
-    ids = new.removeprefix("To be")
-    assert answer == ids
 
 
 def test_a_text_is_the_sum_of_its_windows(asked, log_softmax):

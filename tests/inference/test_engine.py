@@ -144,20 +144,17 @@ def check_like_alone(engine: Engine, alone: Any, requests: list[Request], *, thr
         np.testing.assert_allclose([one.log_probability for one in found], log_probabilities, rtol=0, atol=1e-3)
 
 
-def test_a_request_gets_what_it_would_get_alone(engine, alone):
+@pytest.mark.parametrize(
+    ("count", "threads"), [pytest.param(20, 4, id="20"), pytest.param(200, 7, id="200", marks=pytest.mark.long)]
+)
+def test_a_request_gets_what_it_would_get_alone(engine, alone, count, threads):
     """Whatever its slot, its neighbours, and what was in the slot before."""
-    check_like_alone(engine, alone, random_requests(20, seed=0), threads=4)
+    check_like_alone(engine, alone, random_requests(count, seed=0), threads=threads)
     counters = engine.counters()
     assert counters.compiled == 0
     assert counters.finished == counters.requests
     assert counters.cached_tokens > 0
     assert (counters.slots_in_use, counters.queued) == (0, 0)
-
-
-@pytest.mark.long
-def test_200_requests_get_what_they_would_get_alone(engine, alone):
-    check_like_alone(engine, alone, random_requests(200, seed=1), threads=7)
-    assert engine.counters().compiled == 0
 
 
 def test_alternatives_have_the_log_probabilities_of_a_forward_pass(engine, alone):
