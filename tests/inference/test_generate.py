@@ -225,7 +225,6 @@ ROWS = {
     "bytes that begin nothing do not wait": (BYTES, b"\xff" * 5, {}, ["", "", "", "\ufffd", "\ufffd", "\ufffd" * 3]),
     "a stop string": (BYTES, b"abENDc", dict(stop=["END"]), ["a", "b", "", "", "", "", ""]),
     "a stop string that is none": (BYTES, b"aENx", dict(stop=["END"]), ["a", "", "", "ENx", ""]),
-    "a beginning in a beginning": (BYTES, b"aaab", dict(stop=["aab"]), ["", "", "a", "", ""]),
     "a stop token": (BYTES, b"ab\x00c", dict(stop_tokens=[0]), ["a", "b", "", "", ""]),
     "a stop token gives out what was held": (BYTES, b"aE\x00", dict(stop=["END"], stop_tokens=[0]), ["a", "", "E", ""]),
     "spaces before words stay": (spaced(), [2, 3, 4], {}, [" the", " cat", "s", ""]),
