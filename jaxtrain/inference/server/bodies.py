@@ -313,8 +313,10 @@ def embedding_texts(body: EmbeddingBody, reader: PromptReader, *, length: int) -
 def _check_length(prompts: Sequence[Sequence[int]], wanted: int, length: int, name: str) -> None:
     longest = max(map(len, prompts))
     if longest + wanted > length:
-        more = f", and {wanted} or more are to follow; prompt and answer together have {length} tokens here"
-        said = f"a text of {name} has {longest} tokens" + (more if wanted else f", and the model takes {length}")
+        said = f"a text of {name} has {longest} tokens, and the model takes {length}; shorten it"
+        if wanted:
+            more = f"{wanted} or more are to follow; prompt and answer together have {length} tokens here"
+            said = f"a prompt has {longest} tokens, and {more}"
         raise RefusedError(400, said, param=name, code="context_length_exceeded")
 
 
