@@ -379,10 +379,7 @@ class AskedModel:
         return self._score(rows, report=lambda done: self._report(f"{done:,} of {len(rows):,} log-likelihoods"))
 
     def score_texts(self, texts: Sequence[str]) -> list[float]:
-        """Scores whole texts, in windows of the model's positions that predict every token once.
-
-        The first token follows the token that stands before a document. Log-probabilities are in nats.
-        """
+        """Log-probabilities of whole texts in nats, in windows of the model's positions that predict every token once."""
         windows = [
             scored_windows(ids, prefix=self.tokens.prefix, max_length=self._length) for ids in self.tokens.encode(texts)
         ]

@@ -63,12 +63,7 @@ class HarnessModel(LM):
         return "" if self._form is None or not chat_template else self._form.source
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Writes messages as text.
-
-        Args:
-            chat_history: `role` and `content` of each message.
-            add_generation_prompt: whether the text ends where an answer begins; otherwise the last message is the
-                beginning of an answer, and the text ends with it.
+        """Writes messages as text, up to where an answer begins, or else to the end of the last message.
 
         Raises:
             ConfigError: the template fails.

@@ -37,11 +37,7 @@ _WORTH_KEEPING = 16
 
 
 class CompileCounter:
-    """How many programs a thread compiled, or read from the cache of compiled programs, while it was watched.
-
-    Attributes:
-        count: of them.
-    """
+    """`count` is how many programs a thread compiled, or read from the cache of them, while it was watched."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -402,11 +398,7 @@ class Engine:
         return ticket
 
     def close(self, *, drain: bool = True) -> None:
-        """Accept no more requests, and end the thread.
-
-        Args:
-            drain: whether the requests that wait or run are finished first; otherwise they end as cancelled.
-        """
+        """Accept no more requests, and end the thread; without `drain` what waits or runs ends as cancelled."""
         self._close(drain, None)
         atexit.unregister(self._close)
 
