@@ -379,7 +379,7 @@ class AskedModel:
         return self._score(rows, report=lambda done: self._report(f"{done:,} of {len(rows):,} log-likelihoods"))
 
     def score_texts(self, texts: Sequence[str]) -> list[float]:
-        """Log-probabilities of whole texts in nats, in windows of the model's positions that predict every token once."""
+        """Log-probabilities of whole texts in nats, in windows that predict every token once."""
         windows = [
             scored_windows(ids, prefix=self.tokens.prefix, max_length=self._length) for ids in self.tokens.encode(texts)
         ]
